@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts import evaluation, replicas
+from moeq.artifacts import replicas
 from moeq.artifacts.assignment import Width, count_matrices, count_widths, read_assignment
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import read_json
@@ -19,12 +19,14 @@ from moeq.artifacts.stage import RECORD, StageRecord, check_files, edited_files,
 from moeq.artifacts.sums import check_sums
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
-from moeq.errors import ArtifactError
-from moeq.evaluation import result_file as document
-from moeq.integers.artifacts import integer_report, reparam
+from moeq.errors import ArtifactError, ModelError
 from moeq.integers.artifacts.integer import NAME as INTEGER
 from moeq.integers.artifacts.integer import SCHEMA as INTEGER_SCHEMA
-from moeq.models.source import open_source, read_header
+from moeq.models.configuration import check_top_k
+from moeq.models.declared import main_dtype
+from moeq.models.source import CONFIG, ModelSource, open_source, read_header
+from moeq.models.stored_experts import stored_layers
+from moeq.models.support import NO_EXPERTS, USE_ANOTHER, answer
 from moeq.preflight import check_path
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -59,8 +61,9 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
 def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
     """Describe a directory of weights: packed ones in a format of the registry, or a model's."""
     from moeq.exporters.exporter import of_method
+    from moeq.exporters.readers import described as reading
     from moeq.exporters.readers import file_format, format_of
-    from moeq.models.weights import quantization_of
+    from moeq.models.declared import quantization_of
 
     exporter = file_format(path)
     if exporter is not None and exporter.described is not None:
@@ -69,32 +72,10 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
         source = open_source(str(path))
         exporter = of_method(format_of(source)) if quantization_of(source.config) else None
         if exporter is None or exporter.layout is None:
-            return _model(path, reporter, trust_remote_code)
-        described = _packed(path, exporter.label, trust_remote_code)
+            return _model(source, reporter)
+        described = reading.packed(path, exporter.label)
     sums = check_sums(path, reporter=reporter)
     return described | ({} if sums is None else {"checked_files": sums.text})
-
-
-def _packed(path: Path, label: str, trust_remote_code: bool) -> dict[str, Any]:
-    """Describe a checkpoint of another tool's, or for it; ArtifactError where a header is not as config.json says."""
-    from moeq.exporters.packed_source import Checkable
-    from moeq.exporters.readers import open_packed
-
-    packed = open_packed(path, trust_remote_code=trust_remote_code, as_values=True)
-    if isinstance(packed, Checkable):
-        packed.check()
-    tensors = packed.source.tensors
-    plain_bytes = sum(tensors[key].bytes for key in packed.rest())
-    return {
-        "kind": f"packed checkpoint ({label})",
-        "model_type": packed.config["model_type"],
-        "moe_layers": len(packed.layers),
-        "experts_a_layer": sorted({layer.num_experts for layer in packed.layers}),
-        "packed_modules_beside_experts": len(packed.other_names()),
-        "packed_bytes": sum(header.bytes for header in tensors.values()) - plain_bytes,
-        "plain_bytes": plain_bytes,
-        "check": "every tensor has the shape and type that config.json says",
-    }
 
 
 def _integer(path: Path) -> dict[str, Any]:
@@ -237,25 +218,34 @@ def _stage(path: Path, reporter: Reporter) -> dict[str, Any]:
     }
 
 
-def _model(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
-    from moeq.models import loading
+def _model(source: ModelSource, reporter: Reporter) -> dict[str, Any]:
+    """Describe a model by its configuration and the headers of its weights; nothing is made of it.
 
-    source = open_source(str(path))
-    sums = check_sums(path, reporter=reporter)
-    skeleton, layers = loading.describe(source, trust_remote_code)
-    keys = loading.expert_keys(source, skeleton, layers)
-    expert_bytes = sum(source.tensors[key].bytes for key in keys)
+    ModelError for one of which moeq knows that there is nothing to quantize, or whose experts are not alike.
+    """
+    found = answer(source.config)
+    if found.refused:
+        raise ModelError(found.line, where=str(source.path), do=found.do)
+    sums = check_sums(source.path, reporter=reporter)
+    layers = stored_layers(
+        {key: header.shape for key, header in source.tensors.items()}, source.config, str(source.path)
+    )
+    if not layers:
+        raise ModelError(NO_EXPERTS, where=str(source.path), do=USE_ANOTHER)
+    check_top_k(source.config, max(layer.num_experts for layer in layers), source.path / CONFIG)
+    expert_bytes = sum(source.tensors[key].bytes for layer in layers for key in layer.keys)
     return {
         "kind": f"transformers model ({source.config['model_type']})",
+        "support": found.line,
         "moe_layers": len(layers),
         "experts_a_layer": sorted({layer.num_experts for layer in layers}),
         "expert_shape": sorted({f"{layer.hidden_size} x {layer.intermediate_size}" for layer in layers}),
-        "dtype": str(loading.source_dtype(source)).removeprefix("torch."),
+        "dtype": main_dtype(source),
         "expert_bytes": expert_bytes,
         "non_expert_bytes": sum(header.bytes for header in source.tensors.values()) - expert_bytes,
         "digest": source.stamp(source.file_digests(cached=sums is not None, reporter=reporter)).digest,
         **({} if sums is None else {"checked_files": sums.text}),
-        **_own_code(path),
+        **_own_code(source.path),
     }
 
 
@@ -285,11 +275,15 @@ def _trace(path: Path) -> dict[str, Any]:
 
 def _integer_figures(path: Path) -> dict[str, Any]:
     """What was measured of integer forwards."""
+    from moeq.integers.artifacts import integer_report
+
     report = integer_report.read_report(path.parent).model_dump(mode="json")
     return {"kind": "integer forward of a vision transformer, measured", **report["tasks"]}
 
 
 def _folded_norms(path: Path) -> dict[str, Any]:
+    from moeq.integers.artifacts import reparam
+
     report = reparam.read_reparam(path.parent)
     shown = report.model_dump(mode="json", exclude={"schema_version", "norms", "left", "float32", "stored"})
     return {
@@ -313,15 +307,12 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         headers = read_header(path)
         return {"kind": "safetensors", "tensors": len(headers), "tensor_bytes": sum(h.bytes for h in headers.values())}
     if path.suffix == ".parquet":
-        from moeq.artifacts import losses as loss_table
-        from moeq.artifacts import sensitivities
+        from moeq.artifacts import losses, sensitivities
 
         if path.name == sensitivities.NAME:
-            table = loss_table.read_parquet(path)
+            table = losses.read_parquet(path)
             return {"kind": "table of sensitivities", "experts": table.num_rows, "columns": table.column_names}
-        from moeq.stages import losses
-
-        return {"kind": "loss table", **losses.summarize(loss_table.read_losses(path))}
+        return {"kind": "loss table", **losses.summarize(losses.read_losses(path))}
     if path.suffix in {".yaml", ".yml"}:
         recipe = load_recipe(path)
         told = recipe.model_dump(mode="json", include={"name", "model", "assign"}, exclude_none=True)
@@ -330,32 +321,49 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         return check_checkpoint(path.parent, reporter)
     if path.name == INTEGER:
         return _integer(path.parent)
-    if path.suffix == ".json":
-        data = read_json(path)
-        if isinstance(data, dict) and {"layers", "method"} <= set(data):
-            assignment = read_assignment(path)
-            average = assignment.code_bits()
-            return {
-                "kind": "assignment",
-                "name": assignment.name,
-                "method": assignment.method,
-                "layers": len(assignment.layers),
-                "code_bits": None if average is None else float(average),
-                **_by_bits(list(chain.from_iterable(assignment.expert_widths()))),
-            }
-        if path.name == integer_report.NAME:
-            return _integer_figures(path)
-        if path.name == reparam.NAME:
-            return _folded_norms(path)
-        if path.name == evaluation.NAME:
-            report = evaluation.read_eval(path)
-            columns = {"name", "bits_per_weight", "code_bits", "expert_bytes", "perplexity", "accuracy"}
-            rows = [
-                row.model_dump(include=columns) | row.divergence_figures() | row.image_figures() for row in report.rows
-            ]
-            return {"kind": "evaluation", "rows": rows}
-        if isinstance(data, dict) and data.get("kind") == document.KIND:
-            return document.summary(path)
-        if isinstance(data, dict) and "schema_version" in data:
-            return {"kind": f"moeq {path.stem}", "schema_version": data["schema_version"], "keys": sorted(data)}
+    found = _json_file(path) if path.suffix == ".json" else None
+    if found is not None:
+        return found
     raise ArtifactError("not a file that moeq knows", where=str(path), do="give a checkpoint, a run or an artifact")
+
+
+def _json_file(path: Path) -> dict[str, Any] | None:
+    """Describe a JSON file by what it holds, or by its name; None for one that moeq does not know."""
+    from moeq.artifacts import evaluation
+    from moeq.integers.artifacts import integer_report, reparam
+
+    data = read_json(path)
+    if not isinstance(data, dict):
+        return None
+    if {"layers", "method"} <= set(data):
+        return _assignment(path)
+    if path.name == integer_report.NAME:
+        return _integer_figures(path)
+    if path.name == reparam.NAME:
+        return _folded_norms(path)
+    if path.name == evaluation.NAME:
+        columns = {"name", "bits_per_weight", "code_bits", "expert_bytes", "perplexity", "accuracy"}
+        rows = evaluation.read_eval(path).rows
+        told = [row.model_dump(include=columns) | row.divergence_figures() | row.image_figures() for row in rows]
+        return {"kind": "evaluation", "rows": told}
+    if "kind" in data:
+        from moeq.evaluation import result_file
+
+        if data["kind"] == result_file.KIND:
+            return result_file.summary(path)
+    if "schema_version" in data:
+        return {"kind": f"moeq {path.stem}", "schema_version": data["schema_version"], "keys": sorted(data)}
+    return None
+
+
+def _assignment(path: Path) -> dict[str, Any]:
+    assignment = read_assignment(path)
+    average = assignment.code_bits()
+    return {
+        "kind": "assignment",
+        "name": assignment.name,
+        "method": assignment.method,
+        "layers": len(assignment.layers),
+        "code_bits": None if average is None else float(average),
+        **_by_bits(list(chain.from_iterable(assignment.expert_widths()))),
+    }

@@ -6,8 +6,9 @@ Nothing here knows torch, transformers or lm-eval. What only a model, a tokenize
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moeq.errors import ModelError, RecipeError, StorageError, missing
 from moeq.exporters.exporter import loaders
@@ -20,6 +21,7 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 ALL = frozenset({"run", "plan"})  # commands that go through every stage
 CALIBRATED = ALL | {"reparam", "profile", "losses"}
 EVALUATED = ALL | {"eval"}
+FOR_DENSE = frozenset({"reparam", "report"})  # a vision transformer is folded, with experts or without
 ESTIMATED = ALL | {"assign", "eval", "estimate"}
 
 
@@ -28,7 +30,9 @@ def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
 
     StorageError for a run directory that is a file.
     """
-    check_there(model, recipe.revision)
+    config = check_there(model, recipe.revision)
+    if command not in FOR_DENSE:
+        check_experts(config, model)
     if out.exists() and not out.is_dir():
         raise StorageError("is a file", where=str(out), do="choose another --out")
     section = recipe.eval
@@ -41,6 +45,15 @@ def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
     if command in ESTIMATED:
         named = [recipe.estimate.hardware, recipe.assign.hardware, *(compared.hardware for compared in section.compare)]
         check_hardware([name for name in named if name is not None])
+
+
+def check_experts(config: Mapping[str, Any], model: str) -> None:
+    """ModelError for a model that has no experts, as its configuration and the record of families know."""
+    from moeq.models.support import answer
+
+    found = answer(config)
+    if found.verdict == "dense":
+        raise ModelError(found.line, where=model, do=found.do)
 
 
 def check_checkpoint(path: Path) -> None:

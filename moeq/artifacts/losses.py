@@ -14,6 +14,7 @@ the matrices; none for methods that take none. Both are none in tables of schema
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +28,14 @@ import pyarrow.parquet as pq
 from moeq.artifacts.files import write_atomically
 from moeq.artifacts.stage import check_schema_version
 from moeq.errors import ArtifactError
-from moeq.recipe import BEST
+from moeq.recipe import BEST, DEFAULT_QUANTIZER
 
 SCHEMA_VERSION = 2
 ADDED = ("weighted_loss", "hessian_trace")  # by version 2
 NAME = "losses.parquet"
 WHOLE = "expert"
 REMEDY = "run `moeq losses` again"
+BEYOND = {"scale_underflow": "small", "scale_overflow": "large"}  # what `grids.beyond_float16` finds
 
 SCHEMA = pa.schema(
     [
@@ -179,3 +181,29 @@ def read_losses(path: Path) -> LossTable:
     if not table.schema.equals(SCHEMA):
         raise ArtifactError("not a loss table: other columns", where=str(path), do=REMEDY)
     return LossTable(table)
+
+
+def summarize(table: LossTable) -> dict[str, Any]:
+    """Mean relative loss by method and width, fallbacks and coverage."""
+    whole = table.rows(WHOLE)
+    relative = {
+        method: {
+            str(bits): float(
+                np.mean([r["relative_loss"] for r in whole if r["method"] == method and r["bits"] == bits])
+            )
+            for bits in table.bits()
+        }
+        for method in table.methods()
+    }
+    method = DEFAULT_QUANTIZER if DEFAULT_QUANTIZER in table.methods() else table.methods()[0]
+    once = [row for row in whole if row["bits"] == table.bits()[0] and row["method"] == method]
+    fallbacks = Counter(name for row in once for name in row["fallback"].split("+") if name not in ("none", *BEYOND))
+    beyond = {name: len({(r["layer"], r["expert"]) for r in whole if name in r["fallback"]}) for name in BEYOND}
+    return {
+        "experts": len(once),
+        "mean_relative_loss": relative,
+        "fallbacks": dict(sorted(fallbacks.items())),
+        "beyond_float16": {name: count for name, count in beyond.items() if count},
+        "measured_on_borrowed_tokens": sum(row["measured_on"] == "borrowed" for row in once),
+        "fewest_calibration_tokens": min(row["calibration_tokens"] for row in once),
+    }

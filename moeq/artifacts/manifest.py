@@ -8,6 +8,8 @@ beside the file.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -283,3 +285,21 @@ def read_manifest(directory: Path) -> PlacementManifest:
     except ValueError as error:
         raise ArtifactError(str(error), where=str(directory / NAME), do=REMEDY) from None
     return manifest
+
+
+def totals(layers: Iterable[PlacedLayer], others: Iterable[PlacedModule], everything: int, guard_bytes: int) -> Totals:
+    """Sums over what is placed. everything: bytes of all tensors; guard_bytes: of those that stand for packed ones."""
+    by_tier, other = Counter[str](), 0
+    for expert in (expert for layer in layers for expert in layer.experts):
+        by_tier[expert.tier] += sum(replica.bytes for replica in expert.replicas if replica.placed)
+        waiting = (replica for replica in expert.replicas if not replica.placed)
+        other += sum(replica.bytes for replica in waiting if replica.leading_bits_of is None)
+    placed = by_tier.total()
+    return Totals(
+        placed_expert_bytes=placed,
+        other_replica_bytes=other,
+        non_expert_bytes=everything - placed - other - guard_bytes,
+        guard_bytes=guard_bytes,
+        packed_module_bytes=sum(module.bytes for module in others),
+        bytes_by_tier=dict(sorted(by_tier.items())),
+    )

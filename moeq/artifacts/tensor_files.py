@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.digests import Hashing
+from moeq.artifacts.digests import Hashing, digest_of_chunks
 from moeq.artifacts.files import CHUNK_BYTES, read_back, write_atomically
 from moeq.artifacts.reading import TensorHeader
 from moeq.artifacts.storage import storage_errors
@@ -163,6 +163,11 @@ def stored_chunks(tensor: TensorHeader) -> Iterator[bytes]:
                 raise ArtifactError("cut off", where=str(tensor.file), do="make or download it again")
             left -= len(chunk)
             yield chunk
+
+
+def tensors_sha256(headers: Iterable[TensorHeader]) -> str:
+    """SHA-256 of tensors' bytes, one after the other, read from their files."""
+    return digest_of_chunks(chunk for header in headers for chunk in stored_chunks(header))
 
 
 def torch_dtype(name: str) -> Any:

@@ -106,19 +106,28 @@ def verify(
 
 
 def families(
-    name: Annotated[str | None, Argument(help="Part of a model_type or class, such as qwen3.")] = None,
+    name: Annotated[
+        str | None,
+        Argument(help="A model (directory, config.json or hub id), or part of a model_type or class, such as qwen3."),
+    ] = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """List the families of models: which stream, and which can be quantized, exported and loaded."""
+    """Say whether a model is one that works; list the families: which stream, quantize, export and load."""
     from dataclasses import asdict
 
-    from moeq import terminal
+    from moeq import suitability, terminal
     from moeq.models import support
 
+    answered = None
+    if name is not None:
+        answered = suitability.of_model(name) if suitability.is_model(name) else suitability.of_dense_type(name)
+    if answered is not None:
+        show(answered, terminal.print_suitability, json=json, quiet=quiet)
+        return
     rows = support.families(name)
-    as_json = {"families": [asdict(row) for row in rows]}
-    show(as_json, lambda _: terminal.print_families(rows), json=json, quiet=quiet)
+    found = {"families": [asdict(row) | {"formats": suitability.formats_of(row)} for row in rows]}
+    show(found, lambda _: terminal.print_families(rows), json=json, quiet=quiet)
 
 
 def generate(

@@ -65,6 +65,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
             proof=f"tests/exporters/test_peers.py, auto-round {VERSION}",
         ),
     ),
+    separate=True,
     methods=("auto-round", "intel/auto-round"),
     layout=later("moeq.exporters.readers.gptq:AutoRound"),
     loaders=(

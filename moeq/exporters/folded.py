@@ -16,11 +16,12 @@ from moeq.artifacts.files import write_json, write_text
 from moeq.artifacts.tensor_files import write_tensors
 from moeq.exporters.front_matter import CARD, folded_card
 from moeq.exporters.plain import METADATA, write_index, write_plain
+from moeq.models.declared import FLOATS, is_dequantized, scale_keys
 from moeq.models.disk_names import DiskNames
-from moeq.models.loading import HEADER_DTYPES
+from moeq.models.loading import DTYPES
 from moeq.models.side_files import find_side_files
 from moeq.models.source import ModelSource
-from moeq.models.weights import WeightReader, is_dequantized, scale_keys
+from moeq.models.weights import WeightReader
 
 MAX_SHARD_BYTES = 5 * 10**9
 CONFIG_DTYPES = ("dtype", "torch_dtype")
@@ -89,7 +90,7 @@ class ChangedCheckpoint:
             return tensor.cpu()
         beside = f"{name.rpartition('.')[0]}.weight" if name in self._gained else name
         header = self._source.tensors[self._reader.origins[beside][0].key]
-        return tensor.to("cpu", torch.float32 if self._float32 else HEADER_DTYPES.get(header.dtype, torch.bfloat16))
+        return tensor.to("cpu", torch.float32 if self._float32 else _float_of(header.dtype))
 
     def finish(self) -> None:
         """Copy what has not changed; write the index, config.json and the side files."""
@@ -111,3 +112,8 @@ class ChangedCheckpoint:
             text = config["text_config"].items()
             config["text_config"] = {name: value for name, value in text if name != "quantization_config"}
         return config
+
+
+def _float_of(name: str) -> torch.dtype:
+    """The type of a tensor as headers name it; bfloat16 of FP8."""
+    return DTYPES[FLOATS[name]] if name in FLOATS else torch.bfloat16

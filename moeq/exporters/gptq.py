@@ -64,6 +64,7 @@ model = GPTQModel.load("THIS_DIRECTORY", dtype=torch.float16)  # bfloat16 would 
             proof=f"tests/exporters/test_peers.py, gptqmodel {VERSION}",
         ),
     ),
+    separate=True,
     layout=later("moeq.exporters.readers.gptq:Gptq"),
     loaders=(
         Loader(name="gptqmodel", packages={"gptqmodel": f"pip install gptqmodel=={VERSION}"}, load="gptqmodel_model"),

@@ -20,8 +20,8 @@ from moeq.exporters.packed_source import Matrices
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import describe
 from moeq.models.source import ModelSource, TensorHeader, open_source, read_header
-from moeq.numerics.packed import PARTS, PackedWeight, packed_shapes
-from moeq.numerics.widths import NESTED_BITS
+from moeq.numerics.packed import PackedWeight, packed_shapes
+from moeq.numerics.widths import NESTED_BITS, PARTS
 from moeq.runtime.hook import unhooked
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name

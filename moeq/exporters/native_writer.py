@@ -13,7 +13,6 @@ SHA256SUMS                       of all files; README.md, the model card, which 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment
-from moeq.artifacts.digests import digest_of_chunks
 from moeq.artifacts.files import filling, place, write_json, write_text
 from moeq.artifacts.manifest import (
     CodeFile,
@@ -31,20 +29,19 @@ from moeq.artifacts.manifest import (
     PlacementManifest,
     Replica,
     TensorStamp,
-    Totals,
     layout,
+    totals,
     write_manifest,
 )
 from moeq.artifacts.non_experts import OtherTable
 from moeq.artifacts.sums import write_sums
-from moeq.artifacts.tensor_files import stored_chunks
+from moeq.artifacts.tensor_files import tensors_sha256
 from moeq.exporters.plain import write_index, write_plain
+from moeq.models.declared import scale_keys
 from moeq.models.experts import ExpertLayer
 from moeq.models.side_files import SideFiles, find_side_files
 from moeq.models.source import ModelSource, TensorHeader, read_header
-from moeq.models.weights import scale_keys
-from moeq.numerics.packed import PARTS
-from moeq.numerics.widths import METHOD, NESTED_BITS
+from moeq.numerics.widths import METHOD, NESTED_BITS, PARTS
 from moeq.runtime.hf_quantizer import FORMAT_VERSION, MIXED_VERSION
 from moeq.runtime.hook import HOOK_FILE, HOOK_SHA256, HOOK_TEXT, hooked
 from moeq.runtime.packed_experts import guard_shapes
@@ -296,27 +293,4 @@ def _replicas(
     return tuple(
         replica if replica.projections is not None else replica.model_copy(update={"loss": losses.get(replica.bits)})
         for replica in replicas
-    )
-
-
-def tensors_sha256(headers: Iterable[TensorHeader]) -> str:
-    """SHA-256 of tensors' bytes, one after the other, read from their files."""
-    return digest_of_chunks(chunk for header in headers for chunk in stored_chunks(header))
-
-
-def totals(layers: Iterable[PlacedLayer], others: Iterable[PlacedModule], everything: int, guard_bytes: int) -> Totals:
-    """Sums over what is placed. everything: bytes of all tensors; guard_bytes: of those that stand for packed ones."""
-    by_tier, other = Counter[str](), 0
-    for expert in (expert for layer in layers for expert in layer.experts):
-        by_tier[expert.tier] += sum(replica.bytes for replica in expert.replicas if replica.placed)
-        waiting = (replica for replica in expert.replicas if not replica.placed)
-        other += sum(replica.bytes for replica in waiting if replica.leading_bits_of is None)
-    placed = by_tier.total()
-    return Totals(
-        placed_expert_bytes=placed,
-        other_replica_bytes=other,
-        non_expert_bytes=everything - placed - other - guard_bytes,
-        guard_bytes=guard_bytes,
-        packed_module_bytes=sum(module.bytes for module in others),
-        bytes_by_tier=dict(sorted(by_tier.items())),
     )

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from moeq.errors import ModelError
 from moeq.models.kinds import GATED, KINDS, Gate, Kind, Stacked, reason_to_refuse
+from moeq.models.stored_experts import LEFT_ALONE
+from moeq.models.support import NO_EXPERTS, USE_ANOTHER
 
 DOWN = "down_proj"
 STACKED = Stacked()
 SUPPORTED = "`moeq families` lists what is supported"
-LEFT_ALONE = ("vision", "visual", "audio")  # experts below modules called so see no token of a text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +92,7 @@ def find_expert_layers(model: nn.Module, *, needed: bool = True) -> list[ExpertL
             )
         )
     if needed and not layers:
-        raise ModelError(
-            "not a Mixture-of-Experts model: no module holds routed experts",
-            where=model_name,
-            do="moeq quantizes routed experts; use a dense quantizer for this model",
-        )
+        raise ModelError(NO_EXPERTS, where=model_name, do=USE_ANOTHER)
     return layers
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moeq.artifacts.reading import read_json_file
 from moeq.errors import ModelError
 from moeq.models.configuration import check_top_k
+from moeq.models.declared import DEQUANTIZED, PACKED, is_dequantized, main_dtype, quantization_of, scale_keys
 from moeq.models.experts import SUPPORTED, ExpertLayer, find_expert_layers
 from moeq.models.merge_cache import drop_merge_cache
 from moeq.models.messages import asking_transformers, damaged, line, quiet_transformers, wrong_keys
 from moeq.models.source import CONFIG, TOKENIZER_FILES, VOCABULARIES, ModelSource
-from moeq.models.weights import DEQUANTIZED, PACKED, WeightReader, is_dequantized, owner, quantization_of, scale_keys
-from moeq.numerics.packed import PARTS
-from moeq.numerics.widths import METHOD
+from moeq.models.weights import WeightReader, owner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-HEADER_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 AUTOS = (
     AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForMultimodalLM,
     AutoModelForImageClassification,
@@ -62,22 +59,8 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def source_dtype(source: ModelSource) -> torch.dtype:
-    """The dtype of most of the checkpoint's weights (float32, bfloat16 or float16); bfloat16 of FP8 and MXFP4 ones.
-
-    Of a checkpoint in the native format, of those that are not packed.
-    """
-    if is_dequantized(source):
-        return torch.bfloat16
-    native = quantization_of(source.config).get("quant_method") == METHOD
-    bytes_by_dtype: Counter[str] = Counter()
-    for key, header in source.tensors.items():
-        if not (native and key.rpartition(".")[2] in PARTS):
-            bytes_by_dtype[header.dtype] += header.bytes
-    main = max(bytes_by_dtype, key=lambda name: bytes_by_dtype[name])
-    if main not in HEADER_DTYPES:
-        what = f"weights of type {main} are not supported yet"
-        raise ModelError(what, where=str(source.path), do="dequantize the checkpoint to bfloat16 first")
-    return HEADER_DTYPES[main]
+    """The dtype of most of the checkpoint's weights, as `main_dtype` says."""
+    return DTYPES[main_dtype(source)]
 
 
 def loaded_bytes(source: ModelSource, dtype: torch.dtype) -> int:

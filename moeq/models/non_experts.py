@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeq.models.experts import LEFT_ALONE, ExpertLayer
+from moeq.models.experts import ExpertLayer
 from moeq.models.loading import tied
 from moeq.models.source import ModelSource
+from moeq.models.stored_experts import LEFT_ALONE
 from moeq.models.streaming import blocks_of
 from moeq.models.weights import WeightReader
 

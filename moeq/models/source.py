@@ -151,13 +151,13 @@ def check_part(directory: Path, name: str) -> None:
         raise ModelError("no regular file but a pipe, a socket or a device", where=str(path), do="remove it")
 
 
-def check_there(name: str, revision: str | None = None) -> None:
-    """ModelError, as `open_source` raises it, for a model that is not there or whose configuration is damaged.
+def check_there(name: str, revision: str | None = None) -> dict[str, Any]:
+    """The configuration of a model; ModelError, as `open_source` raises it, for one that is not there or damaged.
 
     Of a hub model that is asked for its configuration alone.
     """
     path, _ = _resolve(name, revision, False, only=(CONFIG,))
-    read_config(path / CONFIG)
+    return read_config(path / CONFIG)
 
 
 def known_positions(name: str, revision: str | None = None) -> int | None:

@@ -31,6 +31,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from moeq.artifacts.tensor_files import stored_chunks
 from moeq.errors import ModelError
+from moeq.models.declared import is_dequantized, quantization_of, scale_keys, scales_names
 from moeq.models.messages import asking_transformers, damaged, quiet_transformers, wrong_keys
 from moeq.models.source import CONFIG, ModelSource
 
@@ -76,19 +77,8 @@ class _Fp8Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
         return {"dequantize": BlockDequantize}
 
 
-DEQUANTIZED = {"fp8": _Fp8Quantizer, "mxfp4": Mxfp4HfQuantizer}  # by quant_method: what is dequantized while loading
+_QUANTIZERS = {"fp8": _Fp8Quantizer, "mxfp4": Mxfp4HfQuantizer}  # of every method in DEQUANTIZED
 INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")  # types of which no weight is
-PACKED = {"F8_E4M3": 1, "I8": 2, "U8": 2}  # weights in a byte, by the dtype that headers name
-
-
-def quantization_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The quantization that a config.json declares, for the whole or for its language model; empty when none."""
-    return dict(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {})
-
-
-def is_dequantized(source: ModelSource) -> bool:
-    """Whether the checkpoint is quantized in a format that is dequantized while it is loaded."""
-    return quantization_of(source.config).get("quant_method") in DEQUANTIZED
 
 
 def _quantizer(source: ModelSource) -> Any:
@@ -97,28 +87,7 @@ def _quantizer(source: ModelSource) -> Any:
     declared = quantization_of(source.config)
     with asking_transformers("read it", f"{source.path / CONFIG}: quantization_config"):
         config = AutoQuantizationConfig.from_dict(declared | {"dequantize": True})
-        return DEQUANTIZED[declared["quant_method"]](config, pre_quantized=True)
-
-
-def _scales_of(key: str) -> tuple[str, ...]:
-    """The names under which the scales of a packed tensor may lie."""
-    if key.endswith("_blocks"):
-        return (f"{key.removesuffix('blocks')}scales",)
-    stem = key.removesuffix("weight")
-    return (f"{key}_scale_inv", *(f"{stem}{name}" for name in ("scale", "qscale_weight") if stem != key))
-
-
-def scale_keys(source: ModelSource) -> set[str]:
-    """The tensors on disk that are scales of packed ones (or of activations); none of a plain checkpoint."""
-    if not is_dequantized(source):
-        return set()
-    return scales_of(source, source.tensors) | {key for key in source.tensors if key.endswith(".activation_scale")}
-
-
-def scales_of(source: ModelSource, keys: Iterable[str]) -> set[str]:
-    """The tensors on disk that are scales of those among some tensors that are packed."""
-    packed = [key for key in keys if source.tensors[key].dtype in PACKED]
-    return {scales for key in packed for scales in _scales_of(key)} & set(source.tensors)
+        return _QUANTIZERS[declared["quant_method"]](config, pre_quantized=True)
 
 
 def plain_header(source: ModelSource, key: str) -> tuple[str, tuple[int, ...], int]:
@@ -182,7 +151,7 @@ def _scales_key(source: ModelSource, key: str) -> str | None:
     """The scales of an FP8 tensor of a checkpoint that is dequantized while loading, None for every other tensor."""
     if source.tensors[key].dtype != "F8_E4M3" or not is_dequantized(source):
         return None
-    return next((name for name in _scales_of(key) if name in source.tensors), None)
+    return next((name for name in scales_names(key) if name in source.tensors), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +207,7 @@ class WeightReader:
             for origin in origins
         }
         for key, header in self.source.tensors.items():
-            scaled = any(name in self.source.tensors for name in _scales_of(key))
+            scaled = any(name in self.source.tensors for name in scales_names(key))
             codes = header.dtype in INTEGERS and key in floating and key not in scales
             if (header.dtype == "F8_E4M3" and not scaled) or (codes and not (scaled and dequantized)):
                 what = f"{key} has no scales that config.json declares, only {header.dtype} codes"

@@ -10,10 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moeq.numerics import grids
 from moeq.numerics.ggml_types import HOLDS, TYPES
+from moeq.numerics.grids import SCALE_DTYPE
 from moeq.numerics.packed import PackedWeight
 from moeq.numerics.packing import unpack
+from moeq.numerics.widths import resolved_group_size
 
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ONES_Q3 = (0x11,) * 8 + (0xAA,) * 4  # sixteen scales of 6 bits, each 33, which stands for 1
@@ -25,7 +26,7 @@ def type_of(weight: PackedWeight) -> str:
     if name is None or (weight.nested and weight.bits < 4):
         zeros = "" if weight.zeros is None else " with zero points"
         raise ValueError(f"no type of ggml holds {'nested ' * weight.nested}{weight.bits} bits{zeros}")
-    group = grids.resolved_group_size(weight.inputs, weight.group_size)
+    group = resolved_group_size(weight.inputs, weight.group_size)
     length = TYPES[name].length
     if weight.inputs % length or group % length:
         raise ValueError(f"{weight.inputs} inputs in groups of {group} are no multiples of the {length} of {name}")
@@ -41,7 +42,7 @@ def encode(weight: PackedWeight) -> Tensor:
     length = TYPES[name].length
     rows = weight.codes.shape[-2]
     codes = unpack(weight.codes, weight.bits, weight.inputs).view(rows, -1, length)
-    group = grids.resolved_group_size(weight.inputs, weight.group_size)
+    group = resolved_group_size(weight.inputs, weight.group_size)
     of_block = torch.arange(weight.inputs // length) * length // group
     scales = _half(weight.scales if weight.bits > 1 else weight.scales.double() / 2)[:, of_block]
     zeros = torch.full(scales.shape, 2 ** (weight.bits - 1), dtype=torch.uint8)
@@ -64,7 +65,7 @@ def decode(name: str, data: Tensor, inputs: int) -> Tensor:
 
 
 def _half(scales: Tensor) -> Tensor:
-    half = scales.to(grids.SCALE_DTYPE)
+    half = scales.to(SCALE_DTYPE)
     if not torch.equal(half.double(), scales.double()):
         raise ValueError("a scale that float16 does not hold")
     return half

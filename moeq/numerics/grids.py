@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moeq.numerics.widths import NESTED_BITS
+from moeq.numerics.widths import NESTED_BITS, resolved_group_size
 
 Symmetry = bool | Literal["narrow", "full"]
 SIGN_ZERO = 0.5
@@ -26,16 +26,6 @@ SCALE_DTYPE = torch.float16
 LEAST_SCALE = 2.0**-24  # above 0 in float16
 COARSE_SCALE = 2.0**-17  # below which float16 keeps fewer than 8 binary digits
 SHRINKS = tuple(1 - step / 32 for step in range(21))  # of the min-max range that clipping tries, the whole first
-
-
-def group_count(num_inputs: int, group_size: int) -> int:
-    """Groups along the inputs; the last may be shorter; group_size -1 means one group for the whole row."""
-    return 1 if group_size == -1 else -(-num_inputs // group_size)
-
-
-def resolved_group_size(num_inputs: int, group_size: int) -> int:
-    """The number of inputs in a full group (group_size, or the whole row for -1 and for shorter rows)."""
-    return num_inputs if group_size == -1 else min(group_size, num_inputs)
 
 
 def max_codes(bits: Sequence[int], like: Tensor) -> Tensor:

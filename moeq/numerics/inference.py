@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.fft import dct
-from scipy.special import stdtr, stdtrit
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -106,12 +104,16 @@ def cosines(count: int) -> int:
 
 def long_run_variance(series: Floats, count: int) -> Floats:
     """Of series [..., n], by so many cosines: n times the variance of their means."""
+    from scipy.fft import dct  # scipy takes as long to import as all else of a light command
+
     coefficients = dct(series, type=2, norm="ortho", axis=-1)[..., 1 : count + 1]
     return np.asarray((coefficients**2).mean(-1))
 
 
 def half_width(variance: Floats, degrees: Floats | float) -> Floats:
     """Of the interval of 95 % by Student's t, elementwise."""
+    from scipy.special import stdtrit
+
     return np.asarray(stdtrit(degrees, (1 + CONFIDENCE) / 2) * np.sqrt(variance))
 
 
@@ -148,6 +150,8 @@ class Spread:
         """Two-sided, of estimates [...] where 0 is expected."""
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(estimate == 0, 0.0, np.abs(estimate) / self.error)
+        from scipy.special import stdtr
+
         return np.asarray(2 * stdtr(self.degrees, -ratio))
 
     def scaled(self, factor: float) -> Spread:

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from moeq.numerics.packing import pack, packed_row_bytes, unpack
-from moeq.numerics.widths import SUPPORTED_BITS
-
-WORD = 32
+from moeq.numerics.widths import SUPPORTED_BITS, WORD
 
 
 def row_words(codes: Tensor) -> Tensor:

@@ -27,11 +27,10 @@ from moeq.numerics.grids import (
     inverse_scale,
     max_codes,
     nested_grid,
-    resolved_group_size,
 )
 from moeq.numerics.group_grids import stacked
 from moeq.numerics.sweep import BLOCK
-from moeq.numerics.widths import NESTED_BITS
+from moeq.numerics.widths import NESTED_BITS, resolved_group_size
 
 LANES_A_THREAD = 1024  # rows times widths, at least
 WIDEST = NESTED_BITS[-1]

@@ -19,9 +19,7 @@ from torch import Tensor
 from moeq.numerics import grids
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
-from moeq.numerics.widths import NESTED_BITS, SUPPORTED_BITS
-
-PARTS = ("codes", "scales", "zeros")
+from moeq.numerics.widths import NESTED_BITS, PARTS, SUPPORTED_BITS, group_count, resolved_group_size
 
 
 def has_zeros(bits: int, symmetric: bool) -> bool:
@@ -49,7 +47,7 @@ def packed_shapes(
     rows: int, inputs: int, bits: int, group_size: int, symmetric: bool, nested: bool = False
 ) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
     """Shape and dtype of each stored part of one packed weight."""
-    groups = grids.group_count(inputs, group_size)
+    groups = group_count(inputs, group_size)
     shapes = {
         "codes": ((rows, packed_row_bytes(inputs, bits)), torch.uint8),
         "scales": ((rows, groups), grids.SCALE_DTYPE),
@@ -255,7 +253,7 @@ def widened(weight: PackedWeight, bits: int) -> PackedWeight:
         signed = codes - 2 ** (weight.bits - 1)
     else:
         zeros = unpack(weight.zeros, weight.bits, scales.shape[-1]).to(torch.int16)
-        repeat = grids.resolved_group_size(weight.inputs, weight.group_size)
+        repeat = resolved_group_size(weight.inputs, weight.group_size)
         signed = codes - zeros.repeat_interleave(repeat, -1)[..., : weight.inputs]
     moved = (signed + 2 ** (bits - 1)).to(torch.uint8)
     return replace(weight, codes=pack(moved, bits), scales=scales, zeros=None, bits=bits, symmetric=True)

@@ -83,7 +83,7 @@ def memory(sizes: BatchSizes) -> list[int]:
     """
     import torch
 
-    from moeq.numerics.grids import resolved_group_size
+    from moeq.numerics.widths import resolved_group_size
     from moeq.quantizers.layer_data import row_bytes
 
     hidden, inner, widths = sizes.layer.hidden_size, sizes.layer.intermediate_size, len(sizes.settings.bits)

@@ -23,8 +23,7 @@ from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.source import read_header
-from moeq.numerics.packed import PARTS
-from moeq.numerics.widths import LAYOUT, LAYOUT_VERSION, METHOD, NESTED_VERSION
+from moeq.numerics.widths import LAYOUT, LAYOUT_VERSION, METHOD, NESTED_VERSION, PARTS
 from moeq.runtime.hook import forget_hook
 from moeq.runtime.packed_experts import PACKED, PackedExperts, PackedLinear
 from moeq.runtime.packed_modules import OtherWidths, PackedModule, replace_modules, wrong_config

@@ -12,10 +12,10 @@ from moeq.artifacts.assignment import FULL, Assignment, width_of
 from moeq.errors import ArtifactError
 from moeq.exporters.native_writer import layer_name
 from moeq.exporters.packed_source import Matrices
+from moeq.models.declared import scale_keys, scales_of
 from moeq.models.experts import ExpertLayer
-from moeq.models.weights import scale_keys, scales_of
-from moeq.numerics.packed import PARTS, PackedWeight
-from moeq.numerics.widths import NESTED_BITS
+from moeq.numerics.packed import PackedWeight
+from moeq.numerics.widths import NESTED_BITS, PARTS
 from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 

@@ -7,19 +7,17 @@ inputs. The forward pass is needed as soon as a single layer lacks something.
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.markup import escape
 
 from moeq.artifacts import expert_effects, replicas
 from moeq.artifacts.effects import NAME as EFFECTS
 from moeq.artifacts.effects import write_effects
 from moeq.artifacts.files import make_directory
-from moeq.artifacts.losses import NAME, WHOLE, LossTable, write_losses
+from moeq.artifacts.losses import BEYOND, NAME, summarize, write_losses
 from moeq.artifacts.non_experts import INDEX as OTHERS_INDEX
 from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex
 from moeq.artifacts.run import OLDER
@@ -29,15 +27,12 @@ from moeq.models.walk import LayerInputs
 from moeq.numerics.slab import return_memory
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
-from moeq.recipe import DEFAULT_QUANTIZER
 from moeq.stages import effects
 from moeq.stages import non_experts as others_stage
 from moeq.stages.context import Context
 from moeq.stages.expert_effects import measure as measure_experts
 from moeq.stages.finite import naming_the_file, say_left_out
 from moeq.stages.replicas import lacking, load_index, load_losses, planned
-
-BEYOND = {"scale_underflow": "small", "scale_overflow": "large"}  # what `grids.beyond_float16` finds
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -204,29 +199,3 @@ def is_intact(context: Context) -> bool:
         context.reporter.say(f"  [yellow]{escape(error.where or '')}: {escape(error.what)}[/yellow]")
         return False
     return others_stage.is_intact(context)
-
-
-def summarize(table: LossTable) -> dict[str, Any]:
-    """Mean relative loss by method and width, fallbacks and coverage."""
-    whole = table.rows(WHOLE)
-    relative = {
-        method: {
-            str(bits): float(
-                np.mean([r["relative_loss"] for r in whole if r["method"] == method and r["bits"] == bits])
-            )
-            for bits in table.bits()
-        }
-        for method in table.methods()
-    }
-    method = DEFAULT_QUANTIZER if DEFAULT_QUANTIZER in table.methods() else table.methods()[0]
-    once = [row for row in whole if row["bits"] == table.bits()[0] and row["method"] == method]
-    fallbacks = Counter(name for row in once for name in row["fallback"].split("+") if name not in ("none", *BEYOND))
-    beyond = {name: len({(r["layer"], r["expert"]) for r in whole if name in r["fallback"]}) for name in BEYOND}
-    return {
-        "experts": len(once),
-        "mean_relative_loss": relative,
-        "fallbacks": dict(sorted(fallbacks.items())),
-        "beyond_float16": {name: count for name, count in beyond.items() if count},
-        "measured_on_borrowed_tokens": sum(row["measured_on"] == "borrowed" for row in once),
-        "fewest_calibration_tokens": min(row["calibration_tokens"] for row in once),
-    }

@@ -24,9 +24,9 @@ from torch import nn
 
 from moeq.artifacts.assignment import Width
 from moeq.models import loading
+from moeq.models.declared import is_dequantized
 from moeq.models.experts import ExpertLayer
 from moeq.models.streaming import blocks_of
-from moeq.models.weights import is_dequantized
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_bytes

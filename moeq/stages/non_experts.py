@@ -23,10 +23,11 @@ from moeq.artifacts.non_experts import MadeOthers, OtherIndex, OtherRow, OtherTa
 from moeq.artifacts.replicas import LayerReplicas
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models.corpus import Sequences
+from moeq.models.declared import scale_keys
 from moeq.models.non_experts import EMBEDDINGS, HEAD, OtherModule, by_block, weight_keys
 from moeq.models.streaming import blocks_of
 from moeq.models.walk import end_batch
-from moeq.models.weights import plain_header, scale_keys
+from moeq.models.weights import plain_header
 from moeq.numerics.packed import PackedWeight, packed_bytes
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.quantizers.non_experts import (

@@ -25,7 +25,8 @@ from moeq.errors import ArtifactError, AssignmentError
 from moeq.exporters.native_writer import layer_name
 from moeq.models.beside import Beside, walk_beside
 from moeq.models.experts import ExpertLayer, expert_math, set_expert_weights, stacked_biases, stacked_weights
-from moeq.numerics.packed import PARTS, PackedWeight
+from moeq.numerics.packed import PackedWeight
+from moeq.numerics.widths import PARTS
 from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
 from moeq.quantizers.signround_layer import Widths
 from moeq.recipe import RefineSection

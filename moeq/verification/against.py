@@ -14,11 +14,11 @@ from moeq.artifacts.tensor_files import stored_chunks
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.exporters.readers.foreign import Foreign
+from moeq.models.declared import is_dequantized
 from moeq.models.loading import load_config, skeleton
 from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
-from moeq.models.weights import is_dequantized
 from moeq.numerics.divergence import kl_divergence
 from moeq.numerics.slab import return_memory
 from moeq.progress import Reporter

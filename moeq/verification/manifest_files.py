@@ -8,11 +8,11 @@ from typing import Any
 
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.manifest import NAME as MANIFEST
-from moeq.artifacts.manifest import PlacedModule, PlacementManifest, Replica, read_manifest
+from moeq.artifacts.manifest import PlacedModule, PlacementManifest, Replica, read_manifest, totals
 from moeq.artifacts.stage import RECORD, StageRecord, check_files, read_record
 from moeq.artifacts.sums import NAME, Sums, check_sums
+from moeq.artifacts.tensor_files import tensors_sha256
 from moeq.errors import ArtifactError
-from moeq.exporters.native_writer import tensors_sha256, totals
 from moeq.models.source import read_header
 from moeq.progress import Reporter
 from moeq.runtime.hook import HOOK_FILE, HOOK_SHA256

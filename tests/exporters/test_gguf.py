@@ -360,14 +360,14 @@ def test_packed_modules_that_are_turned(tmp_path: Path) -> None:
 
 def half_zero_points(weight: PackedWeight) -> Tensor:
     """Q4_1: the zero point times the scale in float16, which has too few digits for it."""
-    from moeq.numerics import grids
-    from moeq.numerics.packing import unpack
+        from moeq.numerics.packing import unpack
+from moeq.numerics.widths import resolved_group_size
 
     zeros = unpack(weight.zeros, 4, weight.scales.shape[-1])
     least = -(zeros.half() * weight.scales)
     codes = unpack(weight.codes, 4, weight.inputs).unflatten(-1, (-1, 2, 16))
     packed = (codes[..., 0, :] | codes[..., 1, :] << 4).view(len(codes), -1, 16)
-    assert grids.resolved_group_size(weight.inputs, weight.group_size) == 32
+    assert resolved_group_size(weight.inputs, weight.group_size) == 32
     heads = [part.unsqueeze(-1).contiguous().view(torch.uint8) for part in (weight.scales, least)]
     return torch.cat([*heads, packed], -1).flatten(-2)
 

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from moeq.artifacts.tensor_files import write_in_chunks
 from moeq.errors import ModelError
 from moeq.models import loading
+from moeq.models.declared import scale_keys
 from moeq.models.experts import find_expert_layers
 from moeq.models.source import open_source
 from moeq.models.streaming import StreamedModel
-from moeq.models.weights import plain_chunks, plain_header, scale_keys
+from moeq.models.weights import plain_chunks, plain_header
 
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 2048, (2, 12), generator=torch.Generator().manual_seed(5))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moeq.errors import ArtifactError
 from moeq.exporters.exporter import Exporter, of_method
-from moeq.exporters.packed_source import PackedSource
-from moeq.exporters.readers.foreign import Foreign, open_foreign
+from moeq.models.declared import DEQUANTIZED, quantization_of
 from moeq.models.source import INDEX, SINGLE, ModelSource, open_source
-from moeq.models.weights import DEQUANTIZED, quantization_of
 from moeq.registry import EXPORTERS
+
+if TYPE_CHECKING:  # torch is imported where something is opened, not where its format is told
+    from moeq.exporters.packed_source import PackedSource
+    from moeq.exporters.readers.foreign import Foreign
+    from moeq.exporters.readers.layout import Layout
 
 PLAIN = "dequantized"
 
@@ -53,9 +57,19 @@ def open_packed(path: Path, *, trust_remote_code: bool = False, as_values: bool 
 
 def open_other(source: ModelSource, *, trust_remote_code: bool = False, as_values: bool = False) -> Foreign:
     """As `open_packed`, for a checkpoint that is not in moeq's own format."""
+    from moeq.exporters.readers.foreign import open_foreign
+
+    return open_foreign(source, layout_of(source), trust_remote_code, as_values)
+
+
+def layout_of(source: ModelSource) -> Layout | None:
+    """How the packed matrices of a checkpoint lie, as config.json declares it; None where it declares none.
+
+    Raises ArtifactError for what moeq does not read.
+    """
     declared = quantization_of(source.config)
     if not declared:
-        return open_foreign(source, None, trust_remote_code, as_values)
+        return None
     method = format_of(source)
     where = str(source.path / "config.json")
     if method in DEQUANTIZED:
@@ -64,10 +78,10 @@ def open_other(source: ModelSource, *, trust_remote_code: bool = False, as_value
     if exporter is None or exporter.layout is None:
         raise ArtifactError(f"quant_method {method} is not supported", where=where, do=works())
     try:
-        layout = exporter.layout(declared)
+        layout: Layout = exporter.layout(declared)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{method} with {_text(error)} is not supported", where=where, do=works()) from None
-    return open_foreign(source, layout, trust_remote_code, as_values)
+    return layout
 
 
 def _text(error: Exception) -> str:

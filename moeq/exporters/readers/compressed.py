@@ -11,11 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moeq.artifacts.tensor_files import stored_chunks
 from moeq.exporters.readers.layout import FLOATS, Grid, Parts, Stored, expect, group_length, read_back
 from moeq.models.source import TensorHeader
-from moeq.numerics import grids
-from moeq.numerics.layouts import WORD, row_stream
-from moeq.numerics.packing import unpack
+from moeq.numerics.widths import WORD, group_count
 
 FORMAT = "pack-quantized"
 LINEAR = "Linear"
@@ -45,8 +44,15 @@ class CompressedTensors:
         whole = [grid for pattern, grid in self.targets if pattern is None]
         return next(iter([*named, *whole]), None)
 
+    def shape(self, headers: Mapping[str, TensorHeader], grid: Grid) -> tuple[int, int]:
+        stated = headers.get("weight_shape")
+        if stated is None or stated.shape != (2,) or stated.dtype not in ("I64", "I32"):
+            raise ValueError("weight_shape is missing, or no two numbers")
+        data, size = b"".join(stored_chunks(stated)), stated.bytes // 2
+        return int.from_bytes(data[:size], "little"), int.from_bytes(data[size:], "little")
+
     def check(self, headers: Mapping[str, TensorHeader], grid: Grid, rows: int, inputs: int) -> None:
-        groups = grids.group_count(inputs, group_length(grid, inputs))
+        groups = group_count(inputs, group_length(grid, inputs))
         expect(headers, "weight_packed", ("I32",), (rows, -(-inputs * grid.bits // WORD)))
         expect(headers, "weight_scale", FLOATS, (rows, groups))
         expect(headers, "weight_shape", ("I64", "I32"), (2,))
@@ -58,6 +64,9 @@ class CompressedTensors:
     def read(self, parts: Parts, grid: Grid, rows: int, inputs: int) -> Stored:
         if parts["weight_shape"].tolist() != [rows, inputs]:
             raise ValueError(f"weight_shape says {parts['weight_shape'].tolist()}, the matrix is {[rows, inputs]}")
+        from moeq.numerics.layouts import row_stream
+        from moeq.numerics.packing import unpack
+
         zeros = None
         if "weight_zero_point" in parts:
             words = parts["weight_zero_point"].mT.contiguous()

@@ -5,7 +5,6 @@ Read by moeq's own code from the header and the blocks, so that `moeq verify` ha
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -181,20 +180,3 @@ def opened(path: Path, trust_remote_code: bool, as_values: bool) -> Gguf:
         do = "convert the checkpoint that it was made of"
         raise ArtifactError("GGUF is read by `moeq verify` only", where=str(path / FILE), do=do)
     return open_gguf(path, trust_remote_code)
-
-
-def described(path: Path, trust_remote_code: bool) -> dict[str, Any]:
-    """What a directory with model.gguf holds, every tensor's shape compared with the model's."""
-    gguf = open_gguf(path, trust_remote_code)
-    stacks = stack_shapes(gguf.layers)
-    sizes = {name: tensor.bytes for name, tensor in gguf.file.tensors.items()}
-    types = Counter(gguf.file.tensors[name].type.name for name in sorted(stacks))
-    return {
-        "kind": f"GGUF ({gguf.family.arch})",
-        "model": str(gguf.file.fields.get("general.name", ""))[:200],
-        "moe_layers": len(gguf.layers),
-        "experts": ", ".join(f"{count} stacks of {kind}" for kind, count in types.items()),
-        "expert_bytes": sum(size for name, size in sizes.items() if name in stacks),
-        "non_expert_bytes": sum(size for name, size in sizes.items() if name not in stacks),
-        "check": "every tensor of the model is there, in its shape, and no other",
-    }

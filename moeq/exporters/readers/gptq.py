@@ -12,9 +12,7 @@ from typing import Any
 
 from moeq.exporters.readers.layout import FLOATS, Grid, Parts, Stored, expect, group_length, read_back
 from moeq.models.source import TensorHeader
-from moeq.numerics import grids
-from moeq.numerics.layouts import WORD, column_stream, zeros_of
-from moeq.numerics.widths import SUPPORTED_BITS
+from moeq.numerics.widths import SUPPORTED_BITS, WORD, group_count
 
 FIRST, SECOND = "gptq", "gptq_v2"
 FULL_BITS = 16  # and more: a module that config.json leaves as it is
@@ -44,12 +42,18 @@ class Gptq:
                 return None if negative else _grid(own, self.whole)
         return self.whole
 
+    def shape(self, headers: Mapping[str, TensorHeader], grid: Grid) -> tuple[int, int]:
+        packed = headers["qweight"].shape
+        if len(packed) != 2 or packed[0] * WORD % grid.bits:
+            raise ValueError(f"qweight {list(packed)} is no matrix of {grid.bits} bits")
+        return packed[1], packed[0] * WORD // grid.bits
+
     def check(self, headers: Mapping[str, TensorHeader], grid: Grid, rows: int, inputs: int) -> None:
         if grid.bits not in self.widths:
             raise ValueError(f"moeq reads {', '.join(map(str, self.widths))} bits of {self.name}")
         if inputs * grid.bits % WORD or rows * grid.bits % WORD:
             raise ValueError(f"{rows} x {inputs} codes of {grid.bits} bits are no whole number of {WORD}-bit words")
-        groups = grids.group_count(inputs, group_length(grid, inputs))
+        groups = group_count(inputs, group_length(grid, inputs))
         expect(headers, "qweight", ("I32",), (inputs * grid.bits // WORD, rows))
         expect(headers, "qzeros", ("I32",), (groups, rows * grid.bits // WORD))
         expect(headers, "scales", FLOATS, (groups, rows))
@@ -57,6 +61,8 @@ class Gptq:
             expect(headers, "g_idx", ("I32",), (inputs,))
 
     def read(self, parts: Parts, grid: Grid, rows: int, inputs: int) -> Stored:
+        from moeq.numerics.layouts import column_stream, zeros_of
+
         zeros = zeros_of(parts["qzeros"], grid.bits, rows, less_one=self.first)
         codes = column_stream(parts["qweight"], grid.bits, inputs)
         return read_back(codes, parts["scales"].mT.contiguous(), zeros, grid, inputs, parts.get("g_idx"))

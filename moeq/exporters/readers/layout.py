@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from moeq.models.source import TensorHeader
-from moeq.numerics import grids
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import pack, unpack
+from moeq.numerics.widths import group_count, resolved_group_size
 
-Parts = Mapping[str, Tensor]
+if TYPE_CHECKING:  # torch is imported where tensors are read: headers are looked at without it
+    from torch import Tensor
+
+    from moeq.numerics.packed import PackedWeight
+
+Parts = Mapping[str, "Tensor"]
 FLOATS = ("F16", "BF16", "F32")  # types of scales
 
 
@@ -39,6 +39,8 @@ class Stored:
 
     def values(self) -> Tensor:
         """Values float32 [N, K]."""
+        from moeq.numerics.packing import unpack
+
         if self.groups is None:
             return self.weight.dequantize()
         packed, spread = self.weight, self.groups.long()
@@ -57,6 +59,9 @@ class Layout(Protocol):
 
     def grid(self, names: Sequence[str]) -> Grid | None:
         """What config.json declares of a module, by its names in memory and on disk; None: not packed."""
+
+    def shape(self, headers: Mapping[str, TensorHeader], grid: Grid) -> tuple[int, int]:
+        """Rows and inputs of the matrix that the parts stand for; ValueError where they do not say."""
 
     def check(self, headers: Mapping[str, TensorHeader], grid: Grid, rows: int, inputs: int) -> None:
         """ValueError when a part of a matrix [rows, inputs] is absent, or of another type or shape than its grid's."""
@@ -84,7 +89,13 @@ def read_back(
     Scales are kept as float16 where each has exactly that value, else in their own type. ValueError for groups that
     there are not.
     """
-    size, half = group_length(grid, inputs), scales.to(grids.SCALE_DTYPE)
+    import torch
+
+    from moeq.numerics.grids import SCALE_DTYPE
+    from moeq.numerics.packed import PackedWeight
+    from moeq.numerics.packing import pack
+
+    size, half = group_length(grid, inputs), scales.to(SCALE_DTYPE)
     middle = zeros is None or bool((zeros == 2 ** (grid.bits - 1)).all())
     weight = PackedWeight(
         codes=codes.contiguous(),
@@ -102,10 +113,12 @@ def _ordered(index: Tensor | None, inputs: int, size: int) -> Tensor | None:
     """The group of every input where activations were ordered; None where groups are consecutive inputs."""
     if index is None:
         return None
+    import torch
+
     groups = index.long()
-    if torch.equal(groups, torch.arange(inputs) // grids.resolved_group_size(inputs, size)):
+    if torch.equal(groups, torch.arange(inputs) // resolved_group_size(inputs, size)):
         return None
-    if int(groups.min()) < 0 or int(groups.max()) >= grids.group_count(inputs, size):
+    if int(groups.min()) < 0 or int(groups.max()) >= group_count(inputs, size):
         raise ValueError("g_idx names groups that there are not")
     return groups
 

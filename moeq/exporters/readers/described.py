@@ -1,0 +1,112 @@
+"""What `moeq inspect` says of a packed checkpoint: from config.json and the headers, without a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from moeq.artifacts.gguf_file import FILE, read_gguf
+from moeq.errors import ArtifactError
+from moeq.exporters.readers import layout_of
+from moeq.exporters.readers.layout import Layout
+from moeq.models.source import CONFIG, ModelSource, TensorHeader, check_counts, check_parts, open_source, read_config
+from moeq.models.stored_experts import LAYERS, Shape, stated, stored_layers
+
+AGAIN = "make or download the checkpoint again"
+
+
+def packed(path: Path, label: str) -> dict[str, Any]:
+    """A checkpoint of another tool's, or for it; ArtifactError where a header is not as config.json says.
+
+    ModelError for a directory that is damaged, or whose experts are not alike.
+    """
+    source = open_source(str(path))
+    layout = layout_of(source)
+    assert layout is not None
+    modules = _modules(source, layout)
+    parts = {f"{module}.{part}" for module, headers in modules.items() for part in headers}
+    shapes = {f"{module}.weight": _checked(module, headers, layout) for module, headers in modules.items()}
+    shapes |= {key: header.shape for key, header in source.tensors.items() if key not in parts}
+    layers = stored_layers(shapes, source.config, str(path))
+    if not layers:
+        raise ArtifactError("no module holds routed experts", where=str(path), do=AGAIN)
+    of_experts = {key for layer in layers for key in layer.keys}
+    plain_bytes = sum(source.tensors[key].bytes for key in source.tensors if key not in parts | of_experts)
+    return {
+        "kind": f"packed checkpoint ({label})",
+        "model_type": source.config["model_type"],
+        "moe_layers": len(layers),
+        "experts_a_layer": sorted({layer.num_experts for layer in layers}),
+        "packed_modules_beside_experts": sum(f"{module}.weight" not in of_experts for module in modules),
+        "packed_bytes": sum(header.bytes for header in source.tensors.values()) - plain_bytes,
+        "plain_bytes": plain_bytes,
+        "check": "every tensor has the shape and type that config.json says",
+    }
+
+
+def _modules(source: ModelSource, layout: Layout) -> dict[str, dict[str, TensorHeader]]:
+    """{packed module: {part: header}}."""
+    anchor = f".{layout.anchor}"
+    names = [key.removesuffix(anchor) for key in source.tensors if key.endswith(anchor)]
+    tensors = source.tensors
+    return {
+        name: {part: tensors[f"{name}.{part}"] for part in layout.parts if f"{name}.{part}" in tensors}
+        for name in names
+    }
+
+
+def _checked(module: str, headers: dict[str, TensorHeader], layout: Layout) -> Shape:
+    """Rows and inputs of a packed matrix whose parts are those of its grid; ArtifactError for others."""
+    where = str(next(iter(headers.values())).file)
+    grid = layout.grid([module])
+    if grid is None:
+        raise ArtifactError(f"{module}: it is packed, config.json says that it is not", where=where, do=AGAIN)
+    try:
+        rows, inputs = layout.shape(headers, grid)
+        layout.check(headers, grid, rows, inputs)
+    except ValueError as error:
+        raise ArtifactError(f"{module}: {error}", where=where, do=AGAIN) from None
+    return rows, inputs
+
+
+def gguf(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+    """A directory with model.gguf: its stacks of experts are as its own metadata and config.json say.
+
+    Raises ArtifactError for a damaged file, ModelError for a damaged config.json. The rest of the model is compared
+    where it is made: `moeq verify`.
+    """
+    where = path / FILE
+    check_parts(path)
+    try:
+        file = read_gguf(where)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"cannot be read as GGUF ({error})", where=str(where), do=AGAIN) from None
+    config = read_config(path / CONFIG)
+    headers = {
+        name: TensorHeader(file=where, dtype="U8", shape=tensor.shape, offset=tensor.offset, bytes=tensor.bytes)
+        for name, tensor in file.tensors.items()
+    }
+    check_counts(config, headers, path / CONFIG)
+    arch = str(file.fields.get("general.architecture"))[:60]
+    stacks = {name: tensor for name, tensor in file.tensors.items() if name.endswith("_exps.weight")}
+    layers = {name.rpartition(".ffn_")[0] for name in stacks}
+    count, blocks = file.fields.get(f"{arch}.expert_count"), file.fields.get(f"{arch}.block_count")
+    for name, tensor in stacks.items():
+        if len(tensor.shape) != 3 or tensor.shape[0] != count:
+            what = f"tensor {name} is {list(tensor.shape)}, the file says {count} experts"
+            raise ArtifactError(what, where=str(where), do=AGAIN)
+    if not stacks or blocks != stated(config, LAYERS):
+        what = f"{blocks} blocks, {len(layers)} of them with experts; config.json says {stated(config, LAYERS)}"
+        raise ArtifactError(what, where=str(where), do=AGAIN)
+    types = Counter(stacks[name].type.name for name in sorted(stacks))
+    expert_bytes = sum(tensor.bytes for tensor in stacks.values())
+    return {
+        "kind": f"GGUF ({arch})",
+        "model": str(file.fields.get("general.name", ""))[:200],
+        "moe_layers": len(layers),
+        "experts": ", ".join(f"{number} stacks of {kind}" for kind, number in types.items()),
+        "expert_bytes": expert_bytes,
+        "non_expert_bytes": sum(tensor.bytes for tensor in file.tensors.values()) - expert_bytes,
+        "check": "the experts' stacks have the numbers that the file and config.json state; `moeq verify` compares all",
+    }

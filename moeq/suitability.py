@@ -1,0 +1,69 @@
+"""Is my model one that works? From its config.json and the record of families; nothing of it is loaded or run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moeq.errors import ModelError
+from moeq.exporters.exporter import Exporter
+from moeq.models.source import BUNDLED, open_config
+from moeq.models.support import Answer, Support, answer, dense_types
+from moeq.registry import EXPORTERS
+
+
+def is_model(name: str) -> bool:
+    """Whether a word names a model, a directory, a config.json or a hub id, rather than a family."""
+    path = Path(name).expanduser()
+    try:
+        there = path.is_dir() or path.is_file()
+    except OSError:  # too long for a file
+        return False
+    return there or "/" in name or name.startswith((".", "~", BUNDLED)) or name.endswith(".json")
+
+
+def of_model(name: str) -> dict[str, Any]:
+    """What can be done with a model, and what config.json says of its size. Raises ModelError where it cannot be read.
+
+    Of a hub id its config.json alone is asked for, which the hub's client keeps.
+    """
+    if name.endswith(".json") and not Path(name).expanduser().is_file():
+        raise ModelError("no such file", where=name, do="give a config.json, a model directory or a hub id")
+    source = open_config(name)
+    return {"model": source.name, **as_json(answer(source.config))}
+
+
+def of_dense_type(name: str) -> dict[str, Any] | None:
+    """The answer for the model type of a dense family of transformers; None for any other word."""
+    kind = next((known for known in dense_types() if known.replace("-", "_") == name.lower().replace("-", "_")), None)
+    return None if kind is None else {"model": name, **as_json(answer({"model_type": kind}))}
+
+
+def as_json(found: Answer) -> dict[str, Any]:
+    """An answer with the formats that the family can be written in."""
+    row = None if found.family is None else asdict(found.family)
+    can = found.family is not None and found.verdict in ("works", "untried")
+    return asdict(found) | {"family": row, "formats": formats_of(found.family) if can else {}}
+
+
+def formats_of(family: Support | None) -> dict[str, list[str]]:
+    """{format: runtimes that load it} of those that a family can be written in; none of one that is not quantized.
+
+    Widths, and settings of a model that a runtime computes otherwise, may rule one out: `moeq plan` says so.
+    """
+    if family is None or not family.quantized:
+        return {}
+    exporters: Iterable[Exporter] = EXPORTERS
+    return {
+        exporter.name: [target.name for target in exporter.targets] or [exporter.runtime]
+        for exporter in exporters
+        if _takes(exporter, family)
+    }
+
+
+def _takes(exporter: Exporter, family: Support) -> bool:
+    if exporter.families is not None and family.model_type not in exporter.families:
+        return False
+    return family.separate or not exporter.separate
