@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moeq.artifacts.run import RECIPE_COPY, STAGES
 from moeq.errors import RecipeError, hint
-from moeq.recipe import Recipe, load_recipe
+from moeq.recipe import Recipe, build_recipe, load_recipe
 
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Assignment
+    from moeq.artifacts.gates import Gate
     from moeq.pipeline import Outcome
     from moeq.planning.result import Plan
     from moeq.stages.context import Context
@@ -30,7 +31,9 @@ class Run:
     """A finished run.
 
     stages: what happened to each, in order; table: a row a variant, as `results.final_rows` has them; paths: what was
-    made, by name: checkpoint, report, evaluation, and `checkpoint in FORMAT` for every other format.
+    made, by name: checkpoint, report, evaluation, and `checkpoint in FORMAT` for every other format; gates: the bounds
+    of the recipe with what the run came to, none of which raises; next: {what for: command
+    line} of what may follow.
     """
 
     out: Path
@@ -38,6 +41,8 @@ class Run:
     stages: tuple[Outcome, ...]
     table: tuple[dict[str, Any], ...]
     paths: Mapping[str, Path]
+    gates: tuple[Gate, ...]
+    next: Mapping[str, str]
 
     @property
     def checkpoint(self) -> Path:
@@ -75,12 +80,17 @@ def run(
 ) -> Run:
     """Run all stages of a recipe into the directory `out`, from the profile to the report; stopped, it goes on.
 
-    recipe: None takes the one in `out`, or moeq's own. model: a directory, a hub id or bundled:NAME, instead of the
-    recipe's. force: files that were edited by hand are made anew. check: every file is read and hashed, also those that
+    recipe: None takes the one in `out`, without one the preset `fast`. model: a directory, a hub id or bundled:NAME,
+    instead of the recipe's. force: files that were edited by hand are made anew. check: every file is read and hashed, also those that
     have not changed since they were. Raises the MoeqError of the stage that fails; what was finished before it stays.
     """
-    context = opened(recipe, "run", out=out, model=model, check=check, quiet=quiet)
+    return run_in(opened(recipe, "run", out=out, model=model, check=check, quiet=quiet), force=force)
+
+
+def run_in(context: Context, *, force: bool = False) -> Run:
+    """`run`, of what was opened."""
     from moeq import pipeline, results
+    from moeq.stages.gates import verdicts
 
     outcomes = pipeline.run(context, force=force)
     return Run(
@@ -89,6 +99,8 @@ def run(
         stages=tuple(outcomes),
         table=tuple(results.final_rows(context)),
         paths=pipeline.result_paths(context),
+        gates=verdicts(context),
+        next=results.next_steps(context),
     )
 
 
@@ -132,6 +144,13 @@ def assign(
     for a budget that cannot be met.
     """
     context = opened(recipe, "assign", out=out, model=model, check=check, quiet=quiet)
+    return assign_in(context, look=look, prices=prices, frontier=frontier, force=force)
+
+
+def assign_in(
+    context: Context, *, look: bool = False, prices: bool = False, frontier: bool = False, force: bool = False
+) -> Assigned:
+    """`assign`, of what was opened."""
     from moeq import pipeline
     from moeq.stages import assign as deciding
     from moeq.stages import frontier as stage
@@ -244,7 +263,7 @@ def opened(
     from moeq.progress import Reporter
 
     folder = Path(out)
-    read = read_recipe(recipe, folder)
+    read = read_recipe(recipe, folder, None if model is None else str(model))
     name = read.model if model is None else str(model)
     if name is None:
         raise RecipeError("no model", where=str(folder), do="name one, or give a recipe that does")
@@ -254,13 +273,17 @@ def opened(
     return Context(recipe=read, model_name=name, out=folder, reporter=Reporter(quiet=quiet), check=check)
 
 
-def read_recipe(recipe: Given, out: Path) -> Recipe:
-    """A recipe as it is given; None: the one in the run directory `out`, or without one the defaults."""
+def read_recipe(recipe: Given, out: Path, model: str | None) -> Recipe:
+    """A recipe as it is given; None: the one in the run directory `out`, or without one the default preset."""
     if isinstance(recipe, Recipe):
         return recipe
-    if recipe is None:
-        recipe = out / RECIPE_COPY if (out / RECIPE_COPY).is_file() else None
-    return load_recipe(Path(recipe) if isinstance(recipe, str) else recipe)
+    if recipe is not None:
+        return load_recipe(Path(recipe) if isinstance(recipe, str) else recipe)
+    if (out / RECIPE_COPY).is_file():
+        return load_recipe(out / RECIPE_COPY)
+    from moeq.models.source import known_positions
+
+    return build_recipe(positions=None if model is None else known_positions(model, None))
 
 
 def _path(given: str | Path | None) -> Path | None:

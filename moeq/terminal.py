@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -159,7 +159,7 @@ SIZES = (
 )
 
 
-def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: list[Outcome]) -> None:
+def print_final(rows: Sequence[dict[str, Any]], paths: Mapping[str, Path], outcomes: Sequence[Outcome]) -> None:
     """The table at the end of a run, two in windows that cannot hold it, and where things are."""
     console = Console(highlight=False)
     measured = IMAGE_QUALITY if all("logit_error" in row for row in rows) else QUALITY
@@ -190,7 +190,7 @@ def print_final(rows: list[dict[str, Any]], paths: dict[str, Path], outcomes: li
         console.print(f"{name:11}{path}", soft_wrap=True, markup=False)
 
 
-def print_steps(steps: dict[str, str]) -> None:
+def print_steps(steps: Mapping[str, str]) -> None:
     """What to do next: commands that can be copied, each on a line of its own however long it is."""
     console = Console(highlight=False)
     console.print("\nnext", style="bold")
@@ -198,7 +198,7 @@ def print_steps(steps: dict[str, str]) -> None:
         console.print(f"  {what:16}{command}", soft_wrap=True, markup=False)
 
 
-def _translation_lines(outcomes: list[Outcome]) -> list[str]:
+def _translation_lines(outcomes: Sequence[Outcome]) -> list[str]:
     """BLEU and chrF of every variant with the change against the original; none where nothing was translated."""
     summaries: dict[str, dict[str, Any]] = {outcome.stage: outcome.record.summary for outcome in outcomes}
     lines = []
@@ -212,7 +212,7 @@ def _translation_lines(outcomes: list[Outcome]) -> list[str]:
     return lines
 
 
-def _final_table(rows: list[dict[str, Any]], columns: Sequence[_Column]) -> Table:
+def _final_table(rows: Sequence[dict[str, Any]], columns: Sequence[_Column]) -> Table:
     table = _table("assignment", (column.title for column in columns), overflow="fold")
     for row in rows:
         name = f"{row['name']} *" if row["exported"] else row["name"]
@@ -220,7 +220,7 @@ def _final_table(rows: list[dict[str, Any]], columns: Sequence[_Column]) -> Tabl
     return table
 
 
-def _others_packed(rows: list[dict[str, Any]]) -> bool:
+def _others_packed(rows: Sequence[dict[str, Any]]) -> bool:
     """Whether more than the experts was packed: the rest of the checkpoint has not one size."""
     known = [row["total_bytes"] - row["expert_bytes"] for row in rows if row["total_bytes"] is not None]
     return len(known) == len(rows) and len(set(known)) > 1

@@ -92,8 +92,8 @@ def context_of(asked: RunOptions, command: str) -> Context:
     """The run that the options describe, for a command: wrong ones are refused before the stages are imported."""
     from rich.markup import escape
 
-    from moeq.preflight import check_device, check_run
-    from moeq.progress import Reporter
+    from moeq import api
+    from moeq.preflight import check_device
 
     if asked.device is not None:
         check_device(asked.device)
@@ -104,42 +104,37 @@ def context_of(asked: RunOptions, command: str) -> Context:
         do = f"name one (moeq {command} MODEL), a recipe, or --out of a run"
         raise RecipeError("no model", where=named.start, do=do)
     out = named.out or Path(RUNS) / (recipe.name if named.path is not None else short_name(model))
-    check_run(recipe, model, out, command)
-    from moeq.stages.context import Context
-
-    reporter = Reporter(quiet=asked.quiet)
-    reporter.say(f"[dim]{escape(f'{named.start}, into {out}')}[/dim]")
+    context = api.opened(recipe, command, out=out, model=model, check=asked.check, quiet=asked.quiet)
+    context.reporter.say(f"[dim]{escape(f'{named.start}, into {out}')}[/dim]")
     if isinstance(asked, BuildOptions) and asked.text and not asked.eval_text and BUNDLED_TEXT not in asked.text:
-        reporter.say("[dim]what is lost is measured on bundled text: --text is calibrated on; --eval-text FILE[/dim]")
-    return Context(recipe=recipe, model_name=model, out=out, reporter=reporter, check=asked.check)
+        said = "what is lost is measured on bundled text: --text is calibrated on; --eval-text FILE"
+        context.reporter.say(f"[dim]{said}[/dim]")
+    return context
 
 
 @takes_options("device", "quantizer", "refine", "verify", "force")
 def run(asked: BuildOptions) -> None:
     """Make a model small: all stages below in order, from a recipe or with none; goes on where it was stopped."""
     context = context_of(asked, "run")
-    from moeq import pipeline, results, terminal
+    from moeq import api, terminal
     from moeq.cli import gates
-    from moeq.stages.gates import verdicts
 
-    outcomes = pipeline.run(context, force=asked.force)
-    rows, paths, steps = results.final_rows(context), pipeline.result_paths(context), results.next_steps(context)
-    judged = verdicts(context)
+    made = api.run_in(context, force=asked.force)
     finished = {
-        "stages": [terminal.outcome_json(outcome) for outcome in outcomes],
-        "table": rows,
-        "paths": {name: str(path) for name, path in paths.items()},
-        "gates": gates.as_json(judged),
-        "next": steps,
+        "stages": [terminal.outcome_json(outcome) for outcome in made.stages],
+        "table": made.table,
+        "paths": {name: str(path) for name, path in made.paths.items()},
+        "gates": gates.as_json(made.gates),
+        "next": made.next,
     }
 
     def show_text(_: Any) -> None:
-        terminal.print_final(rows, paths, outcomes)
-        gates.print_lines(judged)
-        terminal.print_steps(steps)
+        terminal.print_final(made.table, made.paths, made.stages)
+        gates.print_lines(made.gates)
+        terminal.print_steps(made.next)
 
     show(finished, show_text, json=asked.json, quiet=asked.quiet)
-    gates.end(judged, json=asked.json)
+    gates.end(made.gates, json=asked.json)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from moeq.options import BUDGETS, BudgetOptions, RunOptions, StageOptions, among
 from moeq.registry import ALLOCATORS, EXPORTERS
 
 if TYPE_CHECKING:
-    from moeq.stages.context import Context
+    pass
 
 
 def run_stage(asked: RunOptions, name: str) -> None:
@@ -107,17 +107,15 @@ def assign(asked: AssignOptions) -> None:
     """Decide which expert gets which precision and where it lives."""
     asked = asked.by_names_of_today()
     context = context_of(asked, "assign")
-    from moeq import pipeline, terminal
+    from moeq import api, terminal
     from moeq.stages.assign import NAME
     from moeq.stages.frontier import PLOT
 
-    outcome: dict[str, Any] = {"stage": "assign"}
-    if asked.only_looks and (context.finished("assign") / NAME).is_file():
-        with pipeline.looking(context, "assign"):
-            outcome |= _looked_at(context, asked)
-    else:
-        outcome = terminal.outcome_json(pipeline.run_alone(context, "assign", force=asked.force))
-        outcome |= _looked_at(context, asked)
+    look = asked.only_looks and (context.finished("assign") / NAME).is_file()
+    made = api.assign_in(context, look=look, prices=asked.price, frontier=asked.frontier, force=asked.force)
+    outcome: dict[str, Any] = {"stage": "assign"} if made.outcome is None else terminal.outcome_json(made.outcome)
+    outcome |= {} if made.prices is None else {"prices": made.prices}
+    outcome |= {} if made.frontier is None else {"frontier": made.frontier}
 
     def show_text(_: Any) -> None:
         if "summary" in outcome:
@@ -128,14 +126,6 @@ def assign(asked: AssignOptions) -> None:
             terminal.print_frontier(outcome["frontier"], context.finished("assign") / PLOT)
 
     show(outcome, show_text, json=asked.json, quiet=asked.quiet)
-
-
-def _looked_at(context: Context, asked: AssignOptions) -> dict[str, Any]:
-    """What --price and --frontier show of an assignment."""
-    from moeq.stages import frontier as stage
-
-    prices = {"prices": stage.prices(context)} if asked.price else {}
-    return prices | ({"frontier": stage.frontier(context)} if asked.frontier else {})
 
 
 @takes_options("device", "refine")

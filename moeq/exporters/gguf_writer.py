@@ -26,7 +26,7 @@ from moeq.artifacts.targets import ANY_GRID, ONE_WIDTH, WIDEN, Grid, refuse_stac
 from moeq.artifacts.tensor_files import dtype_name, tensor_bytes, torch_dtype
 from moeq.errors import FormatError, RecipeError
 from moeq.exporters.foreign import Draft, grid_of
-from moeq.exporters.gguf import FILE
+from moeq.artifacts.gguf_file import FILE
 from moeq.exporters.gguf_families import (
     Family,
     Piece,
