@@ -13,6 +13,7 @@
 | 9 | EvaluationError | evaluation: tasks, generation, a checkpoint that does not load right |
 | 10 | EstimateError | hardware files and the performance estimate |
 | 11 | PlanError | a plan that does not fit: memory, disk, or a format that cannot carry the recipe |
+| 15 | PushError | the hub, where a checkpoint is uploaded: token, permission, network, what is there already |
 | 130, 143 | | interrupted: Ctrl-C, SIGTERM |
 """
 
@@ -93,6 +94,10 @@ class EstimateError(MoeqError):
 
 class PlanError(MoeqError):
     exit_code = 11
+
+
+class PushError(MoeqError):
+    exit_code = 15
 
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:

@@ -9,8 +9,18 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from moeq.errors import ArtifactError, CorpusError, EvaluationError, ModelError, RecipeError, StorageError
+from moeq.artifacts.sums import NAME as SUMS
+from moeq.errors import (
+    ArtifactError,
+    CorpusError,
+    EvaluationError,
+    ModelError,
+    PushError,
+    RecipeError,
+    StorageError,
+)
 from moeq.exporters.exporter import loaders
+from moeq.models import offline
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe
 
@@ -47,6 +57,20 @@ def check_checkpoint(path: Path) -> None:
         raise ModelError("no such checkpoint directory", where=str(path), do="give RUN/checkpoint of a moeq run")
     if not (path / "config.json").is_file() and (path / "checkpoint").is_dir():
         raise ModelError("this is a run", where=str(path), do=f"give {path / 'checkpoint'}")
+
+
+def check_push(path: Path, name: str) -> None:
+    """What an upload needs before anything is loaded: ModelError, RecipeError, ArtifactError, PushError."""
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is None:
+        raise RecipeError("no name of a repository", where=name, do="give USER/NAME, as on the hub")
+    if (path / "recipe.yaml").is_file() and not (path / "config.json").is_file():
+        raise ModelError("this is a run", where=str(path), do=f"give {path / 'checkpoint'}")
+    check_checkpoint(path)
+    if not (path / SUMS).is_file():
+        do = "export it again with this moeq, or write them: sha256sum * > SHA256SUMS"
+        raise ArtifactError(f"no {SUMS}, by which what is uploaded is checked", where=str(path), do=do)
+    if offline.is_set():
+        raise PushError("HF_HUB_OFFLINE is set", where=name, do="unset it")
 
 
 def check_directory(path: Path) -> None:
