@@ -16,6 +16,7 @@
 | 12 | FormatError | a format or a runtime that cannot carry what is asked |
 | 13 | MissingError | a path that is named and is not there |
 | 14 | GateError | a finished run that does not keep to the recipe's gates |
+| 15 | PushError | the hub, where a checkpoint is uploaded: token, permission, network, what is there already |
 | 130, 143 | | interrupted: Ctrl-C, SIGTERM |
 """
 
@@ -111,6 +112,10 @@ class MissingError(MoeqError):
 
 class GateError(MoeqError):
     exit_code = 14
+
+
+class PushError(MoeqError):
+    exit_code = 15
 
 
 def missing(path: str | PathLike[str], do: str, problem: str = "no such file or directory") -> MissingError:

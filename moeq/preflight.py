@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeq.errors import ModelError, RecipeError, StorageError, missing
+from moeq.artifacts.sums import NAME as SUMS
+from moeq.errors import ArtifactError, ModelError, PushError, RecipeError, StorageError, missing
 from moeq.exporters.exporter import loaders
+from moeq.models import offline
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe, TextSource, each_source
 from moeq.runtimes import named
@@ -69,6 +71,18 @@ def check_path(path: Path | None, do: str = "give a path that moeq wrote") -> No
     """MissingError where there is neither a file nor a directory of that name; None: none is named."""
     if path is not None and not path.exists():
         raise missing(path, do)
+
+
+def check_push(path: Path, name: str) -> None:
+    """What an upload needs before anything is loaded: ModelError, RecipeError, ArtifactError, PushError."""
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is None:
+        raise RecipeError("no name of a repository", where=name, do="give USER/NAME, as on the hub")
+    check_checkpoint(path)
+    if not (path / SUMS).is_file():
+        do = "export it again with this moeq, or write them: sha256sum * > SHA256SUMS"
+        raise ArtifactError(f"no {SUMS}, by which what is uploaded is checked", where=str(path), do=do)
+    if offline.is_set():
+        raise PushError("HF_HUB_OFFLINE is set", where=name, do="unset it")
 
 
 def check_loader(target: str | None) -> None:

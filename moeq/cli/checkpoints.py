@@ -105,6 +105,36 @@ def verify(
         refuse(verification.error_of(verdict), json=json)
 
 
+def push(
+    checkpoint: Annotated[Path, Argument(help="A packed checkpoint, such as RUN/checkpoint.")],
+    name: Annotated[str, Argument(metavar="HUB_ID", help="USER/NAME on the hub; made where it is not there.")],
+    private: Annotated[bool, Option("--private", help="Seen by its owners only.")] = False,
+    branch: Annotated[str, Option("--branch", "--revision", help="Branch, made where it is not there.")] = "main",
+    replace: Annotated[
+        bool, Option("--replace", help="Remove what else the branch holds, such as other weights.")
+    ] = False,
+    verify: Annotated[bool, Option("--verify/--no-verify", help="Load it first in a fresh process.")] = True,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Verify a checkpoint and upload it with its card and digests to the hub; goes on where it broke off."""
+    from moeq import preflight
+
+    preflight.check_push(checkpoint, name)
+    from moeq.models import hub_upload
+
+    hub_upload.check_token()
+    from moeq import publishing, terminal
+    from moeq.progress import Reporter
+
+    options = publishing.Options(
+        private=private, branch=branch, replace=replace, verify=verify, trust_remote_code=trust_remote_code
+    )
+    done = publishing.push(checkpoint, name, options, Reporter(quiet=quiet or json))
+    show(done, terminal.print_summary, json=json, quiet=quiet)
+
+
 def families(
     name: Annotated[
         str | None,

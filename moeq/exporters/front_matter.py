@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,8 @@ NAME_CHARACTERS, LINK_CHARACTERS = 200, 500
 _FRONT = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", re.DOTALL)
 _NULL = {"", "~", "null", "Null", "NULL"}
 _MARKUP = re.compile(r"[\\`*\[\]<>|#~&!]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.|@")
-_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_BASE_MODEL = re.compile(r"^base_model(_relation)?:.*\n([ \t]*-.*\n)*", re.MULTILINE)
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,16 +134,15 @@ def _place(values: dict[str, str | list[str]], key: str | None, depth: int, even
 def front_matter(name: str, library: str, origin: Origin) -> list[str]:
     """The lines that the hub reads, marks included.
 
-    name: the model that was quantized: its name on the hub, or else a local one, in the place of which the base model
-    of its own card is named where there is one.
+    name: the model that was quantized. The base model is named where it has a name on the hub, this one or that of its
+    own card: the hub refuses names that are none of its own, or takes them for somebody else's.
     """
-    base = [name] if _HUB_ID.fullmatch(name) or not origin.base_model else list(origin.base_model)
-    base = [one_line(model, NAME_CHARACTERS) for model in base]
+    base = on_the_hub([name]) or on_the_hub(one_line(model, NAME_CHARACTERS) for model in origin.base_model)
     languages = list(origin.language)
     front = {
         "library_name": library,
-        "base_model": base[0] if len(base) == 1 else base,
-        "base_model_relation": "quantized",
+        "base_model": base[0] if len(base) == 1 else base or None,
+        "base_model_relation": "quantized" if base else None,
         "license": origin.license,
         "license_name": origin.license_name,
         "license_link": origin.license_link,
@@ -152,6 +152,31 @@ def front_matter(name: str, library: str, origin: Origin) -> list[str]:
     said = {key: value for key, value in front.items() if value is not None}
     text = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, width=1 << 20, default_flow_style=None)
     return ["---", *text.splitlines(), "---"]
+
+
+def on_the_hub(names: Iterable[str]) -> list[str]:
+    """Those of the names that a model on the hub can have."""
+    return [name for name in names if _HUB_ID.fullmatch(name)]
+
+
+def published(card: str, name: str, branch: str | None) -> str:
+    """A card as it stands on the hub: loaded by its name there, without base models that are none of the hub's."""
+    there = f'"{name}"' if branch is None else f'"{name}", revision="{branch}"'
+    card = card.replace('from_pretrained("THIS_DIRECTORY"', f"from_pretrained({there}")
+    card = card.replace('GPTQModel.load("THIS_DIRECTORY"', f'GPTQModel.load("{name}"')
+    front = _FRONT.match(card)
+    if front is None:
+        return card
+    named = top_level(front[1]).get("base_model", [])
+    bases = [named] if isinstance(named, str) else named
+    kept = front[1] if on_the_hub(bases) == bases else _BASE_MODEL.sub("", front[1] + "\n").rstrip("\n")
+    return card[: front.start(1)] + kept + card[front.end(1) :]
+
+
+def loading_lines(card: str) -> list[str]:
+    """The lines of Python by which a card says that its checkpoint is loaded."""
+    block = re.search(r"^```python\n(.*?)^```$", card, re.MULTILINE | re.DOTALL)
+    return [] if block is None else block[1].splitlines()
 
 
 def one_line(text: str, most: int) -> str:

@@ -46,7 +46,7 @@ def be_quiet() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-def _bars_on_terminals_only() -> None:
+def bars_on_terminals_only() -> None:
     """The client draws some of its bars into logs, too."""
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -59,7 +59,7 @@ def snapshot(
 
     What is not in the cache yet is downloaded. Raises `error`.
     """
-    _bars_on_terminals_only()
+    bars_on_terminals_only()
     with hub_errors(name, kind, revision, error):
         return Path(snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=list(patterns)))
 
@@ -75,7 +75,7 @@ def list_files(name: str, commit: str, *, kind: Kind, error: type[MoeqError]) ->
 
 def file(name: str, path: str, commit: str, *, kind: Kind, error: type[MoeqError]) -> Path:
     """One file of a repository at a commit, downloaded unless it is in the cache. Raises `error`."""
-    _bars_on_terminals_only()
+    bars_on_terminals_only()
     with hub_errors(name, kind, commit, error):
         return Path(hf_hub_download(name, path, revision=commit, repo_type=kind))
 
@@ -94,33 +94,33 @@ def hub_errors(name: str, kind: Kind, revision: str | None, error: type[MoeqErro
 
 def explain(problem: BaseException, name: str, kind: Kind, revision: str | None) -> tuple[str, str]:
     """What went wrong, and what to do about it."""
-    chain = _chain(problem)
-    without_hub = any(isinstance(error, OfflineModeIsEnabled) for error in chain)
-    answer = next((error for error in chain if isinstance(error, HfHubHTTPError)), None)
+    causes = chain(problem)
+    without_hub = any(isinstance(error, OfflineModeIsEnabled) for error in causes)
+    answer = next((error for error in causes if isinstance(error, HfHubHTTPError)), None)
     if answer is not None and not without_hub:
         return _explain_answer(answer, name, kind, revision)
-    names = {parent.__name__ for error in chain for parent in type(error).__mro__}
-    reason = first_line(chain[-1])
+    names = {parent.__name__ for error in causes for parent in type(error).__mro__}
+    reason = first_line(causes[-1])
     if without_hub or constants.is_offline_mode():
         return offline.explain(revision)
-    full = any(isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) for error in chain)
-    if full or any("ot enough free disk space" in str(error) for error in chain):
+    full = any(isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) for error in causes)
+    if full or any("ot enough free disk space" in str(error) for error in causes):
         return (
             f"no space left for the download in {constants.HF_HUB_CACHE}",
             "free some, or set HF_HOME to another disk",
         )
-    if any(isinstance(error, IncompleteSnapshotError) for error in chain):
+    if any(isinstance(error, IncompleteSnapshotError) for error in causes):
         return f"the hub cannot be reached and the cache holds only a part ({reason})", f"check the network; {KEPT}"
-    if any(isinstance(error, HFValidationError) for error in chain):
+    if any(isinstance(error, HFValidationError) for error in causes):
         return f"not a hub name ({reason})", "write org/name"
-    if names & BROKEN or any("Consistency check failed" in str(error) for error in chain):
+    if names & BROKEN or any("Consistency check failed" in str(error) for error in causes):
         return f"the download broke off ({reason})", f"run the same command again; {KEPT}"
     if names & UNREACHABLE:
         return (
             f"neither here nor to be had from the hub: {constants.ENDPOINT} cannot be reached ({reason})",
             f"check the network and the proxy; {KEPT}",
         )
-    if any(isinstance(e, EntryNotFoundError) and not isinstance(e, LocalEntryNotFoundError) for e in chain):
+    if any(isinstance(e, EntryNotFoundError) and not isinstance(e, LocalEntryNotFoundError) for e in causes):
         return f"no such file in it ({reason})", "check the name and the revision"
     return f"not to be had from the hub ({type(problem).__name__}: {reason})", f"run the same command again; {KEPT}"
 
@@ -155,11 +155,11 @@ def _explain_answer(answer: HfHubHTTPError, name: str, kind: Kind, revision: str
     return f"the hub answers {status} ({first_line(answer)})", f"try again later; {KEPT}"
 
 
-def _chain(problem: BaseException) -> list[BaseException]:
+def chain(problem: BaseException) -> list[BaseException]:
     """The error and what it came from, outermost first."""
-    chain: list[BaseException] = []
+    causes: list[BaseException] = []
     error: BaseException | None = problem
-    while error is not None and error not in chain:
-        chain.append(error)
+    while error is not None and error not in causes:
+        causes.append(error)
         error = error.__cause__ or error.__context__
-    return chain
+    return causes

@@ -7,10 +7,15 @@ from pathlib import Path
 from huggingface_hub import constants
 
 
+def is_set() -> bool:
+    """Whether the hub may not be asked."""
+    return bool(constants.is_offline_mode())
+
+
 def has_nothing(name: str) -> bool:
     """Whether the hub may not be asked and its cache has nothing of a model."""
     folder = constants.REPO_ID_SEPARATOR.join(("models", *name.split("/")))
-    return constants.is_offline_mode() and not (Path(constants.HF_HUB_CACHE).expanduser() / folder).is_dir()
+    return is_set() and not (Path(constants.HF_HUB_CACHE).expanduser() / folder).is_dir()
 
 
 def explain(revision: str | None) -> tuple[str, str]:

@@ -86,13 +86,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def json(self, value: Any) -> None:
+    def json(self, value: Any, status: int = 200) -> None:
         data = json.dumps(value).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(data)
 
     def file(self, path: Path) -> None:
@@ -144,13 +144,13 @@ def _tree(folder: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def serving(cache: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def serving(cache: Path, patch: pytest.MonkeyPatch, hub: Any = None, handler: type[Handler] = Handler) -> Iterator[Any]:
     """A running hub that the client of this process talks to, with an empty cache and no token."""
     import huggingface_hub
     from huggingface_hub import constants
 
-    hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
+    hub = Hub() if hub is None else hub
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (handler,), {"hub": hub}))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     address = f"http://127.0.0.1:{server.server_port}"
