@@ -111,7 +111,6 @@ class ModelGeometry:
         return self.expert_parameters * float(effective_bits(bits, group_size, zero_points)) / 8
 
 
-@cache
 def is_toy(sizes: Mapping[str, Any]) -> bool:
     """Whether a geometry's experts are so few bytes in FP16 that times are of starting work, not of doing it."""
     matrix = sizes["hidden_size"] * sizes["intermediate_size"]
@@ -119,6 +118,7 @@ def is_toy(sizes: Mapping[str, Any]) -> bool:
     return bool(2 * experts * matrix < TOY_BYTES)
 
 
+@cache
 def _presets() -> dict[str, ModelGeometry]:
     sizes = read_yaml(Path(__file__).with_name("geometries.yaml")).value
     return {name: ModelGeometry(name=name, **values) for name, values in sizes.items()}
