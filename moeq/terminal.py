@@ -263,6 +263,9 @@ def print_comparison(results: dict[str, Any]) -> None:
     )
     if flipped:
         console.print("flips: answers that went wrong (-) and right (+).", style="dim")
+    for row in results["rows"]:
+        if label := (row.get("of") or {}).get("label"):
+            console.print(f"{row['name']}: {label}", markup=False)
     notes: dict[str, list[str]] = {}
     for row in results["rows"]:
         for note in _notes(row):
