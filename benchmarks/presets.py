@@ -41,6 +41,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gptq, mse": MSE,
     "gptq, mse, act order": MSE | {"act_order": True},
     "gptq, mse, 1/16 held out": MSE | {"heldout_fraction": 0.0625},
+    "gptq, groups of 128": {"group_size": 128},
     "gptq, mse, symmetric": MSE | {"symmetric": True},
     "gptq, mse, groups of 32": MSE | {"group_size": 32},
     "gptq, mse, groups of 128": MSE | {"group_size": 128},
