@@ -5,15 +5,17 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from moeq.recipe.labels import labels
 from moeq.stages import estimate, evaluate
 from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 
 
 def final_rows(context: Context) -> list[dict[str, Any]]:
-    """One row a variant, largest first: bytes, perplexity, KL to the original in nats a token with its standard error,
-    share of tokens whose likeliest is the same, accuracy, estimated decode speed-ups over MoNDE; of image
-    classifiers cross_entropy and logit_error too.
+    """One row a variant, largest first: its label (as people read it), bytes, perplexity, KL to the original in nats a
+    token with its standard error, share of tokens whose likeliest is the same, accuracy, estimated decode speed-ups
+    over MoNDE (none of a model so small that the estimate tells nothing of it); of image classifiers cross_entropy and
+    logit_error too.
 
     bits_per_weight: stored for a weight of the experts; stored_bits: of all tensors; code_bits: of the experts'
     codes alone; expert_bytes, total_bytes: of the experts' tensors, and of all; checkpoint_bytes: of all files of
@@ -21,17 +23,18 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
     bytes.
     """
     report, estimates, weights = evaluate.load(context), estimate.load(context), others.weights(context)
-    original = report.row(evaluate.ORIGINAL)
+    original, named = report.row(evaluate.ORIGINAL), labels(context.recipe)
     rows = []
     for row in sorted(report.rows, key=lambda row: -row.expert_bytes):
         estimated = estimates.of(row.name)
-        speed = {} if estimated is None else estimate.decode_speedups(estimated)
+        speed = estimate.decode_speedups(estimated) if estimated is not None and estimates.tells_speed else {}
         change = None
         if row.perplexity is not None and original is not None and original.perplexity:
             change = row.perplexity / original.perplexity - 1
         rows.append(
             {
                 "name": row.name,
+                "label": named.get(row.name, row.name),
                 "exported": row.exported,
                 "bits_per_weight": row.bits_per_weight,
                 "code_bits": row.code_bits,

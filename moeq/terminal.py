@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moeq.tables import human_bytes, human_seconds, human_size, kl_caption, kl_notes, too_few
+from moeq import final_table
+from moeq.final_table import empty_table, figure
+from moeq.tables import human_bytes, human_seconds, human_size, kl_notes, too_few
 
 if TYPE_CHECKING:
     from moeq.models.support import Support
@@ -21,27 +22,15 @@ if TYPE_CHECKING:
     from moeq.planning.result import Plan
     from moeq.verification.verify import Verdict
 
-BESIDE = 120  # columns from which the final table has sizes beside quality
-NARROW = 78  # columns below which tables leave out what the others imply
 WIDE = 130  # columns from which the table of families shows everything
 SIGNIFICANT = 0.05  # p below which a difference is bold
-SMALL = 56  # columns below which it leaves out the speed-up, too
-
-
-def _table(name: str, figures: Iterable[str] = (), **first: Any) -> Table:
-    """An empty table; its first column is text, the others figures, none of which is broken."""
-    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    table.add_column(name, **first)
-    for title in figures:
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
 
 
 def print_families(rows: list[Support]) -> None:
     """Families as a table; in a narrow window without the class and the way in which experts are kept."""
     console = Console(highlight=False)
     wide = console.width >= WIDE
-    table = _table("model_type", no_wrap=True)
+    table = empty_table("model_type", no_wrap=True)
     for title in ("class", "experts") if wide else ():
         table.add_column(title, overflow="fold")
     for title in ("streams", "quantizes"):
@@ -80,7 +69,7 @@ def print_suitability(found: dict[str, Any]) -> None:
 def print_verdict(verdict: Verdict) -> None:
     """What verify found: the layers, the worst first, the logits, what is wrong, and one line that says it all."""
     console = Console(highlight=False)
-    table = _table("layer", overflow="fold")
+    table = empty_table("layer", overflow="fold")
     for title in ("compared", "error", "worst expert"):
         table.add_column(title, justify="left" if title == "compared" else "right", overflow="fold")
     for check in sorted(verdict.layers, key=lambda check: -check.worst):
@@ -125,65 +114,18 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Column:
-    """A column of the final table."""
-
-    title: str
-    cell: Callable[[dict[str, Any]], str]
-
-
-_LAST = (
-    _Column("acc", lambda row: _number(row["accuracy"], "{:.1%}")),
-    _Column("speed-up", lambda row: _speed(row)),
-)
-QUALITY = (
-    _Column("ppl", lambda row: _number(row["perplexity"], "{:.2f}")),
-    _Column("+", lambda row: _number(row["perplexity_change"], "{:+z.1%}")),
-    _Column("KL", lambda row: _number(row["kl"], "{:.3g}")),
-    _Column("top-1", lambda row: _number(row["same_top"], "{:.1%}")),
-    *_LAST,
-)
-IMAGE_QUALITY = (
-    _Column("cross-ent.", lambda row: _number(row["cross_entropy"], "{:.4f}")),
-    _Column("logit error", lambda row: _number(row["logit_error"], "{:.2%}")),
-    *_LAST,
-)
-SIZES = (
-    _Column("bits", lambda row: _number(row["bits_per_weight"], "{:.3g}")),
-    _Column("all bits", lambda row: _number(row["stored_bits"], "{:.3g}")),
-    _Column("experts", lambda row: human_size(row["expert_bytes"])),
-    _Column("of orig.", lambda row: _number(row["expert_share"], "{:.1%}")),
-    _Column("whole", lambda row: "-" if row["checkpoint_bytes"] is None else human_size(row["checkpoint_bytes"])),
-    _Column("of orig.", lambda row: _number(row["checkpoint_share"], "{:.1%}")),
-)
-
-
 def print_final(rows: Sequence[dict[str, Any]], paths: Mapping[str, Path], outcomes: Sequence[Outcome]) -> None:
     """The table at the end of a run, two in windows that cannot hold it, and where things are."""
     console = Console(highlight=False)
-    measured = IMAGE_QUALITY if all("logit_error" in row for row in rows) else QUALITY
-    if console.width >= BESIDE:
-        console.print(_final_table(rows, (*SIZES, *measured)))
-    else:
-        narrow = {"+", "top-1", "of orig."} if console.width < NARROW else set()
-        narrow |= {"speed-up", "all bits"} if console.width < SMALL else set()
-        quality, sizes = (SIZES[0], *measured), SIZES[1:]
-        console.print(_final_table(rows, [column for column in quality if column.title not in narrow]))
-        console.print()
-        console.print(_final_table(rows, [column for column in sizes if column.title not in narrow]))
+    for number, shown in enumerate(final_table.tables(rows, console.width)):
+        if number:
+            console.print()
+        console.print(shown)
     estimated = next(outcome.record.summary for outcome in outcomes if outcome.stage == "estimate")
-    of = "this model" if estimated["geometry_is_the_models"] else f"{estimated['geometry']} with this bit mix"
-    whole = ", everything else packed alike in all rows but the original" if _others_packed(rows) else ""
-    errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
-    accuracy = f" acc: standard error {100 * max(errors):.1f} points." if errors else ""
-    console.print(
-        "* exported. bits: stored for a weight of the experts; all bits: of all tensors; scales and zero points "
-        f"counted, as they are in all bytes. whole: every file of the checkpoint, as --size limits it{whole}. "
-        "speed-up: estimated decode speed over MoNDE by "
-        f"its bandwidth rule / cost-optimal, for {of}.{kl_caption(rows)}{accuracy}",
-        style="dim",
-    )
+    caption = final_table.caption(rows, estimated)
+    console.print(caption, style="dim", markup=False)
+    for term, meaning in final_table.explanations(rows, caption):
+        console.print(f"{term}: {meaning}", style="dim", markup=False)
     for line in _translation_lines(outcomes):
         console.print(line, soft_wrap=True, markup=False)
     for name, path in paths.items():
@@ -210,29 +152,6 @@ def _translation_lines(outcomes: Sequence[Outcome]) -> list[str]:
             figures.append(f"{title} {scores[metric]:.2f}{change}")
         lines.append(f"{name}: {', '.join(figures)}")
     return lines
-
-
-def _final_table(rows: Sequence[dict[str, Any]], columns: Sequence[_Column]) -> Table:
-    table = _table("assignment", (column.title for column in columns), overflow="fold")
-    for row in rows:
-        name = f"{row['name']} *" if row["exported"] else row["name"]
-        table.add_row(name, *(column.cell(row) for column in columns), style="bold" if row["exported"] else None)
-    return table
-
-
-def _others_packed(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether more than the experts was packed: the rest of the checkpoint has not one size."""
-    known = [row["total_bytes"] - row["expert_bytes"] for row in rows if row["total_bytes"] is not None]
-    return len(known) == len(rows) and len(set(known)) > 1
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _speed(row: dict[str, Any]) -> str:
-    rule, best = row["speedup_over_monde_bandwidth_rule"], row["speedup_over_monde_cost_optimal"]
-    return "-" if rule is None else f"{rule:.1f}x / {best:.1f}x"
 
 
 def print_plan(plan: Plan) -> None:
@@ -279,7 +198,7 @@ def print_plan(plan: Plan) -> None:
 def _plan_table(plan: Plan) -> Table:
     gpu, timed = plan.machine.gpu is not None, plan.rates is not None
     titles = ["memory", *(["GPU"] if gpu else []), "reads", "writes", "temp", *(["time"] if timed else [])]
-    table = _table("stage", titles)
+    table = empty_table("stage", titles)
     table.add_column("", no_wrap=True)
     short: dict[str, list[str]] = {}
     for shortage in plan.shortages:
@@ -303,15 +222,15 @@ def _plan_table(plan: Plan) -> Table:
 def print_prices(prices: list[dict[str, Any]]) -> None:
     """What the restriction of every target costs in objective."""
     console = Console(highlight=False)
-    table = _table("target", ("bits", "experts", "objective", "times"), no_wrap=True)
+    table = empty_table("target", ("bits", "experts", "objective", "times"), no_wrap=True)
     table.add_column("", overflow="fold")
     for row in prices:
         table.add_row(
             row["target"],
-            _number(row["bits_per_weight"], "{:.3g}"),
+            figure(row["bits_per_weight"], "{:.3g}"),
             "-" if row["expert_bytes"] is None else human_size(row["expert_bytes"]),
-            _number(row["objective"], "{:.4g}"),
-            _number(row["ratio"], "{:.3f}"),
+            figure(row["objective"], "{:.4g}"),
+            figure(row["ratio"], "{:.3f}"),
             row["refusal"] or "",
             style="dim" if row["refusal"] else None,
         )
@@ -326,7 +245,7 @@ def print_prices(prices: list[dict[str, Any]]) -> None:
 def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
     """Objective and bytes of every method; dominated points are dim."""
     console = Console(highlight=False)
-    table = _table("method", ("bits", "experts", "objective"), no_wrap=True)
+    table = empty_table("method", ("bits", "experts", "objective"), no_wrap=True)
     table.add_column("")
     for point in sorted(frontier["points"], key=itemgetter("expert_bytes", "objective")):
         table.add_row(
@@ -345,7 +264,7 @@ def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
 def print_comparison(results: dict[str, Any]) -> None:
     """Every measure of every evaluated subject, with its paired difference from the first one; p below 0.05 is bold."""
     console = Console(highlight=False)
-    table = _table("", ("value", "difference", "95 %", "p", "n"), overflow="fold")
+    table = empty_table("", ("value", "difference", "95 %", "p", "n"), overflow="fold")
     flipped = False
     for measure in dict.fromkeys(name for row in results["table"] for name in row["cells"]):
         rows = [(row["name"], row["cells"][measure]) for row in results["table"] if measure in row["cells"]]
@@ -370,6 +289,9 @@ def print_comparison(results: dict[str, Any]) -> None:
     )
     if flipped:
         console.print("flips: answers that went wrong (-) and right (+).", style="dim")
+    for row in results["rows"]:
+        if label := (row.get("of") or {}).get("label"):
+            console.print(f"{row['name']}: {label}", markup=False)
     notes: dict[str, list[str]] = {}
     for row in results["rows"]:
         for note in _notes(row):
@@ -447,7 +369,7 @@ def _print_entries(console: Console, entries: list[dict[str, Any]], indent: int)
         for head, column in zip(heads, zip(*rows, strict=False), strict=False)
     ]
     if all(list(entry) == keys for entry in entries) and indent + sum(least) + 2 * len(keys) <= console.width:
-        table = _table(heads[0], min_width=least[0])
+        table = empty_table(heads[0], min_width=least[0])
         for head, width in zip(heads[1:], least[1:], strict=True):
             table.add_column(head, min_width=width, justify="right")
         for row in rows:

@@ -129,7 +129,8 @@ def _trials(inputs: AssignInputs, averages: Sequence[str]) -> Iterator[tuple[str
     """Every metric that there is, within layers and over the model."""
     for metric in get_args(Metric) if inputs.traces is not None else ("frequency",):
         for scope in ("layer", "model"):
-            yield f"mopeq {metric}, {scope}", {"metric": metric, "scope": scope}
+            where = {"layer": "within layers", "model": "over the model"}[scope]
+            yield f"mopeq {metric} {where}", {"metric": metric, "scope": scope}
 
 
 ALLOCATOR = Allocator(

@@ -184,9 +184,9 @@ def _within(
 
 def _at_bytes(inputs: AssignInputs, size: int) -> Iterator[tuple[str, Widths]]:
     """The optimum over the model and within layers, by the objective of the inputs' own section."""
-    variants: list[tuple[str, Granularity, str]] = [("", "expert", "model"), (", layer", "expert", "layer")]
+    variants: list[tuple[str, Granularity, str]] = [("", "expert", "model"), (" within layers", "expert", "layer")]
     if inputs.config.granularity == "projection":
-        variants.append((", projection", "projection", "model"))
+        variants.append((" by matrix", "projection", "model"))
     hot = hot_masks(inputs)
     fixed = gpu_bytes(inputs, hot)
     for label, granularity, scope in variants:

@@ -26,6 +26,7 @@ from moeq.models.source import ModelSource, open_source
 from moeq.numerics.widths import METHOD
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
+from moeq.recipe.labels import labels
 from moeq.stages import assign, quantize
 from moeq.stages.context import Context
 from moeq.stages.evaluate import ORIGINAL
@@ -59,6 +60,9 @@ class Subject:
         described: dict[str, Any] = {"subject": self.name, "model": self.source.name}
         if self.assignment is not None:
             described["assignment"] = {"name": self.assignment.name, "method": self.assignment.method}
+        if self.run is not None and self.context is None:
+            called = ORIGINAL if self.assignment is None else self.assignment.name
+            described["label"] = labels(self.run.recipe).get(called)
         if self.context is not None:
             described["context_aware"] = self.context.model_dump(mode="json")
         return described

@@ -34,6 +34,7 @@ from moeq.models.weights import plain_header
 from moeq.numerics.packed import packed_shapes
 from moeq.numerics.widths import NESTED_BITS
 from moeq.recipe import BEST, DEFAULT_QUANTIZER, AssignSection, Recipe
+from moeq.recipe.labels import labels
 from moeq.registry import ALLOCATORS
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, has_own_code, hooked
@@ -257,7 +258,7 @@ class CheckpointSize:
         sizes = {"bits_per_weight": 16.0, "expert_bytes": 10**6 + 1}
         figures = [
             {"name": name, **sizes, "perplexity": 123456.789, "accuracy": 0.5, **measured}
-            for name in ("original", *(name for name, _ in self.sections))
+            for name in labels(self.recipe).values()
         ]
         return len(model_card.render(of, self.source.config, figures, self.model.origin).encode())
 

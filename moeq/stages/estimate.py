@@ -17,6 +17,7 @@ from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import read_trace
 from moeq.errors import EstimateError, RecipeError
 from moeq.estimator import Estimate, Grid, ModelGeometry, estimate, load_geometry, load_hardware
+from moeq.estimator.geometry import is_toy
 from moeq.estimator.placement import assignment_placement, weights_of_a_scale
 from moeq.estimator.points import BASELINES
 from moeq.registry import POLICIES
@@ -41,6 +42,11 @@ class EstimateReport(BaseModel):
     hardware: str
     popularity: str
     estimates: tuple[Estimate, ...]
+
+    @property
+    def tells_speed(self) -> bool:
+        """Whether speed-ups say anything: not where the model's own experts are so few bytes that none has to wait."""
+        return not (self.geometry_is_the_models and is_toy(self.geometry))
 
     def of(self, name: str) -> Estimate | None:
         return next((estimate for estimate in self.estimates if estimate.placement == name), None)

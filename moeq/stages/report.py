@@ -16,6 +16,7 @@ from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import current_digest, read_record
 from moeq.errors import ArtifactError
 from moeq.recipe import domain_names
+from moeq.recipe.labels import labels
 from moeq.registry import EXPORTERS
 from moeq.reporting.atlas import atlas
 from moeq.reporting.inputs import Loads, Refined, ReportInputs, SpeedInputs
@@ -51,7 +52,7 @@ def run(context: Context) -> dict[str, Any]:
     path = context.directory("report") / NAME
     text = render(inputs)
     write_text(path, text)
-    export.write_card(context, inputs.manifest, card_figures(inputs.evaluation))
+    export.write_card(context, inputs.manifest, card_figures(context, inputs.evaluation))
     summary = {"bytes": len(text.encode()), "rows": len(inputs.evaluation.rows)}
     if not inputs.gates:
         return summary
@@ -150,11 +151,18 @@ def speed_inputs(report: EstimateReport) -> SpeedInputs:
     )
 
 
-def card_figures(report: EvalReport) -> list[dict[str, Any]]:
-    """Rows of the model card's table, the largest first."""
+def card_figures(context: Context, report: EvalReport) -> list[dict[str, Any]]:
+    """Rows of the model card's table, the largest first; their names are what people read."""
+    named = labels(context.recipe)
     rows = sorted(report.rows, key=lambda row: (-row.expert_bytes, row.name))
     columns = {"name", "bits_per_weight", "expert_bytes", "perplexity", "accuracy"}
-    return [row.model_dump(include=columns) | row.divergence_figures() | row.image_figures() for row in rows]
+    return [
+        row.model_dump(include=columns)
+        | {"name": named.get(row.name, row.name)}
+        | row.divergence_figures()
+        | row.image_figures()
+        for row in rows
+    ]
 
 
 def is_intact(context: Context) -> bool:
@@ -165,7 +173,7 @@ def is_intact(context: Context) -> bool:
     if gates.verdicts(context) != _gates_there(context):
         return False
     path = context.directory("export") / CARD
-    figures = card_figures(evaluate.load(context))
+    figures = card_figures(context, evaluate.load(context))
     expected = export.card(context, read_manifest(path.parent), figures)
     return path.is_file() and path.read_text("utf-8") == expected
 

@@ -176,8 +176,8 @@ def test_code_bits_are_spent_to_a_matrix_and_written_down(tmp_path: Path) -> Non
     write_assignment(tmp_path / "assignment.json", found)
     assert read_assignment(tmp_path / "assignment.json") == found
     points = report.frontier(inputs, ["2"], assign)
-    assert {"optimal", "optimal, projection"} <= {point.method for point in points}
-    best = [point for point in points if point.method == "optimal, projection"]
+    assert {"optimal", "optimal by matrix"} <= {point.method for point in points}
+    best = [point for point in points if point.method == "optimal by matrix"]
     for other in (point for point in points if not point.method.startswith("optimal")):
         fitting = [point.objective for point in best if point.expert_bytes <= other.expert_bytes]
         assert min(fitting) <= other.objective * (1 + 1e-9)

@@ -28,6 +28,7 @@ from moeq.evaluation.strided import windows as cut
 from moeq.lm_eval import make_model, register
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import evaluate
+from moeq.terminal import print_comparison
 
 TASKS = "made_choice,made_text,made_generate"
 
@@ -85,6 +86,18 @@ def test_all_that_is_exact_is_the_original(compared: dict[str, Any]) -> None:
         assert divergence["equal top-1"] == 1
     changed = compared["table"][1]["cells"]["perplexity"]["change"]
     assert (changed["difference"], changed["items"]) == (0, len(windows(compared)))
+
+
+def test_assignments_of_a_run_are_called_as_people_do(
+    compared: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = {row["name"]: row["of"].get("label") for row in compared["rows"]}
+    assert named["mixtral"] is None
+    assert named["made:original"] == "as trained"
+    assert named["made:uniform-2"] == "uniform 2 bits"
+    print_comparison(compared)
+    shown = capsys.readouterr().out
+    assert "made:run: 1 expert in FP16 + prefix-split, 2.5 code bits" in " ".join(shown.split())
 
 
 def test_divergences_are_those_of_plain_forward_passes(

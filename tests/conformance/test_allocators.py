@@ -357,7 +357,7 @@ def test_a_frontier_leaves_out_what_was_not_measured_or_cannot_be_met() -> None:
     inputs = inputs_of(10, 2, 6, method="uniform", bits=2)
     rows = [row for row in inputs.losses.rows() if row["bits"] in (2, 3)]
     points = report.frontier(replace(inputs, losses=table_of(rows)), ("1", "2", "5/2", "3"), assign)
-    assert {point.method for point in points} == {"uniform", "frequency", "optimal", "optimal, layer"}
+    assert {point.method for point in points} == {"uniform", "frequency", "optimal", "optimal within layers"}
     least = sum(6 * one[2] for one in inputs.bytes)
     assert min(point.expert_bytes for point in points) == least
     assert min(point.bits_per_weight for point in points) == 8 * least / sum(weights_of(inputs))

@@ -364,7 +364,7 @@ def test_every_assignment_has_a_map_with_its_bits_and_bytes(make: Make, with_row
     bits = {row.name: f"{row.bits_per_weight:.2f}" for row in rows if row.assignment is not None}
     for name, size in (("mixed", "879 KiB"), ("uniform-4", "1.63 MiB"), ("mopeq", "1.63 MiB")):
         assert f">{name}: {bits[name]} bits, {size}</text>" in page
-    assert "mopeq (metric hessian, scope layer). No expert is placed on the GPU." in page
+    assert "MoPEQ (metric hessian, scope layer). No expert is placed on the GPU." in page
     folded = [attributes for tag, attributes in parsed(page).tags if tag == "details"]
     assert sum("open" in attributes for attributes in folded) == 2  # of small models, nothing but the recipe is folded
 

@@ -1,4 +1,4 @@
-"""The demo recipe's claim, on the bundled model: mixed beats uniform at no more bytes."""
+"""The demo recipe's claim, on the bundled model: its export beats the paper's mix and uniform at no more bytes."""
 
 from pathlib import Path
 
@@ -10,17 +10,24 @@ from moeq.stages.context import Context
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
 
-def test_mixed_beats_uniform_2_bit_at_the_same_bytes(tmp_path: Path) -> None:
-    recipe = load_recipe(RECIPE, ["corpus.sequences=96", "eval.perplexity.sequences=96", "eval.limit=8"])
+SMALLER = ("corpus.sequences=96", "eval.perplexity.sequences=96", "eval.limit=8", "quantize.refine={iterations: 20}")
+
+
+def test_what_is_exported_is_the_best_at_its_size_and_the_paper_stands_beside_it(tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPE, SMALLER)
     context = Context(recipe=recipe, model_name=str(recipe.model), out=tmp_path, reporter=Reporter(quiet=True))
     pipeline.run(context)
     rows = {row["name"]: row for row in results.final_rows(context)}
-    mixed, uniform = rows["mixed-2.3"], rows["uniform-2"]
-    assert mixed["expert_bytes"] <= uniform["expert_bytes"]
-    assert mixed["perplexity"] < uniform["perplexity"]
+    exported, uniform, paper = rows["optimal-2.15"], rows["uniform-2"], rows["prefix-split-2.15"]
+    assert exported["exported"]
+    assert exported["label"] == "optimal by matrix, 2.15 bits, refined"
+    assert max(exported["expert_bytes"], paper["expert_bytes"]) <= uniform["expert_bytes"]
+    for measure in ("perplexity", "kl"):
+        assert exported[measure] < paper[measure] < uniform[measure]
+        assert rows["hot4+prefix-split-2.15"][measure] < rows["hot4+uniform-2"][measure]
+    assert exported["same_top"] > paper["same_top"] > uniform["same_top"]
     assert rows["original"]["perplexity"] < rows["uniform-4"]["perplexity"] < rows["uniform-3"]["perplexity"]
-    assert rows["uniform-4"]["kl"] < rows["uniform-3"]["kl"] < mixed["kl"] < uniform["kl"]
-    assert rows["hot4+mixed-2.3"]["perplexity"] < rows["hot4+uniform-2"]["perplexity"]
+    assert rows["hot4+uniform-2"]["label"] == "4 experts in FP16 + 2 bits"
     for row in rows.values():
         assert row["accuracy"] is not None
         if row["name"] != "original":

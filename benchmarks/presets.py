@@ -1,0 +1,174 @@
+"""Which settings keep most at equal stored bits: what the presets `fast` and `best` are chosen by.
+
+    python benchmarks/presets.py [--model bundled:tiny-mixtral] [--windows SCRIPT] [--budgets 2.3 2.5 3.1]
+        [--variants NAME ...] [--assignments NAME ...] [--refine]
+
+Every variant is a way to make replicas (keys of the recipe's section losses), every assignment a way to choose among
+them (keys of assign) at the same bits a weight, scales and zero points counted. KL is that of the next token from the
+original, in nats, with its standard error over windows; equal: tokens whose likeliest is the same. seconds: processor
+time of losses and, with --refine, of training the assigned experts. --windows takes calibration and held-out windows
+from a training script (`train_tiny.py`) as quality.py does; without it they are the bundled ones (256 tokens).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
+
+import figures  # isort: skip
+import torch  # isort: skip
+from quality import Windows, sequences  # isort: skip
+
+from moeq import pipeline
+from moeq.artifacts.assignment import Assignment
+from moeq.errors import BudgetError
+from moeq.recipe import AssignSection
+from moeq.stages import assign, evaluate
+from moeq.stages.context import Context
+from moeq.stages.expert_bytes import expert_weights, total_bytes
+
+WINDOWS = 96  # held-out, evenly thinned
+MSE = {"clip": "mse"}
+LOSSES: dict[str, dict[str, Any]] = {
+    "gptq": {},
+    "gptq, mse": MSE,
+    "gptq, mse, act order": MSE | {"act_order": True},
+    "gptq, mse, 1/16 held out": MSE | {"heldout_fraction": 0.0625},
+    "gptq, groups of 128": {"group_size": 128},
+    "gptq, mse, symmetric": MSE | {"symmetric": True},
+    "gptq, mse, groups of 32": MSE | {"group_size": 32},
+    "gptq, mse, groups of 128": MSE | {"group_size": 128},
+    "gptq, mse, act order, groups of 128": MSE | {"act_order": True, "group_size": 128},
+    "gptq, mse, whole rows": MSE | {"group_size": -1},
+    "best of gptq and signround": {"methods": ["gptq", "signround"]},
+    "best of gptq and signround, groups of 128": {"methods": ["gptq", "signround"], "group_size": 128},
+    "best of gptq and signround, mse, groups of 128": MSE | {"methods": ["gptq", "signround"], "group_size": 128},
+}
+SQUARED = {"method": "optimal", "loss_weighting": "squared"}
+MEASURED = {"layer_weighting": "measured"}
+MATRICES = {"granularity": "projection"}
+ASSIGNMENTS: dict[str, dict[str, Any]] = {
+    "prefix-split": {"method": "prefix-split"},
+    "by expert": SQUARED,
+    "by expert, layers": SQUARED | MEASURED,
+    "by matrix": SQUARED | MATRICES,
+    "by matrix, mass": SQUARED | MATRICES | {"loss_weighting": "mass"},
+    "by matrix, layers": SQUARED | MATRICES | MEASURED,
+    "by matrix, layers, mass": SQUARED | MATRICES | MEASURED | {"loss_weighting": "mass"},
+    "by expert, effect": {"method": "optimal", "loss_weighting": "effect"},
+    "by matrix, effect": {"method": "optimal", "loss_weighting": "effect"} | MATRICES,
+    "by matrix, layers, without 1": SQUARED | MATRICES | MEASURED | {"widths": [2, 3, 4, 8]},
+    "by matrix, layers, without 8": SQUARED | MATRICES | MEASURED | {"widths": [1, 2, 3, 4]},
+    "by matrix, layers, 2 and 4": SQUARED | MATRICES | MEASURED | {"widths": [2, 4]},
+}
+
+
+class Settings:
+    """One model with its text, run through the stages in one directory; replicas are shared by all variants."""
+
+    def __init__(self, model: str, out: Path, windows: Path | None) -> None:
+        self.model, self.out, self.windows = model, out, None
+        context = self.context({})
+        if windows is not None:
+            self.windows = Windows.of(figures.script(windows), context.model.tokenizer)
+            held = sequences(self.windows.heldout)
+        else:
+            held = context.text.evaluation
+        self.ids = held.ids[torch.linspace(0, len(held.ids) - 1, min(len(held.ids), WINDOWS)).long()]
+        with torch.no_grad(), context.model.overlay() as overlay:
+            self.exact = self.logits(overlay.set())
+        self.exact_loss = self.losses(self.exact)
+
+    def context(self, losses: dict[str, Any], **sections: dict[str, Any]) -> Context:
+        made = {"bits": [1, 2, 3, 4, 8], "methods": ["gptq"], "group_size": 64} | losses
+        sections = {"losses": made, "assign": {"method": "uniform", "bits": 4}} | sections
+        given = [f"{name}={json.dumps(section)}" for name, section in sections.items()]
+        given += ["dtype=float32", "stream=never", f"store={self.out / 'store'}", "eval.compare=[]"]
+        given += ["corpus.sequences=256", "corpus.sequence_length=256", "eval.perplexity.sequence_length=256"]
+        context = figures.context(self.model, self.out, given)
+        if self.windows is not None:
+            context.text.__dict__["calibration"] = sequences({"": self.windows.calibration})
+        return context
+
+    def logits(self, model: Any) -> torch.Tensor:
+        return torch.cat([model(input_ids=batch).logits.log_softmax(-1) for batch in self.ids.long().split(16)])
+
+    def losses(self, logits: torch.Tensor) -> float:
+        return -float(logits[:, :-1].gather(-1, self.ids[:, 1:, None].long()).mean())
+
+    def measured(self, context: Context, assignment: Assignment, *, exported: bool = False) -> list[str]:
+        """Bits, perplexity, KL with its standard error, share of equal top-1."""
+        with torch.no_grad(), context.model.overlay() as overlay:
+            found = self.logits(evaluate.replaced(context, overlay, assignment, exported=exported))
+        divergence = (self.exact.exp() * (self.exact - found)).sum(-1).mean(-1)
+        stderr = float(divergence.std()) / math.sqrt(len(divergence))
+        same = float((self.exact.argmax(-1) == found.argmax(-1)).double().mean())
+        bits = 8 * total_bytes(context, assignment) / expert_weights(context.model.layers)
+        return [
+            f"{bits:.3f}", f"{math.exp(self.losses(found)):.2f}",
+            f"{float(divergence.mean()):.4f} ± {stderr:.4f}", f"{100 * same:.1f} %",
+        ]  # fmt: skip
+
+
+def seconds(context: Context, *stages: str) -> float:
+    """Run stages; processor seconds that they took."""
+    began = time.process_time()
+    pipeline.run(context, stages)
+    return time.process_time() - began
+
+
+def main() -> int:
+    options = _options()
+    results = figures.Figures(options)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Settings(options.model, options.out or Path(folder), options.windows)
+        print(f"perplexity as trained {math.exp(bench.exact_loss):.2f}")
+        results.table(["settings", "  bits", "perplexity", "             KL", "  equal", "seconds"])
+        for variant in options.variants:
+            losses = dict(LOSSES[variant])
+            if any("layers" in name for name in options.assignments):
+                losses["layer_effects"] = {"bits": 2, "sequences": 32}
+            if any("effect" in name for name in options.assignments):
+                losses["expert_effects"] = {"bits": 2, "sequences": 16}
+            context = bench.context(losses)
+            profile = seconds(context, "profile")
+            taken = seconds(context, "losses")
+            print(f"{variant}: profile {profile:.0f} s, losses {taken:.0f} s", flush=True)
+            quantizer = "best" if len(context.recipe.losses.methods) > 1 else "gptq"
+            for budget in options.budgets:
+                for name in options.assignments:
+                    keys = ASSIGNMENTS[name] | {"bits_per_weight": budget, "quantizer": quantizer}
+                    try:
+                        made = assign.make(context, AssignSection.of(**keys), "bench")
+                    except BudgetError as error:
+                        results.left_out(f"{budget} {variant}; {name}", str(error))
+                        continue
+                    results.row(f"{budget} {variant}; {name}", *bench.measured(context, made), f"{taken:.0f}")
+                    if options.refine:
+                        refined = bench.context(losses, assign=keys, quantize={"refine": {}})
+                        seconds(refined, "assign")
+                        training = seconds(refined, "quantize")
+                        cells = bench.measured(refined, assign.load(refined), exported=True)
+                        results.row(f"{budget} {variant}; {name}; refined", *cells, f"{taken + training:.0f}")
+    return results.report()
+
+
+def _options() -> Any:
+    parser = figures.parser(__doc__, model="bundled:tiny-mixtral", budgets=["2.3", "2.5", "3.1"])
+    parser.add_argument("--windows", type=Path, help="a training script whose text and windows are taken")
+    parser.add_argument("--variants", nargs="+", choices=list(LOSSES), default=list(LOSSES)[:2])
+    parser.add_argument("--assignments", nargs="+", choices=list(ASSIGNMENTS), default=["by expert", "by matrix"])
+    parser.add_argument("--refine", action="store_true", help="also train the assigned experts (quantize.refine)")
+    parser.add_argument("--out", type=Path, help="keep the run here")
+    return figures.parsed(parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
