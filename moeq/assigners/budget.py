@@ -77,6 +77,7 @@ def hotness(inputs: AssignInputs, layer: int) -> np.ndarray:
 
 ALLOCATOR = Allocator(
     name="budget",
+    label="hot and cold",
     help="two widths: as many experts of a layer hot as its share of the bytes pays for, by warm-up hotness",
     assign=assign,
     settings=HotColdSettings,

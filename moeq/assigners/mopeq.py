@@ -134,6 +134,7 @@ def _trials(inputs: AssignInputs, averages: Sequence[str]) -> Iterator[tuple[str
 
 ALLOCATOR = Allocator(
     name="mopeq",
+    label="MoPEQ",
     help="experts clustered by importance, the clusters given the widths in order; there is no budget",
     assign=assign,
     settings=MopeqSettings,

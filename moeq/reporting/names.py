@@ -1,4 +1,4 @@
-"""What pages call layers, assignments and the sources of text: the model's own names, and words that say something."""
+"""What pages call layers and the sources of text: the model's own names, and words that say something."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from moeq.artifacts.assignment import Assignment
 
 SAYING_NOTHING = {"train", "test", "val", "valid", "validation", "dev", "eval", "data", "text", "corpus", "dataset"}
 
@@ -37,11 +35,6 @@ def layer_names(names: Sequence[str]) -> LayerNames:
 def expert_name(layer: str, expert: int) -> str:
     """One expert, by the model's name of its layer."""
     return f"{layer}, expert {expert}"
-
-
-def assignment_label(name: str, assignment: Assignment | None) -> str:
-    """What people read for an assignment; files and JSON are keyed by its name."""
-    return name
 
 
 def source_names(sources: Sequence[str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from moeq.artifacts.evaluation import EvalReport
 from moeq.artifacts.files import make_directory, write_text
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import current_digest, read_record
+from moeq.recipe.labels import labels
 from moeq.registry import EXPORTERS
 from moeq.reporting.atlas import atlas
 from moeq.reporting.inputs import Loads, Refined, ReportInputs, SpeedInputs
@@ -72,6 +73,7 @@ def collect(context: Context) -> ReportInputs:
         reparam=reparam.load(context) if context.folds else None,
         integer=integer_forward.load(context),
         loads=loads(context, assignment),
+        labels=labels(context.recipe),
         domains=source_names(_sources(context)),
         digests={stage: read_record(context.directory(stage), stage).digest for stage in stages_of(context)},
     )
