@@ -194,6 +194,15 @@ TERMS = (
         paper=DYNAEXQ,
     ),
     Term(
+        name="GPU only", meaning="experts lie in host memory and are copied to the GPU when they are needed, in FP16."
+    ),
+    Term(name="hot set", meaning="MoNDE with the experts that are the most popular overall copied, in every step."),
+    Term(name="static mixed precision", meaning="all experts on the GPU in the widths that were assigned."),
+    Term(
+        name="static placement",
+        meaning="the same experts on the GPU for every sequence, all others near the data.",
+    ),
+    Term(
         name="Hessian trace",
         meaning="the sum of a loss's second derivatives by all weights: how fast it grows when they move.",
         paper=MOPEQ,

@@ -23,7 +23,7 @@ p { margin: 6px 0 12px; max-width: 76ch; }
 a { color: var(--series-1); }
 code, pre { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 0.87em; }
 nav { margin: 14px 0 0; font-size: 0.9rem; line-height: 1.9; }
-nav a { margin-right: 14px; white-space: nowrap; }
+nav a { display: inline-block; margin-right: 14px; max-width: 100%; }
 section { margin-top: 32px; padding-top: 18px; border-top: 1px solid var(--faint); }
 .lead { color: var(--muted); margin-bottom: 16px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 12px; margin: 18px 0 20px; }

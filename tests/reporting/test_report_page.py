@@ -364,9 +364,6 @@ def test_warnings_are_listed_and_none_is_said(make: Make, with_rows: Make) -> No
 
 def test_papers_and_words_are_explained_where_they_first_stand(page: str) -> None:
     sections = dict(re.findall(r'<section id="([^"]+)">(.*?)</section>', page, flags=re.DOTALL))
-    headed = {
-        anchor: re.search(r'<details class="terms">.*?</details>', text, re.DOTALL) for anchor, text in sections.items()
-    }
     known: set[str] = set()
     for anchor, text in sections.items():
         listed = re.search(r'<details class="terms">.*?</details>', text, re.DOTALL)
