@@ -39,7 +39,7 @@ CONTEXT_AWARE = Paper(
 )
 DYNAEXQ = Paper(
     number="001",
-    short="DynaExq, Chu et al. 2025",
+    short="DynaExq",
     title="Dynamic Expert Quantization for Scalable Mixture-of-Experts Inference",
     authors="Kexin Chu, Dawei Xiang, Zixu Shen, Yiwei Yang, Zecheng Liu, Wei Zhang",
     year=2025,
@@ -55,7 +55,7 @@ ELEPHANTS = Paper(
 )
 MOPEQ = Paper(
     number="003",
-    short="MoPEQ, Chitty-Venkata et al. 2025",
+    short="MoPEQ",
     title="MoPEQ: Mixture of Mixed Precision Quantized Experts",
     authors="Krishna Teja Chitty-Venkata, Jie Ye, Murali Emani",
     year=2025,
@@ -63,7 +63,7 @@ MOPEQ = Paper(
 )
 COQMOE = Paper(
     number="004",
-    short="CoQMoE, Dong et al. 2025",
+    short="CoQMoE",
     title="CoQMoE: Co-Designed Quantization and Computation Orchestration for Mixture-of-Experts Vision Transformer on "
     "FPGA",
     authors="Jiale Dong, Hao Wu, Zihao Wang, Wenqi Lou, Zhendong Zheng, Lei Gong, Chao Wang, Xuehai Zhou",
@@ -194,6 +194,15 @@ TERMS = (
         paper=DYNAEXQ,
     ),
     Term(
+        name="GPU only", meaning="experts lie in host memory and are copied to the GPU when they are needed, in FP16."
+    ),
+    Term(name="hot set", meaning="MoNDE with the experts that are the most popular overall copied, in every step."),
+    Term(name="static mixed precision", meaning="all experts on the GPU in the widths that were assigned."),
+    Term(
+        name="static placement",
+        meaning="the same experts on the GPU for every sequence, all others near the data.",
+    ),
+    Term(
         name="Hessian trace",
         meaning="the sum of a loss's second derivatives by all weights: how fast it grows when they move.",
         paper=MOPEQ,
@@ -215,7 +224,9 @@ def named(text: str) -> str:
 def papers_in(text: str) -> Iterator[Paper]:
     """The five papers that a text names, by name or number."""
     for paper in PAPERS.values():
-        if paper.short in text or re.search(rf"\b[Pp]aper {paper.number}\b", text):
+        if re.search(rf"(?<![\w-]){re.escape(paper.short)}(?![\w-])", text) or re.search(
+            rf"\b[Pp]aper {paper.number}\b", text
+        ):
             yield paper
 
 

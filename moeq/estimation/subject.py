@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +62,10 @@ def read_model(name: str, *, trust_remote_code: bool = False) -> Model:
 
     source = open_config(name, beside=(MANIFEST,), trust_remote_code=trust_remote_code)
     manifest = read_manifest(source.path) if (source.path / MANIFEST).is_file() else None
-    return Model(geometry=_geometry(source, trust_remote_code), manifest=manifest)
+    geometry = _geometry(source, trust_remote_code)
+    if manifest is not None:  # its directory is called "checkpoint" as often as not
+        geometry = replace(geometry, name=manifest.model.name)
+    return Model(geometry=geometry, manifest=manifest)
 
 
 def _geometry(source: ModelSource, trust_remote_code: bool) -> ModelGeometry:

@@ -16,7 +16,7 @@ from moeq.estimator.result import Estimate, TermRow
 from moeq.estimator.sheets import Cell
 from moeq.estimator.sheets import Table as Sheet
 from moeq.reporting import formats, speed
-from moeq.reporting.estimate_page import fits, miss_text, policy_words, stated_text
+from moeq.reporting.estimate_page import beyond_positions, fits, miss_text, policy_words, stated_text
 from moeq.tables import human_bytes
 
 SMALL = 64  # columns below which a table leaves out what its other columns imply
@@ -70,6 +70,8 @@ def _print_case(console: Console, document: EstimateDocument, case: Case) -> Non
     routing = f"routing {document.routing}; computed by a model of the hardware, not measured"
     console.print(f"{case.name}; hardware {estimate.hardware}", style="bold", markup=False)
     console.print(routing, style="dim", markup=False)
+    if beyond := beyond_positions(case):
+        console.print(beyond, style="yellow", markup=False)
     for batch in case.batches:
         _print_batch(console, estimate, batch)
     for line in dict.fromkeys(f"{row.policy}: cannot run, {row.reason}" for row in estimate.refused):

@@ -18,9 +18,10 @@ SCALE_BITS = 16
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts", "top_k")
 _HEADS = ("num_attention_heads", "num_heads", "n_head", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
+_POSITIONS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions")
 _HIDDEN = ("hidden_size", "d_model", "n_embd")
 TOY_BYTES = 1 << 30
-CONFIG_KEYS = (*_TOP_K, *_HEADS, *_KV_HEADS, *_HIDDEN, "head_dim")
+CONFIG_KEYS = (*_TOP_K, *_HEADS, *_KV_HEADS, *_HIDDEN, *_POSITIONS, "head_dim")
 
 
 def effective_bits(bits: ArrayLike, group_size: int | None, zero_points: bool = False) -> NDArray[np.float64]:
@@ -56,7 +57,8 @@ class ModelGeometry:
     """Sizes of a model: `num_layers` counts MoE layers, `intermediate_size` is that of one expert.
 
     `non_expert_parameters` (attention, routers, norms, embeddings, and shared or dense feed-forward parts) are spread
-    evenly over the MoE layers. Raises EstimateError for sizes that no model has.
+    evenly over the MoE layers. max_positions: tokens of the longest text that the model was made for, None: not known.
+    Raises EstimateError for sizes that no model has.
     """
 
     name: str
@@ -70,10 +72,11 @@ class ModelGeometry:
     head_dim: int
     non_expert_parameters: int
     matrices_per_expert: int = 3
+    max_positions: int | None = None
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
-            if field != "name" and value < (0 if field == "non_expert_parameters" else 1):
+            if field != "name" and value is not None and value < (0 if field == "non_expert_parameters" else 1):
                 raise EstimateError(f"{field} is {value}", where=self.name, do="give a positive number")
         if self.top_k > self.num_experts:
             text = f"top_k is {self.top_k} of {self.num_experts} experts"
@@ -169,6 +172,7 @@ def geometry_from_config(
         head_dim=_integer(text, ("head_dim",), name, default=hidden_size // heads),
         non_expert_parameters=non_expert_parameters,
         matrices_per_expert=matrices_per_expert,
+        max_positions=_integer(text, _POSITIONS, name, default=0) or None,
     )
 
 

@@ -25,7 +25,6 @@ from moeq.reporting import formats, maps, svg
 from moeq.reporting.html import Drawing, Raw, details, element, figure, plain
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.maps import LOSS_MAP, Quantity, Scale, scale_of, value_map, width_map
-from moeq.reporting.names import assignment_label
 from moeq.tables import human_size
 
 MAP_BITS = 2  # the width whose losses are shown first, where the table has it
@@ -186,16 +185,16 @@ def main_method(inputs: ReportInputs) -> str:
 
 def own_widths(inputs: ReportInputs) -> ExpertMap:
     """The widths of the recipe's own assignment."""
-    return _widths(inputs.assignment, inputs.evaluation.row(inputs.assignment.name))
+    return _widths(inputs, inputs.assignment, inputs.evaluation.row(inputs.assignment.name))
 
 
 def compared_widths(inputs: ReportInputs) -> list[ExpertMap]:
     """The widths of every other assignment that was evaluated."""
     rows = [row for row in inputs.evaluation.rows if row.name != inputs.assignment.name]
-    return [_widths(row.assignment, row) for row in rows if row.assignment is not None]
+    return [_widths(inputs, row.assignment, row) for row in rows if row.assignment is not None]
 
 
-def _widths(assignment: Assignment, row: EvalRow | None) -> ExpertMap:
+def _widths(inputs: ReportInputs, assignment: Assignment, row: EvalRow | None) -> ExpertMap:
     if row is not None:
         figures = [f"{formats.bits(row.bits_per_weight)} bits", human_size(row.expert_bytes)]
     else:
@@ -203,7 +202,7 @@ def _widths(assignment: Assignment, row: EvalRow | None) -> ExpertMap:
         figures = [f"{formats.bits(None if codes is None else float(codes))} code bits"]
     return ExpertMap(
         key=f"widths-{re.sub(r'[^A-Za-z0-9_.+-]', '_', assignment.name)}",
-        title=f"{plain(assignment_label(assignment.name, assignment))}: {', '.join(figures)}",
+        title=f"{plain(inputs.label(assignment.name))}: {', '.join(figures)}",
         values=assignment.mean_bits(),
         hot=assignment.hot(),
         present=assignment.widths(),

@@ -12,7 +12,7 @@ from moeq.artifacts.losses import WHOLE
 from moeq.reporting import atlas, formats
 from moeq.reporting.html import Raw, Section, element, items, join, paragraph
 from moeq.reporting.inputs import ReportInputs
-from moeq.reporting.names import assignment_label, domain_label, expert_name
+from moeq.reporting.names import domain_label, expert_name
 
 MOST_NAMED = 6  # experts
 UNEVEN = 2.0  # times the whole text's loss, from which on a domain is named
@@ -79,7 +79,7 @@ def _better(inputs: ReportInputs) -> str | None:
             continue
         no_worse = row.expert_bytes <= own.expert_bytes and cost <= own_cost
         if no_worse and (row.expert_bytes < own.expert_bytes or cost < own_cost):
-            return assignment_label(row.name, row.assignment)
+            return inputs.label(row.name)
     return None
 
 

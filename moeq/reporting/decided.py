@@ -13,7 +13,6 @@ from moeq.registry import ALLOCATORS
 from moeq.reporting import formats
 from moeq.reporting.html import Raw, Section, element, join, table
 from moeq.reporting.inputs import Loads, ReportInputs
-from moeq.reporting.names import assignment_label
 from moeq.reporting.speed import over, speedups_text
 from moeq.tables import human_bytes, human_size
 
@@ -34,7 +33,7 @@ def _facts(inputs: ReportInputs) -> list[tuple[str, str]]:
     counted = int(inputs.profile.tokens.sum())
     return [
         ("model", inputs.manifest.model.name),
-        ("assignment", assignment_label(assignment.name, assignment)),
+        ("assignment", inputs.label(assignment.name)),
         ("method", method_text(assignment)),
         ("budget", budget_text(assignment)),
         ("quantized", f"{_widths(assignment)}; {groups}, {grid}"),

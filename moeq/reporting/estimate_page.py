@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from moeq.estimator.capacity import CapacityPlan, Memory
 from moeq.estimator.cases import Case, EstimateDocument
@@ -11,7 +11,7 @@ from moeq.estimator.points import BWRULE, OPT, SUBJECT
 from moeq.estimator.policies import titled
 from moeq.estimator.result import Estimate, PolicyPoint
 from moeq.estimator.stated import Comparison
-from moeq.papers import CONTEXT_AWARE
+from moeq.papers import CONTEXT_AWARE, named
 from moeq.reporting import formats, speed
 from moeq.reporting.bars import Beside, Series, beside_chart, grouped_bars
 from moeq.reporting.frame import document
@@ -22,12 +22,41 @@ from moeq.tables import human_bytes
 def render(estimates: EstimateDocument) -> str:
     """The page; its bytes depend only on the document."""
     sections = [*([_stated(estimates.stated)] if estimates.stated else []), *_figures(estimates)]
-    sections += [_case(case, f"case-{number}") for number, case in enumerate(estimates.cases, 1)]
+    several = len(estimates.cases) > 1
+    sections += [_case(case, f"case-{number}", several) for number, case in enumerate(estimates.cases, 1)]
+    models = dict.fromkeys(model_text(case) for case in estimates.cases)
+    beyond = dict.fromkeys(text for case in estimates.cases if (text := beyond_positions(case)))
     text = (
         f"Computed by a model of the hardware ({estimates.hardware}), not measured. Routing: {estimates.routing}. What "
         "the answer hangs on stands below every case."
     )
-    return document(f"{estimates.name} · moeq estimate", estimates.name, [lead(text)], sections)
+    top = [paragraph(f"Model: {'; '.join(models)}."), lead(text), *_warned(beyond)]
+    return document(f"{estimates.name} · moeq estimate", estimates.name, top, sections)
+
+
+def model_text(case: Case) -> str:
+    """The model's name and sizes."""
+    sizes = case.geometry
+    return (
+        f"{sizes['name']} ({formats.count(sizes['num_layers'], 'MoE layer')} of {sizes['num_experts']} experts, "
+        f"top {sizes['top_k']}, hidden size {sizes['hidden_size']:,})"
+    )
+
+
+def beyond_positions(case: Case) -> str:
+    """A sentence where requests or the context are longer than what the model was made for; else nothing."""
+    most = case.geometry.get("max_positions")
+    longest = max(case.estimate.context, *(p.input_tokens + p.output_tokens for p in case.estimate.points))
+    if most is None or longest <= most:
+        return ""
+    return (
+        f"{case.geometry['name']} was made for {most:,} positions (max_position_embeddings), and {longest:,} tokens "
+        "are asked about: times and bytes are as if it read so many, what it would answer is another matter."
+    )
+
+
+def _warned(texts: Iterable[str]) -> list[Raw]:
+    return [paragraph(text, kind="warning") for text in texts]
 
 
 def _stated(rows: Sequence[Comparison]) -> Section:
@@ -61,7 +90,7 @@ def _stated_cells(row: Comparison) -> tuple[str, ...]:
     return (
         row.case,
         policy_words(row),
-        row.source,
+        named(row.source),
         stated_text(row),
         formats.span([row.low, row.high], formats.ratio),
         formats.change(1 + row.deviation, 1),
@@ -151,9 +180,13 @@ def _points(case: Case, policy: str, batch: int) -> list[PolicyPoint]:
     return [point for point in case.estimate.points if (point.policy, point.batch) == (policy, batch)]
 
 
-def _case(case: Case, anchor: str) -> Section:
+def _case(case: Case, anchor: str, several: bool) -> Section:
+    """What bounds one case; several: whether there are others, so that it names its model."""
     estimate = case.estimate
+    beyond = beyond_positions(case)
     parts = [
+        *([lead(f"Model: {model_text(case)}.")] if several else []),
+        *_warned([beyond] if beyond and several else []),
         _policies(estimate.points),
         *([] if case.hit_rates is None else [_hit_table(case.hit_rates)]),
         speed.speedups(estimate),
@@ -163,7 +196,7 @@ def _case(case: Case, anchor: str) -> Section:
         details("Terms of prefill and migration", _earlier(estimate)),
         _capacity(case.capacity),
         paragraph("What these figures assume:", kind="reading"),
-        items(estimate.assumptions),
+        items(map(named, estimate.assumptions)),
         *speed.sensitivity(estimate),
         *speed.weakest(estimate),
         speed.constants(estimate),

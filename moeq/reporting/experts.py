@@ -20,7 +20,7 @@ from moeq.reporting import atlas, formats
 from moeq.reporting.charts import Band, loss_chart, similarity_chart, width_chart
 from moeq.reporting.html import Raw, Section, details, element, figure, items, lead, paragraph, table
 from moeq.reporting.inputs import ReportInputs
-from moeq.reporting.names import assignment_label, expert_name
+from moeq.reporting.names import expert_name
 
 MOST_NAMED = 12
 MOST_LISTED = 600  # experts whose matrices are listed one by one
@@ -180,7 +180,7 @@ def bits(inputs: ReportInputs) -> Section:
         figure(bars, f"How many {what} got each width: one bar would be a uniform assignment."),
     ]
     parts = [
-        lead(f"{assignment_label(assignment.name, assignment)}: {assignment.method}; {mean}."),
+        lead(f"{inputs.label(assignment.name)}: {assignment.method}; {mean}."),
         element("div", *shown, class_="figures"),
         *_matrices(assignment),
         *atlas.gallery(

@@ -19,9 +19,10 @@ def explained(sections: Iterable[Section]) -> list[Section]:
     result = []
     for section in sections:
         text = html.unescape(" ".join([section.title, *(_HIDDEN.sub(" ", part) for part in section.parts)]))
-        papers = [paper for paper in papers_in(text) if paper.title not in known]
         terms = [term for term in terms_in(text) if term.name not in known]
-        known |= {paper.title for paper in papers} | {term.name for term in terms}
+        known |= {term.name for term in terms}
+        papers = [paper for paper in papers_in(text) if paper.short not in known]
+        known |= {paper.short for paper in papers}
         if not papers and not terms:
             result.append(section)
             continue

@@ -64,7 +64,7 @@ class ReportInputs:
     """The artifacts of one run. recipe_text: the recipe as it was run; digests: {stage: digest of what it wrote}.
 
     refined: None where quantize.refine was off; weights: how many the whole checkpoint has; loads: every runtime that
-    moeq writes for; domains: {domain: what pages call it} where it is not its name.
+    moeq writes for; domains, labels: what people read for a domain or a row, where it is not its name.
     """
 
     profile: ExpertProfile
@@ -86,7 +86,12 @@ class ReportInputs:
     loads: Sequence[Loads] = ()
     gates: tuple[Gate, ...] = ()  # of the recipe, with what the run came to
     domains: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
     integer: IntegerReport | None = None  # where the folded model was made a forward in whole numbers
+
+    def label(self, name: str) -> str:
+        """What people read for a row."""
+        return self.labels.get(name, name)
 
     @property
     def original(self) -> EvalRow | None:

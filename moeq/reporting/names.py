@@ -1,4 +1,4 @@
-"""What pages call layers, assignments and the sources of text: the model's own names, and words that say something."""
+"""What pages call layers and the sources of text: the model's own names, and words that say something."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moeq.artifacts.assignment import Assignment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +35,6 @@ def expert_name(layer: str, expert: int) -> str:
     return f"{layer}, expert {expert}"
 
 
-def assignment_label(name: str, assignment: Assignment | None) -> str:
-    """What people read for an assignment; files and JSON are keyed by its name."""
-    return name
 
 
 def domain_label(domain: str, names: Mapping[str, str]) -> str:

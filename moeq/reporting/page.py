@@ -18,7 +18,6 @@ from moeq.reporting import non_experts as others
 from moeq.reporting.frame import document
 from moeq.reporting.html import Raw, Section, details, element, escape, join, lead, paragraph, table
 from moeq.reporting.inputs import ReportInputs
-from moeq.reporting.names import assignment_label
 
 
 def render(inputs: ReportInputs) -> str:
@@ -29,7 +28,7 @@ def render(inputs: ReportInputs) -> str:
         summary.size_against_quality(inputs),
         cautions.cautions(inputs),
         summary.variants(inputs),
-        *([] if translated is None else [translation.translation(translated)]),
+        *([] if translated is None else [translation.translation(translated, inputs.labels)]),
         experts.activation(inputs),
         *([] if inputs.routing is None else [routing.routing(inputs.routing)]),
         experts.losses(inputs),
@@ -42,11 +41,13 @@ def render(inputs: ReportInputs) -> str:
         provenance(inputs),
     ]
     name = inputs.manifest.model.name
-    return document(f"{name}: {inputs.assignment.name} · moeq report", name, [_subtitle(inputs)], sections)
+    return document(
+        f"{name}: {inputs.label(inputs.assignment.name)} · moeq report", name, [_subtitle(inputs)], sections
+    )
 
 
 def _subtitle(inputs: ReportInputs) -> Raw:
-    label = assignment_label(inputs.assignment.name, inputs.assignment)
+    label = inputs.label(inputs.assignment.name)
     what = paragraph(Raw(f"Experts packed as <b>{escape(label)}</b>."), kind="lead")
     return join([what, lead(_coverage(inputs)), cautions.summary_line(inputs)])
 

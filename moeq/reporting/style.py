@@ -23,7 +23,7 @@ p { margin: 6px 0 12px; max-width: 76ch; }
 a { color: var(--series-1); }
 code, pre { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 0.87em; }
 nav { margin: 14px 0 0; font-size: 0.9rem; line-height: 1.9; }
-nav a { margin-right: 14px; white-space: nowrap; }
+nav a { display: inline-block; margin-right: 14px; max-width: 100%; }
 section { margin-top: 32px; padding-top: 18px; border-top: 1px solid var(--faint); }
 .lead { color: var(--muted); margin-bottom: 16px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 12px; margin: 18px 0 20px; }
@@ -52,6 +52,7 @@ tr.group th, tr.group td { background: var(--card); font-weight: 600; }
 .tag { font-size: 0.72rem; font-weight: 600; color: var(--series-1); border: 1px solid currentColor; border-radius: 4px;
   padding: 0 5px; margin-left: 6px; white-space: nowrap; }
 .over { color: var(--muted); font-weight: 400; }
+.below { display: block; font-size: 0.92em; }
 .warning { background: var(--warn); border-left: 4px solid var(--warn-edge); padding: 8px 12px;
   border-radius: 0 6px 6px 0; }
 .digest { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 0.85em; overflow-wrap: anywhere; }
@@ -71,7 +72,8 @@ li { margin: 3px 0; }
   body { font-size: 10pt; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
   main { max-width: none; padding: 0; } nav { display: none; } .scroll { overflow: visible; }
   svg { min-width: 0 !important; } table { font-size: 8pt; } th, td { padding: 3px 8px 3px 4px; }
-  figure, tr, .tile, .warning { break-inside: avoid; } h2, h3, .reading, .lead { break-after: avoid; }
+  figure, tr, .tile, .below { display: block; font-size: 0.92em; }
+.warning { break-inside: avoid; } h2, h3, .reading, .lead { break-after: avoid; }
 }
 """
 

@@ -10,7 +10,7 @@ from moeq.reporting.charts import Variant, dominated, size_chart
 from moeq.reporting.decided import kl_text
 from moeq.reporting.html import Raw, Row, Section, element, figure, join, lead, paragraph, plain, table
 from moeq.reporting.inputs import ReportInputs
-from moeq.reporting.names import assignment_label, domain_label
+from moeq.reporting.names import domain_label
 from moeq.reporting.speed import over, speedups_text
 from moeq.tables import effective, human_size, too_few
 
@@ -56,7 +56,7 @@ def _bytes(size: int | None) -> str:
 
 
 def _comparison(inputs: ReportInputs) -> Raw:
-    rows = [_marked(row, _figures(inputs, row)) for row in inputs.evaluation.rows]
+    rows = [_marked(inputs, row, _figures(inputs, row)) for row in inputs.evaluation.rows]
     head = ("assignment", "bits of the experts' weights", "expert bytes, of original", "whole checkpoint, of original",
             "bits of all weights", *_quality_heads(inputs), "accuracy",
             *(["decode speed-up, estimated"] if inputs.speed.tells else []))  # fmt: skip
@@ -114,9 +114,9 @@ def _quality(inputs: ReportInputs, row: EvalRow, old: EvalRow | None) -> list[st
     return [_with_note(formats.cross_entropy(row.cross_entropy), change), formats.share(row.logit_error)]
 
 
-def _marked(row: EvalRow, cells: Sequence[str]) -> Row:
+def _marked(inputs: ReportInputs, row: EvalRow, cells: Sequence[str]) -> Row:
     """A row whose name says whether it is the exported one."""
-    label = assignment_label(row.name, row.assignment)
+    label = inputs.label(row.name)
     name = join([label, element("span", "exported", class_="tag")]) if row.exported else label
     return Row(cells=(name, *cells), kind="exported" if row.exported else "other")
 
@@ -132,13 +132,11 @@ def _divergence(inputs: ReportInputs) -> Raw:
         cells = [kl_text(one), *(formats.kl(kls[name]) for name in ("50", "99", "99.9", "100"))]
         cells += [formats.percent(one.same_top), formats.percent(one.top5_overlap), formats.percent(one.rms_change)]
         cells.append(" to ".join(formats.points(changes[name], 0.0).removesuffix(" points") for name in ("1", "99")))
-        rows.append(_marked(row, cells))
+        rows.append(_marked(inputs, row, cells))
     first = found[0][1]
     bound = ""
     if first.kept is not None:
-        most = ", ".join(
-            f"{assignment_label(row.name, row.assignment)} {formats.kl(one.kl_most)}" for row, one in found
-        )
+        most = ", ".join(f"{inputs.label(row.name)} {formats.kl(one.kl_most)}" for row, one in found)
         bound = (
             f" Of every token the {first.kept:,} largest logits of the original were kept, and of the rest, "
             f"{formats.share(first.rest)} of the probability, the sum: the divergences are lower bounds. The means are "
@@ -181,10 +179,11 @@ def _changes(inputs: ReportInputs, measures: Sequence[str]) -> Raw:
         change = row.changes.get(measure)
         if change is None:
             return formats.MISSING
-        note = _sure(change)
-        if measure in row.flips:
-            note += f"; answers: {row.flips[measure].lost:,} lost, {row.flips[measure].gained:,} gained"
-        return _with_note(formats.difference(change.difference), note)
+        notes = [_sure(change)]
+        if (flips := row.flips.get(measure)) is not None:
+            notes.append(f"answers: {flips.lost:,} lost, {flips.gained:,} gained")
+        below = (element("span", note, class_="over below") for note in notes)
+        return join([formats.difference(change.difference), *below])
 
     return _by(_how(inputs), inputs, measures, cell)
 
@@ -226,7 +225,7 @@ def _by(
     labels: Mapping[str, str] | None = None,
 ) -> Raw:
     """A column a name; labels: what pages call some of them."""
-    rows = [_marked(row, [cell(row, name) for name in names]) for row in inputs.evaluation.rows]
+    rows = [_marked(inputs, row, [cell(row, name) for name in names]) for row in inputs.evaluation.rows]
     return table(caption, ("assignment", *(domain_label(name, labels or {}) for name in names)), rows)
 
 
@@ -240,20 +239,20 @@ def size_against_quality(inputs: ReportInputs) -> Section:
     else:
         costs = [(row, row.perplexity) for row in rows if row.perplexity is not None]
     kls = [(row, row.divergence.kl) for row in rows if row.divergence is not None and row.divergence.kl > 0]
-    drawings = [_against("size", measure, costs)]
+    drawings = [_against(inputs, "size", measure, costs)]
     if kls:
-        drawings.append(_against("size-kl", "KL from the original, nats a token", kls))
+        drawings.append(_against(inputs, "size-kl", "KL from the original, nats a token", kls))
     shown = [drawing for drawing in drawings if drawing is not None]
     if not shown:
         shown = [paragraph("No perplexity was measured (eval.perplexity is null), so there is nothing to draw.")]
     return Section("size", f"Size against {measure}{' and KL' if kls else ''}", shown)
 
 
-def _against(name: str, measure: str, costs: Sequence[tuple[EvalRow, float]]) -> Raw | None:
+def _against(inputs: ReportInputs, name: str, measure: str, costs: Sequence[tuple[EvalRow, float]]) -> Raw | None:
     """Rows by their bytes and what should be small; None where there is no row."""
     points = [
         Variant(
-            name=plain(assignment_label(row.name, row.assignment)),
+            name=plain(inputs.label(row.name)),
             size_bytes=row.expert_bytes,
             cost=cost,
             exported=row.exported,

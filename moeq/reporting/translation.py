@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from moeq.artifacts.evaluation import Score, Translation
 from moeq.papers import ELEPHANTS
 from moeq.reporting import formats
@@ -10,8 +12,8 @@ from moeq.reporting.html import Section, lead, table
 METRICS = {"bleu": "BLEU", "chrf": "chrF"}
 
 
-def translation(measured: Translation) -> Section:
-    """BLEU and chrF with intervals, and the differences to the original."""
+def translation(measured: Translation, labels: Mapping[str, str]) -> Section:
+    """BLEU and chrF with intervals, and the differences to the original; labels: what people read for a variant."""
     counted = "; ".join(f"{METRICS[name]} {text}" for name, text in measured.signatures.items())
     text = (
         f"{formats.count(measured.sentences, 'sentence')}; brackets: intervals of 95 % by Student's t, "
@@ -19,8 +21,13 @@ def translation(measured: Translation) -> Section:
         f"none. A difference whose interval holds 0 may be chance. ({ELEPHANTS.short}, Table 2.) {counted}."
     )
     rows = [
-        (f"{variant.name}, beam {variant.beams}", *_cells(variant.bleu), *_cells(variant.chrf))
+        (
+            f"{labels.get(variant.name, variant.name)}, beam {variant.beams}",
+            *_cells(variant.bleu),
+            *_cells(variant.chrf),
+        )
         for variant in sorted(measured.scores, key=lambda variant: variant.beams)
+        for label in [labels.get(variant.name, variant.name)]
     ]
     head = ("variant", "BLEU", "difference", "chrF", "difference")
     return Section("translation", "Translation", [lead(text), table("Higher is better, 100 at most.", head, rows)])

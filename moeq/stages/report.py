@@ -82,6 +82,7 @@ def collect(context: Context) -> ReportInputs:
         integer=integer_forward.load(context),
         gates=gates.verdicts(context),
         loads=loads(context, assignment),
+        labels=labels(context.recipe),
         domains=_domains(context, evaluation),
         digests={stage: read_record(context.directory(stage), stage).digest for stage in stages_of(context)},
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pyarrow as pa
@@ -178,7 +178,7 @@ def make(estimated: Callable[[str], Estimate]) -> Callable[..., ReportInputs]:
 
 def speed_of(estimates: list[Estimate]) -> SpeedInputs:
     return SpeedInputs(
-        geometry={"name": "mixtral-8x7b", "num_layers": 32, "num_experts": 8, "top_k": 2, "hidden_size": 4096},
+        geometry=asdict(load_geometry("mixtral-8x7b")),
         geometry_is_the_models=False,
         hardware="paper-ctxmoe",
         popularity="uniform",

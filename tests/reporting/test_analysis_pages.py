@@ -63,8 +63,8 @@ def page(inputs: ReportInputs) -> str:
 def test_the_sections_stand_in_their_places(page: str) -> None:
     anchors = re.findall(r'<section id="([^"]+)"', page)
     assert anchors == [
-        "summary", "translation", "activation", "routing", "losses", "sensitivity", "bits", "size", "estimate",
-        "low-precision", "provenance",
+        "summary", "size", "warnings", "variants", "translation", "activation", "routing", "losses", "sensitivity",
+        "bits", "estimate", "low-precision", "provenance",
     ]  # fmt: skip
 
 

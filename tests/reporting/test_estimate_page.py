@@ -69,7 +69,9 @@ def test_the_page_of_one_case(preset: Estimate) -> None:
     identifiers = re.findall(r' id="([^"]+)"', page)
     assert len(identifiers) == len(set(identifiers))
     assert set(re.findall(r'href="#([^"]+)"', page)) <= set(identifiers)
-    assert not re.search(r'(src|href)="(https?:)?//', page)
+    links = {found[2] for found in re.finditer(r'(src|href)="((?:https?:)?//[^"]*)', page)}
+    assert links
+    assert all(link.startswith("https://arxiv.org/abs/") for link in links), "papers, which a reader may follow"
     assert page.count("<figure") == 2
 
 

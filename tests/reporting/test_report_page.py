@@ -24,14 +24,18 @@ from moeq.artifacts.assignment import Assignment, ExpertChoice
 from moeq.artifacts.evaluation import Change, Divergence, EvalRow, Flips
 from moeq.artifacts.non_experts import OtherRow, OtherTable
 from moeq.artifacts.sensitivities import SensitivityTable
+from moeq.papers import CONTEXT_AWARE, named
 from moeq.reporting.atlas import atlas, own_widths
-from moeq.reporting.inputs import Refined, ReportInputs
+from moeq.reporting.inputs import GateLine, Loads, Refined, ReportInputs
+from moeq.reporting.names import LayerNames, layer_names, source_names
 from moeq.reporting.page import render
 from moeq.stages import model_card
 from moeq.stages.report import card_figures
 
 Make = Callable[..., ReportInputs]
-ANCHORS = ["summary", "activation", "losses", "sensitivity", "bits", "size", "estimate", "provenance"]
+ANCHORS = [
+    "summary", "size", "warnings", "variants", "activation", "losses", "sensitivity", "bits", "estimate", "provenance",
+]  # fmt: skip
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 HOSTILE = "<script>alert('$x$ & \"y\"')</script>"
 
@@ -82,7 +86,7 @@ def test_all_sections_are_there_in_order_and_linked(page: str) -> None:
     found = parsed(page)
     assert [attributes["id"] for tag, attributes in found.tags if tag == "section"] == ANCHORS
     links = [attributes["href"] for tag, attributes in found.tags if tag == "a"]
-    assert links == [f"#{anchor}" for anchor in ANCHORS]
+    assert links[: 1 + len(ANCHORS)] == ["#warnings", *(f"#{anchor}" for anchor in ANCHORS)]
 
 
 def test_every_drawing_is_xml_with_a_label_and_a_caption(page: str) -> None:
@@ -132,7 +136,10 @@ def test_control_characters_do_not_break_the_drawings(make: Make) -> None:
 
 
 def test_nothing_is_asked_of_the_network(page: str) -> None:
-    assert not re.search(r"(?:https?:)?//\w", re.sub(r'xmlns(:\w+)?="[^"]*"', "", _without_pictures(page)))
+    followed = r'<a href="https://arxiv.org/abs/[0-9.]+" rel="noreferrer">'  # by a reader who wants to
+    assert re.search(followed, page)
+    quiet = re.sub(rf'xmlns(:\w+)?="[^"]*"|{followed}', "", _without_pictures(page))
+    assert not re.search(r"(?:https?:)?//\w", quiet)
     assert "@import" not in page
     assert "<script" not in page
     assert not re.search(r'\s(?:src|action|srcset)="', page)
@@ -218,9 +225,9 @@ def test_differences_from_the_original_stand_with_their_intervals(make: Make, wi
 
     text = shown(adjusted_p=0.213, items=400, effective_items=310.4)
     assert "after Holm over the rows of a column" in text
-    assert "\N{MINUS SIGN}0.0200 \N{MINUS SIGN}0.0500 to +0.0100, p = 0.213, n = 310 of 400" in text
+    assert "\N{MINUS SIGN}0.0200\N{MINUS SIGN}0.0500 to +0.0100, p = 0.213, n = 310 of 400" in text
     few = shown(low=None, high=None, p=None, items=4, fewest_items=8)
-    assert "\N{MINUS SIGN}0.0200 too few: it takes 8" in few
+    assert "\N{MINUS SIGN}0.0200too few: it takes 8" in few
     before = shown(items=400, resamples=2000, seed=7)
     assert "(2,000 resamples, seed 7; neighbouring windows are not independent" in before
     assert "p = 0.113, n = 400" in before
@@ -253,10 +260,10 @@ def test_divergences_stand_beside_perplexity_and_in_a_table(make: Make, with_row
     page = render(with_rows(make(), rows))
     text = parsed(page).text.replace("\N{NARROW NO-BREAK SPACE}", " ")
     assert "0.0512 ± 0.002" in text
-    assert "of 91.3 % of the tokens the likeliest is the same" in text
+    assert "equal top-191.3 % ± 1tokens whose likeliest is that of the original" in text
     assert "over 500 tokens" in text
     assert "\N{MINUS SIGN}21.0 to +12.0" in text
-    assert "p = 0.213, n = 400; answers: 13 lost, 5 gained" in text
+    assert "p = 0.213, n = 400answers: 13 lost, 5 gained" in text
     assert "lower bounds" not in text
     assert page.count("Scatter chart of expert bytes against KL") == 1
     bounded = [
@@ -304,21 +311,116 @@ def test_another_geometry_is_said_clearly(make: Make) -> None:
     assert "They are not speeds of" not in render(replace(inputs, speed=own))
 
 
+def test_a_tiny_models_own_speed_ups_are_not_in_tables(make: Make) -> None:
+    inputs = make()
+    own = replace(inputs.speed, geometry_is_the_models=True)
+    assert "decode speed-up, estimated" in render(replace(inputs, speed=own)), "of a model as large as Mixtral"
+    tiny = replace(own, geometry={**own.geometry, "num_layers": 4, "hidden_size": 96, "intermediate_size": 128})
+    text = parsed(render(replace(inputs, speed=tiny))).text
+    assert "decode speed-up, estimated" not in text
+    assert "The model is so small that these times are of starting work" in text
+
+
+def test_the_first_section_says_what_was_decided_with_settings_that_had_a_say(make: Make) -> None:
+    inputs = make(gpu=0)
+    parameters = {"quantizer": "gptq", "alpha": 0.5, "selector": True, "loss_weighting": "mass", "gpu_experts": 0}
+    mixed = inputs.assignment.model_copy(update={"parameters": parameters | {"bits_per_weight": "23/10"}})
+    loads = (Loads(name="native"), Loads(name="llama.cpp", reason="1 bit"))
+    gates = (GateLine(text="KL 0.05 at most 0.04", held=False), GateLine(text="12 GiB at most 13 GiB", held=True))
+    shown = replace(inputs, assignment=mixed, loads=loads, gates=gates, labels={"mixed": "prefix-split 2.3 bits"})
+    text = parsed(render(shown)).text
+    first = text[text.index("What was decidedTerms") : text.index("Lower left is better")]
+    for words in (
+        "assignmentprefix-split 2.3 bits", "2.3 bits stored for a weight of the experts", "loss weighting mass",
+        "loads innative; not in llama.cpp (1 bit)", "failed KL 0.05 at most 0.04", "held 12 GiB at most 13 GiB",
+    ):  # fmt: skip
+        assert words in first, words
+    assert "gpu experts" not in first
+    assert "A gate failed: KL 0.05 at most 0.04." in text[text.index("Warnings (") :]
+    assert text.count("prefix-split 2.3 bits") > 4, "in tables, too"
+    uniform = mixed.model_copy(update={"method": "uniform", "parameters": parameters | {"bits": 2}})
+    text = parsed(render(replace(shown, assignment=uniform))).text
+    assert "loss weighting" not in text, "uniform weighs no losses"
+    assert "alpha" not in text[: text.index("Lower left is better")]
+
+
+def test_warnings_are_listed_and_none_is_said(make: Make, with_rows: Make) -> None:
+    inputs = make()
+    text = parsed(render(inputs)).text
+    listed = text[text.rindex("Warnings (") : text.index("Every variantEach row")]
+    for words in (
+        "3 of 15 experts saw fewer than 16 tokens in calibration",
+        "Never chosen in calibration: model.layers.0.mlp, expert 4; model.layers.1.mlp, expert 4",
+        "borrowed hessian (3), raised damping (3) of 15 experts",
+        "Speeds are those of mixtral-8x7b, not of org/mixed.",
+    ):
+        assert words in listed, words
+    assert "dominated:" not in listed
+    rows = inputs.evaluation.rows
+    better = rows[2].model_copy(update={"expert_bytes": rows[1].expert_bytes, "perplexity": 31.0})
+    text = parsed(render(with_rows(inputs, [rows[0], rows[1], better]))).text
+    assert "The exported checkpoint is dominated: uniform-4 is no larger and no worse." in text
+
+
+def test_papers_and_words_are_explained_where_they_first_stand(page: str) -> None:
+    sections = dict(re.findall(r'<section id="([^"]+)">(.*?)</section>', page, flags=re.DOTALL))
+    known: set[str] = set()
+    for anchor, text in sections.items():
+        listed = re.search(r'<details class="terms">.*?</details>', text, re.DOTALL)
+        entries = set() if listed is None else set(re.findall(r"<dt>(.*?)</dt>", listed[0]))
+        assert not entries & known, "nothing is explained twice"
+        known |= entries
+        shown = re.sub('<details class="terms">.*?</details>|<pre>.*?</pre>|<[^>]*>', " ", text, flags=re.DOTALL)
+        for word in ("MoNDE", "HOBBIT", "bandwidth rule", "GPTQ", "NDP", "Fan et al. 2025", "MoPEQ"):
+            assert word not in shown or word in known, f"{word} stands in {anchor} unexplained"
+    assert {"MoNDE", "HOBBIT", "bandwidth rule", "GPTQ", "NDP", "Fan et al. 2025", "MoPEQ"} <= known
+    assert CONTEXT_AWARE.title in parsed(page).text
+    assert CONTEXT_AWARE.authors in parsed(page).text
+    text = parsed(page).text
+    for number in re.finditer(r"[Pp]aper 00\d", text):
+        assert text[: number.start()].endswith((" (", "Called ")), text[number.start() - 60 : number.end()]
+
+
+def test_layers_have_the_models_own_names(make: Make) -> None:
+    inputs = make()
+    names = tuple(f"model.layers.{number}.mlp" for number in (3, 5, 6))
+    page = render(replace(inputs, profile=replace(inputs.profile, layers=names)))
+    drawn = next(drawing for drawing in drawings(page) if "Activation frequency: map" in drawing)
+    assert ">\N{DOWNWARDS ARROW} model.layers.N.mlp</text>" in drawn
+    assert all(f">{number}</text>" in drawn for number in (3, 5, 6))
+    assert "model.layers.6.mlp, expert 4" in page
+    assert layer_names(["encoder.1.mlp", "decoder.1.mlp"]).labels == ("encoder.1.mlp", "decoder.1.mlp")
+    assert layer_names(["h.2.moe"]) == LayerNames(labels=("2",), title="h.N.moe")
+    assert layer_names(["a.1.b.2", "a.1.b.4"]).title == "a.1.b.N"
+
+
+def test_domains_whose_file_stems_say_nothing_have_their_sources_name(make: Make, with_rows: Make) -> None:
+    named = source_names(["~/text/wikitext/test.txt", "train.jsonl", "/data/c4/data/train.jsonl", "math.txt"])
+    assert named == {"test": "wikitext, test", "train": "c4, train"}
+    inputs = make()
+    rows = [
+        row.model_copy(update={"perplexity_by_domain": {"test": 9.0, "math": 8.0}}) for row in inputs.evaluation.rows
+    ]
+    heads = re.findall(r'<th scope="col"[^>]*>(.*?)</th>', render(replace(with_rows(inputs, rows), domains=named)))
+    assert {"wikitext, test", "math"} <= set(heads)
+    assert "test" not in heads
+
+
 def test_assumptions_and_sensitivity_are_printed_in_full(make: Make) -> None:
     inputs = make()
     one = inputs.speed.estimates[0]
     text = parsed(render(inputs)).text
-    assert all(line in text for line in one.assumptions)
+    assert all(named(line) in text for line in one.assumptions)
     assert all(row.change.replace("->", "→") in text for row in one.sensitivity)
-    assert all(constant.source in text for constant in one.hardware_constants)
+    assert all(named(constant.source) in text for constant in one.hardware_constants)
 
 
 def test_fallbacks_and_unreached_experts_are_counted(make: Make) -> None:
     text = parsed(render(make(layers=3, experts=5))).text
     assert "3 experts of 15: too few calibration tokens, so part of the layer's Hessian stood in" in text
     assert "3 experts of 15: the factorization held only with more damping" in text
-    assert "Fewest calibration tokens: 0 (layer 0 expert 0)" in text
-    assert "Never chosen in calibration: 3 experts (layer 0 expert 4" in text
+    assert "Fewest calibration tokens: 0 (model.layers.0.mlp, expert 0)" in text
+    assert "Never chosen in calibration: 3 experts (model.layers.0.mlp, expert 4; model.layers.1.mlp, expert 4" in text
 
 
 def test_a_profile_without_decode_tokens(make: Make) -> None:
@@ -421,10 +523,10 @@ def test_the_header_says_what_calibration_reached_and_what_was_refined(make: Mak
     inputs = make()
     text = parsed(page).text.replace("\N{NARROW NO-BREAK SPACE}", " ")
     assert "Calibration reached 12 of 15 experts with 16 tokens or more, 80 %; 3 of the others never." in text
-    assert "Refined" not in text
+    assert "every layer's placed experts trained" not in text
     refined = Refined(changed=9, quantized=12, iterations=200)
     text = parsed(render(replace(inputs, refined=refined))).text
-    assert "Refined: every layer's placed experts trained together, 200 steps a layer; it changed 9 of 12." in text
+    assert "refinedevery layer's placed experts trained together, 200 steps a layer; it changed 9 of 12" in text
 
 
 def test_sizes_stand_beside_quality(page: str) -> None:
