@@ -23,7 +23,7 @@ from torch import Tensor
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
 from moeq.artifacts.targets import Grid, grids_of, loaded_by, refuse_layers, targets
-from moeq.errors import ArtifactError, MoeqError, FormatError
+from moeq.errors import ArtifactError, FormatError, MoeqError
 from moeq.exporters import write
 from moeq.exporters.exporter import Exporter, ExportSizes, loaders, of_method
 from moeq.exporters.foreign import WriteOptions
