@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -231,3 +233,23 @@ def test_a_file_that_is_not_there_is_missing_whoever_reads_it(
 def test_words_are_broken_behind_commas_alone() -> None:
     assert wrapped("a-b-c --set x=1,y=2,z=3 end", 9) == ["a-b-c", "--set", "x=1,y=2,", "z=3 end"]
     assert wrapped("", 9) == []
+
+
+def test_libraries_are_quiet_but_for_what_matters() -> None:
+    """In a fresh process: their warnings and logs are dropped, a missing driver is one line of moeq's."""
+    code = (
+        "import logging, sys, warnings\n"
+        "from moeq.cli import ending\n"
+        "def app():\n"
+        "    warnings.warn('`torch_dtype` is deprecated', FutureWarning)\n"
+        "    logging.getLogger('transformers.modeling').warning('some weights')\n"
+        "    logging.getLogger('huggingface_hub').warning('no token')\n"
+        "    warnings.warn('CUDA initialization: the NVIDIA driver\\n is too old')\n"
+        "sys.argv = ['moeq']\n"
+        "ending.run(app)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stderr == "moeq: note: CUDA initialization: the NVIDIA driver is too old\n"
+    kept = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, check=True)
+    assert "torch_dtype" in kept.stderr
