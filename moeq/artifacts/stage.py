@@ -18,6 +18,7 @@ from moeq.artifacts.files import digest_of, read_json, write_json
 from moeq.artifacts.reading import RelativeName
 from moeq.errors import ArtifactError
 from moeq.progress import Reporter
+from moeq.recipe.wording import refusal_of
 from moeq.version import __version__
 
 SCHEMA_VERSION = 1
@@ -86,9 +87,7 @@ def read_model(path: Path, model: type[Model], schema_version: int, *, remedy: s
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = f"{path}: {'.'.join(map(str, first['loc']))}"
-        raise ArtifactError(first["msg"].removeprefix("Value error, "), where=where, do=remedy) from None
+        raise ArtifactError(refusal_of(error, data).sentence(), where=str(path), do=remedy) from None
 
 
 def read_record(directory: Path, stage: str) -> StageRecord:

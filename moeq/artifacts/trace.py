@@ -26,6 +26,7 @@ from moeq.artifacts.reading import TensorHeader, parse_json, safetensors_header
 from moeq.artifacts.stage import Frozen, ModelStamp, check_schema_version
 from moeq.artifacts.tensor_files import write_in_chunks
 from moeq.errors import ArtifactError
+from moeq.recipe.wording import refusal_of
 from moeq.version import __version__
 
 SCHEMA_VERSION = 1
@@ -281,9 +282,8 @@ def _read_header(path: Path, metadata: Mapping[str, str]) -> Header:
         check_schema_version(version, SCHEMA_VERSION, path, remedy=REMEDY)
         return Header.model_validate(stated)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = f"{path}: {HEADER}.{'.'.join(map(str, first['loc']))}"
-        raise ArtifactError(first["msg"], where=where, do=REMEDY) from None
+        what = f"{HEADER}: {refusal_of(error, stated).sentence()}"
+        raise ArtifactError(what, where=str(path), do=REMEDY) from None
     except ValueError as error:
         raise ArtifactError(f"{HEADER} is not JSON ({error})", where=str(path), do=REMEDY) from None
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Argument, Option
 
 from moeq.cli.ending import refuse, show
-from moeq.options import JsonOption, QuietOption, TrustOption, VerifyOption, WidenOption, among
+from moeq.errors import RecipeError
+from moeq.options import DeviceOption, JsonOption, QuietOption, TrustOption, VerifyOption, WidenOption, among
 from moeq.runtimes import named, written
+
+PROMPT_BYTES = 1 << 24  # most that is read of a prompt
 
 
 def _loaders() -> list[str]:
@@ -162,30 +166,59 @@ def families(
 
 def generate(
     checkpoint: Annotated[Path, Argument(help="A checkpoint that moeq exported.")],
-    prompt: Annotated[str, Argument(help="Text to continue.")],
+    prompt: Annotated[str, Argument(help="Text to continue; - reads it from standard input.")],
     max_new_tokens: Annotated[int, Option(min=1, help="Length of the continuation.")] = 64,
     temperature: Annotated[float, Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
     seed: Annotated[int, Option(min=0, help="Seed of the sampling.")] = 0,
-    device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
+    chat: Annotated[
+        bool,
+        Option(
+            "--chat",
+            help="The prompt is a user's turn: the tokenizer's chat template writes it, and only the "
+            "answer is printed.",
+        ),
+    ] = False,
+    device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
-    """Continue a prompt with an exported checkpoint: a first look at what came out."""
+    """Continue a prompt with an exported checkpoint: a first look at what came out.
+
+    The prompt's tokens are those of the tokenizer alone, as `tokenizer(prompt)` gives them: with a first token (BOS)
+    where it adds one. Files that changed since the export are refused.
+    """
     from moeq import preflight
     from moeq.models.source import check_there
 
     preflight.check_checkpoint(checkpoint)
     check_there(str(checkpoint))
-    preflight.check_device(device)
+    preflight.check_device(device or "auto")
+    prompt = _standard_input() if prompt == "-" else prompt
     from moeq import generation
+    from moeq.progress import Reporter
 
     continued = generation.generate(
         checkpoint,
         prompt,
+        chat=chat,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
-        device=device,
+        device=device or "auto",
         trust_remote_code=trust_remote_code,
+        reporter=Reporter(quiet=quiet or json),
     )
-    show(continued, lambda _: print(continued["text"]), json=json)
+    shown = continued["continuation" if chat else "text"]
+    show(continued, lambda _: print(shown), json=json, quiet=quiet)
+
+
+def _standard_input() -> str:
+    """The text on standard input, without the end of its last line; RecipeError where it is no text."""
+    data = sys.stdin.buffer.read(PROMPT_BYTES + 1)
+    if len(data) > PROMPT_BYTES:
+        raise RecipeError(f"longer than {PROMPT_BYTES} bytes", where="standard input", do="shorten the prompt")
+    try:
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError:
+        raise RecipeError("no UTF-8 text", where="standard input", do="give text") from None

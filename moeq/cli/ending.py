@@ -16,6 +16,7 @@ from typing import Any
 import typer
 
 from moeq.bounded import shortened
+from moeq.cli.libraries import quiet_libraries
 from moeq.cli.usage import asks_json
 from moeq.errors import InternalError, MoeqError, StorageError, missing
 
@@ -55,6 +56,7 @@ def run(app: Callable[[], None]) -> None:
 
     SIGTERM ends a command as Ctrl-C does: what is half-written goes.
     """
+    quiet_libraries()
     ended_by: list[int] = []
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: _interrupt(ended_by, number))

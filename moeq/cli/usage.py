@@ -36,7 +36,7 @@ class Formatter(typer.Context.formatter_class):  # type: ignore[misc]
         self.write("".join(f"{line}\n" for line in (first, *(f"{' ' * INDENT}{line}" for line in more))))
 
     def write_dl(self, rows: Sequence[tuple[str, str]], col_max: int = COLUMN, col_spacing: int = 2) -> None:
-        rows = [(SEVERAL.sub(r"<\1>...", name.replace(" range>", ">")), text) for name, text in rows]
+        rows = [(_plain(name), text) for name, text in rows]
         beside = min(max(len(name) for name, _ in rows), col_max) + col_spacing + self.current_indent
         for name, text in rows:
             longest = max(map(len, text.split()), default=0)
@@ -47,6 +47,12 @@ class Formatter(typer.Context.formatter_class):  # type: ignore[misc]
             if not below and lines and len(head) == 1 and len(head[0]) + col_spacing <= beside:
                 head = [head[0].ljust(beside) + lines.pop(0)]
             self.write("".join(f"{line}\n" for line in (*head, *(f"{' ' * start}{line}" for line in lines))))
+
+
+def _plain(name: str) -> str:
+    """An option and its type without what only programmers know."""
+    several = r"<\1>" if "..." in name else r"<\1>..."
+    return SEVERAL.sub(several, name.replace(" range>", ">"))
 
 
 def wrapped(text: str, width: int) -> list[str]:

@@ -21,6 +21,7 @@ from moeq.bounded import YAML_BYTES, YamlError, parse_yaml, read_bounded, shorte
 from moeq.errors import EstimateError, missing, nearest
 from moeq.estimator.devices import OPTIONAL_SECTIONS, SECTIONS, Constant, Hardware, Unit, file_key
 from moeq.estimator.units import parse_quantity
+from moeq.recipe.wording import refusal_of
 from moeq.registry import POLICIES
 
 _FOLDER = Path(__file__).with_name("hardware")
@@ -101,9 +102,9 @@ def _section(name: str, model: type[BaseModel], tree: object, path: Path, consta
     try:
         return model(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = f"{path}: {name}.{file_key(str(first['loc'][0]))}"
-        raise EstimateError(f"{shown(first['input'])}: {first['msg']}", where=where, do="correct the value") from error
+        found = refusal_of(error, values)
+        where = f"{path}: {name}.{file_key(str(found.path[0]))}"
+        raise EstimateError(found.what, where=where, do=found.do) from error
 
 
 def _policy_parameters(tree: object, path: Path, constants: list[Constant]) -> dict[str, dict[str, float | str]]:

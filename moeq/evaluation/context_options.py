@@ -12,6 +12,7 @@ from moeq.errors import EvaluationError, RecipeError, hint
 from moeq.numerics.widths import FULL
 from moeq.recipe import Rational
 from moeq.recipe.earlier import CODE_BITS, EARLIER
+from moeq.recipe.wording import refusal_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,13 +61,12 @@ class ContextOptions(BaseModel):
         try:
             return cls.model_validate(dict(given))
         except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
+            found = refusal_of(error, dict(given))
+            name = ".".join(map(str, found.path))
+        if found.unknown:
             do = f"write {CODE_BITS}" if name == EARLIER else hint(name, OPTION_NAMES, "known are ")
             raise RecipeError(f"unknown option {name!r}", where=where, do=do)
-        message = first["msg"].removeprefix("Value error, ")
-        raise RecipeError(f"{name}: {message}" if name else message, where=where, do="mend the value")
+        raise RecipeError(found.sentence(), where=where, do=found.do)
 
     @classmethod
     def parse(cls, text: str) -> ContextOptions:

@@ -16,9 +16,10 @@ from moeq.recipe.assign import budget_keys, owners
 from moeq.recipe.earlier import key_now, read_earlier
 from moeq.recipe.recipe import Recipe
 from moeq.recipe.types import Section
+from moeq.recipe.wording import MOST_CHARACTERS, refusal_of
 from moeq.registry import ALLOCATORS
 
-MESSAGE_CHARACTERS = 400  # of what a validator says
+YAML_ADVICE = "correct that line, or quote the value"
 
 
 def load_recipe(given: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -43,7 +44,7 @@ def _recipe_of(read: Yaml, where: str, overrides: Sequence[str], given: dict[str
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        raise _explain(error, read, where, overrides) from None
+        raise _explain(error, data, read, where, overrides) from None
 
 
 def with_overrides(data: Any, overrides: Sequence[str], where: str) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _read(path: Path) -> Yaml:
     try:
         return read_yaml(path)
     except YamlError as error:
-        raise RecipeError(f"not valid YAML: {error}", where=error.at(str(path)), do="mend the recipe") from None
+        raise RecipeError(f"not valid YAML: {error}", where=error.at(str(path)), do=YAML_ADVICE) from None
     except FileNotFoundError:
         raise missing(path, "give the path of a YAML recipe") from None
     except (OSError, ValueError) as error:
@@ -113,24 +114,22 @@ def _apply(data: dict[str, Any], override: str) -> None:
         raise RecipeError(f"{option}: the value is not YAML ({error})", do="quote it") from None
 
 
-def _explain(error: ValidationError, read: Yaml, where: str, overrides: Sequence[str]) -> RecipeError:
+def _explain(error: ValidationError, data: Any, read: Yaml, where: str, overrides: Sequence[str]) -> RecipeError:
     """The first validation error as one line with its place in the file."""
-    first = error.errors()[0]
-    path = [part for part in first["loc"] if not (isinstance(part, str) and part.endswith("Section"))]
-    key = shortened(".".join(map(str, path)), MESSAGE_CHARACTERS)
-    line = read.line(path)
+    found = refusal_of(error, data)
+    key = ".".join(map(str, found.path))
+    line = read.line(found.path)
     names = [key_now(override.partition("=")[0].strip()) for override in overrides]
     if any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for name in names):
-        place = f"--set {key}"
+        place = "--set"
     else:
         place = f"{where}, line {line}" if line else where
-    if first["type"] == "extra_forbidden":
-        known = _known_keys(path[:-1])
-        return RecipeError(f"unknown key {key!r}", where=place, do=hint(str(path[-1]), known, "known keys here: "))
-    message = shortened(first["msg"].removeprefix("Value error, "), MESSAGE_CHARACTERS)
-    given = first.get("input")
-    had = f" (given {shown(given)})" if isinstance(given, str | int | float | bool) else ""
-    return RecipeError(f"{key or 'recipe'}: {message}{had}", where=place, do="mend the value")
+    if found.unknown:
+        what = f"unknown key {shortened(key, MOST_CHARACTERS)!r}"
+        return RecipeError(
+            what, where=place, do=hint(str(found.path[-1]), _known_keys(found.path[:-1]), "known keys here: ")
+        )
+    return RecipeError(found.sentence(), where=place, do=found.do)
 
 
 def _known_keys(path: Sequence[Any]) -> list[str]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class LayerNames:
     """Layers as an axis names them: a label each, and a title with N for what the labels are."""
@@ -33,8 +32,6 @@ def layer_names(names: Sequence[str]) -> LayerNames:
 def expert_name(layer: str, expert: int) -> str:
     """One expert, by the model's name of its layer."""
     return f"{layer}, expert {expert}"
-
-
 
 
 def domain_label(domain: str, names: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moeq.artifacts.manifest import REMEDY
 from moeq.errors import ArtifactError
+from moeq.recipe.wording import refusal_of
 from moeq.runtime.packed_experts import GUARD_DTYPE, PackedLinear
 
 GUARD_SHAPE = (1, 1)
@@ -48,8 +49,7 @@ class OtherWidths(BaseModel):
         try:
             return cls.model_validate(block)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise wrong_config(first["msg"], f"others: {'.'.join(map(str, first['loc']))}") from None
+            raise wrong_config(refusal_of(error, block).sentence(), "others") from None
 
 
 class PackedModule(PackedLinear):

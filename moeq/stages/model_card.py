@@ -35,8 +35,7 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
         "",
         "```python",
         "import moeq  # registers the format with transformers",
-        f"from transformers import {loader}",
-        f'model = {loader}.from_pretrained("THIS_DIRECTORY")',
+        *_snippet(loader),
         "```",
         "",
         "| | |",
@@ -65,6 +64,20 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
     if figures:
         lines += [*figures_table(figures), ""]
     return "\n".join(lines)
+
+
+def _snippet(loader: str) -> list[str]:
+    """How transformers loads the checkpoint and, of a model of text, continues a prompt."""
+    load = [f"from transformers import {loader}", f'model = {loader}.from_pretrained("THIS_DIRECTORY")']
+    if loader != "AutoModelForCausalLM":
+        return load
+    return [
+        f"from transformers import {loader}, AutoTokenizer",
+        load[1],
+        'tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY")',
+        'inputs = tokenizer("Once upon a time", return_tensors="pt").to(model.device)',
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))",
+    ]
 
 
 def _loader(config: dict[str, Any]) -> str:

@@ -75,7 +75,7 @@ def of_a_run(*more: Case) -> list[Case]:
 NO_TEXT: Case = ((*BUNDLED, "--set", "corpus.source=no.txt"), 13, "no.txt: no such file or directory")
 NO_EVALUATION: Case = ((*BUNDLED, "--set", "eval.perplexity.source=no.txt"), 13, "no.txt: no such file or directory")
 NO_TASKS: Case = (
-    (*BUNDLED, "--set", "eval.tasks=[mine]", "--set", "eval.include_path=nowhere"), 13, "nowhere: no such file or directory; give a folder of task",
+    (*BUNDLED, "--set", "eval.tasks=[mine]", "--set", "eval.include_path=nowhere"), 13, "nowhere: no such file or dir",
 )  # fmt: skip
 NO_HARDWARE: Case = ((*BUNDLED, "--set", "estimate.hardware=abacus"), 10, "unknown hardware 'abacus'")
 EVERY = of_a_run(NO_TEXT, NO_EVALUATION, NO_TASKS, NO_HARDWARE)

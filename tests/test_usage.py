@@ -1,0 +1,255 @@
+"""Manners of every command, whichever there are: help, completion, mistakes in the command line, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from moeq import cli
+from moeq.cli import ending
+from moeq.cli.usage import asks_json, wrapped
+from moeq.errors import MissingError, RecipeError, StorageError, missing
+
+GROUP: Any = get_command(cli.app)
+NAMES = sorted(name for name, command in GROUP.commands.items() if not command.hidden)
+NO_MODEL_RUNS = {"estimate", "report", "inspect", "convert", "verify", "families", "gc"}  # commands without --device
+WORDS_OF_A_MESSAGE = ("Usage:", "Try '", "Error:", "Invalid value")
+
+
+def ended(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command line."""
+    monkeypatch.setattr(sys, "argv", ["moeq", *words])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert isinstance(stop.value.code, int)
+    return stop.value.code, out, err
+
+
+Lines = Callable[[str, int, str], str]
+
+
+@pytest.fixture
+def helped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Lines:
+    """The help of a command, "" for that of all, in a window of so many columns."""
+
+    def shown(name: str, columns: int, flag: str) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        code, out, err = ended([*([name] if name else []), flag], monkeypatch, capsys)
+        assert (code, err) == (0, "")
+        return out
+
+    return shown
+
+
+@pytest.mark.parametrize("name", ["", *NAMES])
+@pytest.mark.parametrize("columns", [80, 60])
+def test_help_is_whole(name: str, columns: int, helped: Lines) -> None:
+    """Every option and every word of help is there, unbroken; at 60 columns, but for lists of values."""
+    command, text = GROUP.commands[name] if name else GROUP, helped(name, columns, "--help")
+    assert max(map(len, text.splitlines())) <= columns
+    assert not [line for line in text.splitlines() if line.endswith("...") and not line.endswith((">...", "]..."))]
+    words = {word.rstrip(",") for word in text.split()}
+    for parameter in command.params:
+        if not getattr(parameter, "hidden", False):
+            assert {option for option in parameter.opts if option.startswith("-")} <= words
+            assert squeezed(parameter.help, columns) in squeezed(text, columns), parameter.name
+    for other in [] if name else NAMES:
+        assert squeezed(GROUP.commands[other].help.split("\n\n")[0], columns) in squeezed(text, columns)
+
+
+def squeezed(text: str, columns: int) -> str:
+    """Words apart by one space; in a narrow window, where long lists of values are broken behind commas, by none."""
+    return ("" if columns < 80 else " ").join(text.split())
+
+
+@pytest.mark.parametrize("name", ["", *NAMES])
+def test_short_help_is_help(name: str, helped: Lines) -> None:
+    assert helped(name, 80, "-h") == helped(name, 80, "--help")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_the_options_of_all(name: str) -> None:
+    options = {option for parameter in GROUP.commands[name].params for option in parameter.opts}
+    assert {"--json", "--quiet"} <= options
+    assert ("--device" in options) == (name not in NO_MODEL_RUNS)
+
+
+def mistakes() -> Iterator[tuple[list[str], str]]:
+    """Command lines with one mistake each, and what is said of it."""
+    yield ["asign"], "moeq: unknown command 'asign'; did you mean 'assign'?"
+    yield ["--jsan"], "moeq: unknown option '--jsan'; give --json behind the command that it belongs to"
+    yield ["zzzz"], "moeq: unknown command 'zzzz'; known are run,"
+    for name in NAMES:
+        yield [name, "--jsn"], f"moeq: {name}: unknown option '--jsn'; did you mean '--json'?"
+        yield [name, "--json=1"], f"moeq: {name}: --json takes no value; see moeq {name} -h"
+        for parameter in GROUP.commands[name].params:
+            kind = parameter.type_descriptor
+            option = parameter.opts[0]
+            if parameter.param_type_name == "argument":
+                if parameter.required:
+                    yield [name], f"moeq: {name}: "
+                continue
+            if kind.choices:
+                wrong = f"{kind.choices[0]}x"
+                yield [name, option, wrong], f"moeq: {name}: {option} {wrong!r} is no choice; did you mean '"
+            if kind.annotation in (int, float):
+                number = "a whole number" if kind.annotation is int else "a number"
+                yield [name, option, "x"], f"moeq: {name}: {option} 'x'; give {number}"
+                if kind.parameter_info.min is not None:
+                    least = kind.parameter_info.min
+                    text = f"moeq: {name}: {option} '{least - 1:g}'; give {number} from {least:g}"
+                    yield [name, f"{option}={least - 1:g}"], text
+            if kind.annotation is not bool:
+                yield [name, option], f"moeq: {name}: {option} needs a value; see moeq {name} -h"
+
+
+def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also under --json, where an object with the same line stands on standard output."""
+    every = list(mistakes())
+    assert len(every) > 150
+    for words, said in every:
+        code, out, err = ended(words, monkeypatch, capsys)
+        assert (code, out) == (RecipeError.exit_code, ""), words
+        assert err.startswith(said), f"{words}: {err}"
+        assert err.count("\n") == 1, err
+        assert not any(word in err for word in WORDS_OF_A_MESSAGE), err
+        assert "; " in err
+
+
+@pytest.mark.parametrize(
+    "words", [["asign", "--json"], ["--json", "assign"], ["assign", "--jsn", "--json"], ["convert", "--json", "x"]]
+)
+def test_mistakes_in_json(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = ended(words, monkeypatch, capsys)
+    found = json.loads(out)
+    assert (found["schema_version"], found["error"], found["exit_code"], code) == (1, "RecipeError", 2, 2)
+    assert err == f"moeq: {found['message']}\n"
+    assert found["what"] in found["message"]
+    assert found["do"] in found["message"]
+
+
+def test_json_is_asked_for_before_the_end_of_options() -> None:
+    assert asks_json(["--json", "x"])
+    assert asks_json(["x", "y", "--json"])
+    assert not asks_json(["generate", "x", "--", "--json"])
+
+
+def test_no_words_at_all_are_answered_with_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = ended([], monkeypatch, capsys)
+    assert (code, out) == (2, "")
+    assert "Commands:" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["as"], {"assign"}),
+        (["assign", "--fr"], {"--frontier"}),
+        (["assign", "--method", "opt"], {"optimal"}),
+        (["assign", "--device", "cu"], {"cuda"}),
+        (["run", "--quantizer", "si"], {"signround"}),
+        (["estimate", "--hardware", "paper"], {"paper-ctxmoe"}),
+        (["estimate", "--model", "mixtral-8x7"], {"mixtral-8x7b"}),
+        (["eval", "--dtype", "b"], {"bfloat16"}),
+    ],
+)
+def test_completion(
+    words: list[str], wanted: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of commands, options, choices and names, as bash asks for it."""
+    monkeypatch.setenv("_MOEQ_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["moeq", *words]))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    code, out, _ = ended([], monkeypatch, capsys)
+    assert code == 0
+    assert set(out.split()) == wanted
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_shown(shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    code, out, _ = ended(["--show-completion", shell], monkeypatch, capsys)
+    assert code == 0
+    assert "_MOEQ_COMPLETE" in out
+
+
+def test_results_have_a_schema_version(capsys: pytest.CaptureFixture[str]) -> None:
+    ending.show({"a": 1}, print, json=True)
+    assert json.loads(capsys.readouterr().out) == {"schema_version": 1, "a": 1}
+    ending.show({"schema_version": 7, "a": 1}, print, json=True)
+    assert json.loads(capsys.readouterr().out)["schema_version"] == 7
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["families", "qwen3"], ["estimate", "--sheet", "paper-004"], ["estimate", "--model", "mixtral-8x7b"],
+     ["estimate", "--model", "mixtral-8x7b", "--capacity"]],
+)  # fmt: skip
+def test_json_is_an_object(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = ended([*words, "--json"], monkeypatch, capsys)
+    assert code == 0
+    assert json.loads(out)["schema_version"] >= 1
+    code, out, err = ended([*words, "--quiet"], monkeypatch, capsys)
+    assert (code, out, err) == (0, "", "")
+
+
+def test_a_file_that_is_not_there_is_missing_whoever_reads_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(error: Exception) -> Any:
+        def app() -> None:
+            raise error
+
+        return app
+
+    monkeypatch.setattr(sys, "argv", ["moeq"])
+    for error, code in (
+        (FileNotFoundError(2, "No such file or directory", "x.txt"), MissingError.exit_code),
+        (PermissionError(13, "Permission denied", "x.txt"), StorageError.exit_code),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            ending.run(fails(error))
+        assert stop.value.code == code
+        assert capsys.readouterr().err.startswith("moeq: x.txt: ")
+    assert len(str(missing("n" * 5000, "check it"))) < 500
+
+
+def test_words_are_broken_behind_commas_alone() -> None:
+    assert wrapped("a-b-c --set x=1,y=2,z=3 end", 9) == ["a-b-c", "--set", "x=1,y=2,", "z=3 end"]
+    assert wrapped("", 9) == []
+
+
+def test_libraries_are_quiet_but_for_what_matters() -> None:
+    """In a fresh process: their warnings and logs are dropped, a missing driver is one line of moeq's."""
+    code = (
+        "import logging, sys, warnings\n"
+        "from moeq.cli import ending\n"
+        "def app():\n"
+        "    warnings.warn('`torch_dtype` is deprecated', FutureWarning)\n"
+        "    logging.getLogger('transformers.modeling').warning('some weights')\n"
+        "    logging.getLogger('huggingface_hub').warning('no token')\n"
+        "    warnings.warn('CUDA initialization: the NVIDIA driver\\n is too old')\n"
+        "sys.argv = ['moeq']\n"
+        "ending.run(app)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stderr == "moeq: note: CUDA initialization: the NVIDIA driver is too old\n"
+    kept = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, check=True)
+    assert "torch_dtype" in kept.stderr
