@@ -97,16 +97,18 @@ class RunOptions:
 
     def keys(self) -> dict[str, str]:
         """{key of the recipe: the option that changes it}, of those that were given."""
-        return {
-            option.metadata["sets"]: _flag(option) for option in self._given() if option.metadata.get("sets")
-        }
+        return {option.metadata["sets"]: _flag(option) for option in self._given() if option.metadata.get("sets")}
 
     def changes(self) -> list[str]:
         """What the options change of any recipe, as --set says it; the native format is always written."""
         budgets = self.given(BUDGETS)
         if len(budgets) > 1:
             raise RecipeError(f"one budget is enough: {' or '.join(budgets)}", do="give one of them")
-        keys = {option.metadata["sets"]: getattr(self, option.name) for option in self._given() if option.metadata.get("sets")}
+        keys = {
+            option.metadata["sets"]: getattr(self, option.name)
+            for option in self._given()
+            if option.metadata.get("sets")
+        }
         changes = [*self.set_, *(f"{key}={_yaml(value)}" for key, value in keys.items())]
         others = [name for name in self.format if name != "moeq"]
         return [*changes, *([f"export.formats=[{', '.join(others)}]"] if self.format else [])]
@@ -129,8 +131,8 @@ class StageOptions(RunOptions):
         str | None,
         Argument(
             metavar="[RECIPE|MODEL]",
-            help=f"YAML recipe [default: the one in the run directory, else preset {DEFAULT}]; or a model: its directory, "
-            "hub id, or bundled:tiny-mixtral.",
+            help=f"YAML recipe [default: the one in the run directory, else preset {DEFAULT}]; or a model: its "
+            "directory, hub id, or bundled:tiny-mixtral.",
         ),
     ] = None
 
@@ -194,7 +196,9 @@ class BuildOptions(BudgetOptions):
         """RecipeError for a text that would be measured on after it was calibrated on."""
         if both := sorted(set(self.text) & set(self.eval_text) - {BUNDLED_TEXT}):
             do = "give a file that calibration does not read"
-            raise RecipeError(f"{both[0]} is in --text, too: it would be measured on what it was made of", where="--eval-text", do=do)
+            raise RecipeError(
+                f"{both[0]} is in --text, too: it would be measured on what it was made of", where="--eval-text", do=do
+            )
         return super().changes()
 
 

@@ -9,7 +9,7 @@ from moeq.recipe.assign import (
     NamedAssignSection,
     budget_keys,
 )
-from moeq.recipe.building import build_recipe, every_change, recipe_file
+from moeq.recipe.building import Start
 from moeq.recipe.choices import BEST, Bits, BitsOrFull, Denominator, Ends, Softmax
 from moeq.recipe.corpus import BUNDLED, DIGITS, HUB, HUB_DATASET, CorpusSection
 from moeq.recipe.estimate import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS, CaseSection, StatedSection
@@ -26,6 +26,6 @@ __all__ = [
     "LARGEST_LENGTH", "MOST_POINTS", "SHARED", "AssignSection", "Bits", "BitsOrFull", "Bytes", "CaseSection",
     "CorpusSection", "Denominator", "Ends", "ExpertEffectsSection", "IntegerSection", "LayerEffectsSection",
     "LossesSection", "LowPrecisionSection", "MethodSettings", "NamedAssignSection", "PerplexitySection", "Rational",
-    "Recipe", "RefineSection", "ReparamSection", "Softmax", "StatedSection", "TestImagesSection", "TranslationSection",
-    "budget_keys", "build_recipe", "every_change", "load_recipe", "recipe_file",
+    "Recipe", "RefineSection", "ReparamSection", "Softmax", "Start", "StatedSection", "TestImagesSection",
+    "TranslationSection", "budget_keys", "load_recipe",
 ]  # fmt: skip
