@@ -23,16 +23,8 @@ CHANGES: list[list[str]] = [
     ["--code-bits", "2.5", "--refine", "--quantizer", "signround"],
     ["--text", "a: b.txt", "--text", "bundled", "--eval-text", "#c.txt"],
     ["--set", "seed=3", "--set", "others.head=8", "--set", "reparam={}", "--set", "eval.perplexity.batch_size=2"],
-    [
-        "--set",
-        "assign.method=uniform",
-        "--set",
-        "assign.bits=3",
-        "--set",
-        "eval.compare=[]",
-        "--set",
-        "losses.bits=[3]",
-    ],
+    ["--set", "assign={method: uniform, bits: 3}", "--set", "eval.compare=[]", "--set", "losses.bits=[2, 3]"],
+    ["--set", "assign.method=uniform", "--set", "assign.bits=3"],
 ]
 
 

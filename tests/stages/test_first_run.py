@@ -10,10 +10,13 @@ from typing import Any
 
 import family_models
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from moeq.bundled import bundled_path
+from moeq.bundled.preset_files import preset_names
 from moeq.cli import app
+from moeq.errors import ModelError, MoeqError
 
 SHARED = Path(__file__).parents[3] / "shared" / "models"
 QUICK = ("corpus.sequences=8", "corpus.sequence_length=32")
@@ -132,6 +135,32 @@ def test_the_trained_models_beside_the_repository(name: str, empty: Path) -> Non
     check(finished, f"moeq-out/{name}")
     finished["next"]["measure again"] += " --text '../my text.txt' --window 64"
     follow(finished["next"])
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_every_preset_fits_language_models_or_image_classifiers(preset: str, empty: Path) -> None:
+    """As far as the plan of a run looks: keys that the model cannot have, budgets, text, positions."""
+    for model in ("bundled:tiny-mixtral", "bundled:tiny-moe-vit"):
+        done = CliRunner().invoke(app, ["plan", model, "--preset", preset, "--no-probe", "--json"])
+        if preset == "paper-004" and model == "bundled:tiny-mixtral":
+            assert isinstance(done.exception, MoeqError)
+        else:
+            assert done.exit_code == 0, (model, done.exception)
+
+
+def test_a_dense_model_has_nothing_to_do(empty: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained("dense")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_path("tiny-mixtral") / name, Path("dense") / name)
+    for command in ("run", "plan"):
+        refused = CliRunner().invoke(app, [command, "dense", "--bits", "2.5"]).exception
+        assert isinstance(refused, ModelError)
+        assert "dense" in str(refused)
+        assert "nothing" in str(refused)
+    assert not Path("moeq-out").exists()
 
 
 def test_words_at_the_end_and_on_the_way(empty: Path, capfd: pytest.CaptureFixture[str]) -> None:
