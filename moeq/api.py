@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moeq.artifacts.run import RECIPE_COPY, STAGES
 from moeq.errors import RecipeError, hint
-from moeq.recipe import Recipe, build_recipe, load_recipe
+from moeq.recipe import Recipe, Start, load_recipe
 
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Assignment
@@ -284,7 +284,7 @@ def read_recipe(recipe: Given, out: Path, model: str | None) -> Recipe:
         return load_recipe(out / RECIPE_COPY)
     from moeq.models.source import known_positions
 
-    return build_recipe(positions=None if model is None else known_positions(model, None))
+    return Start(positions=None if model is None else known_positions(model, None)).recipe()
 
 
 def _path(given: str | Path | None) -> Path | None:

@@ -149,8 +149,8 @@ class StageOptions(RunOptions):
         str | None,
         Argument(
             metavar="[RECIPE|MODEL]",
-            help=f"YAML recipe [default: the one in the run directory, else preset {DEFAULT}]; or a model: its directory, "
-            "hub id, or bundled:tiny-mixtral.",
+            help=f"YAML recipe [default: the one in the run directory, else preset {DEFAULT}]; or a model: its "
+            "directory, hub id, or bundled:tiny-mixtral.",
         ),
     ] = None
 

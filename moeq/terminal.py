@@ -132,14 +132,6 @@ def print_final(rows: Sequence[dict[str, Any]], paths: Mapping[str, Path], outco
         console.print(f"{name:11}{path}", soft_wrap=True, markup=False)
 
 
-def print_steps(steps: Mapping[str, str]) -> None:
-    """What to do next: commands that can be copied, each on a line of its own however long it is."""
-    console = Console(highlight=False)
-    console.print("\nnext", style="bold")
-    for what, command in steps.items():
-        console.print(f"  {what:16}{command}", soft_wrap=True, markup=False)
-
-
 def _translation_lines(outcomes: Sequence[Outcome]) -> list[str]:
     """BLEU and chrF of every variant with the change against the original; none where nothing was translated."""
     summaries: dict[str, dict[str, Any]] = {outcome.stage: outcome.record.summary for outcome in outcomes}

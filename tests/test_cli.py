@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from moeq.cli import app
 from moeq.inspection import inspect
-from moeq.recipe import RefineSection, build_recipe, every_change, load_recipe
+from moeq.recipe import RefineSection, Start, load_recipe
 from moeq.version import __version__
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
@@ -119,15 +119,15 @@ def test_method_and_refine_change_the_recipe(tmp_path: Path) -> None:
     path.write_text("recipe_version: 1\n", "utf-8")
     base = load_recipe(path)
     assert base.quantize.refine is None
-    assert every_change(path, None, []) == []
-    signround = build_recipe(path, quantizer="signround", refine=True)
+    assert Start(path=path).every_change() == []
+    signround = Start(path=path, quantizer="signround", refine=True).recipe()
     assert signround.losses.methods == ["gptq", "rtn", "signround"]
     assert signround.assign.quantizer == "signround"
     assert signround.quantize.refine == RefineSection()
-    best = build_recipe(path, quantizer="best")
+    best = Start(path=path, quantizer="best").recipe()
     assert (best.losses.methods, best.assign.quantizer) == (base.losses.methods, "best")
     own = ["quantize.refine={iterations: 7}"]
-    assert every_change(path, None, own, refine=True) == own
+    assert Start(path=path, changes=own, refine=True).every_change() == own
 
 
 def test_stages_one_by_one_in_json(moeq: ForkServer, tiny_mixtral: Path, tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeq.bundled.preset_files import preset_of
 from moeq.cli.ending import show
-from moeq.cli.runs import Asked, check_no_run, of_recipe, short_name
+from moeq.cli.runs import check_no_run, short_name, start_of
 from moeq.errors import RecipeError
 from moeq.options import BuildOptions, option, takes_options
 
@@ -50,18 +49,15 @@ def init(asked: InitOptions) -> None:
 def _recipe_text(asked: BuildOptions, model: str | None) -> str:
     """The preset's text with what options change in place."""
     from moeq.bounded import parse_yaml
-    from moeq.recipe import build_recipe, every_change, recipe_file
     from moeq.recipe.editing import with_values
     from moeq.recipe.reading import parse_recipe, with_overrides
 
-    plain = of_recipe(asked, Asked(path=None, preset=asked.preset_name, model=model, out=None))
-    wanted = build_recipe(**plain)
-    source = recipe_file(None, plain["preset"])
-    text = source.read_text("utf-8")
-    raw = with_overrides(parse_yaml(text).value, every_change(**plain), f"preset {preset_of(source)}")
-    raw |= {"model": model} if model is not None else {}
+    start = start_of(asked, None, asked.preset_name, model)
+    text = start.file.read_text("utf-8")
+    raw = with_overrides(parse_yaml(text).value, start.every_change(), str(start))
+    raw |= {} if model is None else {"model": model}
     written = with_values(text, raw)
-    assert parse_recipe(written) == wanted.model_copy(update={"model": raw["model"]}), "init writes what it was asked"
+    assert parse_recipe(written) == start.recipe().model_copy(update={"model": raw["model"]}), "it holds what was asked"
     return written
 
 
@@ -85,12 +81,10 @@ def recipe(asked: RecipeOptions) -> None:
         return
     import yaml
 
-    from moeq.recipe import build_recipe
-
     if asked.what is not None and asked.recipe_path is None:
         do = "give a file that ends in .yaml; `moeq init MODEL` writes one"
         raise RecipeError("is no recipe", where=asked.what, do=do)
-    plain = of_recipe(asked, Asked(path=asked.recipe_path, preset=asked.preset_name, model=asked.model, out=None))
-    data: dict[str, Any] = build_recipe(**plain).model_dump(mode="json")
+    start = start_of(asked, asked.recipe_path, asked.preset_name, asked.model)
+    data: dict[str, Any] = start.recipe().model_dump(mode="json")
     data["model"] = asked.model or data["model"]
     show(data, lambda _: print(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), end=""), json=asked.json)

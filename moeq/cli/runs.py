@@ -8,42 +8,38 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from moeq.bundled.preset_files import DEFAULT
 from moeq.cli.ending import refuse, show
 from moeq.errors import RecipeError
 from moeq.options import BUNDLED_TEXT, BuildOptions, JsonOption, QuietOption, RunOptions, option, takes_options
 
 if TYPE_CHECKING:
-    from moeq.recipe import Recipe
+    from moeq.recipe import Start
     from moeq.stages.context import Context
 
 RUNS = "moeq-out"  # where runs without --out lie
 RECIPE_COPY = "recipe.yaml"  # in a run's directory
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What options name: where the recipe comes from, a model, and a run directory; start: the recipe in words."""
+def start_of(asked: RunOptions, path: Path | None, preset: str | None, model: str | None) -> Start:
+    """What the recipe is made of; ModelError where a preset's model is not there, which its sequences are to fit."""
+    from moeq.recipe import Start
 
-    path: Path | None
-    preset: str | None
-    model: str | None
-    out: Path | None
+    changes = [*asked.changes(), *(["trust_remote_code=true"] if asked.trust_remote_code else [])]
+    start = Start(
+        path=path,
+        preset=preset,
+        changes=changes,
+        quantizer=asked.quantizer,
+        refine=asked.refine,
+        names=asked.keys(),
+    )
+    recipe = start.recipe()
+    model = model or recipe.model
+    if path is not None or model is None:
+        return start
+    from moeq.models.source import known_positions
 
-    @property
-    def start(self) -> str:
-        return f"preset {self.preset or DEFAULT}" if self.path is None else str(self.path)
-
-
-def what_is_asked(asked: RunOptions) -> Asked:
-    """A recipe that is named, or a preset; else the recipe in the run directory; else the default preset."""
-    path, model, preset, out = asked.recipe_path, asked.named_model, asked.preset_name, asked.out
-    if path is None and model is not None and out is None:
-        check_no_run(model)
-        out = Path(RUNS) / short_name(model)
-    if path is None and preset is None and out is not None and (out / RECIPE_COPY).is_file():
-        path = out / RECIPE_COPY
-    return Asked(path=path, preset=preset, model=model, out=out)
+    return replace(start, positions=known_positions(model, recipe.revision))
 
 
 def short_name(model: str) -> str:
@@ -59,35 +55,6 @@ def check_no_run(model: str) -> None:
         raise RecipeError("this is a run, no model", where=model, do=f"go on with it by --out {model}")
 
 
-def recipe_of(asked: RunOptions, named: Asked) -> Recipe:
-    """The recipe that the options describe; ModelError where its model is not there."""
-    from moeq.recipe import build_recipe
-
-    return build_recipe(**of_recipe(asked, named))
-
-
-def of_recipe(asked: RunOptions, named: Asked) -> dict[str, Any]:
-    """What `build_recipe` makes a recipe of; sequences of a preset are no longer than its model can read."""
-    from moeq.recipe import build_recipe
-
-    changes = [*asked.changes(), *(["trust_remote_code=true"] if asked.trust_remote_code else [])]
-    plain = {
-        "path": named.path,
-        "preset": named.preset,
-        "changes": changes,
-        "quantizer": asked.quantizer,
-        "refine": asked.refine,
-        "names": asked.keys(),
-    }
-    recipe = build_recipe(**plain)
-    model = named.model or recipe.model
-    if named.path is not None or model is None:
-        return plain
-    from moeq.models.source import known_positions
-
-    return plain | {"positions": known_positions(model, recipe.revision)}
-
-
 def context_of(asked: RunOptions, command: str) -> Context:
     """The run that the options describe, for a command: wrong ones are refused before the stages are imported."""
     from rich.markup import escape
@@ -97,15 +64,21 @@ def context_of(asked: RunOptions, command: str) -> Context:
 
     if asked.device is not None:
         check_device(asked.device)
-    named = what_is_asked(asked)
-    recipe = recipe_of(asked, named)
-    model = named.model or recipe.model
+    path, model, out = asked.recipe_path, asked.named_model, asked.out
+    if path is None and model is not None:
+        check_no_run(model)
+        out = out or Path(RUNS) / short_name(model)
+    if path is None and asked.preset_name is None and out is not None and (out / RECIPE_COPY).is_file():
+        path = out / RECIPE_COPY
+    start = start_of(asked, path, asked.preset_name, model)
+    recipe = start.recipe()
+    model = model or recipe.model
     if model is None:
         do = f"name one (moeq {command} MODEL), a recipe, or --out of a run"
-        raise RecipeError("no model", where=named.start, do=do)
-    out = named.out or Path(RUNS) / (recipe.name if named.path is not None else short_name(model))
+        raise RecipeError("no model", where=str(start), do=do)
+    out = out or Path(RUNS) / (recipe.name if path is not None else short_name(model))
     context = api.opened(recipe, command, out=out, model=model, check=asked.check, quiet=asked.quiet)
-    context.reporter.say(f"[dim]{escape(f'{named.start}, into {out}')}[/dim]")
+    context.reporter.say(f"[dim]{escape(f'{start}, into {out}')}[/dim]")
     if isinstance(asked, BuildOptions) and asked.text and not asked.eval_text and BUNDLED_TEXT not in asked.text:
         said = "what is lost is measured on bundled text: --text is calibrated on; --eval-text FILE"
         context.reporter.say(f"[dim]{said}[/dim]")
@@ -131,7 +104,7 @@ def run(asked: BuildOptions) -> None:
     def show_text(_: Any) -> None:
         terminal.print_final(made.table, made.paths, made.stages)
         gates.print_lines(made.gates)
-        terminal.print_steps(made.next)
+        print("\nnext", *(f"  {what:16}{command}" for what, command in made.next.items()), sep="\n")
 
     show(finished, show_text, json=asked.json, quiet=asked.quiet)
     gates.end(made.gates, json=asked.json)

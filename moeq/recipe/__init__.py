@@ -9,7 +9,7 @@ from moeq.recipe.assign import (
     NamedAssignSection,
     budget_keys,
 )
-from moeq.recipe.building import build_recipe, every_change, recipe_file
+from moeq.recipe.building import Start
 from moeq.recipe.choices import BEST, Bits, BitsOrFull, Denominator, Ends, Softmax
 from moeq.recipe.corpus import CorpusSection
 from moeq.recipe.estimate import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS, CaseSection, StatedSection
@@ -40,7 +40,7 @@ __all__ = [
     "LARGEST_LENGTH", "MOST_POINTS", "SHARED", "AssignSection", "Bits", "BitsOrFull", "Bytes", "CaseSection",
     "CorpusSection", "Denominator", "Ends", "ExpertEffectsSection", "IntegerSection", "LayerEffectsSection",
     "LossesSection", "LowPrecisionSection", "MethodSettings", "NamedAssignSection", "PerplexitySection", "Rational",
-    "Recipe", "RefineSection", "ReparamSection", "Softmax", "SourceSection", "StatedSection", "TestImagesSection",
-    "TextSource", "TranslationSection", "budget_keys", "build_recipe", "domain_names", "each_source", "every_change",
-    "is_weighted", "load_recipe", "recipe_file", "source_name", "source_text", "template_parts",
+    "Recipe", "RefineSection", "ReparamSection", "Softmax", "SourceSection", "Start", "StatedSection",
+    "TestImagesSection", "TextSource", "TranslationSection", "budget_keys", "domain_names", "each_source",
+    "is_weighted", "load_recipe", "source_name", "source_text", "template_parts",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from fractions import Fraction
-from typing import Any, Literal, Optional, Self
+from typing import Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -206,11 +206,10 @@ class AssignSection(Section):
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """With the keys of every method, which may be null where the method is another."""
         schema: dict[str, Any] = handler(core_schema)
-        own = cls.every_key().keys() - cls.model_fields.keys()
-        keys: dict[str, Any] = {
-            key: (Optional[field.annotation] if key in own else field.annotation, field)
-            for key, field in cls.every_key().items()
-        }
+        keys: dict[str, Any] = {}
+        for key, field in cls.every_key().items():
+            kind: Any = field.annotation
+            keys[key] = (kind if key in cls.model_fields else kind | None, field)
         every = create_model("Keys", **keys).model_json_schema()["properties"]
         handler.resolve_ref_schema(schema)["properties"] = every
         return schema

@@ -3,91 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moeq.bundled.preset_files import DEFAULT, preset_path
 from moeq.errors import RecipeError
 from moeq.recipe.choices import BEST
-from moeq.recipe.reading import load_recipe
+from moeq.recipe.reading import SET, load_recipe
 from moeq.recipe.recipe import Recipe
 
 LENGTHS = ("corpus.sequence_length", "eval.perplexity.sequence_length")  # within the positions that a model knows
 
 
-def build_recipe(
-    path: Path | None = None,
-    *,
-    preset: str | None = None,
-    changes: Sequence[str] = (),
-    quantizer: str | None = None,
-    refine: bool = False,
-    positions: int | None = None,
-    names: Mapping[str, str] | None = None,
-) -> Recipe:
-    """The recipe of a file, else of a preset (the default one where none is named), with `key=value` changes.
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a recipe is made of: a file, else a preset (the default one where none is named), and `key=value` changes.
 
     quantizer: whose replicas are used, added to losses.methods; refine: train the placed experts, by defaults where the
     recipe does not; positions: how many tokens the model knows, to which a preset's sequences are cut; names: what a
-    key is called in a message where it was no `--set`. RecipeError where it is not valid.
+    key is called in messages where it was not given by --set.
     """
-    changes = every_change(path, preset, changes, quantizer=quantizer, refine=refine, positions=positions, names=names)
-    return _loaded(recipe_file(path, preset), changes, names)
 
+    path: Path | None = None
+    preset: str | None = None
+    changes: Sequence[str] = ()
+    quantizer: str | None = None
+    refine: bool = False
+    positions: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
-def recipe_file(path: Path | None, preset: str | None) -> Path:
-    """Where a recipe is read from: its file, else that of a preset, else that of the default one."""
-    return path or preset_path(preset or DEFAULT)
+    @property
+    def file(self) -> Path:
+        """Where the recipe is read from; RecipeError for a preset that there is not."""
+        return self.path or preset_path(self.preset or DEFAULT)
 
+    def __str__(self) -> str:
+        return f"preset {self.preset or DEFAULT}" if self.path is None else str(self.path)
 
-def every_change(
-    path: Path | None,
-    preset: str | None,
-    changes: Sequence[str],
-    *,
-    quantizer: str | None = None,
-    refine: bool = False,
-    positions: int | None = None,
-    names: Mapping[str, str] | None = None,
-) -> list[str]:
-    """The changes of `build_recipe` with those that depend on what the recipe says."""
-    recipe = _loaded(recipe_file(path, preset), changes, names)
-    more = method_changes(recipe, quantizer, refine)
-    if path is None and positions is not None:
-        more += _shorter(recipe, changes, positions)
-    return [*changes, *more]
+    def recipe(self) -> Recipe:
+        """The recipe; RecipeError where it is not valid."""
+        return self._loaded(self.every_change())
 
+    def every_change(self) -> list[str]:
+        """The changes, and those that depend on what the recipe says."""
+        recipe, more = self._loaded(self.changes), []
+        if self.quantizer is not None:
+            methods = [*recipe.losses.methods, *({self.quantizer} - {BEST, *recipe.losses.methods})]
+            more += [f"losses.methods=[{', '.join(methods)}]", f"assign.quantizer={self.quantizer}"]
+        if self.refine and recipe.quantize.refine is None:
+            more.append("quantize.refine={}")
+        if self.path is None and self.positions is not None:
+            more += self._shorter(recipe, self.positions)
+        return [*self.changes, *more]
 
-def method_changes(recipe: Recipe, quantizer: str | None, refine: bool) -> list[str]:
-    """What --quantizer and --refine change of a recipe."""
-    changes = []
-    if quantizer is not None:
-        methods = [*recipe.losses.methods, *({quantizer} - {BEST, *recipe.losses.methods})]
-        changes += [f"losses.methods=[{', '.join(methods)}]", f"assign.quantizer={quantizer}"]
-    if refine and recipe.quantize.refine is None:
-        changes.append("quantize.refine={}")
-    return changes
+    def _shorter(self, recipe: Recipe, positions: int) -> list[str]:
+        """Sequences of no more tokens than the model knows positions, but for lengths that were asked for."""
+        asked = {change.partition("=")[0].strip() for change in self.changes}
+        measured = recipe.eval.perplexity
+        lengths = (recipe.corpus.sequence_length, 0 if measured is None else measured.sequence_length)
+        return [
+            f"{key}={positions}"
+            for key, length in zip(LENGTHS, lengths, strict=True)
+            if length > positions and not {key, key.rpartition(".")[0], key.partition(".")[0]} & asked
+        ]
 
-
-def _shorter(recipe: Recipe, changes: Sequence[str], positions: int) -> list[str]:
-    """Sequences of no more tokens than the model knows positions, but for lengths that were asked for."""
-    asked = {change.partition("=")[0].strip() for change in changes}
-    measured = recipe.eval.perplexity
-    lengths = (recipe.corpus.sequence_length, 0 if measured is None else measured.sequence_length)
-    return [
-        f"{key}={positions}"
-        for key, length in zip(LENGTHS, lengths, strict=True)
-        if length > positions and key not in asked and not {"corpus", "eval", "eval.perplexity"} & asked
-    ]
-
-
-def _loaded(path: Path, changes: Sequence[str], names: Mapping[str, str] | None) -> Recipe:
-    """`load_recipe`, whose messages name options as they were given."""
-    try:
-        return load_recipe(path, changes)
-    except RecipeError as error:
-        for key, option in (names or {}).items():
-            section, _, leaf = key.rpartition(".")
-            if error.where in (f"--set {key}", f"--set {section}") and leaf in error.what:
-                what = error.what.removeprefix(f"{key}: ").removeprefix(f"{section}: ")
-                raise RecipeError(what, where=option, do=error.do) from None
-        raise
+    def _loaded(self, changes: Sequence[str]) -> Recipe:
+        """`load_recipe`, whose messages name options as they were given."""
+        try:
+            return load_recipe(self.file, changes)
+        except RecipeError as error:
+            for key, option in self.names.items():
+                if error.where == SET and error.what.startswith((f"{key} ", f"{key}:")):
+                    raise RecipeError(f"{option}{error.what.removeprefix(key)}", do=error.do) from None
+            raise

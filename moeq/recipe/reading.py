@@ -19,6 +19,7 @@ from moeq.recipe.types import Section
 from moeq.recipe.wording import MOST_CHARACTERS, refusal_of
 from moeq.registry import ALLOCATORS
 
+SET = "--set"  # where a key stands that no file has
 YAML_ADVICE = "correct that line, or quote the value"
 
 
@@ -121,7 +122,7 @@ def _explain(error: ValidationError, data: Any, read: Yaml, where: str, override
     line = read.line(found.path)
     names = [key_now(override.partition("=")[0].strip()) for override in overrides]
     if any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for name in names):
-        place = "--set"
+        place = SET
     else:
         place = f"{where}, line {line}" if line else where
     if found.unknown:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from moeq.bundled.preset_files import DEFAULT, QUALITIES, chosen_preset, preset_names, preset_path
 from moeq.cli import app
 from moeq.errors import RecipeError
-from moeq.recipe import build_recipe, load_recipe
+from moeq.recipe import Start, load_recipe
 from moeq.recipe.editing import with_values
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -23,7 +23,8 @@ CHANGES: list[list[str]] = [
     ["--code-bits", "2.5", "--refine", "--quantizer", "signround"],
     ["--text", "a: b.txt", "--text", "bundled", "--eval-text", "#c.txt"],
     ["--set", "seed=3", "--set", "others.head=8", "--set", "reparam={}", "--set", "eval.perplexity.batch_size=2"],
-    ["--set", "assign.method=uniform", "--set", "assign.bits=3", "--set", "eval.compare=[]", "--set", "losses={}"],
+    ["--set", "assign={method: uniform, bits: 3}", "--set", "eval.compare=[]", "--set", "losses.bits=[2, 3]"],
+    ["--set", "assign.method=uniform", "--set", "assign.bits=3"],
 ]
 
 
@@ -55,23 +56,23 @@ def test_a_preset_is_named_once_and_right() -> None:
 
 
 def test_without_a_recipe_the_default_preset_is_where_a_recipe_starts() -> None:
-    assert build_recipe() == load_recipe(preset_path(DEFAULT))
-    assert build_recipe(preset="best").quantize.refine is not None
-    changed = build_recipe(changes=["assign.size=3GiB"])
+    assert Start().recipe() == load_recipe(preset_path(DEFAULT))
+    assert Start(preset="best").recipe().quantize.refine is not None
+    changed = Start(changes=["assign.size=3GiB"]).recipe()
     assert (changed.assign.size, changed.assign.bits_per_weight) == (3 << 30, None)
-    split = build_recipe(changes=["assign.method=prefix-split"])
+    split = Start(changes=["assign.method=prefix-split"]).recipe()
     assert (split.assign.granularity, split.assign.bits_per_weight) == (None, "5/2")
     with pytest.raises(RecipeError, match=r"^--bits: bits_per_weight must lie between"):
-        build_recipe(changes=["assign.bits_per_weight=99"], names={"assign.bits_per_weight": "--bits"})
+        Start(changes=["assign.bits_per_weight=99"], names={"assign.bits_per_weight": "--bits"}).recipe()
     with pytest.raises(RecipeError, match="preset paper-002"):
-        build_recipe(preset="paper-002", changes=["losses.bits=[8]"])
+        Start(preset="paper-002", changes=["losses.bits=[8]"]).recipe()
 
 
 def test_sequences_of_a_preset_are_cut_to_what_the_model_knows_but_not_those_that_are_asked_for() -> None:
-    short = build_recipe(positions=64)
+    short = Start(positions=64).recipe()
     assert (short.corpus.sequence_length, short.eval.perplexity.sequence_length) == (64, 64)  # type: ignore[union-attr]
-    assert build_recipe(positions=512) == build_recipe()
-    asked = build_recipe(changes=["corpus.sequence_length=100", "eval.perplexity=null"], positions=64)
+    assert Start(positions=512).recipe() == Start().recipe()
+    asked = Start(changes=["corpus.sequence_length=100", "eval.perplexity=null"], positions=64).recipe()
     assert (asked.corpus.sequence_length, asked.eval.perplexity) == (100, None)
 
 

@@ -80,15 +80,42 @@ NO_TASKS: Case = (
 NO_HARDWARE: Case = ((*BUNDLED, "--set", "estimate.hardware=abacus"), 10, "unknown hardware 'abacus'")
 EVERY = of_a_run(NO_TEXT, NO_EVALUATION, NO_TASKS, NO_HARDWARE)
 
+WITHOUT_RECIPE: list[Case] = [
+    (("./nowhere",), 3, "./nowhere: no such directory"),
+    (("run",), 2, "run: this is a run, no model; go on with it by --out run"),
+    (("model", *BUNDLED), 2, "two models: model and --model bundled:tiny-mixtral"),
+    (("model", "--preset", "paper-0000"), 2, "no preset 'paper-0000'; did you mean 'paper-000'"),
+    (("model", "--quality", "bets"), 2, "no quality 'bets'; did you mean 'best'"),
+    (("model", "--quality", "best", "--preset", "fast"), 2, "--preset goes without --quality"),
+    (("run/recipe.yaml", "--quality", "best"), 2, "--quality goes without a recipe"),
+    (("model", "--bits", "99"), 2, "--bits: bits_per_weight must lie between"),
+    (("model", "--bits", "2", "--size", "1GiB"), 2, "one budget is enough: --bits or --size"),
+    (("model", "--group-size", "3"), 2, "--group-size: group_size must be -1"),
+    (("model", "--text", "no.txt"), 4, "no.txt: no such file"),
+    (("model", "--text", "file.txt", "--eval-text", "file.txt"), 2, "--eval-text: file.txt is in --text, too"),
+]
+
 REFUSED: dict[str, list[Case]] = {
-    "run": EVERY,
-    "plan": EVERY,
+    "run": [*EVERY, *WITHOUT_RECIPE],
+    "plan": [*EVERY, *WITHOUT_RECIPE],
+    "init": [
+        *(case for case in WITHOUT_RECIPE if case[1] != 4 and case[0][0] != "run/recipe.yaml"),
+        (("broken.yaml",), 2, "broken.yaml: is a recipe"),
+        (("model", "--out", "file.txt"), 2, "file.txt: is there already"),
+    ],
+    "recipe": [
+        (("no.yaml",), 2, "no.yaml: no such recipe"),
+        (("broken.yaml",), 2, "broken.yaml"),
+        (("model",), 2, "model: is no recipe"),
+        (("--preset", "papers"), 2, "no preset 'papers'"),
+        (("--set", "losses.bites=3"), 2, "did you mean 'bits'"),
+    ],
     "reparam": of_a_run(NO_TEXT),
     "profile": of_a_run(NO_TEXT),
     "losses": of_a_run(NO_TEXT),
     "assign": of_a_run(
         NO_HARDWARE,
-        ((*BUNDLED, "--code-bits", "many"), 2, "code_bits"),
+        ((*BUNDLED, "--code-bits", "many"), 2, "--code-bits: must be a number"),
         ((*BUNDLED, "--average-bits", "2"), 2, "give --bits, which counts all that is stored, or --code-bits"),
         ((*BUNDLED, "--code-bits", "2", "--size", "1GiB"), 2, "one budget is enough"),
         ((*BUNDLED, "--size", "5 parsecs"), 2, "unknown unit 'parsecs'"),
@@ -178,6 +205,7 @@ ANSWERED = [
     ("families",), ("families", "qwen3"), ("inspect", "assignment.json"), ("inspect", "run/recipe.yaml"),
     ("inspect", "run"), ("gc", "--out", "run", "--dry-run"), ("estimate", "--model", "mixtral-8x7b", "--quiet"),
     ("estimate", "--sheet", "paper-004", "--json"), ("--version",), ("eval", "--help"),
+    ("recipe", "--schema"), ("recipe", "--preset", "best"), ("init", "model", "--out", "-", "--bits", "3"),
 ]  # fmt: skip
 
 

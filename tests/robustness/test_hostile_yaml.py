@@ -144,10 +144,13 @@ def test_recipe(moeq: ForkServer, tmp_path: Path, case: str) -> None:
 
 
 def test_recipes_that_are_no_files(moeq: ForkServer, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "loop").symlink_to("loop")
-    folder, zero, null = tmp_path, Path("/dev/zero"), Path("/dev/null")
-    for path in (tmp_path / "pipe", folder, zero, null, tmp_path / "loop", tmp_path / ("n" * 300)):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    for device in ("zero", "null"):
+        (tmp_path / f"{device}.yaml").symlink_to(f"/dev/{device}")
+    for name in ("pipe", "loop", "folder", "zero", "null", "n" * 300):
+        path = tmp_path / f"{name}.yaml"
         finished = moeq.run("plan", path, "--no-probe", more_bytes=MORE_BYTES, cpu_seconds=CPU_SECONDS)
         assert_refused(finished, RECIPE, str(path))
 
