@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_before import archives
 
 from moeq import cli, pipeline
 from moeq.artifacts import run as folders
@@ -48,12 +49,13 @@ for refused.kept_out, words in asked:
     answers.append([code, out.getvalue(), err.getvalue()])
 json.dump(answers, open(results, "w"))
 """
+COMMIT = "0" * 40
 BUNDLED = ("--model", "bundled:tiny-mixtral")
 Case = tuple[tuple[str, ...], int, str]  # options, exit code, words of the line
 
 
-def of_a_run(*more: Case) -> list[Case]:
-    """What every command on a run refuses."""
+def of_a_run(*more: Case, dense: bool = False) -> list[Case]:
+    """What every command on a run refuses; dense: it takes models without experts, too."""
     return [
         (("no.yaml",), 2, "no.yaml: no such recipe"),
         (("broken.yaml",), 2, "broken.yaml"),
@@ -62,6 +64,11 @@ def of_a_run(*more: Case) -> list[Case]:
         (("--model", "bundled:nothing"), 3, "no such bundled model"),
         (("--model", "empty"), 3, "no config.json"),
         (("--model", "nobody/nothing"), 3, "nobody/nothing"),
+        *(
+            []
+            if dense
+            else [(("--model", "dense"), 3, "dense: it is dense (llama), not a Mixture-of-Experts model: moeq")]
+        ),
         ((*BUNDLED, "--set", "losses.bites=3"), 2, "did you mean 'bits'"),
         ((*BUNDLED, "--set", "losses.group_size=3"), 2, "group_size"),
         ((*BUNDLED, "--set", "device=gpu"), 2, "device"),
@@ -82,7 +89,7 @@ EVERY = of_a_run(NO_TEXT, NO_EVALUATION, NO_TASKS, NO_HARDWARE)
 REFUSED: dict[str, list[Case]] = {
     "run": EVERY,
     "plan": EVERY,
-    "reparam": of_a_run(NO_TEXT),
+    "reparam": of_a_run(NO_TEXT, dense=True),
     "profile": of_a_run(NO_TEXT),
     "losses": of_a_run(NO_TEXT),
     "assign": of_a_run(
@@ -125,7 +132,9 @@ REFUSED: dict[str, list[Case]] = {
         (("run", "--out", "empty"), 9, "is no file that can be written"),
         (("run", "--context-aware", "gpu_experts=x"), 2, "gpu_experts"),
     ],
-    "report": of_a_run((("--out", "run", "--maps", "x", "--analysis", "y"), 2, "--analysis goes without --maps")),
+    "report": of_a_run(
+        (("--out", "run", "--maps", "x", "--analysis", "y"), 2, "--analysis goes without --maps"), dense=True
+    ),
     "inspect": [
         (("nowhere",), 7, "nowhere: no such file or directory"),
         (("empty",), 7, "neither a checkpoint, a run, a stage nor a model"),
@@ -143,7 +152,13 @@ REFUSED: dict[str, list[Case]] = {
         (("run", "--against", "./nowhere"), 3, "./nowhere: no such directory"),
         (("run", "--target", "toaster"), 2, "--target: no loader for target 'toaster'; use auto-round, transformers"),
     ],
-    "families": [(("nothing-like-it",), 3, "no family of this name")],
+    "families": [
+        (("nothing-like-it",), 3, "no family of this name"),
+        (("./nowhere",), 3, "./nowhere: no such directory"),
+        (("nowhere/config.json",), 3, "nowhere/config.json: no such file"),
+        (("nobody/nothing",), 3, "nobody/nothing: neither here nor to be had from the hub"),
+        (("empty",), 3, "no config.json"),
+    ],
     "generate": [
         (("nowhere", "hi"), 3, "nowhere: no such checkpoint directory"),
         (("empty", "hi"), 3, "no config.json"),
@@ -159,11 +174,28 @@ MISSING = [
     ("inspect", "nowhere"), ("verify", "nowhere"), ("verify", "run", "--against", "./nowhere"),
     ("convert", "nowhere/x", "--to", "gguf", "--out", "new"), ("generate", "nowhere", "hi"), ("eval", "./nowhere"),
 ]  # fmt: skip
-ANSWERED = [
-    ("families",), ("families", "qwen3"), ("inspect", "assignment.json"), ("inspect", "run/recipe.yaml"),
-    ("inspect", "run"), ("gc", "--out", "run", "--dry-run"), ("estimate", "--model", "mixtral-8x7b", "--quiet"),
-    ("estimate", "--sheet", "paper-004", "--json"), ("--version",), ("eval", "--help"),
+ARCHIVE = archives.names()[-1]  # what an earlier moeq made: a run, checkpoints in every format, models
+INSPECTED = [  # all but the forward in whole numbers, which is run again
+    *(path for path in archives.index(ARCHIVE)["inspect"] if not path.endswith("reparam/integer")),
+    "checkpoints/auto-round", "checkpoints/gptq", "checkpoints/compressed-tensors", "tiny-vit", "recipes/demo.yaml",
+    "run/profile/profile.safetensors", "run/losses/others.json", "run/losses/replicas.json", "run/assign/frontier.json",
 ]  # fmt: skip
+ANSWERED = [
+    ("families",), ("families", "qwen3"), ("families", "llama"), ("families", "kept/tiny-qwen"),
+    ("families", "kept/tiny-vit/config.json"), ("families", "kept/run/checkpoint", "--json"), ("families", "dense"),
+    ("families", "bundled:tiny-mixtral"), ("families", "org/model"), ("families", "own-code"),
+    ("inspect", "assignment.json"), ("inspect", "run/recipe.yaml"), ("inspect", "run"),
+    *(("inspect", f"kept/{path}") for path in INSPECTED),
+    ("gc", "--out", "run", "--dry-run"), ("gc", "--out", "kept/run", "--dry-run"), ("gc", "--store", "kept/run/store"),
+    ("estimate", "--model", "mixtral-8x7b", "--quiet"), ("estimate", "--sheet", "paper-004", "--json"),
+    ("estimate", "--model", "mixtral-8x7b", "--hardware", "h100-ndp-pcie4"),
+    ("estimate", "--model", "mixtral-8x7b", "--capacity"),
+    ("estimate", "--model", "kept/tiny-qwen", "--bits", "3"), ("estimate", "--model", "kept/checkpoints/gptq"),
+    ("estimate", "--model", "kept/run/checkpoint"),
+    ("--version",), ("--help",), *((name, "--help") for name in cli.COMMANDS),
+]  # fmt: skip
+
+DRAWN = [("estimate", "kept/recipes/paper-000-figures.yaml", "--out", "page")]  # with a page, whose charts are drawn
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +206,15 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
     (folder / "run" / "recipe.yaml").write_text("model: bundled:tiny-mixtral\n", "utf-8")
     (folder / "model" / "config.json").write_text('{"model_type": "mixtral"}', "utf-8")
+    hub = folder / "hub" / "models--org--model"  # as the client keeps what was downloaded
+    for place in (folder / "dense", folder / "own-code", hub / "snapshots" / COMMIT, hub / "refs"):
+        place.mkdir(parents=True)
+    (hub / "refs" / "main").write_text(COMMIT, "utf-8")
+    (hub / "snapshots" / COMMIT / "config.json").write_text('{"model_type": "olmoe"}', "utf-8")
+    (folder / "dense" / "config.json").write_text('{"model_type": "llama"}', "utf-8")
+    own = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
+    (folder / "own-code" / "config.json").write_text(json.dumps(own), "utf-8")
+    archives.kept_in(ARCHIVE, folder / "kept")
     (folder / "broken.yaml").write_text("losses: [", "utf-8")
     (folder / "broken.json").write_text("{", "utf-8")
     (folder / "file.txt").write_text("text", "utf-8")
@@ -192,13 +233,14 @@ def answers(here: Path) -> dict[tuple[str, ...], Any]:
         *((NO_MISSING_FILE, words) for words in MISSING),
         *((NO_REFUSAL, words) for words in refused if words not in MISSING),
         *((HEAVY, words) for words in ANSWERED),
+        *(([name for name in HEAVY if name != "matplotlib"], words) for words in DRAWN),
     ]
     results = here / "results.json"
     subprocess.run(
         [sys.executable, "-c", DRIVER, str(results)],
         input=json.dumps(asked),
         cwd=here,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(here / "hub")},
         capture_output=True,
         text=True,
         timeout=300,
@@ -223,7 +265,7 @@ def test_every_command_has_its_refusals() -> None:
     assert {(name, *words) for name, cases in REFUSED.items() for words, _, _ in cases} >= set(MISSING)
 
 
-@pytest.mark.parametrize("words", ANSWERED, ids=lambda words: " ".join(words))
+@pytest.mark.parametrize("words", [*ANSWERED, *DRAWN], ids=lambda words: " ".join(words))
 def test_what_is_small_is_answered_without_anything_heavy(
     words: tuple[str, ...], answers: dict[tuple[str, ...], Any]
 ) -> None:
