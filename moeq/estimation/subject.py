@@ -117,7 +117,7 @@ def _heads_fill_hidden(text: Mapping[str, Any], shapes: Mapping[str, Shape]) -> 
     """Whether a head's size is the hidden size over the heads, as a layer's matrix of keys has it."""
     hidden, heads, sharing = (next(text[key] for key in keys if text.get(key)) for keys in (HIDDEN, HEADS, KV_HEADS))
     rows = next((shape[0] for key, shape in shapes.items() if key.endswith(".self_attn.k_proj.weight")), None)
-    return rows == sharing * (hidden // heads)
+    return bool(rows == sharing * (hidden // heads))
 
 
 def _plain_shapes(source: ModelSource) -> dict[str, Shape] | None:
@@ -130,7 +130,8 @@ def _plain_shapes(source: ModelSource) -> dict[str, Shape] | None:
 
 def _placed_shapes(source: ModelSource, manifest: PlacementManifest) -> dict[str, Shape]:
     """{key: shape} of a checkpoint in the native format as it was before it was packed."""
-    packed = tuple(f"{one.name}." for one in (*manifest.layers, *manifest.others))
+    names = [layer.name for layer in manifest.layers] + [module.name for module in manifest.others]
+    packed = tuple(f"{name}." for name in names)
     shapes = {key: header.shape for key, header in source.tensors.items() if not key.startswith(packed)}
     shapes |= {f"{one.name}.weight": (one.rows, one.inputs) for one in manifest.others if one.tied is None}
     for layer in manifest.layers:

@@ -360,8 +360,8 @@ def test_packed_modules_that_are_turned(tmp_path: Path) -> None:
 
 def half_zero_points(weight: PackedWeight) -> Tensor:
     """Q4_1: the zero point times the scale in float16, which has too few digits for it."""
-        from moeq.numerics.packing import unpack
-from moeq.numerics.widths import resolved_group_size
+    from moeq.numerics.packing import unpack
+    from moeq.numerics.widths import resolved_group_size
 
     zeros = unpack(weight.zeros, 4, weight.scales.shape[-1])
     least = -(zeros.half() * weight.scales)
