@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,3 +67,14 @@ def _takes(exporter: Exporter, family: Support) -> bool:
     if exporter.families is not None and family.model_type not in exporter.families:
         return False
     return family.separate or not exporter.separate
+
+
+def lines_of(found: dict[str, Any]) -> Iterator[str]:
+    """An answer in words: whether it is one that works, its sizes as config.json states them, what it can become."""
+    yield f"{found['model']}: {found['line']}{'; ' + found['do'] if found['do'] else ''}"
+    counts = {"layers": found["layers"], "experts": found["experts"], "a token": found["experts_a_token"]}
+    stated = ", ".join(f"{count} {name}" for name, count in counts.items() if count is not None)
+    yield f"model type: {found['model_type']}{f' ({stated})' if stated else ''}"
+    if found["family"] is not None:
+        yield f"class: {found['family']['model']}, experts {found['family']['experts']}"
+    yield from (f"format {name}: {', '.join(runtimes)}" for name, runtimes in found["formats"].items())

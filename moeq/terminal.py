@@ -49,23 +49,6 @@ def print_families(rows: list[Support]) -> None:
     )
 
 
-def print_suitability(found: dict[str, Any]) -> None:
-    """Whether a model is one that works, its sizes as config.json states them, and what it can be written as."""
-    console = Console(highlight=False)
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True, markup=False)
-
-    say(f"{found['model']}: {found['line']}{'; ' + found['do'] if found['do'] else ''}")
-    counts = {"layers": found["layers"], "experts": found["experts"], "a token": found["experts_a_token"]}
-    stated = ", ".join(f"{count} {name}" for name, count in counts.items() if count is not None)
-    say(f"model type: {found['model_type']}{f' ({stated})' if stated else ''}")
-    if found["family"] is not None:
-        say(f"class: {found['family']['model']}, experts {found['family']['experts']}")
-    for name, runtimes in found["formats"].items():
-        say(f"format {name}: {', '.join(runtimes)}")
-
-
 def print_verdict(verdict: Verdict) -> None:
     """What verify found: the layers, the worst first, the logits, what is wrong, and one line that says it all."""
     console = Console(highlight=False)

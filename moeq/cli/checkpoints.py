@@ -157,7 +157,7 @@ def families(
     if name is not None:
         answered = suitability.of_model(name) if suitability.is_model(name) else suitability.of_dense_type(name)
     if answered is not None:
-        show(answered, terminal.print_suitability, json=json, quiet=quiet)
+        show(answered, lambda _: print(*suitability.lines_of(answered), sep="\n"), json=json, quiet=quiet)
         return
     rows = support.families(name)
     found = {"families": [asdict(row) | {"formats": suitability.formats_of(row)} for row in rows]}

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moeq.artifacts.assignment import Assignment, read_assignment
 from moeq.errors import EstimateError, ModelError, RecipeError
-from moeq.estimator import ModelGeometry, Placement, known_geometries, load_geometry
+from moeq.estimator import ModelGeometry, Placement, geometry_from_config, known_geometries, load_geometry
+from moeq.estimator.geometry import HEADS, HIDDEN, KV_HEADS, TOP_K
 from moeq.estimator.placement import assignment_placement, placement_of, weights_of_a_scale
 
 if TYPE_CHECKING:  # torch and transformers are imported where a configuration or a manifest is read
     from moeq.artifacts.manifest import PlacementManifest
     from moeq.models.source import ModelSource
+    from moeq.models.stored_experts import Shape
 
 MANIFEST = "placement.json"
+STATED = (TOP_K, HEADS, KV_HEADS, HIDDEN)  # without one of each the family decides
+BUFFERS = re.compile(  # what weights hold that are no parameters: corrections of routers, tables, decays
+    r"(correction_bias|expert_bias|expert_biases|tid2eid|layer_scalar|inv_freq|_decay|slope_rate|balancing_biases)$"
+)
 BUNDLED = "bundled:"
 
 
@@ -62,14 +71,81 @@ def read_model(name: str, *, trust_remote_code: bool = False) -> Model:
 
     source = open_config(name, beside=(MANIFEST,), trust_remote_code=trust_remote_code)
     manifest = read_manifest(source.path) if (source.path / MANIFEST).is_file() else None
-    geometry = _geometry(source, trust_remote_code)
+    geometry = stored_geometry(source, manifest) or made_geometry(source, trust_remote_code)
     if manifest is not None:  # its directory is called "checkpoint" as often as not
         geometry = replace(geometry, name=manifest.model.name)
     return Model(geometry=geometry, manifest=manifest)
 
 
-def _geometry(source: ModelSource, trust_remote_code: bool) -> ModelGeometry:
-    """Sizes from the configuration alone, of a packed model those that it had before."""
+def stored_geometry(source: ModelSource, manifest: PlacementManifest | None = None) -> ModelGeometry | None:
+    """Sizes from config.json and the headers of the weights beside it, without making a model; None where they do not
+    say all: without weights, in a file of another kind, or where config.json leaves sizes to the family.
+
+    manifest: of a checkpoint in the native format.
+    """
+    from moeq.models.source import INDEX, SINGLE, open_source
+    from moeq.models.stored_experts import stored_layers, text_config, without_drafts
+
+    text = text_config(source.config)
+    has_weights = (source.path / SINGLE).is_file() or (source.path / INDEX).is_file()
+    if not has_weights or not all(any(text.get(key) for key in keys) for keys in STATED):
+        return None
+    opened = open_source(str(source.path))
+    shapes = _plain_shapes(opened) if manifest is None else _placed_shapes(opened, manifest)
+    if shapes is None:
+        return None
+    shapes = without_drafts(shapes, source.config)
+    layers = stored_layers(shapes, source.config, str(source.path))
+    sizes = {(layer.num_experts, layer.intermediate_size, layer.matrices) for layer in layers}
+    if len(sizes) != 1:
+        return None
+    experts, inner, matrices = sizes.pop()
+    apart = {key for layer in layers for key in layer.keys}
+    rest = sum(math.prod(shape) for key, shape in shapes.items() if key not in apart and not BUFFERS.search(key))
+    if not text.get("head_dim") and not _heads_fill_hidden(text, shapes):
+        return None
+    found = geometry_from_config(
+        text,
+        num_moe_layers=len(layers),
+        num_experts=experts,
+        expert_intermediate_size=inner,
+        non_expert_parameters=rest,
+        matrices_per_expert=matrices,
+    )
+    return replace(found, name=source.name)
+
+
+def _heads_fill_hidden(text: Mapping[str, Any], shapes: Mapping[str, Shape]) -> bool:
+    """Whether a head's size is the hidden size over the heads, as a layer's matrix of keys has it."""
+    hidden, heads, sharing = (next(text[key] for key in keys if text.get(key)) for keys in (HIDDEN, HEADS, KV_HEADS))
+    rows = next((shape[0] for key, shape in shapes.items() if key.endswith(".self_attn.k_proj.weight")), None)
+    return bool(rows == sharing * (hidden // heads))
+
+
+def _plain_shapes(source: ModelSource) -> dict[str, Shape] | None:
+    """{key: shape} of a checkpoint's tensors, packed matrices as their values; None where scales lie among them."""
+    from moeq.exporters.readers.described import shapes_of
+    from moeq.models.declared import is_dequantized
+
+    return None if is_dequantized(source) else shapes_of(source)
+
+
+def _placed_shapes(source: ModelSource, manifest: PlacementManifest) -> dict[str, Shape]:
+    """{key: shape} of a checkpoint in the native format as it was before it was packed."""
+    names = [layer.name for layer in manifest.layers] + [module.name for module in manifest.others]
+    packed = tuple(f"{name}." for name in names)
+    shapes = {key: header.shape for key, header in source.tensors.items() if not key.startswith(packed)}
+    shapes |= {f"{one.name}.weight": (one.rows, one.inputs) for one in manifest.others if one.tied is None}
+    for layer in manifest.layers:
+        hidden, inner = layer.hidden_size, layer.intermediate_size
+        for projection in layer.projections:
+            shape = (hidden, inner) if projection == "down_proj" else (inner, hidden)
+            shapes |= {f"{layer.name}.{expert}.{projection}.weight": shape for expert in range(layer.num_experts)}
+    return shapes
+
+
+def made_geometry(source: ModelSource, trust_remote_code: bool = False) -> ModelGeometry:
+    """Sizes from the configuration alone, by the model that transformers makes of it; of a packed one as it was."""
     from moeq.models import loading
     from moeq.stages.geometry import model_geometry
 

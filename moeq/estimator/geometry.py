@@ -15,13 +15,13 @@ from moeq.bounded import read_yaml
 from moeq.errors import EstimateError, nearest
 
 SCALE_BITS = 16
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts", "top_k")
-_HEADS = ("num_attention_heads", "num_heads", "n_head", "decoder_attention_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
-_POSITIONS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions")
-_HIDDEN = ("hidden_size", "d_model", "n_embd")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts", "top_k")
+HEADS = ("num_attention_heads", "num_heads", "n_head", "decoder_attention_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
+POSITIONS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions")
+HIDDEN = ("hidden_size", "d_model", "n_embd")
+CONFIG_KEYS = (*TOP_K, *HEADS, *KV_HEADS, *HIDDEN, *POSITIONS, "head_dim")
 TOY_BYTES = 1 << 30
-CONFIG_KEYS = (*_TOP_K, *_HEADS, *_KV_HEADS, *_HIDDEN, *_POSITIONS, "head_dim")
 
 
 def effective_bits(bits: ArrayLike, group_size: int | None, zero_points: bool = False) -> NDArray[np.float64]:
@@ -158,21 +158,21 @@ def geometry_from_config(
     nested = config.get("text_config")
     text = {**config, **nested} if isinstance(nested, Mapping) else config
     name = str(config.get("_name_or_path") or config.get("model_type") or "model")
-    hidden_size = _integer(text, _HIDDEN, name)
-    heads = _integer(text, _HEADS, name)
+    hidden_size = _integer(text, HIDDEN, name)
+    heads = _integer(text, HEADS, name)
     return ModelGeometry(
         name=name,
         num_layers=num_moe_layers,
         hidden_size=hidden_size,
         intermediate_size=expert_intermediate_size,
         num_experts=num_experts,
-        top_k=_integer(text, _TOP_K, name),
+        top_k=_integer(text, TOP_K, name),
         num_attention_heads=heads,
-        num_key_value_heads=_integer(text, _KV_HEADS, name, default=heads),
+        num_key_value_heads=_integer(text, KV_HEADS, name, default=heads),
         head_dim=_integer(text, ("head_dim",), name, default=hidden_size // heads),
         non_expert_parameters=non_expert_parameters,
         matrices_per_expert=matrices_per_expert,
-        max_positions=_integer(text, _POSITIONS, name, default=0) or None,
+        max_positions=_integer(text, POSITIONS, name, default=0) or None,
     )
 
 

@@ -9,6 +9,7 @@ Letters: E experts, H hidden size, I intermediate size.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,17 +30,22 @@ COUNTS = (
     "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts",
 )  # fmt: skip
 LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
+DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")  # of encoder-decoders
 REMEDY = "check that the directory is a complete transformers checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLayer:
-    """The experts of one MoE layer: the module that holds them, as its tensors are called; its sizes; all its keys."""
+    """The experts of one MoE layer: the module that holds them, as its tensors are called; its sizes; all its keys.
+
+    matrices: of one expert, 3 with a gate, 2 without.
+    """
 
     name: str
     num_experts: int
     hidden_size: int
     intermediate_size: int
+    matrices: int
     keys: tuple[str, ...]
 
 
@@ -81,11 +87,10 @@ def stored_layers(shapes: Mapping[str, Shape], config: Mapping[str, Any], where:
     Layers beyond those of the configuration (drafts of later tokens) are not among them. Raises ModelError where an
     expert is missing or is not as the others.
     """
-    decoder = stated(config, LAYERS)
     found: dict[str, _Found] = {}
-    for key, shape in shapes.items():
+    for key, shape in without_drafts(shapes, config).items():
         place = _place(key, shape)
-        if place is None or (decoder is not None and _is_beyond(key, decoder)):
+        if place is None:
             continue
         module, matrix = place
         number = NUMBERED.fullmatch(matrix.split(".")[0])
@@ -101,15 +106,26 @@ def stored_layers(shapes: Mapping[str, Shape], config: Mapping[str, Any], where:
     return [_layer(module, found[module], counts, where) for module in sorted(found, key=_order)]
 
 
-def _is_beyond(key: str, layers: int) -> bool:
+def without_drafts(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Tensors without those of layers beyond the configuration's, which transformers leaves out."""
+    counts = [count for keys in (LAYERS, DECODER_LAYERS) if (count := stated(config, keys)) is not None]
+    most = max(counts, default=None)
+    return {key: shape for key, shape in shapes.items() if not _is_draft(key, most)}
+
+
+def _is_draft(key: str, layers: int | None) -> bool:
+    parts = key.split(".")
+    if any(part.startswith(LEFT_ALONE) for part in parts):
+        return False
     number = LAYER.search(key)
-    return number is not None and int(number[1]) >= layers
+    beyond = layers is not None and number is not None and int(number[1]) >= layers
+    return beyond or any(part.startswith(DRAFTS) for part in parts)
 
 
 def _place(key: str, shape: Shape) -> tuple[str, str] | None:
     """The experts' module and what the tensor is called below it; None for a tensor that is of no routed expert."""
     parts = key.split(".")
-    if any(part.startswith(LEFT_ALONE + DRAFTS) for part in parts):
+    if any(part.startswith(LEFT_ALONE) for part in parts):
         return None
     if "experts" in parts:
         end = parts.index("experts") + 1
@@ -133,13 +149,21 @@ def _order(name: str) -> list[tuple[int, str]]:
 def _layer(name: str, found: _Found, counts: Sequence[int], where: str) -> StoredLayer:
     if found.one_by_one:
         experts, hidden, inner = _numbered(name, found.one_by_one, where)
+        matrices = sum(1 for _ in _weights(found.one_by_one[0]))
     else:
         experts, hidden, inner = _stacked(name, found.stacks, counts, where)
+        weights = sum(math.prod(_unblocked(shape)) for _, shape in _weights(found.stacks))
+        matrices = weights // (experts * hidden * inner)
     if counts and experts not in counts:
         what = f"{name} holds {experts} experts, the configuration wants {' or '.join(map(str, sorted(set(counts))))}"
         raise ModelError(what, where=where, do=REMEDY)
     return StoredLayer(
-        name=name, num_experts=experts, hidden_size=hidden, intermediate_size=inner, keys=tuple(sorted(found.keys))
+        name=name,
+        num_experts=experts,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        matrices=matrices,
+        keys=tuple(sorted(found.keys)),
     )
 
 

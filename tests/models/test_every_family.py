@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,20 @@ import transformers
 from family_models import ENCODER_DECODERS, FAMILIES, NOT_BUILT, SEEING, inputs, inputs_with_image, of_name, save
 from greenlet import getcurrent, greenlet
 
+from moeq.errors import ModelError
+from moeq.estimation import subject
 from moeq.models import loading
-from moeq.models.source import open_source
+from moeq.models.disk_names import DiskNames
+from moeq.models.experts import find_expert_layers
+from moeq.models.source import ModelSource, open_source
+from moeq.models.stored_experts import stored_layers
 from moeq.models.streaming import StreamedModel
+from moeq.models.support import answer
 
 CPU = torch.device("cpu")
+NOT_BY_HEADERS = {  # config.json leaves some of their sizes to transformers, or their heads have sizes of their own
+    "dbrx", "glm4_moe_lite", "glm5_next", "jetmoe", "moe_vit", "qwen3_omni_moe_thinker", "switch_transformers",
+}  # fmt: skip
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
@@ -49,11 +61,41 @@ def in_lockstep(streamed: StreamedModel, calls: list[dict[str, Any]]) -> tuple[l
             streamed.only(events[0])
 
 
+def check_headers(source: ModelSource, model: Any) -> None:
+    """What names and shapes of tensors say of the experts is what the family's own rules say; so are its sizes."""
+    shapes = {key: header.shape for key, header in source.tensors.items()}
+    known = answer(source.config)
+    assert known.family is not None
+    if known.verdict == "refused":
+        with pytest.raises(ModelError, match=re.escape(f"are not supported: {known.family.remark};")):
+            find_expert_layers(model)
+        return
+    layers = find_expert_layers(model)
+    stored = stored_layers(shapes, source.config, "here")
+    assert (known.verdict, known.experts) == ("works", layers[0].num_experts)
+    assert {key for layer in stored for key in layer.keys} == loading.expert_keys(source, model, layers)
+    assert Counter(
+        (one.num_experts, one.hidden_size, one.intermediate_size, one.matrices) for one in stored
+    ) == Counter(
+        (layer.num_experts, layer.hidden_size, layer.intermediate_size, len(layer.projections)) for layer in layers
+    )
+    names = DiskNames(model)
+    assert known.family.separate == all(not one.biased and names.experts(one) is not None for one in layers)
+    found = subject.stored_geometry(source)
+    if found is not None:  # a router's correction, a number an expert, may count as parameters or not
+        wanted = subject.made_geometry(source)
+        difference = found.non_expert_parameters - wanted.non_expert_parameters
+        assert replace(found, non_expert_parameters=wanted.non_expert_parameters) == wanted
+        assert abs(difference) <= (layers[0].num_experts + 1) * len(layers)
+    assert (found is None) == (source.config["model_type"] in NOT_BY_HEADERS)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_streamed_equals_loaded(family: str, tmp_path: Path) -> None:
     source = open_source(str(save(family, tmp_path / "model", with_tokenizer=False)))
     whole, streamed = loading.load_model(source, torch.float32, CPU), StreamedModel(source, torch.float32, CPU)
     assert type(streamed.model) is type(whole) is of_name(FAMILIES[family].model)
+    check_headers(source, whole)
     resident = streamed.bytes_read
     calls = [inputs(family), inputs(family, rows=1, length=9)]
     with torch.no_grad():

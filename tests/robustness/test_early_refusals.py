@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_before import archives
 
 from moeq import cli, pipeline
 from moeq.artifacts import run as folders
@@ -48,12 +49,13 @@ for refused.kept_out, words in asked:
     answers.append([code, out.getvalue(), err.getvalue()])
 json.dump(answers, open(results, "w"))
 """
+COMMIT = "0" * 40
 BUNDLED = ("--model", "bundled:tiny-mixtral")
 Case = tuple[tuple[str, ...], int, str]  # options, exit code, words of the line
 
 
-def of_a_run(*more: Case) -> list[Case]:
-    """What every command on a run refuses."""
+def of_a_run(*more: Case, dense: bool = False) -> list[Case]:
+    """What every command on a run refuses; dense: it takes models without experts, too."""
     return [
         (("no.yaml",), 13, "no.yaml: no such file or directory"),
         (("broken.yaml",), 2, "broken.yaml"),
@@ -63,6 +65,11 @@ def of_a_run(*more: Case) -> list[Case]:
         (("--model", "bundled:nothing"), 3, "no such bundled model"),
         (("--model", "empty"), 3, "no config.json"),
         (("--model", "nobody/nothing"), 3, "nobody/nothing"),
+        *(
+            []
+            if dense
+            else [(("--model", "dense"), 3, "dense: it is dense (llama), not a Mixture-of-Experts model: moeq")]
+        ),
         ((*BUNDLED, "--set", "losses.bites=3"), 2, "did you mean 'bits'"),
         ((*BUNDLED, "--set", "losses.group_size=3"), 2, "group_size"),
         ((*BUNDLED, "--set", "device=gpu"), 2, "device"),
@@ -80,18 +87,19 @@ NO_TASKS: Case = (
 NO_HARDWARE: Case = ((*BUNDLED, "--set", "estimate.hardware=abacus"), 10, "unknown hardware 'abacus'")
 EVERY = of_a_run(NO_TEXT, NO_EVALUATION, NO_TASKS, NO_HARDWARE)
 
+NO_TEXT_FILE: Case = (("model", "--text", "no.txt"), 13, "no.txt: no such file or directory")
 WITHOUT_RECIPE: list[Case] = [
-    (("./nowhere",), 3, "./nowhere: no such directory"),
+    (("./nowhere",), 13, "./nowhere: no such file or directory"),
     (("run",), 2, "run: this is a run, no model; go on with it by --out run"),
     (("model", *BUNDLED), 2, "two models: model and --model bundled:tiny-mixtral"),
     (("model", "--preset", "paper-0000"), 2, "no preset 'paper-0000'; did you mean 'paper-000'"),
     (("model", "--quality", "bets"), 2, "no quality 'bets'; did you mean 'best'"),
     (("model", "--quality", "best", "--preset", "fast"), 2, "--preset goes without --quality"),
     (("run/recipe.yaml", "--quality", "best"), 2, "--quality goes without a recipe"),
-    (("model", "--bits", "99"), 2, "--bits: bits_per_weight must lie between"),
+    (("model", "--bits", "99"), 2, "--bits is 99; give a number between"),
     (("model", "--bits", "2", "--size", "1GiB"), 2, "one budget is enough: --bits or --size"),
-    (("model", "--group-size", "3"), 2, "--group-size: group_size must be -1"),
-    (("model", "--text", "no.txt"), 4, "no.txt: no such file"),
+    (("model", "--group-size", "3"), 2, "--group-size"),
+    NO_TEXT_FILE,
     (("model", "--text", "file.txt", "--eval-text", "file.txt"), 2, "--eval-text: file.txt is in --text, too"),
 ]
 
@@ -99,18 +107,18 @@ REFUSED: dict[str, list[Case]] = {
     "run": [*EVERY, *WITHOUT_RECIPE],
     "plan": [*EVERY, *WITHOUT_RECIPE],
     "init": [
-        *(case for case in WITHOUT_RECIPE if case[1] != 4 and case[0][0] != "run/recipe.yaml"),
+        *(case for case in WITHOUT_RECIPE if case is not NO_TEXT_FILE and case[0][0] != "run/recipe.yaml"),
         (("broken.yaml",), 2, "broken.yaml: is a recipe"),
         (("model", "--out", "file.txt"), 2, "file.txt: is there already"),
     ],
     "recipe": [
-        (("no.yaml",), 2, "no.yaml: no such recipe"),
+        (("no.yaml",), 13, "no.yaml: no such file or directory"),
         (("broken.yaml",), 2, "broken.yaml"),
         (("model",), 2, "model: is no recipe"),
         (("--preset", "papers"), 2, "no preset 'papers'"),
         (("--set", "losses.bites=3"), 2, "did you mean 'bits'"),
     ],
-    "reparam": of_a_run(NO_TEXT),
+    "reparam": of_a_run(NO_TEXT, dense=True),
     "profile": of_a_run(NO_TEXT),
     "losses": of_a_run(NO_TEXT),
     "assign": of_a_run(
@@ -166,7 +174,9 @@ REFUSED: dict[str, list[Case]] = {
         (("run", "--out", "empty"), 9, "is no file that can be written"),
         (("run", "--context-aware", "gpu_experts=x"), 2, "gpu_experts"),
     ],
-    "report": of_a_run((("--out", "run", "--maps", "x", "--analysis", "y"), 2, "--analysis goes without --maps")),
+    "report": of_a_run(
+        (("--out", "run", "--maps", "x", "--analysis", "y"), 2, "--analysis goes without --maps"), dense=True
+    ),
     "inspect": [
         (("nowhere",), 13, "nowhere: no such file or directory"),
         (("empty",), 7, "neither a checkpoint, a run, a stage nor a model"),
@@ -184,7 +194,13 @@ REFUSED: dict[str, list[Case]] = {
         (("run", "--against", "./nowhere"), 13, "./nowhere: no such file or directory"),
         (("run", "--target", "toaster"), 2, "--target: unknown runtime 'toaster'; use one of native, auto-round"),
     ],
-    "families": [(("nothing-like-it",), 3, "no family of this name")],
+    "families": [
+        (("nothing-like-it",), 3, "no family of this name"),
+        (("./nowhere",), 13, "./nowhere: no such file or directory"),
+        (("nowhere/config.json",), 3, "nowhere/config.json: no such file"),
+        (("nobody/nothing",), 3, "nobody/nothing: neither here nor to be had from the hub"),
+        (("empty",), 3, "no config.json"),
+    ],
     "generate": [
         (("nowhere", "hi"), 13, "nowhere: no such file or directory"),
         (("empty", "hi"), 3, "no config.json"),
@@ -201,12 +217,29 @@ MISSING = [
     ("inspect", "nowhere"), ("verify", "nowhere"), ("verify", "run", "--against", "./nowhere"),
     ("convert", "nowhere/x", "--to", "llama.cpp", "--out", "new"), ("generate", "nowhere", "hi"), ("eval", "./nowhere"),
 ]  # fmt: skip
-ANSWERED = [
-    ("families",), ("families", "qwen3"), ("inspect", "assignment.json"), ("inspect", "run/recipe.yaml"),
-    ("inspect", "run"), ("gc", "--out", "run", "--dry-run"), ("estimate", "--model", "mixtral-8x7b", "--quiet"),
-    ("estimate", "--sheet", "paper-004", "--json"), ("--version",), ("eval", "--help"),
-    ("recipe", "--schema"), ("recipe", "--preset", "best"), ("init", "model", "--out", "-", "--bits", "3"),
+ARCHIVE = archives.names()[-1]  # what an earlier moeq made: a run, checkpoints in every format, models
+INSPECTED = [  # all but the forward in whole numbers, which is run again
+    *(path for path in archives.index(ARCHIVE)["inspect"] if not path.endswith("reparam/integer")),
+    "checkpoints/auto-round", "checkpoints/gptq", "checkpoints/compressed-tensors", "tiny-vit", "recipes/demo.yaml",
+    "run/profile/profile.safetensors", "run/losses/others.json", "run/losses/replicas.json", "run/assign/frontier.json",
 ]  # fmt: skip
+ANSWERED = [
+    ("families",), ("families", "qwen3"), ("families", "llama"), ("families", "kept/tiny-qwen"),
+    ("families", "kept/tiny-vit/config.json"), ("families", "kept/run/checkpoint", "--json"), ("families", "dense"),
+    ("families", "bundled:tiny-mixtral"), ("families", "org/model"), ("families", "own-code"),
+    ("inspect", "assignment.json"), ("inspect", "run/recipe.yaml"), ("inspect", "run"),
+    *(("inspect", f"kept/{path}") for path in INSPECTED),
+    ("gc", "--out", "run", "--dry-run"), ("gc", "--out", "kept/run", "--dry-run"), ("gc", "--store", "kept/run/store"),
+    ("estimate", "--model", "mixtral-8x7b", "--quiet"), ("estimate", "--sheet", "paper-004", "--json"),
+    ("estimate", "--model", "mixtral-8x7b", "--hardware", "h100-ndp-pcie4"),
+    ("estimate", "--model", "mixtral-8x7b", "--capacity"),
+    ("estimate", "--model", "kept/tiny-qwen", "--bits", "3"), ("estimate", "--model", "kept/checkpoints/gptq"),
+    ("estimate", "--model", "kept/run/checkpoint"),
+    ("recipe", "--schema"), ("recipe", "--preset", "best"), ("init", "model", "--out", "-", "--bits", "3"),
+    ("--version",), ("--help",), *((name, "--help") for name in cli.COMMANDS),
+]  # fmt: skip
+
+DRAWN = [("estimate", "kept/recipes/paper-000-figures.yaml", "--out", "page")]  # with a page, whose charts are drawn
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +250,15 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
     (folder / "run" / "recipe.yaml").write_text("model: bundled:tiny-mixtral\n", "utf-8")
     (folder / "model" / "config.json").write_text('{"model_type": "mixtral"}', "utf-8")
+    hub = folder / "hub" / "models--org--model"  # as the client keeps what was downloaded
+    for place in (folder / "dense", folder / "own-code", hub / "snapshots" / COMMIT, hub / "refs"):
+        place.mkdir(parents=True)
+    (hub / "refs" / "main").write_text(COMMIT, "utf-8")
+    (hub / "snapshots" / COMMIT / "config.json").write_text('{"model_type": "olmoe"}', "utf-8")
+    (folder / "dense" / "config.json").write_text('{"model_type": "llama"}', "utf-8")
+    own = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
+    (folder / "own-code" / "config.json").write_text(json.dumps(own), "utf-8")
+    archives.kept_in(ARCHIVE, folder / "kept")
     (folder / "broken.yaml").write_text("losses: [", "utf-8")
     (folder / "broken.json").write_text("{", "utf-8")
     (folder / "file.txt").write_text("text", "utf-8")
@@ -235,13 +277,14 @@ def answers(here: Path) -> dict[tuple[str, ...], Any]:
         *((NO_MISSING_FILE, words) for words in MISSING),
         *((NO_REFUSAL, words) for words in refused if words not in MISSING),
         *((HEAVY, words) for words in ANSWERED),
+        *(([name for name in HEAVY if name != "matplotlib"], words) for words in DRAWN),
     ]
     results = here / "results.json"
     subprocess.run(
         [sys.executable, "-c", DRIVER, str(results)],
         input=json.dumps(asked),
         cwd=here,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(here / "hub")},
         capture_output=True,
         text=True,
         timeout=300,
@@ -266,7 +309,7 @@ def test_every_command_has_its_refusals() -> None:
     assert {(name, *words) for name, cases in REFUSED.items() for words, _, _ in cases} >= set(MISSING)
 
 
-@pytest.mark.parametrize("words", ANSWERED, ids=lambda words: " ".join(words))
+@pytest.mark.parametrize("words", [*ANSWERED, *DRAWN], ids=lambda words: " ".join(words))
 def test_what_is_small_is_answered_without_anything_heavy(
     words: tuple[str, ...], answers: dict[tuple[str, ...], Any]
 ) -> None:

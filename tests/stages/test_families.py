@@ -19,6 +19,7 @@ import torch
 from moeq import inspection, pipeline
 from moeq.errors import ModelError
 from moeq.models import loading
+from moeq.models.disk_names import DiskNames
 from moeq.models.experts import find_expert_layers
 from moeq.models.forward import forward
 from moeq.models.streaming import StreamedModel
@@ -104,6 +105,7 @@ def measure(family: str, folder: Path) -> Support:
         experts="",
         streamed=streams(family, context),
         quantized=False,
+        separate=False,
         remark=REMARKS.get(family, ""),
     )
     try:
@@ -114,10 +116,12 @@ def measure(family: str, folder: Path) -> Support:
         assert not context.out.exists()
         reason = str(refusal).partition("are not supported: ")[2].partition(";")[0]
         return dataclasses.replace(row, experts="refused", remark=reason)
+    names = DiskNames(model)
+    separate = all(not layer.biased and names.experts(layer) is not None for layer in layers)
     words = [layers[0].kind.name, *layers[0].kind.remarks(model.get_submodule(layers[0].name))]
     pipeline.run(context)
     check_export(context, folder)
-    return dataclasses.replace(row, experts=", ".join(dict.fromkeys(words)), quantized=True)
+    return dataclasses.replace(row, experts=", ".join(dict.fromkeys(words)), quantized=True, separate=separate)
 
 
 def record(row: Support) -> None:

@@ -22,13 +22,9 @@ def packed(path: Path, label: str) -> dict[str, Any]:
     ModelError for a directory that is damaged, or whose experts are not alike.
     """
     source = open_source(str(path))
-    layout = layout_of(source)
-    assert layout is not None
-    modules = _modules(source, layout)
+    modules = _modules(source, layout_of(source))
     parts = {f"{module}.{part}" for module, headers in modules.items() for part in headers}
-    shapes = {f"{module}.weight": _checked(module, headers, layout) for module, headers in modules.items()}
-    shapes |= {key: header.shape for key, header in source.tensors.items() if key not in parts}
-    layers = stored_layers(shapes, source.config, str(path))
+    layers = stored_layers(shapes_of(source), source.config, str(path))
     if not layers:
         raise ArtifactError("no module holds routed experts", where=str(path), do=AGAIN)
     of_experts = {key for layer in layers for key in layer.keys}
@@ -45,8 +41,24 @@ def packed(path: Path, label: str) -> dict[str, Any]:
     }
 
 
-def _modules(source: ModelSource, layout: Layout) -> dict[str, dict[str, TensorHeader]]:
+def shapes_of(source: ModelSource) -> dict[str, Shape]:
+    """{key: shape} of the tensors of a plain or packed checkpoint, a packed matrix as MODULE.weight.
+
+    Raises ArtifactError for a packed one whose parts are not those of its grid, or a format that is not read.
+    """
+    layout = layout_of(source)
+    if layout is None:
+        return {key: header.shape for key, header in source.tensors.items()}
+    modules = _modules(source, layout)
+    parts = {f"{module}.{part}" for module, headers in modules.items() for part in headers}
+    shapes = {f"{module}.weight": _checked(module, headers, layout) for module, headers in modules.items()}
+    return shapes | {key: header.shape for key, header in source.tensors.items() if key not in parts}
+
+
+def _modules(source: ModelSource, layout: Layout | None) -> dict[str, dict[str, TensorHeader]]:
     """{packed module: {part: header}}."""
+    if layout is None:
+        return {}
     anchor = f".{layout.anchor}"
     names = [key.removesuffix(anchor) for key in source.tensors if key.endswith(anchor)]
     tensors = source.tensors
