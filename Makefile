@@ -3,7 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-full bench peers docs lint clean
+.PHONY: demo test test-full bench wheel peers docs lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/moeq run recipes/demo.yaml --out demo-out
@@ -17,6 +17,10 @@ test-full: $(INSTALLED) lint
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench.py
+
+wheel: $(INSTALLED)
+	rm -rf dist build *.egg-info
+	$(BIN)/python -m build --outdir dist
 
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
@@ -53,4 +57,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .peers demo-out build *.egg-info
+	rm -rf .venv .peers demo-out build dist *.egg-info

@@ -18,7 +18,6 @@ from moeq.exporters.front_matter import CARD, loading_lines, published
 from moeq.models import hub, hub_upload
 from moeq.models.source import WEIGHTS
 from moeq.progress import Reporter
-from moeq.tables import human_bytes
 
 HELD_BYTES = 16 << 20  # files up to this are read once: what was checked is what is sent
 KEPT = {".gitattributes"}  # of a branch that is replaced
@@ -88,7 +87,6 @@ def push(checkpoint: Path, name: str, options: Options, reporter: Reporter) -> d
         "seen_by": "its owners only" if place.private else "everybody",
         "files": len(digests),
         "bytes": size,
-        "size": human_bytes(size),
         **verified,
         **({"removed": removed} if removed else {}),
         **({"left_out": left_out} if left_out else {}),

@@ -55,6 +55,17 @@ FLAGS = {
         "--json",
         "--quiet",
     },
+    "push": {
+        "checkpoint",
+        "name",
+        "--private",
+        "--branch",
+        "--revision",
+        "--replace",
+        "--verify",
+        "--trust-remote-code",
+    }
+    | {"--json", "--quiet"},
     "gc": {"--out", "--store", "--dry-run", "--json", "--quiet"},
     "generate": {
         "checkpoint",

@@ -19,8 +19,10 @@ from moeq import publishing
 from moeq.artifacts.digests import digest_of_file
 from moeq.cli import app
 from moeq.errors import ArtifactError, EvaluationError, ModelError, PushError, RecipeError
-from moeq.exporters.front_matter import published
+from moeq.exporters.exporter import Exporter
+from moeq.exporters.front_matter import loading_lines, published
 from moeq.progress import Reporter
+from moeq.registry import EXPORTERS
 from moeq.stages.context import Context
 
 NAME = "org/small"
@@ -214,6 +216,14 @@ def test_cards_have_front_matter_that_the_hub_takes(hub: WritableHub, checkpoint
     (checkpoint / "README.md").write_text(named.replace("org/tiny", "{a: 1}"))
     with pytest.raises(PushError, match=r"README.md: the hub refuses the card's front matter .*base_model"):
         push(checkpoint)
+
+
+@pytest.mark.parametrize("exporter", [one for one in EXPORTERS if one.snippet], ids=lambda one: one.name)
+def test_cards_of_every_format_say_how_it_is_loaded_from_the_hub(exporter: Exporter, tmp_path: Path) -> None:
+    """By its name there, unless its runtime takes files: then they are downloaded first."""
+    card = f"---\nlibrary_name: x\n---\n```python\n{exporter.snippet}\n```\n"
+    lines = loading_lines(published(card, NAME, None))
+    assert any(f'"{NAME}"' in line for line in lines) != (exporter.name == "gguf")
 
 
 @pytest.mark.parametrize(

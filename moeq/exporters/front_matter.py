@@ -174,9 +174,9 @@ def published(card: str, name: str, branch: str | None) -> str:
 
 
 def loading_lines(card: str) -> list[str]:
-    """The lines of Python by which a card says that its checkpoint is loaded."""
+    """The lines of Python by which a published card says that its checkpoint is loaded; none where files come first."""
     block = re.search(r"^```python\n(.*?)^```$", card, re.MULTILINE | re.DOTALL)
-    return [] if block is None else block[1].splitlines()
+    return [] if block is None or "THIS_DIRECTORY" in block[1] else block[1].splitlines()
 
 
 def one_line(text: str, most: int) -> str:
