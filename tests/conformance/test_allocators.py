@@ -405,7 +405,7 @@ def test_another_packages_allocator_runs_from_recipe_to_report_and_frontier(tmp_
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("assign:\n  method: strangers\n  code_bits: 3\n  first: second\n", "line 4: assign.first: Input should be"),
+        ("assign:\n  method: strangers\n  code_bits: 3\n  first: second\n", "line 4: assign.first is 'second'; give"),
         ("assign:\n  method: strangers\n  code_bits: 3\n  fist: other\n", "line 4: unknown key .* mean 'first'"),
         ("assign: {method: uniform, bits: 3, first: other}\n", "first belongs to strangers"),
         (
