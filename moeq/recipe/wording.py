@@ -151,20 +151,21 @@ def _named(path: tuple[str | int, ...], said: str, data: Any) -> Refusal:
     word = said.split()[0].rstrip(":,") if said else ""
     if isinstance(data, Mapping) and word in data:
         path, said, data = (*path, word), said[len(word) :], data[word]
-    return Refusal(path=path, **_advised(said, data))
+    what, do = _advised(said, data)
+    return Refusal(path=path, what=what, do=do)
 
 
-def _advised(said: str, given: Any) -> dict[str, str]:
+def _advised(said: str, given: Any) -> tuple[str, str]:
     """What a validator says, taken apart into what is wrong and what to do about it."""
     what, semicolon, do = said.rpartition("; ")
     if semicolon:
-        return {"what": what, "do": do}
+        return what, do
     text = said.strip()
     wanted = re.fullmatch(r"must be ([^:]*)", text) or re.fullmatch(r"must lie between (\S+ and \S+), not .*", text)
     if wanted is not None and not isinstance(given, Mapping):
         between = "a number between " if text.startswith("must lie") else ""
-        return {"what": f"is {in_short(given)}", "do": f"give {between}{wanted[1]}"}
-    return {"what": said, "do": next(do for pattern, do in ADVICE if re.search(pattern, said))}
+        return f"is {in_short(given)}", f"give {between}{wanted[1]}"
+    return said, next(do for pattern, do in ADVICE if re.search(pattern, said))
 
 
 def _wanted(error: ErrorDetails) -> str:
