@@ -137,7 +137,7 @@ def hint(word: str, known: Iterable[str], otherwise: str = "known: ") -> str:
     return f"did you mean {close!r}?" if close else f"{otherwise}{', '.join(known)}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word closest to a misspelt one, or None when nothing is close."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+def nearest(word: str, known: Iterable[str], alike: float = 0.5) -> str | None:
+    """The known word closest to a misspelt one, or None when nothing is close; alike: 0 to 1, as difflib measures."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=alike)
     return matches[0] if matches else None

@@ -25,8 +25,8 @@ def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool, where: str = "prompt"
     """Token ids of a prompt, as `tokenizer(prompt)` and transformers' own pipelines make them.
 
     A first token of its own (BOS) is there where the tokenizer adds one. chat: the prompt is the user's turn of a
-    conversation, as the tokenizer's chat template writes it up to where the answer begins. EvaluationError without a
-    template, or without a token.
+    conversation, as the tokenizer's chat template writes it up to where the answer begins. An empty prompt is BOS
+    alone. EvaluationError without a template, or without a token.
     """
     if not chat:
         ids = tokenizer(prompt, verbose=False)["input_ids"]
@@ -40,9 +40,9 @@ def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool, where: str = "prompt"
         except Exception as error:  # jinja's own errors, and whatever a template raises
             what = f"the chat template does not take a user's turn alone ({first_line(error)})"
             raise EvaluationError(what, where=where, do="leave --chat out") from error
-    if not ids:
+    if not ids and tokenizer.bos_token_id is None:
         raise EvaluationError("the prompt has no tokens", do="give some text")
-    return list(ids)
+    return list(ids) or [tokenizer.bos_token_id]
 
 
 def generate(

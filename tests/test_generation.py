@@ -12,7 +12,10 @@ from moeq.bundled import bundled_path
 from moeq.errors import EvaluationError
 from moeq.generation import prompt_ids
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 REFUSING = "{{ raise_exception('only with a system turn') }}"
 
 
@@ -67,6 +70,8 @@ def test_the_pipeline_gives_the_same_tokens(tmp_path: Path, tiny_mixtral: Path) 
 
 def test_prompts_that_cannot_be_are_refused(tmp_path: Path) -> None:
     plain = tokenizer(tmp_path / "plain", bos=False)
+    assert prompt_ids(plain, "", chat=False) == [plain.bos_token_id]
+    plain.bos_token = None
     with pytest.raises(EvaluationError, match="no tokens"):
         prompt_ids(plain, "", chat=False)
     with pytest.raises(EvaluationError, match="has no chat template; leave --chat out"):

@@ -28,6 +28,7 @@ def ended(
 ) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of a command line."""
     monkeypatch.setattr(sys, "argv", ["moeq", *words])
+    monkeypatch.setattr(ending, "quiet_libraries", lambda: None)  # for good, which is no matter to a command
     with pytest.raises(SystemExit) as stop:
         cli.main()
     out, err = capsys.readouterr()
@@ -219,6 +220,7 @@ def test_a_file_that_is_not_there_is_missing_whoever_reads_it(
         return app
 
     monkeypatch.setattr(sys, "argv", ["moeq"])
+    monkeypatch.setattr(ending, "quiet_libraries", lambda: None)
     for error, code in (
         (FileNotFoundError(2, "No such file or directory", "x.txt"), MissingError.exit_code),
         (PermissionError(13, "Permission denied", "x.txt"), StorageError.exit_code),

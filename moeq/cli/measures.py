@@ -40,8 +40,6 @@ def estimate(asked: EstimateOptions) -> None:
     from moeq import preflight
 
     preflight.check_hardware([] if asked.hardware is None else [asked.hardware])
-    for path in (asked.assignment, asked.manifest, asked.trace, asked.fit):
-        preflight.check_path(path, "give the path of a file that is there")
     from moeq.estimation import answers
 
     if answers.needs_a_run(asked):

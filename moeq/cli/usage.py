@@ -14,16 +14,17 @@ from moeq.errors import RecipeError, hint, nearest
 
 # typer has its own copy of click in newer versions: what both have is asked for by name
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+HelpFormatter: Any = typer.Context.formatter_class
 NARROW = 72  # columns below which an option's help stands below it
 ALIKE = 3  # first letters that make an option another one's misspelling
 COLUMN, INDENT = 30, 8  # of what stands beside options, and below them
-KINDS = {int: "a whole number", float: "a number"}
+KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 SEVERAL = re.compile(r"<list\[(.*)\]>")  # as typer shows the type of what may be given several times
 EXTRA = re.compile(r"Got unexpected extra .*?\(([^()]*)\)$")
 GIVEN = re.compile(r"(?:Value )?'(.*?)'")
 
 
-class Formatter(typer.Context.formatter_class):  # type: ignore[misc]
+class Formatter(HelpFormatter):  # type: ignore[misc]
     """Lines break between words alone: no option, path or name is torn, nothing is cut."""
 
     def write_text(self, text: str) -> None:
@@ -95,9 +96,17 @@ class Group(TyperGroup):
 
     context_class = Context
 
-    def main(self, *args: Any, standalone_mode: bool = True, **more: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **more: Any,
+    ) -> Any:
         try:
-            code = super().main(*args, standalone_mode=False, **{"prog_name": "moeq"} | more)
+            code = super().main(args, prog_name or "moeq", complete_var, False, windows_expand_args, **more)
         except UsageError as error:
             if type(error).__name__ != "NoArgsIsHelpError":
                 raise as_ours(error) from None

@@ -16,6 +16,7 @@ from moeq.estimator.cases import EstimateDocument
 from moeq.estimator.fit import fit_file, fit_tables, write_hardware
 from moeq.estimator.fitting import Setting
 from moeq.estimator.sheets import sheet
+from moeq.preflight import check_path
 from moeq.recipe import load_recipe
 
 RUNS = "moeq-out"  # where runs without --out lie, by name
@@ -92,6 +93,7 @@ def _check_uses(option: str, used: tuple[str, ...], asked: EstimateOptions) -> N
 def _fit(asked: EstimateOptions, path: Path) -> Answer:
     """Fit a hardware file to measured points; --out, a YAML file or a directory, takes the fitted one."""
     _check_uses("--fit", FITS, asked)
+    check_path(path, "give a CSV file of measured points")
     hardware = load_hardware(asked.hardware or DEFAULT_HARDWARE)
     setting = Setting(context=asked.context or DEFAULT_CONTEXT, group_size=asked.group_size)
     if asked.model is not None:  # its sizes, placement, group size and zero points

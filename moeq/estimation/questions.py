@@ -32,6 +32,7 @@ from moeq.estimator.placement import layer_of_assignment
 from moeq.estimator.policies import by_label
 from moeq.estimator.stated import compare
 from moeq.estimator.trace import check_trace
+from moeq.preflight import check_path
 from moeq.recipe import Recipe, StatedSection
 
 DEFAULT_BITS, DEFAULT_CONTEXT, DEFAULT_HARDWARE = 3.0, 1024, "paper-ctxmoe"
@@ -126,6 +127,7 @@ def question_of(asked: EstimateOptions) -> Question:
     chosen_labels(asked.policy)
     if asked.trace is not None and asked.zipf is not None:
         raise RecipeError("--trace and --zipf each say which experts are chosen", do="give one of them")
+    check_path(asked.trace, "give a trace.safetensors of `moeq profile` to --trace")
     check_known(asked.model)
     hardware = load_hardware(asked.hardware or DEFAULT_HARDWARE)
     context = asked.context or DEFAULT_CONTEXT
@@ -212,6 +214,8 @@ def _subject(asked: EstimateOptions, name: str, hardware: Hardware, *, batch: in
     if len(given) > 1 or (given and uniform):
         both = " and ".join([*given, *(["--bits or --gpu-experts"] if uniform else [])])
         raise RecipeError(f"{both} each say how experts are kept", where="estimate", do="give one of them")
+    check_path(asked.assignment, "give an assignment.json to --assignment")
+    check_path(asked.manifest, "give a placement.json to --manifest, or its directory")
     model = read_model(name, trust_remote_code=asked.trust_remote_code)
     if asked.assignment is not None:
         return of_assignment(asked.assignment, model.geometry)

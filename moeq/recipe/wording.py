@@ -63,6 +63,7 @@ ADVICE = (  # by what a validator says that has no advice of its own
     (r"needs", "give what it needs, or leave it out"),
     (r"", "see what it takes in docs/recipe.md"),
 )
+NEAR = 0.6  # how alike a choice must be to be meant
 OWN = ("value_error", "assertion_error")  # what our own validators say
 UNKNOWN = "extra_forbidden"
 
@@ -82,10 +83,12 @@ class Refusal:
         key, what = shortened(".".join(map(str, self.path)), MOST_CHARACTERS), self.what
         leaf = str(self.path[-1]) if self.path else ""
         if leaf and re.match(rf"{re.escape(leaf)}[ :.]", what):
-            what = what[len(leaf) :].strip()
+            what = what[len(leaf) :]
         if not key:
             return what
-        return f"{key} {what}" if what.split(" ")[0] in VERBS else f"{key}{what if what[:1] in '.:' else f': {what}'}"
+        if what.startswith((" ", ":", ".", ",")):
+            return f"{key}{what}"
+        return f"{key} {what}" if what.split(" ")[0] in VERBS else f"{key}: {what}"
 
 
 def refusal_of(error: ValidationError, data: Any) -> Refusal:
@@ -105,7 +108,7 @@ def refusal_of(error: ValidationError, data: Any) -> Refusal:
         return _named(path, _own_words(own), data)
     given = first.get("input")
     choices = [choice for one in same for choice in _choices(one)]
-    close = nearest(given, choices) if isinstance(given, str) else None
+    close = nearest(given, choices, NEAR) if isinstance(given, str) else None
     wanted = dict.fromkeys(_wanted(one) for one in same)
     do = f"did you mean {close!r}?" if close else f"give {' or '.join(wanted)}"
     return Refusal(path=path, what=f"is {in_short(given)}", do=do)
@@ -147,20 +150,22 @@ def _named(path: tuple[str | int, ...], said: str, data: Any) -> Refusal:
         data = data[part]
     word = said.split()[0].rstrip(":,") if said else ""
     if isinstance(data, Mapping) and word in data:
-        path, said, data = (*path, word), said[len(word) :].strip(), data[word]
-    return Refusal(path=path, **_advised(said, data))
+        path, said, data = (*path, word), said[len(word) :], data[word]
+    what, do = _advised(said, data)
+    return Refusal(path=path, what=what, do=do)
 
 
-def _advised(said: str, given: Any) -> dict[str, str]:
+def _advised(said: str, given: Any) -> tuple[str, str]:
     """What a validator says, taken apart into what is wrong and what to do about it."""
     what, semicolon, do = said.rpartition("; ")
     if semicolon:
-        return {"what": what, "do": do}
-    wanted = re.fullmatch(r"must be ([^:]*)", said) or re.fullmatch(r"must lie between (\S+ and \S+), not .*", said)
+        return what, do
+    text = said.strip()
+    wanted = re.fullmatch(r"must be ([^:]*)", text) or re.fullmatch(r"must lie between (\S+ and \S+), not .*", text)
     if wanted is not None and not isinstance(given, Mapping):
-        between = "a number between " if said.startswith("must lie") else ""
-        return {"what": f"is {in_short(given)}", "do": f"give {between}{wanted[1]}"}
-    return {"what": said, "do": next(do for pattern, do in ADVICE if re.search(pattern, said))}
+        between = "a number between " if text.startswith("must lie") else ""
+        return f"is {in_short(given)}", f"give {between}{wanted[1]}"
+    return said, next(do for pattern, do in ADVICE if re.search(pattern, said))
 
 
 def _wanted(error: ErrorDetails) -> str:

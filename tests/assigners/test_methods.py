@@ -20,7 +20,7 @@ from moeq.assigners import assign, mopeq, report
 from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.online import decide
 from moeq.assigners.sensitivity import columns, objective, tables
-from moeq.errors import AssignmentError, BudgetError
+from moeq.errors import AssignmentError, BudgetError, FormatError
 from moeq.recipe import AssignSection
 
 
@@ -137,15 +137,15 @@ def test_optimal_stays_within_a_target(target: str) -> None:
 
 def test_a_target_refuses_what_it_cannot_load() -> None:
     inputs = inputs_of(11, 3, 6, method="prefix-split", code_bits="5/2", target="vllm")
-    with pytest.raises(AssignmentError, match=r"target vllm: layer\.\d, expert \d: \d bits.*method optimal"):
+    with pytest.raises(FormatError, match=r"target vllm: layer\.\d, expert \d: \d bits.*method optimal"):
         assign(inputs)
     one = inputs_of(11, 3, 6, method="uniform", bits=3, target="llama.cpp", symmetric=True)
-    with pytest.raises(AssignmentError, match=r"3 bits; llama.cpp loads 4, 5, 8, 16 of this grid"):
+    with pytest.raises(FormatError, match=r"3 bits; llama.cpp loads 4, 5, 8, 16 of this grid"):
         assign(one)
-    with pytest.raises(AssignmentError, match="symmetric grids only"):
+    with pytest.raises(FormatError, match="symmetric grids only"):
         assign(with_options(inputs, method="optimal", code_bits=3, target="transformers"))
     one = with_options(inputs, method="uniform", bits=1, target="gptqmodel")
-    with pytest.raises(AssignmentError, match=r"layer\.0, expert 0: 1 bits; gptqmodel loads 2, 3, 4, 8, 16"):
+    with pytest.raises(FormatError, match=r"layer\.0, expert 0: 1 bits; gptqmodel loads 2, 3, 4, 8, 16"):
         assign(one)
 
 

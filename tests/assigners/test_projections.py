@@ -20,7 +20,7 @@ from moeq.artifacts.targets import refusal, targets
 from moeq.assigners import assign, report
 from moeq.assigners.inputs import AssignInputs, routing_mass
 from moeq.assigners.sensitivity import columns, matrix_tables, objective, tables
-from moeq.errors import AssignmentError
+from moeq.errors import AssignmentError, FormatError
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -248,7 +248,7 @@ def test_targets_refuse_widths_of_matrices(target: str) -> None:
     usual = replace(targets()[target], widths=targets()["native"].widths)
     reason = refusal(usual, found.expert_widths(), inputs.profile.layers, symmetric=True)
     assert reason is not None
-    with pytest.raises(AssignmentError, match=rf"target {target}: granularity projection cannot .*target: native"):
+    with pytest.raises(FormatError, match=rf"target {target}: granularity projection cannot .*target: native"):
         assign(with_options(inputs, method="optimal", code_bits="5/2", granularity="projection", target=target))
     priced = {price.target: price for price in report.prices(inputs, found)}
     assert priced["native"].ratio == pytest.approx(1)

@@ -25,7 +25,7 @@ from moeq.artifacts.targets import refusal, targets
 from moeq.assigners import assign, report
 from moeq.assigners.allocator import Allocator
 from moeq.assigners.inputs import AssignInputs, importance, ranking
-from moeq.errors import AssignmentError, BudgetError, RecipeError
+from moeq.errors import AssignmentError, BudgetError, FormatError, MoeqError, RecipeError
 from moeq.recipe import BUDGETS, SHARED, AssignSection, Recipe, budget_keys, load_recipe
 from moeq.registry import ALLOCATORS
 
@@ -137,16 +137,16 @@ def check_kept(inputs: AssignInputs, assignment: Assignment) -> None:
         assert average <= Fraction(config.code_bits)
 
 
-def check_one_line(error: AssignmentError) -> None:
+def check_one_line(error: MoeqError) -> None:
     assert "\n" not in str(error)
     assert error.do
 
 
-def outcome(inputs: AssignInputs) -> Assignment | AssignmentError:
+def outcome(inputs: AssignInputs) -> Assignment | AssignmentError | FormatError:
     """What an allocator makes of inputs, or how it refuses them."""
     try:
         return assign(replace(inputs, memo={}))
-    except AssignmentError as error:
+    except (AssignmentError, FormatError) as error:
         check_one_line(error)
         return error
 
@@ -317,7 +317,7 @@ def test_losses_and_traces_that_are_no_numbers(allocator: Allocator, value: floa
     broken = replace(inputs, losses=table_of(rows), traces=lambda: [np.arange(5.0), bad])
     for config in configs(inputs, allocator):
         found = outcome(replace(broken, config=config))
-        if isinstance(found, AssignmentError):
+        if isinstance(found, AssignmentError | FormatError):
             assert "layer.1, expert 2" in str(found)
         elif not np.isfinite(value):  # a trace may be below another
             assert found == assign(replace(inputs, config=config, memo={})), config
@@ -405,7 +405,7 @@ def test_another_packages_allocator_runs_from_recipe_to_report_and_frontier(tmp_
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("assign:\n  method: strangers\n  code_bits: 3\n  first: second\n", "line 4: assign.first: Input should be"),
+        ("assign:\n  method: strangers\n  code_bits: 3\n  first: second\n", "line 4: assign.first is 'second'; give"),
         ("assign:\n  method: strangers\n  code_bits: 3\n  fist: other\n", "line 4: unknown key .* mean 'first'"),
         ("assign: {method: uniform, bits: 3, first: other}\n", "first belongs to strangers"),
         (

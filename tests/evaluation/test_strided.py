@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeq.errors import CorpusError, EvaluationError
+from moeq.errors import EvaluationError, MissingError
 from moeq.evaluation.harness_models import StaticLM
 from moeq.evaluation.strided import Text, read_text, score_text, windows
 from moeq.models import loading
@@ -61,5 +61,5 @@ def test_what_cannot_be_measured_is_one_line(lm: StaticLM, tmp_path: Path) -> No
         read_text("bundled", lm.tokenizer, 8, 9)
     with pytest.raises(EvaluationError, match="a window of 64 tokens is longer than the model's 32 positions"):
         score_text(lm, Text(name="own", documents=((1, 2),), domains=("a",), window=64, stride=64), 1)
-    with pytest.raises(CorpusError, match="no such file"):
+    with pytest.raises(MissingError, match="no such file"):
         read_text(str(tmp_path / "none.txt"), lm.tokenizer, 8, None)

@@ -9,7 +9,7 @@ import pytest
 import sacrebleu
 import torch
 
-from moeq.errors import CorpusError, EvaluationError, RecipeError
+from moeq.errors import CorpusError, EvaluationError, MissingError, RecipeError
 from moeq.evaluation import translation
 from moeq.evaluation.translation import Pairs, read_pairs, score
 from moeq.recipe import TranslationSection, load_recipe
@@ -86,7 +86,7 @@ def test_text_that_cannot_be_translated(
 
 
 def test_files_and_sentences_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match=r"none\.en: no such file; correct eval.translation"):
+    with pytest.raises(MissingError, match=r"none\.en: no such file or directory; give .* in eval.translation"):
         read_pairs(section(tmp_path / "none.en", target="none.de"))
     source = write(tmp_path / "a.tsv", "one\teins\n")
     with pytest.raises(CorpusError, match=r"1 pairs, 2 are wanted; lower eval\.translation\.sentences"):

@@ -174,7 +174,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "another file": (lambda data: data["tensors"][0].update(file="../weights.safetensors"), "not a plain file name"),
     "another version": (lambda data: data.update(schema_version=2), "schema version 2"),
-    "another rounding": (lambda data: data.update(rounding="floor"), "rounding: Input should be 'half_up'"),
+    "another rounding": (lambda data: data.update(rounding="floor"), "rounding is 'floor'"),
     "no operations": (lambda data: data.update(operations=[]), "operations"),
 }
 

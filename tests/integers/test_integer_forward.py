@@ -190,11 +190,11 @@ def test_bad_images_are_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("weights=9", "reparam.integer.weights: Input should be less than or equal to 8 .given 9"),
-        ("attention=1", "reparam.integer.attention: Input should be greater than or equal to 2 .given 1"),
-        ("softmax=log3", "reparam.integer.softmax: Input should be 'log-sqrt2', 'log2' or 'uniform' .given 'log3'"),
-        ("denominator=none", "reparam.integer.denominator: Input should be 'quantized' or 'exact' .given 'none'"),
-        ("vectors=0", "reparam.integer.vectors: Input should be greater than or equal to 1 .given 0"),
+        ("weights=9", "reparam.integer.weights is 9; give 8 or less"),
+        ("attention=1", "reparam.integer.attention is 1; give 2 or more"),
+        ("softmax=log3", "reparam.integer.softmax is 'log3'; did you mean 'log2'"),
+        ("denominator=none", "reparam.integer.denominator is 'none'; give 'quantized' or 'exact'"),
+        ("vectors=0", "reparam.integer.vectors is 0; give 1 or more"),
     ],
 )
 def test_a_section_out_of_bounds_is_refused(wrong: str, message: str) -> None:

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 import moeq as package
 from moeq.recipe import load_recipe
 
-MODEL = 3  # exit code
+MISSING = 13  # exit code
 
 
 def same(found: Any, wanted: Any) -> bool:
@@ -111,8 +111,8 @@ def test_a_run_goes_on_where_it_lies_now(kept: Kept, name: str, tmp_path: Path) 
     """Only the recipe's copy says where a model lay: a run that was moved with it wants --model, once."""
     run, model = kept.copy(name, tmp_path), kept.model(name)
     code, line = refused("run", "--out", run, "--quiet")
-    assert code == MODEL
-    assert "no such directory" in line
+    assert code == MISSING
+    assert "no such file or directory" in line
     before = digests(run)
     stages = moeq("run", "--out", run, "--model", model, "--quiet")["stages"]
     again = [stage["stage"] for stage in stages if not stage["skipped"]]

@@ -15,7 +15,7 @@ from strangers import changed
 from typer.testing import CliRunner
 
 from moeq import cli, terminal
-from moeq.errors import AssignmentError, CorpusError, ModelError, PlanError
+from moeq.errors import AssignmentError, CorpusError, MissingError, ModelError, PlanError
 from moeq.models import source
 from moeq.planning import plan as plan_module
 from moeq.planning.capability import refusals
@@ -193,7 +193,7 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(tiny_mixtral: Path,
         make_plan(context_of(tiny_mixtral, tmp_path, "assign.gpu_experts=9"), probe=False)
     with pytest.raises(CorpusError, match="129 tokens are more than the model's 128 positions"):
         make_plan(context_of(tiny_mixtral, tmp_path, "corpus.sequence_length=129"), probe=False)
-    with pytest.raises(CorpusError, match="no such file"):
+    with pytest.raises(MissingError, match="no such file"):
         make_plan(context_of(tiny_mixtral, tmp_path, "corpus.source=/nowhere.txt"), probe=False)
 
 

@@ -23,7 +23,10 @@ from safetensors.torch import load_file, save_file
 from moeq.artifacts.run import DIRECTORIES
 from moeq.models.source import INDEX
 
-RECIPE, MODEL, CORPUS, QUANTIZATION, ASSIGNMENT, ARTIFACT, STORAGE, EVALUATION, ESTIMATE = range(2, 11)
+RECIPE, MODEL, CORPUS, QUANTIZATION, ASSIGNMENT, ARTIFACT, STORAGE, EVALUATION, ESTIMATE, PLAN, FORMAT, MISSING = range(
+    2, 14
+)
+NOT_THERE = "no such file or directory"
 EXPERT = "model.layers.{}.block_sparse_moe.experts.{}.w1.weight"
 
 
@@ -224,7 +227,7 @@ def _bad_tokenizer(models: Models) -> Path:
 MODELS: dict[str, tuple[Callable[[Models], Path], str]] = {
     "empty directory": (Models.empty, "not a model directory: no config.json"),
     "a file": (_file, "not a directory"),
-    "nowhere": (_nowhere, "no such directory"),
+    "nowhere": (_nowhere, NOT_THERE),
     "config.json is no JSON": (_config("{"), "config.json: not valid JSON"),
     "config.json is a list": (_config("[]"), "config.json: no model_type"),
     "no model_type": (_config("{}"), "config.json: no model_type"),
@@ -264,7 +267,8 @@ def test_model(moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path, c
     make, message = MODELS[case]
     model, out = make(models), tmp_path / "out"
     finished = moeq.run("run", recipe, "--model", model, "--out", out, "--quiet")
-    assert_refused(finished, MODEL, str(model) if case not in {"dense", "unsupported family"} else "", message)
+    code = MISSING if message == NOT_THERE else MODEL
+    assert_refused(finished, code, str(model) if case not in {"dense", "unsupported family"} else "", message)
     assert_nothing_left(out)
 
 
@@ -300,7 +304,7 @@ def test_no_model(moeq: ForkServer, recipe: Path, tmp_path: Path) -> None:
 
 GOOD = json.dumps({"text": "some words " * 400, "domain": "a"})
 TEXTS: dict[str, tuple[str, bytes | None, list[str]]] = {
-    "missing": ("none.jsonl", None, ["no such file"]),
+    "missing": ("none.jsonl", None, [NOT_THERE]),
     "unknown kind": ("text.csv", b"a,b", ["not a text file", ".jsonl"]),
     "empty txt": ("text.txt", b"", ["no text"]),
     "empty jsonl": ("text.jsonl", b"", ["no text"]),
@@ -327,7 +331,7 @@ def test_corpus(moeq: ForkServer, recipe: Path, tmp_path: Path, case: str) -> No
     if data is not None:
         text.write_bytes(data)
     finished = moeq.run("run", recipe, "--out", out, "--set", f"corpus.source={text}", "--quiet")
-    assert_refused(finished, CORPUS, str(text), *messages)
+    assert_refused(finished, MISSING if data is None else CORPUS, str(text), *messages)
     assert not out.exists(), "found before the first write"
 
 
@@ -339,7 +343,7 @@ def test_evaluation_text(moeq: ForkServer, recipe: Path, tmp_path: Path, case: s
     if data is not None:
         text.write_bytes(data)
     finished = moeq.run("run", recipe, "--out", out, "--set", f"eval.perplexity.source={text}", "--quiet")
-    assert_refused(finished, CORPUS, str(text), *messages)
+    assert_refused(finished, MISSING if data is None else CORPUS, str(text), *messages)
     assert not out.exists(), "found before the first write"
 
 
@@ -423,7 +427,7 @@ def test_override(moeq: ForkServer, recipe: Path, tmp_path: Path, override: str,
 @pytest.mark.parametrize("name", ["none.yaml", "."])
 def test_no_recipe(moeq: ForkServer, tmp_path: Path, name: str) -> None:
     finished = moeq.run("run", tmp_path / name, "--out", tmp_path / "out", "--quiet")
-    assert_refused(finished, RECIPE, str(tmp_path))
+    assert_refused(finished, MISSING if name == "none.yaml" else RECIPE, str(tmp_path))
 
 
 # --- assignment, evaluation, estimate
@@ -483,7 +487,7 @@ def test_hardware_file(
     ("key", "value", "messages"),
     [
         ("hardware", "paper-ctxmo", ["unknown hardware", "did you mean 'paper-ctxmoe'?"]),
-        ("hardware", "none.yaml", ["no such hardware file", "none.yaml"]),
+        ("hardware", "none.yaml", [NOT_THERE, "none.yaml"]),
         ("geometry", "mixtral-8x7b", ["8 experts", "5"]),
         ("geometry", "mixtral-8x7", ["mixtral-8x7"]),
     ],
@@ -493,11 +497,11 @@ def test_estimate(
     moeq: ForkServer, recipe: Path, run_copy: Path, tmp_path: Path, command: str, key: str, value: str, messages: list
 ) -> None:
     """`run` says so before it spends hours on the other stages."""
-    option = ["--set", f"estimate.{key}={value}", "--quiet"]
+    option, code = ["--set", f"estimate.{key}={value}", "--quiet"], MISSING if NOT_THERE in messages else ESTIMATE
     if command == "estimate":
-        assert_refused(moeq.run("estimate", "--out", run_copy, *option), ESTIMATE, *messages)
+        assert_refused(moeq.run("estimate", "--out", run_copy, *option), code, *messages)
     else:
-        assert_refused(moeq.run("run", recipe, "--out", tmp_path / "out", *option), ESTIMATE, *messages)
+        assert_refused(moeq.run("run", recipe, "--out", tmp_path / "out", *option), code, *messages)
         assert not (tmp_path / "out" / "losses").exists()
 
 
@@ -520,7 +524,7 @@ def test_broken_task_file(moeq: ForkServer, run_copy: Path, tmp_path: Path) -> N
     os.mkfifo(tmp_path / "mine" / "pipe.yaml")
     assert_refused(moeq.run("eval", "--out", run_copy, *options), EVALUATION, "pipe.yaml", "not a regular file")
     none = ["--set", "eval.include_path=/none", "--set", "eval.tasks=[mine]", "--quiet"]
-    assert_refused(moeq.run("eval", "--out", run_copy, *none), EVALUATION, "/none")
+    assert_refused(moeq.run("eval", "--out", run_copy, *none), MISSING, "/none")
 
 
 # --- artifacts
@@ -742,7 +746,7 @@ def test_inspect_of_anything(moeq: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "e.yaml").write_text("x: 1")
     for path in [tmp_path, tmp_path / "none", *tmp_path.iterdir(), Path("/dev/null")]:
         finished = moeq.run("inspect", path)
-        assert finished.code in {RECIPE, MODEL, ARTIFACT}, (path, finished.stderr)
+        assert finished.code in {RECIPE, MODEL, ARTIFACT, MISSING}, (path, finished.stderr)
         assert_refused(finished, finished.code, str(path))
 
 
@@ -845,7 +849,7 @@ def test_standard_output_that_is_full(moeq: ForkServer, finished_run: Path, opti
 def test_generate(moeq: ForkServer, finished_run: Path, tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = finished_run / "checkpoint"
     assert_refused(moeq.run("generate", tmp_path, "a"), MODEL, str(tmp_path))
-    assert_refused(moeq.run("generate", tmp_path / "none", "a"), MODEL, str(tmp_path / "none"))
+    assert_refused(moeq.run("generate", tmp_path / "none", "a"), MISSING, str(tmp_path / "none"))
     assert_refused(moeq.run("generate", tiny_model, "a"), ARTIFACT, str(tiny_model), "not exported by moeq")
     assert_refused(moeq.run("generate", finished_run, "a"), MODEL, str(finished_run))
     long = moeq.run("generate", checkpoint, "a", "--max-new-tokens", "500")
@@ -863,14 +867,24 @@ def test_generate_from_a_damaged_checkpoint(moeq: ForkServer, run_copy: Path) ->
     assert_refused(moeq.run("generate", run_copy / "checkpoint", "a"), MODEL, "experts-layer-001.safetensors")
 
 
+def test_generate_from_a_changed_checkpoint(moeq: ForkServer, run_copy: Path) -> None:
+    """What changed since the export is refused, but for the card, which people write in."""
+    checkpoint = run_copy / "checkpoint"
+    (checkpoint / "README.md").write_text("mine")
+    fine = moeq.run("generate", checkpoint, "a", "--max-new-tokens", "1", "--quiet")
+    assert (fine.code, fine.stdout) == (0, "")
+    flip(checkpoint / "tokenizer.json", 100)
+    assert_refused(moeq.run("generate", checkpoint, "a"), ARTIFACT, "tokenizer.json", "changed since SHA256SUMS")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "kind"),
     [
-        (["run", "{recipe}", "--model", "/none", "--out", "{out}"], MODEL, "ModelError"),
+        (["run", "{recipe}", "--model", "/none", "--out", "{out}"], MISSING, "MissingError"),
         (["run", "{recipe}", "--set", "x", "--out", "{out}"], RECIPE, "RecipeError"),
         (["assign", "{recipe}", "--out", "{out}"], ARTIFACT, "ArtifactError"),
-        (["inspect", "/none"], ARTIFACT, "ArtifactError"),
-        (["generate", "/none", "a"], MODEL, "ModelError"),
+        (["inspect", "/none"], MISSING, "MissingError"),
+        (["generate", "/none", "a"], MISSING, "MissingError"),
     ],
 )
 def test_json_error(moeq: ForkServer, recipe: Path, tmp_path: Path, arguments: list[str], code: int, kind: str) -> None:
@@ -898,7 +912,7 @@ def test_the_installed_command(recipe: Path, tmp_path: Path) -> None:
     program = Path(sys.executable).with_name("moeq")
     command = [str(program), "run", str(recipe), "--model", "/none", "--out", str(tmp_path / "out"), "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert_refused(Finished(done.returncode, done.stdout, done.stderr), MODEL, "/none")
+    assert_refused(Finished(done.returncode, done.stdout, done.stderr), MISSING, "/none")
 
 
 def test_a_failing_run_changes_no_finished_artifact(moeq: ForkServer, recipe: Path, run_copy: Path) -> None:

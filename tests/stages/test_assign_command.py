@@ -15,7 +15,7 @@ from moeq import cli, estimator, inspection, pipeline
 from moeq.artifacts.effects import read_effects
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import read_sensitivities, write_sensitivities
-from moeq.errors import ArtifactError, AssignmentError, EstimateError, RecipeError
+from moeq.errors import ArtifactError, AssignmentError, EstimateError, FormatError, RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import assign, evaluate, frontier, profile
@@ -160,7 +160,7 @@ def test_plot_and_tables_are_outside_the_digest(finished: Context, tmp_path: Pat
 
 
 def test_a_target_that_cannot_load_it(finished: Context, tmp_path: Path) -> None:
-    with pytest.raises(AssignmentError, match=r"target gptqmodel: .*, expert \d+: 1 bits"):
+    with pytest.raises(FormatError, match=r"target gptqmodel: .*, expert \d+: 1 bits"):
         moeq_assign(finished, tmp_path / "run", "--target", "gptqmodel")
     found = moeq_assign(finished, tmp_path / "run", "--method", "optimal", "--code-bits", "3", "--target", "vllm")
     read = json.loads((tmp_path / "run" / "assign" / assign.NAME).read_text("utf-8"))

@@ -204,7 +204,7 @@ def test_assign_by_effects(finished: Context) -> None:
     [
         (["assign={method: uniform, bits: 2, loss_weighting: effect}"], "loss_weighting effect needs losses.expert"),
         (["losses.expert_effects={bits: 8}", "losses.bits=[1, 2, 3, 4]"], "expert_effects: 8 bits is not among"),
-        (["losses.expert_effects={seconds: 0}"], "greater than 0"),
+        (["losses.expert_effects={seconds: 0}"], "a number above 0"),
         (
             ["losses.expert_effects={}", "losses.layer_effects={}",
              "assign={method: uniform, bits: 2, loss_weighting: effect, layer_weighting: measured}"],

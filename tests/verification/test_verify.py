@@ -22,7 +22,7 @@ from torch import nn
 from moeq import pipeline
 from moeq.artifacts.stage import RECORD
 from moeq.artifacts.sums import NAME as SUMS
-from moeq.errors import ArtifactError, EvaluationError, RecipeError
+from moeq.errors import ArtifactError, EvaluationError, MissingError, RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.registry import EXPORTERS
@@ -314,7 +314,7 @@ def test_against_finds_swapped_experts(gptq: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_what_is_not_there(gptq: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no such directory"):
+    with pytest.raises(MissingError, match="none: no such file or directory"):
         check(tmp_path / "none")
     with pytest.raises(RecipeError, match="unknown runtime"):
         check(gptq / "packed", target="vllm")
