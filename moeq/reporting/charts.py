@@ -16,8 +16,8 @@ from moeq.reporting.maps import WIDTHS, ticks
 from moeq.reporting.names import layer_names
 from moeq.tables import human_bytes
 
-WIDTH, HEIGHT = 520, 270
-LEFT, BELOW, ABOVE, RIGHT = 74, 44, 10, 16
+WIDTH, HEIGHT = 532, 270
+LEFT, BELOW, ABOVE, RIGHT = 86, 44, 10, 16
 MARKERS = ("o", "s", "^", "D")
 BYTES_AXIS = "bytes of all experts, scales and zero points counted (logarithmic)"
 

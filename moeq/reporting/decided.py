@@ -30,7 +30,8 @@ def _facts(inputs: ReportInputs) -> list[tuple[str, str]]:
     groups = "one group a row" if assignment.group_size == -1 else f"groups of {assignment.group_size} weights"
     grid = "symmetric" if assignment.symmetric else "with zero points"
     on = f"{evaluation.images:,} images" if inputs.classifies else f"{evaluation.tokens:,} tokens"
-    counted = int(inputs.profile.tokens.sum())
+    counted, sequences = int(inputs.profile.tokens.sum()), len(inputs.profile.tokens)
+    seen = f"{counted:,} tokens in {formats.count(sequences, 'sequence')}"
     return [
         ("model", inputs.manifest.model.name),
         ("assignment", inputs.label(assignment.name)),
@@ -41,7 +42,7 @@ def _facts(inputs: ReportInputs) -> list[tuple[str, str]]:
         ("on the GPU", _on_gpu(assignment)),
         ("loads in", loads_text(inputs.loads)),
         ("gates", _gates(inputs)),
-        ("calibrated on", f"{counted:,} tokens in {formats.count(len(inputs.profile.tokens), 'sequence')}"),
+        ("calibrated on", formats.count(sequences, "image") if inputs.classifies else seen),
         ("measured on", on if evaluation.tokens or evaluation.images else "nothing"),
     ]
 
@@ -49,10 +50,18 @@ def _facts(inputs: ReportInputs) -> list[tuple[str, str]]:
 def method_text(assignment: Assignment) -> str:
     """The method and those of its settings that had a say, the budget left out."""
     used = used_parameters(assignment.method, assignment.parameters)
-    told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in sorted(used.items()) if name not in BUDGETS)
+    told = ", ".join(_setting(name, value) for name, value in sorted(used.items()) if name not in BUDGETS)
     allocator = ALLOCATORS.find(assignment.method)
     method = assignment.method if allocator is None else f"{assignment.method}: {allocator.help}"
     return f"{method} ({told})" if told else method
+
+
+def _setting(name: str, value: object) -> str:
+    """One setting in words."""
+    words = name.replace("_", " ")
+    if isinstance(value, bool):
+        return words if value else f"no {words}"
+    return f"{words} {'/'.join(map(str, value)) if isinstance(value, list | tuple) else value}"
 
 
 def budget_text(assignment: Assignment) -> str:

@@ -65,7 +65,7 @@ dl { margin: 6px 0 0; max-width: 76ch; }
 dt { font-weight: 600; margin-top: 8px; }
 dd { margin: 0 0 0 14px; color: var(--muted); }
 li { margin: 3px 0; }
-@media (max-width: 640px) { tbody th { white-space: normal; min-width: 11em; } td:not(.number) { min-width: 8em; } }
+@media (max-width: 640px) { tbody th { white-space: normal; min-width: 8.5em; } td:not(.number) { min-width: 8em; } }
 @media (max-width: 480px) { main { padding: 16px 12px 48px; } h1 { font-size: 1.4rem; } .tiles { gap: 8px; } }
 @media print {
   :root { PRINTED --card: #f6f7f9; --mark: #e8f1fb; --warn: #fff4dc; --warn-edge: #c98a00; }
