@@ -16,7 +16,7 @@ from typer import Argument, Option
 from typer.models import ParameterInfo
 
 from moeq.registry import QUANTIZERS
-from moeq.runtimes import NATIVE, named, written
+from moeq.runtimes import NATIVE, named, runtimes, written
 
 if TYPE_CHECKING:
     QuantizerOrBest = str
@@ -24,7 +24,7 @@ else:
     QuantizerOrBest = Literal[*QUANTIZERS.names(), "best"]
 
 OF_A_RUN = "a run's stage"
-RARE = ("format", "widen", "quantizer", "refine", "verify", "force")  # options that a command has to name
+RARE = ("for_", "format", "widen", "quantizer", "refine", "verify", "force")  # options that a command has to name
 LAST = (*RARE, "check", "trust_remote_code", "probe", "json", "quiet")  # options behind all others
 
 JsonOption = Annotated[bool, Option("--json", help="Result as JSON on standard output.")]
@@ -58,6 +58,10 @@ class RunOptions:
     model: str | None = option("Model directory, hub id, or bundled:tiny-mixtral.", OF_A_RUN)
     out: Path | None = option("Run directory [default: moeq-out/NAME of the recipe].")
     set_: list[str] = option("Override a key: --set assign.bits_per_weight=2.5", OF_A_RUN, default=list)
+    for_: str | None = option(
+        f"Runtime that is to load what is made: {', '.join(runtimes())}; sets what it needs of a recipe that does not "
+        "say otherwise."
+    )
     format: list[str] = option(
         f"Runtime to write it for, too: {', '.join(written())} (export.formats); may be given several times.",
         default=list,

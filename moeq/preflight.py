@@ -13,7 +13,7 @@ from moeq.errors import ArtifactError, CorpusError, EvaluationError, ModelError,
 from moeq.exporters.exporter import loaders
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe
-from moeq.runtimes import named
+from moeq.runtimes import named, runtimes
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 ALL = frozenset({"run", "plan"})  # commands that go through every stage
@@ -66,6 +66,12 @@ def check_loader(target: str | None) -> None:
     """RecipeError for a runtime whose loader no format names; None: the usual one."""
     if target is not None:
         named(target, loaders(), "--target")
+
+
+def check_runtime(name: str | None) -> None:
+    """RecipeError for a word that names no runtime; None: none is asked for."""
+    if name is not None:
+        named(name, runtimes(), "--for")
 
 
 def check_absent(out: Path) -> None:

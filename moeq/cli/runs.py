@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 def context_of(asked: RunOptions, command: str) -> Context:
     """The run that the options describe, for a command: wrong ones are refused before the stages are imported."""
-    from moeq.preflight import check_run
+    from moeq.preflight import check_run, check_runtime
     from moeq.progress import Reporter
     from moeq.recipe import load_recipe
 
+    check_runtime(asked.for_)
     path = asked.recipe_path
     if path is None and asked.out is not None and (asked.out / "recipe.yaml").is_file():
         path = asked.out / "recipe.yaml"
@@ -37,7 +38,22 @@ def context_of(asked: RunOptions, command: str) -> Context:
     check_run(recipe, model, out, command)
     from moeq.stages.context import Context
 
-    return Context(recipe=recipe, model_name=model, out=out, reporter=Reporter(quiet=asked.quiet), check=asked.check)
+    reporter = Reporter(quiet=asked.quiet)
+    context = Context(recipe=recipe, model_name=model, out=out, reporter=reporter, check=asked.check)
+    if asked.for_ is None:
+        return context
+    needed = runtime_changes(context, asked.for_)
+    return replace(context, recipe=load_recipe(path, [*changes, *more, *needed]))
+
+
+def runtime_changes(context: Context, name: str) -> list[str]:
+    """What --for changes of a run's recipe, told in a line each."""
+    from moeq.artifacts.runtime_settings import settings_for
+
+    settings = settings_for(name, context.recipe, context.given().model.layers)
+    for setting in settings:
+        context.reporter.say(f"for {name}: {setting}")
+    return [setting.change for setting in settings]
 
 
 def method_changes(recipe: Recipe, asked: RunOptions) -> list[str]:
@@ -53,7 +69,7 @@ def method_changes(recipe: Recipe, asked: RunOptions) -> list[str]:
     return changes
 
 
-@takes_options("quantizer", "refine", "verify", "force")
+@takes_options("for_", "quantizer", "refine", "verify", "force")
 def run(asked: StageOptions) -> None:
     """Run all stages below in order; goes on where it was stopped."""
     context = context_of(asked, "run")
@@ -78,7 +94,7 @@ class PlanOptions(StageOptions):
     probe: bool = option("Measure for a few seconds how fast this machine is.", default=True)
 
 
-@takes_options()
+@takes_options("for_")
 def plan(asked: PlanOptions) -> None:
     """Say what a run will need in memory, disk and time, and whether it fits here; reads no weights."""
     context = context_of(asked, "plan")

@@ -78,7 +78,13 @@ class AssignOptions(StageOptions):
     @property
     def only_looks(self) -> bool:
         """Whether --price or --frontier is asked of the assignment that is there, and none is to be made."""
-        makes = self.recipe is not None or self.quantizer is not None or self.force or self.changes()
+        makes = (
+            self.recipe is not None
+            or self.for_ is not None
+            or self.quantizer is not None
+            or self.force
+            or self.changes()
+        )
         return (self.price or self.frontier) and not makes
 
     def changes(self) -> list[str]:
@@ -98,7 +104,7 @@ class AssignOptions(StageOptions):
         return [*super().changes(), *(f"assign.{name}=null" for name in dropped)]
 
 
-@takes_options("quantizer", "force")
+@takes_options("for_", "quantizer", "force")
 def assign(asked: AssignOptions) -> None:
     """Decide which expert gets which precision and where it lives."""
     context = context_of(asked, "assign")

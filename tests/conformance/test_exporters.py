@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
-from moeq.artifacts.targets import Grid, grids_of, loaded_by, refuse_layers, targets
+from moeq.artifacts.targets import Grid, grids_of, refuse_layers, targets
 from moeq.errors import ArtifactError, MoeqError, PlanError
 from moeq.exporters import write
 from moeq.exporters.exporter import Exporter, ExportSizes, loaders, of_method
@@ -35,7 +35,7 @@ from moeq.numerics.packed import PackedWeight, packed_bytes
 from moeq.numerics.widths import FULL, SUPPORTED_BITS
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.registry import EXPORTERS, NATIVE_FORMAT
+from moeq.registry import EXPORTERS
 from moeq.runtimes import Runtime, runtimes, written
 from moeq.verification import probe
 from moeq.verification.against import differences

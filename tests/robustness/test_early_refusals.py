@@ -141,7 +141,7 @@ REFUSED: dict[str, list[Case]] = {
     "verify": [
         (("nowhere",), 2, "nowhere: no such directory"),
         (("run", "--against", "./nowhere"), 3, "./nowhere: no such directory"),
-        (("run", "--target", "toaster"), 2, "--target: unknown runtime 'toaster'; use one of native, auto-round"),
+        (("run", "--target", "toaster"), 2, "--target: unknown runtime 'toaster'; did you mean 'transformers'?"),
     ],
     "families": [(("nothing-like-it",), 3, "no family of this name")],
     "generate": [
