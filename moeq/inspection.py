@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts import evaluation, replicas
 from moeq.artifacts.assignment import Width, count_matrices, count_widths, read_assignment
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import read_json
+from moeq.artifacts.loads_in import loads_in
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.run import DIRECTORIES, EDITABLE, STAGES, store_folder
@@ -29,6 +30,9 @@ from moeq.preflight import check_path
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.tables import human_bytes
+
+if TYPE_CHECKING:
+    from moeq.exporters.exporter import Exporter
 
 QUIET = Reporter(quiet=True)
 
@@ -70,13 +74,15 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
         exporter = of_method(format_of(source)) if quantization_of(source.config) else None
         if exporter is None or exporter.layout is None:
             return _model(path, reporter, trust_remote_code)
-        described = _packed(path, exporter.label, trust_remote_code)
+        described = _packed(path, exporter, trust_remote_code)
     sums = check_sums(path, reporter=reporter)
-    return described | ({} if sums is None else {"checked_files": sums.text})
+    where = {"loads_in": described.pop("loads_in")} if "loads_in" in described else {}
+    return described | ({} if sums is None else {"checked_files": sums.text}) | where
 
 
-def _packed(path: Path, label: str, trust_remote_code: bool) -> dict[str, Any]:
+def _packed(path: Path, exporter: Exporter, trust_remote_code: bool) -> dict[str, Any]:
     """Describe a checkpoint of another tool's, or for it; ArtifactError where a header is not as config.json says."""
+    from moeq.exporters.exporter import read_by
     from moeq.exporters.packed_source import Checkable
     from moeq.exporters.readers import open_packed
 
@@ -86,7 +92,7 @@ def _packed(path: Path, label: str, trust_remote_code: bool) -> dict[str, Any]:
     tensors = packed.source.tensors
     plain_bytes = sum(tensors[key].bytes for key in packed.rest())
     return {
-        "kind": f"packed checkpoint ({label})",
+        "kind": f"packed checkpoint ({exporter.label})",
         "model_type": packed.config["model_type"],
         "moe_layers": len(packed.layers),
         "experts_a_layer": sorted({layer.num_experts for layer in packed.layers}),
@@ -94,6 +100,7 @@ def _packed(path: Path, label: str, trust_remote_code: bool) -> dict[str, Any]:
         "packed_bytes": sum(header.bytes for header in tensors.values()) - plain_bytes,
         "plain_bytes": plain_bytes,
         "check": "every tensor has the shape and type that config.json says",
+        "loads_in": dict.fromkeys(read_by(exporter, packed)),
     }
 
 
@@ -130,6 +137,14 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
         **({"code": code} if code else {}),
         "check": "every size, sum and SHA-256 equals the manifest",
         "checked_files": checked.files,
+        "loads_in": loads_in(
+            [[expert.widths for expert in layer.experts] for layer in manifest.layers],
+            group_size=manifest.layout["group_size"],
+            symmetric=manifest.layout["symmetric"],
+            nested=bool(manifest.layout.get("nested")),
+            layers=manifest.layers,
+            others=bool(manifest.others),
+        ),
     }
 
 
@@ -342,6 +357,13 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
                 "layers": len(assignment.layers),
                 "code_bits": None if average is None else float(average),
                 **_by_bits(list(chain.from_iterable(assignment.expert_widths()))),
+                "loads_in": loads_in(
+                    assignment.expert_widths(),
+                    group_size=assignment.group_size,
+                    symmetric=assignment.symmetric,
+                    nested=assignment.nested,
+                    names=[layer.name for layer in assignment.layers],
+                ),
             }
         if path.name == integer_report.NAME:
             return _integer_figures(path)

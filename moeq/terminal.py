@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from moeq.artifacts import loads_in
 from moeq.tables import human_bytes, human_seconds, human_size, kl_caption, kl_notes, too_few
 
 if TYPE_CHECKING:
@@ -402,7 +403,9 @@ def print_summary(summary: dict[str, Any], indent: int = 0) -> None:
     console = Console(highlight=False)
     for key, value in summary.items():
         label = f"{' ' * indent}{str(key).replace('_', ' ')}"
-        if isinstance(value, dict) and value:
+        if key == "loads_in":
+            console.print(f"{' ' * indent}{loads_in.line(value)}", soft_wrap=True, markup=False)
+        elif isinstance(value, dict) and value:
             console.print(label)
             print_summary(value, indent + 2)
         elif isinstance(value, list) and value and isinstance(value[0], dict):

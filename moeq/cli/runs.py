@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -77,12 +77,20 @@ def run(asked: StageOptions) -> None:
 
     outcomes = pipeline.run(context, force=asked.force)
     rows, paths = results.final_rows(context), pipeline.result_paths(context)
+    summaries = [outcome.record.summary for outcome in outcomes if "loads_in" in outcome.record.summary]
+    loading = {"loads_in": summaries[0]["loads_in"]} if summaries else {}
     finished = {
         "stages": [terminal.outcome_json(outcome) for outcome in outcomes],
         "table": rows,
         "paths": {name: str(path) for name, path in paths.items()},
+        **loading,
     }
-    show(finished, lambda _: terminal.print_final(rows, paths, outcomes), json=asked.json, quiet=asked.quiet)
+
+    def show_text(_: Any) -> None:
+        terminal.print_final(rows, paths, outcomes)
+        terminal.print_summary(loading)
+
+    show(finished, show_text, json=asked.json, quiet=asked.quiet)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,4 +197,5 @@ def described(path: Path, trust_remote_code: bool) -> dict[str, Any]:
         "expert_bytes": sum(size for name, size in sizes.items() if name in stacks),
         "non_expert_bytes": sum(size for name, size in sizes.items() if name not in stacks),
         "check": "every tensor of the model is there, in its shape, and no other",
+        "loads_in": {"llama.cpp": None},
     }
