@@ -57,12 +57,9 @@ def settings_for(
     if asked.target is None:
         return settings
     kept = _given(recipe) if said is None else said
-    wanted = [
-        *_grid(asked.target, recipe, layers, kept),
-        *_method(asked.target, recipe),
-        *_others(asked.target, recipe),
-    ]
-    return [*settings, *(setting for setting in wanted if setting.key not in kept)]
+    grid, placed = _grid(asked.target, recipe, layers, kept), _placed(asked.target, recipe)
+    settings += [setting for setting in (*grid, *placed) if setting.key not in kept]
+    return settings if "assign.method" in kept else [*settings, *_method(asked.target, recipe)]
 
 
 def _given(recipe: Recipe) -> set[str]:
@@ -111,32 +108,42 @@ def _loaded(
     ]
 
 
+def _placed(target: Target, recipe: Recipe) -> Iterator[Setting]:
+    """What may not stand beside the experts' one width: full precision, matrices apart, other modules."""
+    section = recipe.assign
+    if section.gpu_experts and (_coarse(target) or FULL not in target.widths):
+        yield Setting(key="assign.gpu_experts", value="0", why=f"{target.name} loads no full precision beside others")
+    wanted = target.granularity if section.granularity is None or target.stacks else section.granularity
+    if FINENESS.index(wanted) < FINENESS.index(target.granularity):
+        yield Setting(key="assign.granularity", value="null", why=f"one width for a whole {target.granularity}")
+    for kind in () if target.others else recipe.others.widths():
+        yield Setting(key=f"others.{kind}", value="null", why=f"{target.name} loads it in full precision only")
+
+
+def _coarse(target: Target) -> bool:
+    """Whether experts of a layer share a width."""
+    return FINENESS.index(target.granularity) > FINENESS.index("expert")
+
+
 def _method(target: Target, recipe: Recipe) -> Iterator[Setting]:
-    """A method that decides within the target, with what it takes of the section's keys.
+    """A method that decides within the target, and what it takes of the section's keys.
 
     A method that takes no budget gives what it is asked for, which is refused later where it cannot be loaded.
     """
     section, allocator = recipe.assign, recipe.assign.allocator
-    coarse = FINENESS.index(target.granularity) > FINENESS.index("expert")
-    if section.gpu_experts and (coarse or FULL not in target.widths):
-        yield Setting(key="assign.gpu_experts", value="0", why=f"{target.name} loads no full precision beside others")
-    finer = section.granularity is not None and (
-        FINENESS.index(section.granularity) < FINENESS.index(target.granularity) and not target.stacks
-    )
-    if finer:
-        yield Setting(key="assign.granularity", value="null", why=f"one width for a whole {target.granularity}")
     fixed = {*section.named(), *allocator.widths} - {*target.widths}
     within = ALLOCATORS.get(WITHIN)
-    if allocator.name == WITHIN or not (coarse or fixed) or all(getattr(section, key) is None for key in BUDGETS):
+    if (
+        allocator.name == WITHIN
+        or not (_coarse(target) or fixed)
+        or all(getattr(section, key) is None for key in BUDGETS)
+    ):
         return
     yield Setting(key="assign.method", value=WITHIN, why=f"{section.method} does not decide within {target.name}")
+    for key in BUDGETS:  # the one that the section has by default goes with its default method
+        if (budget := getattr(section, key)) is not None:
+            yield Setting(key=f"assign.{key}", value=str(budget), why="as it was")
     taken = {*within.budgets, *within.reads}
     foreign = [key for key in SHARED if getattr(section, key) is not None and key not in taken]
     for key in (*sorted(section.settings.model_fields_set), *foreign):
         yield Setting(key=f"assign.{key}", value="null", why=f"belongs to {section.method}")
-
-
-def _others(target: Target, recipe: Recipe) -> Iterator[Setting]:
-    """Modules beside the experts, which it may not take packed."""
-    for kind in () if target.others else recipe.others.widths():
-        yield Setting(key=f"others.{kind}", value="null", why=f"{target.name} loads it in full precision only")

@@ -48,11 +48,13 @@ def context_of(asked: RunOptions, command: str) -> Context:
 
 def runtime_changes(context: Context, name: str) -> list[str]:
     """What --for changes of a run's recipe, told in a line each."""
+    from rich.markup import escape
+
     from moeq.artifacts.runtime_settings import settings_for
 
     settings = settings_for(name, context.recipe, context.given().model.layers)
     for setting in settings:
-        context.reporter.say(f"for {name}: {setting}")
+        context.reporter.say(escape(f"for {name}: {setting}"))
     return [setting.change for setting in settings]
 
 
@@ -77,7 +79,8 @@ def run(asked: StageOptions) -> None:
 
     outcomes = pipeline.run(context, force=asked.force)
     rows, paths = results.final_rows(context), pipeline.result_paths(context)
-    summaries = [outcome.record.summary for outcome in outcomes if "loads_in" in outcome.record.summary]
+    unedited = [outcome.record.summary for outcome in outcomes if not outcome.edited]
+    summaries = [summary for summary in unedited if "loads_in" in summary]
     loading = {"loads_in": summaries[0]["loads_in"]} if summaries else {}
     finished = {
         "stages": [terminal.outcome_json(outcome) for outcome in outcomes],
