@@ -21,7 +21,7 @@ from moeq.version import __version__
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 STAGE = {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet", "--check"}
 FLAGS = {
-    "run": STAGE | {"--quantizer", "--refine", "--verify", "--force"},
+    "run": STAGE | {"--for", "--quantizer", "--refine", "--verify", "--force"},
     **dict.fromkeys(("profile", "reparam"), STAGE),
     "eval": STAGE
     | {"--tasks", "--include-path", "--num-fewshot", "--limit", "--batch-size", "--text", "--window", "--stride"}
@@ -36,7 +36,7 @@ FLAGS = {
     "quantize": STAGE | {"--refine"},
     "assign": STAGE
     | {"--method", "--quantizer", "--bits-per-weight", "--code-bits", "--expert-bytes", "--size", "--target", "--price"}
-    | {"--frontier", "--average-bits", "--granularity", "--ndp-latency", "--hardware", "--force"},
+    | {"--for", "--frontier", "--average-bits", "--granularity", "--ndp-latency", "--hardware", "--force"},
     "inspect": {"path", "--trust-remote-code", "--json"},
     "families": {"name", "--json"},
     "verify": {

@@ -78,15 +78,16 @@ def _grid(target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collect
         yield Setting(key="losses.nested", value="false", why=f"{target.name} has no codes that lead wider ones")
     sizes = [section.group_size, *(() if "losses.group_size" in kept else GROUP_SIZES)]
     kinds = [section.symmetric, *(() if "losses.symmetric" in kept else (not section.symmetric,))]
-    loaded = {grid: _loaded(target, section.bits, layers, *grid) for grid in product(sizes, kinds)}
-    size, symmetric = max(loaded, key=lambda grid: len(loaded[grid]))  # the first of the best
+    every = {grid: _loaded(target, WIDTHS, layers, *grid) for grid in product(sizes, kinds)}
+    loaded = {grid: set(widths) & set(section.bits) for grid, widths in every.items()}
+    size, symmetric = max(loaded, key=lambda grid: (len(loaded[grid]), len(every[grid])))  # the first of the best
     if symmetric != section.symmetric:
         why = f"{target.name} reads more widths of it" if not target.symmetric_only else "it reads symmetric grids only"
         yield Setting(key="losses.symmetric", value=str(symmetric).lower(), why=why)
     if size != section.group_size:
         yield Setting(key="losses.group_size", value=str(size), why=f"{target.name} reads more widths of it")
     if len(loaded[size, symmetric]) < CHOICE:
-        widths = sorted({*section.bits, *_loaded(target, WIDTHS, layers, size, symmetric)})
+        widths = sorted({*section.bits, *every[size, symmetric]})
         if widths != sorted(section.bits):
             value = f"[{', '.join(map(str, widths))}]"
             yield Setting(key="losses.bits", value=value, why=f"{target.name} loads too few of {section.bits}")

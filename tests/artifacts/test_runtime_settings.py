@@ -68,7 +68,12 @@ def test_settings_follow_from_the_target() -> None:
 
 def test_what_is_given_stays_and_what_does_not_fit_goes() -> None:
     assert "losses.symmetric" not in recipe_for("vllm", "losses.symmetric=false")[1]
-    few = ("losses.bits=[1, 3]", "losses.symmetric=false", "eval.compare=[]", "assign={method: optimal, bits_per_weight: 3}")
+    few = (
+        "losses.bits=[1, 3]",
+        "losses.symmetric=false",
+        "eval.compare=[]",
+        "assign={method: optimal, bits_per_weight: 3}",
+    )
     assert "losses.bits" not in recipe_for("vllm", *few)[1]
     every = settings_for("vllm", load_recipe(None, few), said=())
     assert {"losses.bits=[1, 2, 3, 4, 8]", "losses.symmetric=true"} <= {one.change for one in every}
