@@ -60,7 +60,7 @@ FLAGS = {
         "--trust-remote-code",
         "--json",
     },
-    "plan": {"recipe", "--model", "--out", "--set", "--trust-remote-code", "--probe", "--json"},
+    "plan": {"recipe", "--for", "--model", "--out", "--set", "--trust-remote-code", "--probe", "--json"},
 }
 
 
