@@ -57,4 +57,4 @@ def convert(
     summary = {"for": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}
     summary |= {"notes": said} if said else {}
     verified = {} if verdict is None else {"verified_with": verdict.target, "logits_error": verdict.logits_error}
-    return summary | verified
+    return summary | verified | {"loads_in": {name: None}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from moeq.artifacts import replicas
 from moeq.artifacts.assignment import Width, count_matrices, count_widths, read_assignment
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import read_json
+from moeq.artifacts.loads_in import loads_in
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.run import DIRECTORIES, EDITABLE, STAGES, store_folder
@@ -33,6 +35,13 @@ from moeq.recipe import load_recipe
 from moeq.tables import human_bytes
 
 QUIET = Reporter(quiet=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A checkpoint that is not opened: by its config.json an exporter says whose code loads it."""
+
+    source: ModelSource
 
 
 def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -60,7 +69,7 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
 
 def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
     """Describe a directory of weights: packed ones in a format of the registry, or a model's."""
-    from moeq.exporters.exporter import of_method
+    from moeq.exporters.exporter import of_method, read_by
     from moeq.exporters.readers import described as reading
     from moeq.exporters.readers import file_format, format_of
     from moeq.models.declared import quantization_of
@@ -73,9 +82,11 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
         exporter = of_method(format_of(source)) if quantization_of(source.config) else None
         if exporter is None or exporter.layout is None:
             return _model(source, reporter)
-        described = reading.packed(path, exporter.label)
+        loads = dict.fromkeys(read_by(exporter, Stored(source=source)))
+        described = reading.packed(path, exporter.label) | {"loads_in": loads}
     sums = check_sums(path, reporter=reporter)
-    return described | ({} if sums is None else {"checked_files": sums.text})
+    where = {"loads_in": described.pop("loads_in")} if "loads_in" in described else {}
+    return described | ({} if sums is None else {"checked_files": sums.text}) | where
 
 
 def _integer(path: Path) -> dict[str, Any]:
@@ -111,6 +122,14 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
         **({"code": code} if code else {}),
         "check": "every size, sum and SHA-256 equals the manifest",
         "checked_files": checked.files,
+        "loads_in": loads_in(
+            [[expert.widths for expert in layer.experts] for layer in manifest.layers],
+            group_size=manifest.layout["group_size"],
+            symmetric=manifest.layout["symmetric"],
+            nested=bool(manifest.layout.get("nested")),
+            layers=manifest.layers,
+            others=bool(manifest.others),
+        ),
     }
 
 
@@ -366,4 +385,11 @@ def _assignment(path: Path) -> dict[str, Any]:
         "layers": len(assignment.layers),
         "code_bits": None if average is None else float(average),
         **_by_bits(list(chain.from_iterable(assignment.expert_widths()))),
+        "loads_in": loads_in(
+            assignment.expert_widths(),
+            group_size=assignment.group_size,
+            symmetric=assignment.symmetric,
+            nested=assignment.nested,
+            names=[layer.name for layer in assignment.layers],
+        ),
     }

@@ -19,7 +19,7 @@ from typer.models import ParameterInfo
 from moeq.bundled.preset_files import DEFAULT, QUALITIES, chosen_preset, preset_names
 from moeq.errors import RecipeError
 from moeq.registry import QUANTIZERS
-from moeq.runtimes import NATIVE, named, written
+from moeq.runtimes import NATIVE, named, runtimes, written
 
 if TYPE_CHECKING:
     QuantizerOrBest = str
@@ -39,7 +39,7 @@ def among(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 OF_A_RUN = "a run's stage"
 RECIPES = (".yaml", ".yml")  # how the name of a recipe ends, where a model may stand as well
 BUDGETS = "a budget"  # of which one is enough
-RARE = ("device", "format", "widen", "quantizer", "refine", "verify", "force")  # options that a command has to name
+RARE = ("for_", "device", "format", "widen", "quantizer", "refine", "verify", "force")  # that a command has to name
 BUNDLED_TEXT = "bundled"  # a text whose parts for calibration and evaluation differ
 LAST = (*RARE, "check", "trust_remote_code", "probe", "json", "quiet")  # options behind all others
 
@@ -79,6 +79,10 @@ class RunOptions:
     model: str | None = option("Model directory, hub id, or bundled:tiny-mixtral.", OF_A_RUN)
     out: Path | None = option("Run directory [default: moeq-out/NAME of the recipe, without one of the model].")
     set_: list[str] = option("Override a key: --set assign.bits_per_weight=2.5", OF_A_RUN, default=list)
+    for_: str | None = option(
+        f"Runtime that is to load what is made: {', '.join(runtimes())}; sets what it needs of a recipe that does not "
+        "say otherwise."
+    )
     format: list[str] = option(
         f"Runtime to write it for, too: {', '.join(written())} (export.formats); may be given several times.",
         default=list,

@@ -16,7 +16,7 @@ from moeq.exporters.exporter import loaders
 from moeq.models import offline
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe, TextSource, each_source
-from moeq.runtimes import named
+from moeq.runtimes import named, runtimes
 
 TASKS_FOLDER = "give a folder of task YAML files to --include-path (eval.include_path)"
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -89,6 +89,12 @@ def check_loader(target: str | None) -> None:
     """RecipeError for a runtime whose loader no format names; None: the usual one."""
     if target is not None:
         named(target, loaders(), "--target")
+
+
+def check_runtime(name: str | None) -> None:
+    """RecipeError for a word that names no runtime; None: none is asked for."""
+    if name is not None:
+        named(name, runtimes(), "--for")
 
 
 def check_absent(out: Path) -> None:

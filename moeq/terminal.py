@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moeq import final_table
+from moeq.artifacts import loads_in
 from moeq.final_table import empty_table, figure
 from moeq.tables import human_bytes, human_seconds, human_size, kl_notes, too_few
 
@@ -324,7 +325,9 @@ def print_summary(summary: dict[str, Any], indent: int = 0) -> None:
     console = Console(highlight=False)
     for key, value in summary.items():
         label = f"{' ' * indent}{str(key).replace('_', ' ')}"
-        if isinstance(value, dict) and value:
+        if key == "loads_in":
+            console.print(f"{' ' * indent}{loads_in.line(value)}", soft_wrap=True, markup=False)
+        elif isinstance(value, dict) and value:
             console.print(label)
             print_summary(value, indent + 2)
         elif isinstance(value, list) and value and isinstance(value[0], dict):

@@ -83,7 +83,7 @@ def probe_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         if server is not None:
             running = server.start(folder, program=PROBE, cwd=folder)
             yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda timeout: running.wait().code)
-        elif not probes_apart and package in ("moeq", "transformers"):
+        elif not probes_apart and package in ("native", "transformers"):
             probe.main(folder)
             yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda timeout: 0)
         else:

@@ -23,7 +23,7 @@ STAGE = RUN | {"what"}
 BUDGET = {"--bits", "--code-bits", "--size"}
 BUILD = BUDGET | {"--group-size", "--text", "--eval-text", "--quality", "--preset", "--quantizer", "--refine"}
 FLAGS = {
-    "run": STAGE | DEVICE | BUILD | {"--verify", "--force"},
+    "run": STAGE | DEVICE | BUILD | {"--for", "--verify", "--force"},
     **dict.fromkeys(("profile", "reparam"), STAGE | DEVICE),
     "eval": RUN
     | {"recipe"}
@@ -42,7 +42,7 @@ FLAGS = {
     | DEVICE
     | BUDGET
     | {"--method", "--quantizer", "--bits-per-weight", "--expert-bytes", "--target", "--price"}
-    | {"--frontier", "--average-bits", "--granularity", "--ndp-latency", "--hardware", "--force"},
+    | {"--for", "--frontier", "--average-bits", "--granularity", "--ndp-latency", "--hardware", "--force"},
     "inspect": {"path", "--trust-remote-code", "--json", "--quiet"},
     "families": {"name", "--json", "--quiet"},
     "verify": {
@@ -79,7 +79,7 @@ FLAGS = {
         "--quiet",
         "--chat",
     },
-    "plan": BUILD | DEVICE | STAGE - {"--check"} | {"--probe"},
+    "plan": BUILD | DEVICE | STAGE - {"--check"} | {"--for", "--probe"},
     "init": BUILD | STAGE - {"--check"} | {"--format"},
     "recipe": BUILD | STAGE - {"--check", "--quiet", "--out"} | {"--format", "--schema"},
 }

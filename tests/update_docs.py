@@ -18,11 +18,11 @@ from moeq.artifacts.assignment import FULL
 from moeq.artifacts.targets import Target
 from moeq.bundled.preset_files import preset_names, preset_path
 from moeq.estimator import known_hardware, load_hardware
-from moeq.exporters.exporter import Exporter
 from moeq.models.support import families
 from moeq.numerics.ggml_types import HOLDS, TYPES
 from moeq.recipe import Recipe
-from moeq.registry import EXPORTERS, NATIVE
+from moeq.registry import EXPORTERS
+from moeq.runtimes import Runtime, runtimes
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moeq"
@@ -77,19 +77,23 @@ def hardware() -> str:
     return table("| preset | |", [(f"`{name}`", load_hardware(name).description) for name in known_hardware()])
 
 
-def exporters() -> list[Exporter]:
-    """moeq's own, the native one first."""
-    return sorted((one for one in EXPORTERS if one.name in EXPORTERS.own), key=lambda one: one.name != NATIVE)
+def own_runtimes() -> list[Runtime]:
+    """Those of moeq's own exporters, the native one first."""
+    return [one for one in runtimes().values() if one.exporter.name in EXPORTERS.own]
+
+
+def called(one: Runtime) -> str:
+    """A runtime in words, with the version that was measured."""
+    return (one.target and one.target.called) or str(one.exporter.runtime)
 
 
 def loads() -> str:
-    """What a test has shown of each runtime: the targets that name one, and plain weights."""
-    rows = []
-    for one in exporters():
-        option = "" if one.name == NATIVE else f" (`--format {one.name}`)"
-        shown = [loaded(target) for target in one.targets if target.proof.startswith("tests/")]
-        rows.append((f"{one.runtime}{option}", "; ".join(shown) or one.help))
-    return table("| runtime | loads |", rows)
+    """What each runtime loads, and how it is asked for."""
+    rows = [
+        (called(one), f"`--for {one.name}`", one.exporter.help if one.target is None else loaded(one.target))
+        for one in own_runtimes()
+    ]
+    return table("| runtime | asked for by | loads |", rows)
 
 
 def loaded(target: Target) -> str:
@@ -116,19 +120,19 @@ def spans(widths: Sequence[int]) -> str:
 def targets() -> str:
     """What runtimes load, as refusals and `assign.target` have it."""
     rows = []
-    for name, target in ((one.name, target) for one in exporters() for target in one.targets):
+    for one in own_runtimes():
+        if (target := one.target) is None:
+            continue
         grid = "symmetric" if target.symmetric_only else "symmetric, zero points" if target.blocks is None else "below"
-        one = "matrix of a layer" if target.stacks else "matrix" if target.granularity == "projection" else None
-        shared = one or target.granularity
-        rows.append((f"`{target.name}`", f"`{name}`", target.listed(), shared, grid, target.proof))
-    title = f"| target | format | bits ({FULL}: plain) | one width for every | grids | shown by |"
-    return table(title, rows)
+        matrices = "matrix of a layer" if target.stacks else "matrix" if target.granularity == "projection" else None
+        rows.append((f"`{one.name}`", target.listed(), matrices or target.granularity, grid, target.proof))
+    return table(f"| runtime | bits ({FULL}: plain) | one width for every | grids | shown by |", rows)
 
 
 def formats() -> str:
-    """What exporters write, and for whom."""
-    rows = [(f"`{one.name}`", one.help, one.runtime) for one in EXPORTERS if one.name in EXPORTERS.own]
-    return table("| format | | loaded by |", rows)
+    """Every runtime, the format that is written for it, and what runs it."""
+    rows = [(f"`{one.name}`", f"`{one.exporter.name}`", one.exporter.help, called(one)) for one in own_runtimes()]
+    return table("| runtime | format | | loaded by |", rows)
 
 
 def gguf() -> str:

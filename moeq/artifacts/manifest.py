@@ -146,6 +146,11 @@ class PlacedLayer(Frozen):
         rows = sum(self.hidden_size if name == DOWN else self.intermediate_size for name in self.projections)
         return self.num_experts * (matrices + self.biased * rows)
 
+    def shape(self, projection: str) -> tuple[int, int]:
+        """Rows and inputs of one matrix of an expert."""
+        shape = self.intermediate_size, self.hidden_size
+        return shape[::-1] if projection == DOWN else shape
+
     @model_validator(mode="after")
     def _has_its_experts(self) -> PlacedLayer:
         numbers = tuple(placed.expert for placed in self.experts)

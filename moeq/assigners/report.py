@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -104,15 +104,22 @@ def score(inputs: AssignInputs, assignment: Assignment) -> Score:
     return Score(objective=objective(inputs, assignment), optimum=best.loss, proven=best.proven, bound=best.bound)
 
 
-def prices(inputs: AssignInputs, assignment: Assignment, refuse: Refuse = lambda *_: None) -> list[Price]:
+def prices(
+    inputs: AssignInputs,
+    assignment: Assignment,
+    refuse: Refuse = lambda *_: None,
+    names: Collection[str] | None = None,
+) -> list[Price]:
     """What the restriction of every target costs: its optimum on the assignment's budget.
 
-    refuse: why a target cannot load a width of the model's own matrices, whose sizes the inputs do not know.
+    refuse: why a target cannot load a width of the model's own matrices, whose sizes the inputs do not know; names:
+    of targets, None: all.
     """
     hot = assignment.hot()
     limit = budget_of(inputs, assignment, inputs.measured(), finest(inputs))
     free = optimum(inputs, limit, hot, finest(inputs))
-    return [_price(inputs, assignment, target, free, refuse) for target in targets().values()]
+    asked = [target for name, target in targets().items() if names is None or name in names]
+    return [_price(inputs, assignment, target, free, refuse) for target in asked]
 
 
 def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: Optimum, refuse: Refuse) -> Price:

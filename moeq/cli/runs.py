@@ -60,8 +60,9 @@ def context_of(asked: RunOptions, command: str) -> Context:
     from rich.markup import escape
 
     from moeq import api
-    from moeq.preflight import check_device
+    from moeq.preflight import check_device, check_runtime
 
+    check_runtime(asked.for_)
     if asked.device is not None:
         check_device(asked.device)
     path, model, out = asked.recipe_path, asked.named_model, asked.out
@@ -82,10 +83,25 @@ def context_of(asked: RunOptions, command: str) -> Context:
     if isinstance(asked, BuildOptions) and asked.text and not asked.eval_text and BUNDLED_TEXT not in asked.text:
         said = "what is lost is measured on bundled text: --text is calibrated on; --eval-text FILE"
         context.reporter.say(f"[dim]{said}[/dim]")
-    return context
+    if asked.for_ is None:
+        return context
+    needed = runtime_changes(context, asked.for_)
+    return replace(context, recipe=replace(start, changes=[*start.changes, *needed]).recipe())
 
 
-@takes_options("device", "quantizer", "refine", "verify", "force")
+def runtime_changes(context: Context, name: str) -> list[str]:
+    """What --for changes of a run's recipe, told in a line each."""
+    from rich.markup import escape
+
+    from moeq.artifacts.runtime_settings import settings_for
+
+    settings = settings_for(name, context.recipe, context.given().model.layers)
+    for setting in settings:
+        context.reporter.say(escape(f"for {name}: {setting}"))
+    return [setting.change for setting in settings]
+
+
+@takes_options("for_", "device", "quantizer", "refine", "verify", "force")
 def run(asked: BuildOptions) -> None:
     """Make a model small: all stages below in order, from a recipe or with none; goes on where it was stopped."""
     context = context_of(asked, "run")
@@ -93,16 +109,20 @@ def run(asked: BuildOptions) -> None:
     from moeq.cli import gates
 
     made = api.run_in(context, force=asked.force)
+    unedited = [outcome.record.summary for outcome in made.stages if not outcome.edited]
+    loading = next(({"loads_in": one["loads_in"]} for one in unedited if "loads_in" in one), {})
     finished = {
         "stages": [terminal.outcome_json(outcome) for outcome in made.stages],
         "table": made.table,
         "paths": {name: str(path) for name, path in made.paths.items()},
+        **loading,
         "gates": gates.as_json(made.gates),
         "next": made.next,
     }
 
     def show_text(_: Any) -> None:
         terminal.print_final(made.table, made.paths, made.stages)
+        terminal.print_summary(loading)
         gates.print_lines(made.gates)
         print("\nnext", *(f"  {what:16}{command}" for what, command in made.next.items()), sep="\n")
 
@@ -118,7 +138,7 @@ class PlanOptions(BuildOptions):
     probe: bool = option("Measure for a few seconds how fast this machine is.", default=True)
 
 
-@takes_options("device", "quantizer", "refine")
+@takes_options("for_", "device", "quantizer", "refine")
 def plan(asked: PlanOptions) -> None:
     """Say what a run will need in memory, disk and time, and whether it fits here; reads no weights."""
     context = context_of(replace(asked, quiet=True), "plan")

@@ -98,11 +98,12 @@ class AssignOptions(BudgetOptions):
     @property
     def only_looks(self) -> bool:
         """Whether --price or --frontier is asked of the assignment that is there, and none is to be made."""
-        makes = self.recipe_path is not None or self.quantizer is not None or self.force or self.changes()
+        named = self.recipe_path is not None or self.for_ is not None or self.quantizer is not None
+        makes = named or self.force or self.changes()
         return (self.price or self.frontier) and not makes
 
 
-@takes_options("device", "quantizer", "force")
+@takes_options("for_", "device", "quantizer", "force")
 def assign(asked: AssignOptions) -> None:
     """Decide which expert gets which precision and where it lives."""
     asked = asked.by_names_of_today()

@@ -52,6 +52,7 @@ EXPORTER = Exporter(
     label="auto-round",
     help="GPTQ's layout with a width for every matrix, with or without zero points",
     write=write,
+    check=later("moeq.exporters.foreign:check_experts"),
     runtime=f"auto-round {VERSION}",
     snippet="""import auto_round  # pip install auto-round
 from transformers import AutoModelForCausalLM

@@ -215,6 +215,7 @@ EXPORTER = Exporter(
     label="compressed-tensors (pack-quantized)",
     help="symmetric grids, one width for all experts (transformers itself) or for all of a layer (vLLM)",
     write=write,
+    check=later("moeq.exporters.foreign:check_experts"),
     runtime=f"transformers with compressed-tensors {VERSION}",
     snippet="""from transformers import AutoModelForCausalLM  # pip install compressed-tensors
 model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",

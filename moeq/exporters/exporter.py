@@ -139,6 +139,12 @@ class Exporter:
         return self.loaders[0] if self.loader_of is None else self.loader_of(source)
 
 
+def read_by(exporter: Exporter, packed: Any) -> list[str]:
+    """Names of the runtimes that load a checkpoint in an exporter's format: the one that it is for, where it says."""
+    names = [name for name, one in runtimes().items() if one.exporter.name == exporter.name]
+    return [name for name in names if name == exporter.usual(packed).name] or names
+
+
 def of_method(method: str) -> Exporter | None:
     """The exporter of checkpoints whose config.json names this quant_method, `dequantized` where it names none."""
     exporter: Exporter

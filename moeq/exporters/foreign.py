@@ -27,9 +27,10 @@ from moeq.exporters.front_matter import CARD, code_lines, front_matter, markdown
 from moeq.exporters.packed_source import Matrices, PackedSource
 from moeq.exporters.plain import METADATA, write_index, write_plain
 from moeq.models.disk_names import DiskNames
-from moeq.models.experts import ExpertLayer
+from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import describe
 from moeq.models.side_files import SideFiles, find_side_files
+from moeq.models.source import ModelSource
 from moeq.numerics.packed import PackedWeight, widened
 from moeq.runtimes import Runtime
 from moeq.version import __version__
@@ -109,15 +110,7 @@ class Draft:
 
     def expert_keys(self, layer: ExpertLayer) -> Names:
         """Keys of the experts' weights as the family has them; FormatError where it keeps them in other tensors."""
-        keys = None if layer.biased else self.names.experts(layer)
-        if keys is None:
-            why = "has biases" if layer.biased else "does not keep every matrix of an expert in a tensor of its own"
-            raise FormatError(
-                f"model_type {self.source.config.get('model_type')} {why}",
-                where=f"for {self.runtime.name}",
-                do=ANY_GRID,
-            )
-        return keys
+        return _keys_of(self.names, layer, self.source.config.get("model_type"), f"for {self.runtime.name}")
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
         """Matrices and biases of one expert; ArtifactError where a packed one stands for no numbers."""
@@ -227,6 +220,21 @@ class Draft:
         for file in self.unsynced:
             file.result()
         write_sums(self.directory)
+
+
+def check_experts(source: ModelSource, model: nn.Module) -> None:
+    """FormatError for a family that does not keep every matrix of an expert in a tensor of its own."""
+    names = DiskNames(model)
+    for layer in find_expert_layers(model, needed=False):
+        _keys_of(names, layer, source.config.get("model_type"), None)
+
+
+def _keys_of(names: DiskNames, layer: ExpertLayer, family: str | None, where: str | None) -> Names:
+    keys = None if layer.biased else names.experts(layer)
+    if keys is None:
+        why = "has biases" if layer.biased else "does not keep every matrix of an expert in a tensor of its own"
+        raise FormatError(f"model_type {family} {why}", where=where, do=ANY_GRID)
+    return keys
 
 
 def _kept(path: Path, stream: TensorFile) -> None:

@@ -50,6 +50,7 @@ EXPORTER = Exporter(
     label="gptq",
     help="AutoGPTQ's layout with a width for every matrix, with or without zero points",
     write=write,
+    check=later("moeq.exporters.foreign:check_experts"),
     runtime=f"gptqmodel {VERSION}",
     snippet="""import torch
 from gptqmodel import GPTQModel  # pip install gptqmodel

@@ -43,6 +43,7 @@ from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import bits_per_weight, matrix_bytes, total_bytes
 from moeq.stages.hessian_traces import traces
+from moeq.stages.loading import where_it_loads
 from moeq.stages.needs import Needs, Rates, Sizes
 
 NAME = "assignment.json"
@@ -56,7 +57,8 @@ def run(context: Context) -> dict[str, Any]:
     write_assignment(directory / NAME, assignment)
     _write_sensitivities(context, inputs)
     scored = report.score(inputs, assignment).as_json()
-    return summarize(context, assignment) | scored | latency_summary(context, inputs, assignment)
+    summary = summarize(context, assignment) | scored | latency_summary(context, inputs, assignment)
+    return summary | {"loads_in": where_it_loads(context, assignment, inputs)}
 
 
 def sensitivities(context: Context) -> SensitivityTable:

@@ -36,6 +36,7 @@ from moeq.stages import non_experts as others
 from moeq.stages.as_quantized import AsQuantized
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import PackedGrid
+from moeq.stages.loading import where_it_loads
 from moeq.stages.needs import APART, Moment, Needs, Rates, Sizes
 from moeq.stages.replicas import REFINED, load_losses
 from moeq.verification.reference import GROUP_BYTES
@@ -79,7 +80,8 @@ def run(context: Context) -> dict[str, Any]:
         _check_copies(context, target)
         _check_written(context, target, AsQuantized(context, assignment))
     _write_formats(context)
-    return totals | {"original_expert_bytes": original_expert_bytes(context)}
+    where = where_it_loads(context, assignment)
+    return totals | {"original_expert_bytes": original_expert_bytes(context), "loads_in": where}
 
 
 def _losses(context: Context) -> dict[str, list[dict[int, float]]]:

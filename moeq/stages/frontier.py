@@ -10,11 +10,10 @@ from typing import Any
 from rich.markup import escape
 
 from moeq.artifacts.files import make_directory, write_json, write_text
-from moeq.artifacts.targets import Target, grids_of, refuse_stack
 from moeq.assigners import report
-from moeq.errors import FormatError
 from moeq.registry import ALLOCATORS
 from moeq.reporting.frontier import frontier_svg
+from moeq.stages import loading
 from moeq.stages.assign import decide, inputs_of, load
 from moeq.stages.context import Context
 
@@ -46,26 +45,4 @@ def frontier(context: Context) -> dict[str, Any]:
 def prices(context: Context) -> list[dict[str, Any]]:
     """What every target's restriction costs in objective, on the budget of the recipe's assignment."""
     inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
-    return [asdict(price) for price in report.prices(inputs, load(context), partial(_refuse_width, context))]
-
-
-def _refuse_width(context: Context, target: Target, bits: int) -> FormatError | None:
-    """Why a target cannot load a width of this model's matrices in the recipe's grid; None where it can.
-
-    A target of symmetric grids alone is asked about those: its price is that of the same widths.
-    """
-    section = context.recipe.losses
-    for layer in context.model.layers:
-        for projection in layer.projections:
-            grids = grids_of(
-                layer,
-                projection,
-                [bits],
-                group_size=section.group_size,
-                symmetric=section.symmetric or target.symmetric_only,
-                nested=section.nested,
-            )
-            refusal = refuse_stack(target, grids, full=False, widen=False)
-            if refusal is not None:
-                return FormatError(refusal[0], where=f"{layer.name}, {projection}", do=refusal[1])
-    return None
+    return [asdict(price) for price in report.prices(inputs, load(context), partial(loading.refuse_width, context))]

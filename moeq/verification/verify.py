@@ -202,7 +202,7 @@ def _request(path: Path, packed: PackedSource, method: str, options: Options) ->
         raise RecipeError(f"no such type {options.dtype!r}", where="--dtype", do=f"use {', '.join(TOLERANCE)}")
     if loader.load is None:
         what, do = f"moeq cannot run {loader.name} itself", f"load it there, with {loader.name}'s own command"
-        raise launch.NotInstalledError(what, where=str(path), do=do)
+        raise launch.NotInstalledError(what, do=do)
     needs = {} if exporter is None or loader.logits_only else exporter.needs
     return launch.Request(
         checkpoint=path,

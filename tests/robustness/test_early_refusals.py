@@ -192,7 +192,7 @@ REFUSED: dict[str, list[Case]] = {
     "verify": [
         (("nowhere",), 13, "nowhere: no such file or directory"),
         (("run", "--against", "./nowhere"), 13, "./nowhere: no such file or directory"),
-        (("run", "--target", "toaster"), 2, "--target: unknown runtime 'toaster'; use one of native, auto-round"),
+        (("run", "--target", "toaster"), 2, "--target: unknown runtime 'toaster'; did you mean 'transformers'?"),
     ],
     "families": [
         (("nothing-like-it",), 3, "no family of this name"),

@@ -190,7 +190,7 @@ def test_gguf_is_written_verified_and_planned(tmp_path: Path) -> None:
     foretold = export.needs(Sizes(context)).files
     assert foretold["../checkpoint-llama.cpp"] == pytest.approx((out / "model.gguf").stat().st_size, rel=0.15)
     described = inspect(out.rename(tmp_path / "moved"))
-    assert described["kind"] == "artifact of moeq export-gguf"
+    assert described["kind"] == "artifact of moeq export-llama.cpp"
     (tmp_path / "moved" / "stage.json").unlink()
     assert inspect(tmp_path / "moved")["experts"] == "6 stacks of Q4_0"
 
@@ -204,12 +204,12 @@ def test_what_gguf_cannot_carry_is_said_before_anything_runs(
     good = save_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=True)
     narrow = context_of(good, tmp_path / "run", *GGUF)
     for bits, why in ((2, "2 bits of 128 inputs in groups of 32; llama.cpp has blocks of 256"), (4, "")):
-        lines = [line for line in refusals(narrow, ((bits,) * 6,) * 2) if "gguf" in line]
+        lines = [line for line in refusals(narrow, ((bits,) * 6,) * 2) if "llama.cpp" in line]
         assert [why in line for line in lines] == [True] * bool(why)
     mixed = ((4, 8, 4, 4, 4, 4),) * 2
     assert any("8 bits beside 4" in line for line in refusals(narrow, mixed))
     within = context_of(good, tmp_path / "run", *GGUF, "assign.target=llama.cpp")
-    assert not [line for line in refusals(within, mixed) if "gguf" in line]
+    assert not [line for line in refusals(within, mixed) if "llama.cpp" in line]
     with pytest.raises(FormatError, match=r"others\.head: 8 bits with zero points in groups of 32; llama.cpp"):
         run(good, tmp_path / "run", *GGUF, "others.head=8")
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -220,7 +220,8 @@ def test_what_gguf_cannot_carry_is_said_before_anything_runs(
 
 def test_plan_counts_them(model: Path, tmp_path: Path) -> None:
     changes = ("others.head=null", "losses.bits=[2, 3, 4]", "assign.method=uniform", "assign.code_bits=null",
-               "assign.bits=4", "export.formats=[gptqmodel, dequantized]", "eval.perplexity.sequence_length=32")  # fmt: skip
+               "assign.bits=4", "export.formats=[gptqmodel, dequantized]",
+               "eval.perplexity.sequence_length=32")  # fmt: skip
     context = run(model, tmp_path, *changes)
     foretold = export.needs(Sizes(context)).files
     for name in context.recipe.export.formats:
@@ -233,9 +234,9 @@ def test_the_command_converts_and_refuses(moeq: ForkServer, finished: Path, tmp_
     done = moeq.run(*command, "dequantized", "--out", tmp_path / "out", "--json")
     assert done.code == 0, done.stderr
     said = json.loads(done.stdout)
-    assert (said["format"], said["verified_with"]) == ("dequantized", "transformers")
+    assert (said["for"], said["verified_with"]) == ("dequantized", "transformers")
     assert said["logits_error"] < 1e-3
-    refused = moeq.run(*command, "gptq", "--out", tmp_path / "no")
+    refused = moeq.run(*command, "gptqmodel", "--out", tmp_path / "no")
     assert refused.code == FormatError.exit_code
     assert len(refused.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "no").exists()

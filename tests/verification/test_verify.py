@@ -115,7 +115,7 @@ def test_text_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_verdict(check(run / "checkpoint"))
     text = " ".join(capsys.readouterr().out.split())
     assert "no key missing or unexpected" in text
-    assert "loads right with moeq; 2 of 2 layers compared." in text
+    assert "loads right with native; 2 of 2 layers compared." in text
 
 
 FAMILIES = (
@@ -361,7 +361,7 @@ def test_a_process_that_dies(gptq: Path, tmp_path: Path) -> None:
 @pytest.mark.fresh_process
 def test_export_verifies(tiny_mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipeline.run(context(tiny_mixtral, tmp_path / "run", quiet=False), STAGES)
-    assert re.search(r"verified with moeq: layers within (0|\d+e-0[789]), logits within", capsys.readouterr().err)
+    assert re.search(r"verified with native: layers within (0|\d+e-0[789]), logits within", capsys.readouterr().err)
 
 
 def test_an_export_that_loads_wrongly_is_no_export(

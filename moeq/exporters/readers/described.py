@@ -121,4 +121,5 @@ def gguf(path: Path, trust_remote_code: bool) -> dict[str, Any]:
         "expert_bytes": expert_bytes,
         "non_expert_bytes": sum(tensor.bytes for tensor in file.tensors.values()) - expert_bytes,
         "check": "the experts' stacks have the numbers that the file and config.json state; `moeq verify` compares all",
+        "loads_in": {"llama.cpp": None},
     }

@@ -1,0 +1,91 @@
+"""Where an assignment loads: every runtime, or why it does not, what to do about it, and what that costs.
+
+`{runtime: None}` where a checkpoint is written for it as it is assigned, else `{runtime: {reason, do, price}}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from moeq.artifacts.targets import NESTED, Sized, Target, refusal, refuse_layers, targets
+from moeq.errors import FormatError
+
+if TYPE_CHECKING:
+    from moeq.artifacts.assignment import Width
+
+LoadsIn = dict[str, dict[str, Any] | None]
+
+
+def loads_in(
+    widths: Sequence[Sequence[Width]],
+    *,
+    group_size: int,
+    symmetric: bool,
+    nested: bool = False,
+    names: Sequence[str] = (),
+    layers: Sequence[Sized] = (),
+    others: bool = False,
+    check: Callable[[str], None] = lambda _: None,
+) -> LoadsIn:
+    """For widths of every layer's experts.
+
+    layers: the model's, with the shapes of their matrices, or, where they are not known, the layers' names; others:
+    whether modules beside the experts are packed; check: FormatError where the model is none that a runtime knows.
+    """
+    found: LoadsIn = {}
+    for name, target in targets().items():
+        reason, do = None, f"`--for {name}` assigns what it loads"
+        if layers:
+            grid = {"group_size": group_size, "symmetric": symmetric, "nested": nested}
+            refused = refuse_layers(name, layers, widths, **grid)  # type: ignore[arg-type]
+            reason = None if refused is None else refused[0]
+        else:
+            reason = refusal(target, widths, names, symmetric=symmetric, group_size=group_size)
+        if reason is not None:
+            reason = _short(target, widths, symmetric, nested) or reason.rpartition(": ")[2].partition(";")[0]
+        elif others and not target.others:
+            reason, do = "packed modules beside the experts", "run without `others`"
+        else:
+            try:
+                check(name)
+            except FormatError as error:
+                reason, do = error.what.partition(";")[0], "no setting helps: it does not know this model"
+        found[name] = None if reason is None else {"reason": reason, "do": do, "price": None}
+    return found
+
+
+def _short(target: Target, widths: Sequence[Sequence[Width]], symmetric: bool, nested: bool) -> str | None:
+    """What is in a target's way, in a few words, as far as the widths and the kind of grid say."""
+    from moeq.artifacts.assignment import matrix_widths
+
+    matrices = [[set(matrix_widths(width)) for width in experts] for experts in widths]
+    layers = [set().union(*experts) for experts in matrices]
+    used = set().union(*layers)
+    foreign = sorted(used - set(target.widths))
+    if foreign:
+        return f"{' and '.join(map(str, foreign))} bit{'s' if foreign != [1] else ''}"
+    if target.symmetric_only and not symmetric:
+        return "zero points"
+    if nested and not target.nested and used & set(NESTED):
+        return "codes that lead wider ones"
+    if target.granularity == "model" and len(used) > 1:
+        return "mixed widths"
+    if target.granularity == "layer" and any(len(layer) > 1 for layer in layers):
+        return "mixed widths in a layer"
+    if target.granularity == "expert" and any(len(expert) > 1 for layer in matrices for expert in layer):
+        return "mixed widths in an expert"
+    return None
+
+
+def line(found: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """As a summary ends with it: where it loads, and for every other runtime why not and what it costs there."""
+    there = [name for name, refused in found.items() if refused is None]
+    absent = [f"{name} ({_why(refused)})" for name, refused in found.items() if refused is not None]
+    text = f"loads in: {', '.join(there) or 'no runtime'}"
+    return f"{text}; not in {', '.join(absent)}" if absent else text
+
+
+def _why(refused: Mapping[str, Any]) -> str:
+    price = refused["price"]
+    return refused["reason"] if price is None else f"{refused['reason']}; {100 * price:+.1f} % loss"

@@ -1,0 +1,150 @@
+"""What a recipe has to say so that a runtime loads what comes of it: `--for RUNTIME`.
+
+It follows from what the runtime's target declares, and from the shapes of the model's matrices where they are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import get_args
+
+from moeq.artifacts.targets import FINENESS, Grid, Sized, Target, refuse_matrix
+from moeq.numerics.widths import FULL
+from moeq.recipe import BUDGETS, SHARED, Bits, Recipe
+from moeq.registry import ALLOCATORS
+from moeq.runtimes import NATIVE, runtime
+
+ASSUMED = (4096, 4096)  # rows and inputs of a matrix where no model is known
+GROUP_SIZES = (128, 64, 32, 256, -1)  # that are tried where the recipe's does not do
+WITHIN = "optimal"  # the method that decides within any target
+CHOICE = 2  # widths that there should be to choose from
+WIDTHS: tuple[int, ...] = get_args(Bits)  # that replicas can have
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A key of a recipe that takes another value, and why."""
+
+    key: str
+    value: str
+    why: str
+
+    @property
+    def change(self) -> str:
+        """As --set takes it."""
+        return f"{self.key}={self.value}"
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.value} ({self.why})"
+
+
+def settings_for(
+    name: str, recipe: Recipe, layers: Sequence[Sized] = (), said: Collection[str] | None = None
+) -> list[Setting]:
+    """What a runtime needs of a recipe that does not say otherwise, and that it is written for it.
+
+    layers: the model's MoE layers, where it is known; said: keys of the recipe that stay as they are, such as
+    losses.symmetric; None: all that were given. What a runtime cannot load in spite of it is refused later.
+    """
+    asked = runtime(name)
+    settings = [Setting(key="assign.target", value=asked.name, why="assigns what it loads")]
+    formats = [*recipe.export.formats, *({asked.name} - {NATIVE, *recipe.export.formats})]
+    if formats != recipe.export.formats:
+        value = f"[{', '.join(formats)}]"
+        settings.append(Setting(key="export.formats", value=value, why="beside the native checkpoint"))
+    if asked.target is None:
+        return settings
+    kept = _given(recipe) if said is None else said
+    grid, placed = _grid(asked.target, recipe, layers, kept), _placed(asked.target, recipe)
+    settings += [setting for setting in (*grid, *placed) if setting.key not in kept]
+    return settings if "assign.method" in kept else [*settings, *_method(asked.target, recipe)]
+
+
+def _given(recipe: Recipe) -> set[str]:
+    """Keys that a recipe was given, of its sections."""
+    sections = {name: getattr(recipe, name) for name in ("losses", "others", "assign")}
+    return {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields_set}
+
+
+def _grid(target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collection[str]) -> Iterator[Setting]:
+    """The grid in which it loads most of the widths, the recipe's own where that does; widths, where it loads too few.
+
+    Nested codes are given up first, where it has none.
+    """
+    section = recipe.losses
+    if section.nested and not target.nested:
+        yield Setting(key="losses.nested", value="false", why=f"{target.name} has no codes that lead wider ones")
+    sizes = [section.group_size, *(() if "losses.group_size" in kept else GROUP_SIZES)]
+    kinds = [section.symmetric, *(() if "losses.symmetric" in kept else (not section.symmetric,))]
+    every = {grid: _loaded(target, WIDTHS, layers, *grid) for grid in product(sizes, kinds)}
+    loaded = {grid: set(widths) & set(section.bits) for grid, widths in every.items()}
+    size, symmetric = max(loaded, key=lambda grid: (len(loaded[grid]), len(every[grid])))  # the first of the best
+    if symmetric != section.symmetric:
+        why = f"{target.name} reads more widths of it" if not target.symmetric_only else "it reads symmetric grids only"
+        yield Setting(key="losses.symmetric", value=str(symmetric).lower(), why=why)
+    if size != section.group_size:
+        yield Setting(key="losses.group_size", value=str(size), why=f"{target.name} reads more widths of it")
+    if len(loaded[size, symmetric]) < CHOICE:
+        widths = sorted({*section.bits, *every[size, symmetric]})
+        if widths != sorted(section.bits):
+            value = f"[{', '.join(map(str, widths))}]"
+            yield Setting(key="losses.bits", value=value, why=f"{target.name} loads too few of {section.bits}")
+
+
+def _loaded(
+    target: Target, widths: Sequence[int], layers: Sequence[Sized], group_size: int, symmetric: bool
+) -> list[int]:
+    """Those widths at which it loads every matrix of the model's experts."""
+    shapes = {layer.shape(projection) for layer in layers for projection in layer.projections} or {ASSUMED}
+    return [
+        bits
+        for bits in widths
+        if all(
+            refuse_matrix(target, Grid(rows=rows, inputs=inputs, bits=bits, group_size=group_size, symmetric=symmetric))
+            is None
+            for rows, inputs in shapes
+        )
+    ]
+
+
+def _placed(target: Target, recipe: Recipe) -> Iterator[Setting]:
+    """What may not stand beside the experts' one width: full precision, matrices apart, other modules."""
+    section = recipe.assign
+    if section.gpu_experts and (_coarse(target) or FULL not in target.widths):
+        yield Setting(key="assign.gpu_experts", value="0", why=f"{target.name} loads no full precision beside others")
+    wanted = target.granularity if section.granularity is None or target.stacks else section.granularity
+    if FINENESS.index(wanted) < FINENESS.index(target.granularity):
+        yield Setting(key="assign.granularity", value="null", why=f"one width for a whole {target.granularity}")
+    for kind in () if target.others else recipe.others.widths():
+        yield Setting(key=f"others.{kind}", value="null", why=f"{target.name} loads it in full precision only")
+
+
+def _coarse(target: Target) -> bool:
+    """Whether experts of a layer share a width."""
+    return FINENESS.index(target.granularity) > FINENESS.index("expert")
+
+
+def _method(target: Target, recipe: Recipe) -> Iterator[Setting]:
+    """A method that decides within the target, and what it takes of the section's keys.
+
+    A method that takes no budget gives what it is asked for, which is refused later where it cannot be loaded.
+    """
+    section, allocator = recipe.assign, recipe.assign.allocator
+    fixed = {*section.named(), *allocator.widths} - {*target.widths}
+    within = ALLOCATORS.get(WITHIN)
+    if (
+        allocator.name == WITHIN
+        or not (_coarse(target) or fixed)
+        or all(getattr(section, key) is None for key in BUDGETS)
+    ):
+        return
+    yield Setting(key="assign.method", value=WITHIN, why=f"{section.method} does not decide within {target.name}")
+    for key in BUDGETS:  # the one that the section has by default goes with its default method
+        if (budget := getattr(section, key)) is not None:
+            yield Setting(key=f"assign.{key}", value=str(budget), why="as it was")
+    taken = {*within.budgets, *within.reads}
+    foreign = [key for key in SHARED if getattr(section, key) is not None and key not in taken]
+    for key in (*sorted(section.settings.model_fields_set), *foreign):
+        yield Setting(key=f"assign.{key}", value="null", why=f"belongs to {section.method}")

@@ -1,0 +1,73 @@
+"""Where a run's assignment loads, as summaries end with it, and what the restriction of a target costs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.loads_in import LoadsIn, loads_in
+from moeq.artifacts.targets import Target, grids_of, refuse_stack
+from moeq.assigners import report
+from moeq.assigners.inputs import AssignInputs
+from moeq.errors import FormatError, RecipeError
+from moeq.runtimes import runtimes
+from moeq.stages.context import Context
+
+PRICED = 4096  # most experts for which what other runtimes cost is worked out: it takes as long as to score
+
+
+def where_it_loads(context: Context, assignment: Assignment, inputs: AssignInputs | None = None) -> LoadsIn:
+    """Every runtime, or what is in its way; inputs: with them, of a model that is not too large, what it costs there.
+
+    price: by how much the least objective within the target lies above that of any mix on the same budget.
+    """
+    found = loads_in(
+        assignment.expert_widths(),
+        group_size=assignment.group_size,
+        symmetric=assignment.symmetric,
+        nested=assignment.nested,
+        layers=context.model.layers,
+        others=bool(context.recipe.others.widths()),
+        check=partial(_check, context),
+    )
+    experts = sum(layer.num_experts for layer in context.model.layers)
+    refused = [name for name, why in found.items() if why is not None]
+    if inputs is None or experts > PRICED or not refused:
+        return found
+    for price in report.prices(inputs, assignment, partial(refuse_width, context), refused):
+        why = found[price.target]
+        if why is not None and price.refusal is None and price.ratio is not None:
+            why["price"] = price.ratio - 1
+    return found
+
+
+def _check(context: Context, name: str) -> None:
+    """FormatError for a model that a runtime does not know; what is not installed here is not asked."""
+    check = runtimes()[name].exporter.check
+    if check is not None:
+        try:
+            check(context.model.source, context.model.skeleton)
+        except RecipeError:
+            return
+
+
+def refuse_width(context: Context, target: Target, bits: int) -> FormatError | None:
+    """Why a target cannot load a width of this model's matrices in the recipe's grid; None where it can.
+
+    A target of symmetric grids alone is asked about those: its price is that of the same widths.
+    """
+    section = context.recipe.losses
+    for layer in context.model.layers:
+        for projection in layer.projections:
+            grids = grids_of(
+                layer,
+                projection,
+                [bits],
+                group_size=section.group_size,
+                symmetric=section.symmetric or target.symmetric_only,
+                nested=section.nested,
+            )
+            refusal = refuse_stack(target, grids, full=False, widen=False)
+            if refusal is not None:
+                return FormatError(refusal[0], where=f"{layer.name}, {projection}", do=refusal[1])
+    return None

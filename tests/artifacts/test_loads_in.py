@@ -1,0 +1,86 @@
+"""Where an assignment loads, in a line: the reason is what stands in the way, in a few words."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeq.artifacts.loads_in import LoadsIn, line, loads_in
+from moeq.errors import FormatError
+
+
+class Layer:
+    projections = ("gate_proj", "down_proj")
+
+    def __init__(self, name: str, inputs: int = 256) -> None:
+        self.name, self.inputs = name, inputs
+
+    def shape(self, projection: str) -> tuple[int, int]:
+        return 256, self.inputs
+
+
+def found(widths: list[list[int]], inputs: int = 256, **more: object) -> LoadsIn:
+    layers = [Layer(f"layers.{number}", inputs) for number in range(len(widths))]
+    return loads_in(widths, **({"group_size": 128, "symmetric": True, "layers": layers} | more))  # type: ignore[arg-type]
+
+
+def reasons(where: LoadsIn) -> dict[str, str]:
+    return {name: why["reason"] for name, why in where.items() if why is not None}
+
+
+@pytest.mark.parametrize(
+    ("widths", "more", "wanted"),
+    [
+        ([[4, 4], [4, 4]], {}, {}),
+        ([[4, 4], [8, 8]], {}, {"transformers": "mixed widths"}),
+        (
+            [[4, 8], [4, 4]],
+            {},
+            {"transformers": "mixed widths", "vllm": "mixed widths in a layer", "llama.cpp": "mixed widths in a layer"},
+        ),
+        (
+            [[4, 4], [4, 4]],
+            {"symmetric": False},
+            {"transformers": "zero points", "vllm": "zero points", "llama.cpp": "4 bits with zero points of 256 inputs "
+             "in groups of 128"},
+        ),
+        ([[4, 4]], {"others": True}, dict.fromkeys(("transformers", "vllm"), "packed modules beside the experts")),
+        ([[4, 4]], {"inputs": 40}, {}),
+    ],
+)  # fmt: skip
+def test_a_reason_says_what_is_in_the_way(
+    widths: list[list[int]], more: dict[str, object], wanted: dict[str, str]
+) -> None:
+    where = found(widths, **more)  # type: ignore[arg-type]
+    if more.get("inputs") == 40:
+        assert where["native"] is None
+        assert {"auto-round", "gptqmodel", "vllm"} <= set(reasons(where)), "multiples of 32"
+        return
+    assert reasons(where) == wanted
+    assert all(why is None or (why["do"] and why["price"] is None) for why in where.values())
+
+
+def test_one_bit_is_only_native() -> None:
+    where = found([[1, 4], [1, 4]])
+    told = reasons(where)
+    assert told.pop("llama.cpp") == "mixed widths in a layer"
+    assert told == dict.fromkeys(("auto-round", "transformers", "vllm", "gptqmodel"), "1 bit")
+    assert where["gptqmodel"] is not None
+    where["gptqmodel"]["price"] = 0.042
+    text = line(where)
+    assert text.startswith("loads in: native; not in auto-round (1 bit), ")
+    assert text.endswith("gptqmodel (1 bit; +4.2 % loss)")
+    assert line(found([[4, 4]])).count("not in") == 0
+
+
+def test_without_shapes_the_widths_speak() -> None:
+    where = loads_in([[2, 4]], group_size=128, symmetric=True, names=["layers.0"])
+    assert reasons(where)["vllm"] == "mixed widths in a layer"
+    assert where["auto-round"] is None
+
+
+def test_a_model_that_a_runtime_does_not_know_is_told() -> None:
+    def check(name: str) -> None:
+        if name == "llama.cpp":
+            raise FormatError("model_type strange is none that it knows; see its list")
+
+    assert reasons(found([[4, 4]], check=check)) == {"llama.cpp": "model_type strange is none that it knows"}

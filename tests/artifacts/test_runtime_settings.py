@@ -1,0 +1,116 @@
+"""`--for RUNTIME`: what the recipe gains follows from the target, and what is assigned then is what it loads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moeq import pipeline
+from moeq.artifacts.runtime_settings import settings_for
+from moeq.artifacts.targets import targets
+from moeq.cli.runs import context_of
+from moeq.options import StageOptions
+from moeq.progress import Reporter
+from moeq.recipe import Recipe, load_recipe
+from moeq.runtimes import runtimes
+from moeq.stages import assign, export
+from moeq.stages.context import Context
+from moeq.stages.loading import where_it_loads
+
+SMALL = (
+    "corpus.sequences=8", "corpus.sequence_length=48", "losses.methods=[rtn]", "assign.quantizer=rtn",
+    "assign.bits_per_weight=3", "eval.compare=[]",
+)  # fmt: skip
+SYMMETRIC = ("transformers", "vllm", "llama.cpp")
+
+
+def recipe_for(name: str, *given: str) -> tuple[Recipe, dict[str, str]]:
+    settings = settings_for(name, load_recipe(None, given))
+    return load_recipe(None, [*given, *(one.change for one in settings)]), {one.key: one.value for one in settings}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Context:
+    """The bundled model, whose matrices have 128 and 256 inputs, in symmetric grids."""
+    recipe = load_recipe(None, [*SMALL, "losses.symmetric=true"])
+    out = tmp_path_factory.mktemp("for") / "run"
+    context = Context(recipe=recipe, model_name="bundled:tiny-mixtral", out=out, reporter=Reporter(quiet=True))
+    pipeline.run(context, ("profile", "losses"))
+    return context
+
+
+@pytest.mark.parametrize("name", runtimes())
+def test_what_is_assigned_is_what_the_runtime_loads(measured: Context, name: str) -> None:
+    settings = settings_for(name, measured.recipe, measured.model.layers)
+    given = [*SMALL, "losses.symmetric=true"]
+    context = replace(measured, recipe=load_recipe(None, [*given, *(one.change for one in settings)]))
+    export.check(context)
+    made = assign.decide(assign.inputs_of(context, context.recipe.assign, "asked"))
+    export.check_formats(context, made)
+    assert made.code_bits() is not None
+    assert assign.summarize(context, made)["bits_per_weight_all"] <= 3
+    where = where_it_loads(context, made)
+    assert name == "dequantized" or where[name] is None
+
+
+def test_settings_follow_from_the_target() -> None:
+    for name, target in targets().items():
+        recipe, settings = recipe_for(name)
+        assert recipe.assign.target == name
+        assert recipe.export.formats == ([] if name == "native" else [name])
+        assert ("losses.symmetric" in settings) == (name in SYMMETRIC)
+        decides = target.granularity in ("layer", "model") or 1 not in target.widths
+        assert (settings.get("assign.method") == "optimal") == decides, "prefix-split has fixed widths"
+    assert recipe_for("dequantized")[1] == {"assign.target": "dequantized", "export.formats": "[dequantized]"}
+
+
+def test_what_is_given_stays_and_what_does_not_fit_goes() -> None:
+    assert "losses.symmetric" not in recipe_for("vllm", "losses.symmetric=false")[1]
+    few = (
+        "losses.bits=[1, 3]",
+        "losses.symmetric=false",
+        "eval.compare=[]",
+        "assign={method: optimal, bits_per_weight: 3}",
+    )
+    assert "losses.bits" not in recipe_for("vllm", *few)[1]
+    every = settings_for("vllm", load_recipe(None, few), said=())
+    assert {"losses.bits=[1, 2, 3, 4, 8]", "losses.symmetric=true"} <= {one.change for one in every}
+    odd = ["others.attention=4", "assign={method: prefix-split, gpu_experts: 1, bits_per_weight: 3}"]
+    recipe = load_recipe(None, odd)
+    settings = {one.key: one.value for one in settings_for("transformers", recipe, said=())}
+    assert settings["others.attention"] == "null"
+    assert settings["assign.gpu_experts"] == "0"
+    assert all(str(one).count("\n") == 0 and one.why for one in settings_for("transformers", recipe, said=()))
+    assert recipe_for("llama.cpp", "losses.symmetric=true")[1].keys() & {"losses.group_size"} == set()
+
+
+def test_groups_follow_from_the_models_matrices() -> None:
+    class Layer:
+        name, projections = "experts", ("up_proj",)
+
+        def shape(self, projection: str) -> tuple[int, int]:
+            return 256, 96
+
+    settings = settings_for("auto-round", load_recipe(None), [Layer()])
+    assert "losses.group_size=32" in {one.change for one in settings}, "96 inputs are no whole groups of 128 or 64"
+
+
+def test_the_option_changes_the_recipe_and_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = StageOptions(for_="vllm", model="bundled:tiny-mixtral", out=tmp_path / "run")
+    context = context_of(asked, "plan")
+    assert context.recipe.export.formats == ["vllm"]
+    assert context.recipe.losses.symmetric
+    told = capsys.readouterr().err.replace("\n", " ")
+    for words in ("assign.target: vllm", "losses.symmetric: true (it reads symmetric grids only)"):
+        assert words in told
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", runtimes())
+def test_it_is_exported_for_every_runtime(name: str, tmp_path: Path) -> None:
+    asked = StageOptions(for_=name, model="bundled:tiny-mixtral", out=tmp_path / "run", set_=[*SMALL], quiet=True)
+    context = context_of(asked, "run")
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    assert name == "native" or (export.format_directory(context.out, name) / "config.json").is_file()
