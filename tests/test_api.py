@@ -14,7 +14,7 @@ from fork_server import ForkServer
 
 import moeq
 from moeq import api
-from moeq.errors import ArtifactError, ModelError, RecipeError
+from moeq.errors import ArtifactError, MissingError, RecipeError
 
 KEYS = {
     "name": "small",
@@ -89,7 +89,7 @@ def test_the_command_line_gives_the_same(done: moeq.Run, request: pytest.Fixture
     [
         (lambda out: moeq.run({"nmae": "x"}, out=out), RecipeError, "unknown key 'nmae'.*did you mean 'name'"),
         (lambda out: moeq.run({}, out=out), RecipeError, "no model"),
-        (lambda out: moeq.run({}, out=out, model="no/such/model/here"), ModelError, "no/such/model/here"),
+        (lambda out: moeq.run({}, out=out, model="no/such/model/here"), MissingError, "no/such/model/here"),
         (lambda out: moeq.stage("profil", {}, out=out, model="bundled:tiny-mixtral"), RecipeError, "did you mean"),
         (lambda out: moeq.evaluate(), RecipeError, "nothing to evaluate"),
     ],

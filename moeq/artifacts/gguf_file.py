@@ -16,7 +16,6 @@ from typing import Any
 from moeq.artifacts.reading import HEADER_BYTES, MOST
 from moeq.numerics.ggml_types import BY_NUMBER, BlockType
 
-FILE = "model.gguf"  # as moeq calls it
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MOST_AXES = 4

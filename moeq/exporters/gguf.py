@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeq.artifacts.gguf_file import FILE
 from moeq.artifacts.targets import Grid, Target, loadable_grid, widest_of
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, ExportSizes, Loader, later
 from moeq.numerics.ggml_types import HOLDS, LENGTHS, TYPES
 from moeq.numerics.widths import FULL
 
 VERSION = "0.19.0"
+FILE = "model.gguf"
 LLAMA_CPP = Loader(
     name="llama.cpp",
     packages={"llama_cpp": "pip install llama-cpp-python"},

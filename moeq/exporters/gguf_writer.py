@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from moeq.artifacts.files import read_back
-from moeq.artifacts.gguf_file import FILE
 from moeq.artifacts.targets import ANY_GRID, ONE_WIDTH, WIDEN, Grid, refuse_stack, widest_of
 from moeq.artifacts.tensor_files import dtype_name, tensor_bytes, torch_dtype
 from moeq.errors import FormatError, RecipeError
 from moeq.exporters.foreign import Draft, grid_of
+from moeq.exporters.gguf import FILE
 from moeq.exporters.gguf_families import (
     Family,
     Piece,

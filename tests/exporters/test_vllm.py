@@ -62,7 +62,9 @@ def test_every_layer_has_a_scheme_and_the_rest_none(model: Path, tmp_path: Path)
 
 def test_a_layer_has_one_width(model: Path, tmp_path: Path) -> None:
     mixed = MadeSource(model, lambda layer, expert, projection: 2 if expert == 1 else 4, group_size=32)
-    with pytest.raises(FormatError, match=r"for vllm: .*2 bits beside 4 bits of .*; vllm takes one scheme for all exper"):
+    with pytest.raises(
+        FormatError, match=r"for vllm: .*2 bits beside 4 bits of .*; vllm takes one scheme for all exper"
+    ):
         write("vllm", mixed, tmp_path / "out", WriteOptions())
     half = MadeSource(model, lambda layer, expert, projection: 16 if expert == 1 else 4, group_size=32)
     with pytest.raises(FormatError, match="full precision beside 4 bits of"):

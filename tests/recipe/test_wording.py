@@ -58,7 +58,7 @@ def test_every_type_of_a_recipes_values_has_words() -> None:
         ("corpus.source={}", "--set: corpus.source is an empty mapping; give text or a list"),
         ("corpus=3", "--set: corpus is 3; give a mapping of keys to values"),
         ("assign.code_bits=many", "--set: assign.code_bits is 'many'; give a number such as 2.5 or 5/2"),
-        ("assign.target=vlm", "--set: assign.target is 'vlm'; did you mean 'vllm'?"),
+        ("assign.target=vlm", "--set: assign.target: unknown runtime 'vlm'; did you mean 'vllm'?"),
         ("eval.compare=[{method: uniform}]", "--set: eval.compare.0.name is missing; add it"),
         ("losses.bits=[]", "--set: losses.bits must name at least one value and none twice; name each of them once"),
         ("device=gpu", "--set: device is 'gpu'; give auto, cpu, cuda or cuda:NUMBER"),

@@ -6,8 +6,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.gguf_file import FILE, read_gguf
+from moeq.artifacts.gguf_file import read_gguf
 from moeq.errors import ArtifactError
+from moeq.exporters.gguf import FILE
 from moeq.exporters.readers import layout_of
 from moeq.exporters.readers.layout import Layout
 from moeq.models.source import CONFIG, ModelSource, TensorHeader, check_counts, check_parts, open_source, read_config

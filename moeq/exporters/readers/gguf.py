@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.gguf_file import FILE, GgufFile, GgufTensor, read_gguf
+from moeq.artifacts.gguf_file import GgufFile, GgufTensor, read_gguf
 from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ArtifactError
+from moeq.exporters.gguf import FILE
 from moeq.exporters.gguf_families import Family, Piece, family_of, pieces, restored, stack_name, stack_shapes
 from moeq.exporters.packed_source import Matrices
 from moeq.models import loading
