@@ -92,12 +92,16 @@ class SourceSection(Section):
         """Whether it names fields of conversations."""
         return any((self.prompt_field, self.response_field, self.messages_field))
 
+    @property
+    def names_fields(self) -> bool:
+        """Whether it says how a row is read."""
+        return self.converses or self.field is not None or self.template is not None
+
     @model_validator(mode="after")
     def _check(self) -> SourceSection:
-        ways = [self.field is not None, self.template is not None, self.converses]
-        if sum(ways) > 1:
+        if sum([self.field is not None, self.template is not None, self.converses]) > 1:
             raise ValueError(f"{shown(self.path)}: give field, template, or the fields of a conversation, not several")
-        if any(ways) and PLAIN_TEXT.fullmatch(self.path):
+        if self.names_fields and PLAIN_TEXT.fullmatch(self.path):
             raise ValueError(f"{shown(self.path)} is plain text, which has no fields; leave them out")
         if self.template is not None and not any(is_field for _, is_field in template_parts(self.template)):
             raise ValueError(f"template {shown(self.template)} names no field; write for example {{text}}")

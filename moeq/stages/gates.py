@@ -88,10 +88,10 @@ def _not_loaded(context: Context, name: str, assignment: Assignment) -> str | No
     target = targets().get(name)
     if target is None:
         return None  # it takes plain weights
-    exporter = next(exporter for exporter in EXPORTERS if name in {target.name for target in exporter.targets})
     try:
-        if exporter.check is not None:
-            exporter.check(context.model.source, context.model.skeleton)
+        for exporter in EXPORTERS:
+            if exporter.check is not None and name in {one.name for one in exporter.targets}:
+                exporter.check(context.model.source, context.model.skeleton)
     except MoeqError as error:
         return error.what
     refused = refuse_target(

@@ -260,3 +260,14 @@ def test_a_hub_dataset_is_read_as_far_as_its_share_and_further_where_others_end(
     (pinned,) = corpus.pinned([dataset], corpus.open_sources([SourceSection(**dataset)], "calibration"))  # type: ignore[arg-type]
     assert pinned["path"].startswith("hub:org/words@")
     assert pinned["field"] == "body"
+
+
+def test_fields_of_plain_text_on_the_hub_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "train.txt").write_text("some words " * 50)
+    source = SourceSection(path="hub:org/plain", field="body")
+    with serving(tmp_path / "cache", monkeypatch) as hub:
+        hub.repositories["datasets/org/plain"] = tmp_path / "plain"
+        assert corpus.open_sources("hub:org/plain", "calibration")
+        with pytest.raises(CorpusError, match="hub:org/plain: its files are plain text, which has no fields"):
+            corpus.open_sources(source, "calibration")

@@ -181,6 +181,8 @@ def _hub_dataset(name: str, own: SourceSection | None, part: str) -> HubDataset:
     files = hub.list_files(dataset, commit, kind="dataset", error=CorpusError)
     readme = (card / "README.md").read_text("utf-8", "replace") if (card / "README.md").is_file() else ""
     chosen = choose_files(files, readme, match["config"] or None, match["split"], part, where=name)
+    if own is not None and own.names_fields and any(kind_of(file) == ".txt" for file in chosen.files):
+        raise CorpusError("its files are plain text, which has no fields", where=name, do="leave them out")
     return HubDataset(
         name=f"{HUB}{dataset}@{commit}:{chosen.config}:{chosen.split}",
         dataset=dataset,
