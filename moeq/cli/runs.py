@@ -81,7 +81,7 @@ def context_of(asked: RunOptions, command: str) -> Context:
     reporter = Reporter(quiet=asked.quiet)
     reporter.say(f"[dim]{escape(f'{start}, into {out}')}[/dim]")
     if isinstance(asked, BuildOptions) and asked.text and not asked.eval_text and BUNDLED_TEXT not in asked.text:
-        reporter.say("[dim]what is lost is measured on bundled text: --text is calibrated on; --eval-text FILE[/dim]")
+        reporter.say("[dim]what is lost is measured on bundled text, not on --text; on other text by --eval-text[/dim]")
     return Context(recipe=recipe, model_name=model, out=out, reporter=reporter, check=asked.check)
 
 

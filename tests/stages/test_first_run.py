@@ -175,5 +175,6 @@ def test_words_at_the_end_and_on_the_way(empty: Path, capfd: pytest.CaptureFixtu
     assert "measured on bundled text" in done.stderr
     steps = done.stdout.partition("\nnext\n")[2].splitlines()
     assert '  try it          moeq generate moeq-out/tiny-mixtral/checkpoint "Once upon a time"' in steps
+    assert not any("--bits" in step for step in steps), "uniform widths have no budget to raise"
     again = CliRunner().invoke(app, ["run", "--out", "moeq-out/tiny-mixtral", "--quiet"], catch_exceptions=False)
     assert (again.stdout, again.stderr) == ("", "")
