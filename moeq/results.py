@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from fractions import Fraction
 from typing import Any
 
 from moeq.recipe.labels import labels
@@ -59,22 +60,22 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
 
 
 def next_steps(context: Context) -> dict[str, str]:
-    """What follows a run: {what for: command}; the last but one is Python. Every command can be copied as it stands."""
+    """What follows a run: {what for: command}, `from Python` a line of that; all of it can be copied as it stands."""
     checkpoint = context.directory("export")
     there, out = shlex.quote(str(checkpoint)), shlex.quote(str(context.out))
     trust = " --trust-remote-code" if context.recipe.trust_remote_code else ""
     plain = shlex.quote(str(context.out / "dequantized"))
-    steps = {}
-    if context.text.perplexity is not None:
-        original = shlex.quote(str(context.model_name))
-        steps["measure again"] = f"moeq eval {original} {there}{trust}"
-    if _continues_text(context):
-        steps["try it"] = f'moeq generate {there} "Once upon a time"{trust}'
-    return steps | {
+    of_text = {
+        "measure again": f"moeq eval {shlex.quote(context.model_name)} {there}{trust}",
+        "try it": f'moeq generate {there} "Once upon a time"{trust}',
+    }
+    bits = context.recipe.assign.bits_per_weight
+    more = {} if bits is None else {"another size": f"moeq run --out {out} --bits {float(Fraction(bits)) + 0.5:g}"}
+    return (of_text if _continues_text(context) else {}) | {
         "check it": f"moeq verify {there}{trust}",
         "elsewhere": f"moeq convert {there} --to dequantized --out {plain}{trust}",
         "from Python": f"import moeq; model = moeq.load({str(checkpoint)!r})",
-        "another size": f"moeq run --out {out} --bits 3",
+        **more,
     }
 
 

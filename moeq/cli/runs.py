@@ -81,7 +81,7 @@ def context_of(asked: RunOptions, command: str) -> Context:
     context = api.opened(recipe, command, out=out, model=model, check=asked.check, quiet=asked.quiet)
     context.reporter.say(f"[dim]{escape(f'{start}, into {out}')}[/dim]")
     if isinstance(asked, BuildOptions) and asked.text and not asked.eval_text and BUNDLED_TEXT not in asked.text:
-        said = "what is lost is measured on bundled text: --text is calibrated on; --eval-text FILE"
+        said = "what is lost is measured on bundled text, not on --text; on other text by --eval-text"
         context.reporter.say(f"[dim]{said}[/dim]")
     if asked.for_ is None:
         return context

@@ -53,6 +53,7 @@ WANTED = {  # by type of error: what would do, filled in with the error's own fi
     "too_long": "at most {max_length} entries",
     "too_short": "at least {min_length} entries",
     "tuple_type": "a list",
+    "union_tag_invalid": "text or a mapping of keys to values",
 }
 VERBS = ("is", "must", "needs", "cannot", "belongs", "goes", "has")
 ADVICE = (  # by what a validator says that has no advice of its own

@@ -55,7 +55,8 @@ def test_every_type_of_a_recipes_values_has_words() -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("corpus.source={}", "--set: corpus.source is an empty mapping; give text or a list"),
+        ("corpus.source={}", "--set: corpus.source.path is missing; add it"),
+        ("corpus.source=[[]]", "--set: corpus.source.0 is an empty list; give text or a mapping of keys to values"),
         ("corpus=3", "--set: corpus is 3; give a mapping of keys to values"),
         ("assign.code_bits=many", "--set: assign.code_bits is 'many'; give a number such as 2.5 or 5/2"),
         ("assign.target=vlm", "--set: assign.target: unknown runtime 'vlm'; did you mean 'vllm'?"),
