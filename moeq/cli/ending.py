@@ -18,7 +18,7 @@ import typer
 from moeq.bounded import shortened
 from moeq.cli.libraries import quiet_libraries
 from moeq.cli.usage import asks_json
-from moeq.errors import InternalError, MoeqError, StorageError, missing
+from moeq.errors import InternalError, MoeqError, StorageError
 
 SCHEMA_VERSION = 1  # of JSON on standard output: raised when a key goes or changes its meaning
 INTERRUPTED, TERMINATED = 130, 143  # as shells have it: 128 and the number of the signal
@@ -101,8 +101,6 @@ def _as_moeq_error(error: Exception) -> MoeqError:
     """An unexpected exception as one line; the traceback goes to a file."""
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EFBIG):
         return StorageError(error.strerror or str(error), where="standard output", do="free some space")
-    if isinstance(error, FileNotFoundError) and error.filename is not None:
-        return missing(os.fsdecode(error.filename), "check the path")
     if isinstance(error, OSError) and error.filename is not None:
         return StorageError(
             error.strerror or str(error), where=shortened(str(error.filename), 400), do="check the disk and the path"

@@ -410,12 +410,12 @@ def test_recipe(moeq: ForkServer, tiny_model: Path, tmp_path: Path, case: str) -
     [
         ("assign.code_bits", ["key=value", "--set"]),
         ("=3", ["key=value"]),
-        ("assign.code_bits=7", ["--set assign", "code_bits", "between 1 and 4"]),
+        ("assign.code_bits=7", ["--set: assign.code_bits", "code_bits", "between 1 and 4"]),
         ("assign.code_bit=2", ["--set", "did you mean 'code_bits'?"]),
         ("assign..x=2", ["--set"]),
         ("seed.x=2", ["--set", "seed"]),
         ("seed=[", ["--set", "YAML"]),
-        ("seed=soon", ["--set seed", "'soon'"]),
+        ("seed=soon", ["--set: seed", "'soon'"]),
     ],
 )
 def test_override(moeq: ForkServer, recipe: Path, tmp_path: Path, override: str, messages: list[str]) -> None:
