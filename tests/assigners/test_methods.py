@@ -152,7 +152,9 @@ def test_a_target_refuses_what_it_cannot_load() -> None:
 def test_frontier_marks_what_is_dominated() -> None:
     inputs = inputs_of(13, 2, 8, method="optimal", code_bits=2)
     points = report.frontier(inputs, ("3/2", "2", "3"), assign)
-    assert {"uniform", "prefix-split", "frequency", "optimal", "mopeq hybrid within layers"} <= {p.method for p in points}
+    assert {"uniform", "prefix-split", "frequency", "optimal", "mopeq hybrid within layers"} <= {
+        p.method for p in points
+    }
     assert not any(point.dominated for point in points if point.method == "optimal")
     size, weights = 8 * sum(one[2] for one in inputs.bytes), 8 * sum(inputs.weights)
     uniform = next(point for point in points if point.method == "uniform" and point.expert_bytes == size)
