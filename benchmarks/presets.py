@@ -9,7 +9,8 @@ original, in nats, with its standard error over windows; equal: tokens whose lik
 time of losses and, with --refine, of training the assigned experts. --windows takes calibration and held-out windows
 from a training script (`train_tiny.py`) as quality.py does; without it they are the bundled ones (256 tokens).
 
-Goal: at every number of bits what the preset `fast` does has at most 0.6 of prefix-split's KL (paper 000).
+Goal: at every number of bits what the preset `fast` does has at most 0.7 of prefix-split's KL (paper 000), over the
+same replicas.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_weights, total_bytes
 
 WINDOWS = 96  # held-out, evenly thinned
-FAST, PAPER, GOAL = "by matrix, mass", "prefix-split", 0.6
+FAST, PAPER, GOAL = "by matrix, mass", "prefix-split", 0.7
 MSE = {"clip": "mse"}
 LOSSES: dict[str, dict[str, Any]] = {
     "gptq": {},
