@@ -104,6 +104,8 @@ def loaded(target: Target) -> str:
         "model": "one width of {} for all experts",
     }[target.granularity]
     grid = "symmetric" if target.symmetric_only else "with or without zero points"
+    if not target.proof.startswith("tests/"):
+        grid += f" ({target.proof})"
     if target.blocks is not None:
         grid = "in the grids and families of [formats](docs/formats.md#gguf)"
     return f"{how.format(f'{spans(target.widths)} bits')}, {grid}"
