@@ -51,7 +51,7 @@ WANTED = {  # by type of error: what would do, filled in with the error's own fi
     "string_type": "text",
     "string_unicode": "text",
     "too_long": "at most {max_length} entries",
-    "too_short": "at least {min_length} entries",
+    "too_short": "at least {min_length} of them",
     "tuple_type": "a list",
     "union_tag_invalid": "text or a mapping of keys to values",
 }

@@ -62,7 +62,7 @@ def test_without_a_recipe_the_default_preset_is_where_a_recipe_starts() -> None:
     assert (changed.assign.size, changed.assign.bits_per_weight) == (3 << 30, None)
     split = Start(changes=["assign.method=prefix-split"]).recipe()
     assert (split.assign.granularity, split.assign.bits_per_weight) == (None, "5/2")
-    with pytest.raises(RecipeError, match=r"^--bits: bits_per_weight must lie between"):
+    with pytest.raises(RecipeError, match=r"^--bits is 99; give a number between"):
         Start(changes=["assign.bits_per_weight=99"], names={"assign.bits_per_weight": "--bits"}).recipe()
     with pytest.raises(RecipeError, match="preset paper-002"):
         Start(preset="paper-002", changes=["losses.bits=[8]"]).recipe()
@@ -112,7 +112,7 @@ def test_init_prints_and_fits_lengths(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     for words, refusal in (
         (["init", "nowhere.yaml"], "is a recipe"),
-        (["init", "./nowhere"], "no such directory"),
+        (["init", "./nowhere"], "no such file or directory"),
         (["recipe", "nowhere"], "is no recipe"),
         (["recipe", "x.yaml", "--preset", "fast"], "--preset goes without a recipe"),
     ):
