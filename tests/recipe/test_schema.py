@@ -44,6 +44,8 @@ def _fits(value: Any, word: str, meant: Any, schema: dict[str, Any]) -> bool:
         return isinstance(value, TYPES[meant]) and (meant == "boolean" or not isinstance(value, bool))
     if word == "anyOf":
         return any(fits(value, one) for one in meant)
+    if word == "oneOf":
+        return sum(fits(value, one) for one in meant) == 1
     if word in ("enum", "const"):
         return any(value == one and type(value) is type(one) for one in (meant if word == "enum" else [meant]))
     if word == "items":
