@@ -134,7 +134,11 @@ def _of_json(path: Path, runs: dict[Path, Context], trust: bool) -> list[Subject
     try:
         data = read_json_file(path)
     except (OSError, ValueError) as error:
-        raise EvaluationError(f"cannot be read as JSON ({error})", where=str(path), do="check the file") from None
+        raise EvaluationError(
+            f"cannot be read as JSON ({error})",
+            where=str(path),
+            do="give a JSON file that `moeq eval --out` or `moeq assign` wrote",
+        ) from None
     if not isinstance(data, dict) or not set(data) >= ASSIGNMENT_KEYS:
         return [Earlier(path=path)]
     folder = next((parent for parent in path.resolve().parents if (parent / RECIPE_COPY).is_file()), None)

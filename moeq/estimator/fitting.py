@@ -131,7 +131,11 @@ class Model:
             self.keys.append(key)
             refusal = self.simulations[key].refusals(point.batch).get(point.policy)
             if refusal is not None:
-                raise EstimateError(f"{point.policy} cannot run: {refusal}", where=where, do="check the row")
+                raise EstimateError(
+                    f"{point.policy} cannot run: {refusal}",
+                    where=where,
+                    do="leave the row out, or name the policy that was measured",
+                )
 
     def hardware_at(self, x: FloatArray) -> Hardware:
         """The hardware with the constants at x."""

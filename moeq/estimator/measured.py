@@ -62,7 +62,9 @@ def read_points(path: Path) -> tuple[Point, ...]:
     try:
         rows = list(csv.reader(io.StringIO(text), strict=True))
     except csv.Error as error:
-        raise EstimateError(f"not a CSV file ({error})", where=str(path), do="mend the file") from None
+        raise EstimateError(
+            f"not a CSV file ({error})", where=str(path), do="save it as CSV in UTF-8, with a header"
+        ) from None
     header = [name.strip() for name in rows[0]] if rows else []
     _check_header(header, path)
     points: list[Point] = []
@@ -71,7 +73,11 @@ def read_points(path: Path) -> tuple[Point, ...]:
             continue
         where = f"{path}, row {number}"
         if len(cells) != len(header):
-            raise EstimateError(f"{len(cells)} cells for {len(header)} columns", where=where, do="mend the row")
+            raise EstimateError(
+                f"{len(cells)} cells for {len(header)} columns",
+                where=where,
+                do="give the row a cell for every column, empty where there is nothing",
+            )
         values = {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
         points += _points(values, number, where)
     if not points:

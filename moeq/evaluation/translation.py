@@ -95,7 +95,11 @@ def _rows(path: Path, section: TranslationSection) -> list[tuple[int, str, str]]
         try:
             cells = [*csv.reader(_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE)]
         except csv.Error as error:
-            raise CorpusError(f"not lines of cells ({error})", where=str(path), do="mend the file") from None
+            raise CorpusError(
+                f"not lines of cells ({error})",
+                where=str(path),
+                do="save it as text with one row a line, cells apart by tabs",
+            ) from None
         named = bool(cells) and set(names) <= set(cells[0])
         columns = cells[0] if named else list(names)
         rows = [(number, dict(zip(columns, row, strict=False))) for number, row in enumerate(cells[named:], 1 + named)]
@@ -114,7 +118,7 @@ def _rows(path: Path, section: TranslationSection) -> list[tuple[int, str, str]]
 
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
-    where, do = f"{path}, line {number}", "mend or drop the line"
+    where, do = f"{path}, line {number}", "write it as one JSON object, or drop it"
     try:
         record = parse_record(line)
     except ValueError as error:

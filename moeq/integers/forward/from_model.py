@@ -91,9 +91,13 @@ def _check_images(calibration: Tensor, images: Tensor, labels: Tensor) -> None:
         if tensor.dim() != 4 or not len(tensor):
             raise QuantizationError(f"{what} images are {list(tensor.shape)}", where="integer", do="give images")
         if not bool(torch.isfinite(tensor).all()):
-            raise QuantizationError(f"a pixel of the {what} images is not finite", where="integer", do="check them")
+            raise QuantizationError(
+                f"a pixel of the {what} images is not finite", where="integer", do="leave such images out"
+            )
     if len(labels) != len(images):
-        raise QuantizationError(f"{len(labels)} labels of {len(images)} images", where="integer", do="check them")
+        raise QuantizationError(
+            f"{len(labels)} labels of {len(images)} images", where="integer", do="give every image one label"
+        )
 
 
 def _by_name(vit: ViT, scales: dict[str, float]) -> dict[str, float]:

@@ -67,7 +67,11 @@ def image_row(
         first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
         first["content"] = [{"type": "image"} for _ in images] + first["content"]
     elif placed != len(images):
-        raise CorpusError(f"{placed} places for {len(images)} images", where=where, do="mend the row")
+        raise CorpusError(
+            f"{placed} places for {len(images)} images",
+            where=where,
+            do="give one place for every image in the text, or none",
+        )
     return ImageRow(images=images, messages=turns, text=text, plain=plain, where=where)
 
 
@@ -148,7 +152,7 @@ class Encoder:
             encoded = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # a processor raises what it likes
             what = f"the model's processor does not take it ({type(error).__name__}: {first_line(error, '')})"
-            raise CorpusError(what, where=row.where, do="mend or drop the row") from error
+            raise CorpusError(what, where=row.where, do="drop the row, or put another image there") from error
         extra = {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
         ids: Tensor = extra.pop("input_ids")
         extra.pop("attention_mask", None)
@@ -192,4 +196,8 @@ def opened(image: Path | bytes, where: str, channels: int = 3) -> Any:
             return picture.convert("L" if channels == 1 else "RGB")
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         named = "" if isinstance(image, bytes) else f" {image}"
-        raise CorpusError(f"the image{named} cannot be read ({error})", where=where, do="check it") from None
+        raise CorpusError(
+            f"the image{named} cannot be read ({error})",
+            where=where,
+            do="save it again as PNG or JPEG, or drop the row",
+        ) from None

@@ -196,17 +196,21 @@ def _checked(given: ImageSet, task: ImageTask) -> ImageSet:
         has, wants = (" x ".join(map(str, shape)) for shape in (given.images.shape[1:], task.shape))
         raise _error(given, f"images are {has or 'no pictures'}, the model takes {wants}", "resize them")
     if labels.shape != (len(images),) or labels.is_floating_point():
-        raise _error(given, f"labels are {list(labels.shape)}, one whole number an image is wanted", "mend labels")
+        raise _error(
+            given,
+            f"labels are {list(labels.shape)}, one whole number an image is wanted",
+            "store one whole number for every image as 'labels'",
+        )
     if images.is_floating_point() and not bool(torch.isfinite(images).all()):
         first = int((~torch.isfinite(images)).flatten(1).any(1).nonzero()[0])
-        raise _error(given, f"pixels of image {first} are not finite", "mend or drop the image")
+        raise _error(given, f"pixels of image {first} are not finite", "drop the image")
     if task.scale is None and not images.is_floating_point():
         raise _error(given, f"pixels are whole numbers, and the model has no {PREPROCESSOR} to scale them", "copy it")
     wrong = ((labels < 0) | (labels >= task.labels)).nonzero()
     if len(wrong):
         first = int(wrong[0])
         what = f"image {first} has label {int(labels[first])}, the model's are 0 to {task.labels - 1}"
-        raise _error(given, what, "mend labels")
+        raise _error(given, what, "store one whole number for every image as 'labels'")
     _check_rows(given)
     return ImageSet(**vars(given) | {"images": images, "labels": labels.long()})
 
@@ -215,9 +219,13 @@ def _check_rows(given: ImageSet) -> None:
     count = len(given.images)
     for part, rows in given.rows.items():
         if rows.dim() != 1 or bool(((rows < 0) | (rows >= count)).any()):
-            raise _error(given, f"{part} has row numbers that are not of its {count} images", f"mend {part}")
+            raise _error(
+                given,
+                f"{part} has row numbers that are not of its {count} images",
+                f"store row numbers of its images in {part}, each once",
+            )
         if len(rows.unique()) != len(rows):
-            raise _error(given, f"{part} names a row twice", f"mend {part}")
+            raise _error(given, f"{part} names a row twice", f"store row numbers of its images in {part}, each once")
     if len(given.rows) == 2:
         both = torch.isin(given.rows["test"], given.rows["train"])
         if bool(both.any()):

@@ -77,7 +77,9 @@ def _parquet_file(path: Path) -> Iterator[Any]:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             yield file
     except (OSError, pa.ArrowException) as error:
-        raise CorpusError(f"not a Parquet file ({error})", where=str(path), do="check the file") from None
+        raise CorpusError(
+            f"not a Parquet file ({error})", where=str(path), do="write it anew, or give .jsonl"
+        ) from None
 
 
 def _json(path: Path, number: int, text: str, parse: Callable[[str], Any] = parse_record) -> Any:
@@ -85,4 +87,4 @@ def _json(path: Path, number: int, text: str, parse: Callable[[str], Any] = pars
         return parse(text)
     except (ValueError, RecursionError) as error:
         where = f"{path}, row {number}"
-        raise CorpusError(f"not JSON lines ({error})", where=where, do="check the file") from None
+        raise CorpusError(f"not JSON lines ({error})", where=where, do="write one JSON object a line") from None

@@ -114,7 +114,9 @@ def size_up_to(path: Path, most: int) -> int:
             while size <= most and (count := stream.readinto(buffer)):
                 size += count
     except OSError as error:
-        raise CorpusError(f"cannot be decompressed ({error})", where=str(path), do="check the file") from None
+        raise CorpusError(
+            f"cannot be decompressed ({error})", where=str(path), do="compress or download it again"
+        ) from None
     return size
 
 
