@@ -12,9 +12,11 @@ from moeq.estimator.capacity import CapacityPlan
 from moeq.estimator.cases import Case, EstimateDocument
 from moeq.estimator.hit_rates import HitRates
 from moeq.estimator.points import BASELINES, BWRULE, OPT, SUBJECT
+from moeq.estimator.policies import titled
 from moeq.estimator.result import Estimate, TermRow
 from moeq.estimator.sheets import Cell
 from moeq.estimator.sheets import Table as Sheet
+from moeq.papers import terms_in
 from moeq.reporting import formats, speed
 from moeq.reporting.estimate_page import beyond_positions, fits, miss_text, policy_words, stated_text
 from moeq.tables import human_bytes
@@ -77,6 +79,7 @@ def _print_case(console: Console, document: EstimateDocument, case: Case) -> Non
     for line in dict.fromkeys(f"{row.policy}: cannot run, {row.reason}" for row in estimate.refused):
         console.print(line, style="yellow", markup=False)
     console.print(f"of ours: time of a request over that of {SUBJECT}, the placement that is asked about", style="dim")
+    _print_words(console, estimate)
     if case.hit_rates is not None:
         _print_hit_rates(console, case.hit_rates)
     _print_requests(console, estimate)
@@ -88,6 +91,14 @@ def _print_case(console: Console, document: EstimateDocument, case: Case) -> Non
         console.print(f"- {line}", markup=False)
     console.print()
     _print_sensitivity(console, estimate)
+
+
+def _print_words(console: Console, estimate: Estimate) -> None:
+    """What the policies' names mean, and the papers that they are of."""
+    names = " ".join(["NDP", *(titled(policy).short for policy in dict.fromkeys(p.policy for p in estimate.points))])
+    for term in terms_in(names):
+        whose = "" if term.paper is None else f" ({term.paper.short}, {term.paper.link})"
+        console.print(f"{term.name}: {term.meaning}{whose}", style="dim", markup=False)
 
 
 def _print_batch(console: Console, estimate: Estimate, batch: int) -> None:

@@ -72,6 +72,18 @@ def test_the_figures_are_those_of_the_estimator() -> None:
     assert {point["batch"] for point in case["estimate"]["points"]} == {1, 4}
 
 
+def test_names_of_policies_are_explained_below_their_table_with_their_papers() -> None:
+    text = " ".join(moeq(*SMALL, *ONE, columns=160)[1].split())
+    for name in (
+        "NDP: near-data processing",
+        "MoNDE: a GPU beside",
+        "bandwidth rule: MoNDE's own",
+        "HOBBIT: a GPU alone",
+    ):
+        assert name in text
+    assert "https://arxiv.org/abs/2405.18832" in text
+
+
 @pytest.mark.parametrize("columns", [40, 60, 80, 160])
 def test_tables_fit_every_window(columns: int) -> None:
     code, text = moeq(*SMALL, *ONE, columns=columns)
