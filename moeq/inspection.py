@@ -32,6 +32,7 @@ from moeq.models.support import NO_EXPERTS, USE_ANOTHER, answer
 from moeq.preflight import check_path
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
+from moeq.runtimes import formats, runtimes
 from moeq.tables import human_bytes
 
 QUIET = Reporter(quiet=True)
@@ -234,7 +235,15 @@ def _stage(path: Path, reporter: Reporter) -> dict[str, Any]:
         "summary": record.summary,
         "check": "every SHA-256 equals the record" + (f", but of {edited}, which was edited" if edited else ""),
         **({} if sums is None else {"checked_files": sums.text}),
+        **_written_for(record),
     }
+
+
+def _written_for(record: StageRecord) -> dict[str, Any]:
+    """The runtime that a run's checkpoint was written for, which its record names, or names by its format."""
+    stage, _, name = record.stage.partition("-")
+    name = formats().get(name, name)
+    return {"loads_in": {name: None}} if stage == "export" and name in runtimes() else {}
 
 
 def _model(source: ModelSource, reporter: Reporter) -> dict[str, Any]:

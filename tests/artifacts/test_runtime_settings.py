@@ -83,7 +83,7 @@ def test_what_is_given_stays_and_what_does_not_fit_goes() -> None:
     assert settings["others.attention"] == "null"
     assert settings["assign.gpu_experts"] == "0"
     assert all(str(one).count("\n") == 0 and one.why for one in settings_for("transformers", recipe, said=()))
-    assert recipe_for("llama.cpp", "losses.symmetric=true")[1].keys() & {"losses.group_size"} == set()
+    assert recipe_for("llama.cpp", "losses.symmetric=true")[1]["losses.group_size"] == "256", "blocks of 2 and 3 bits"
 
 
 def test_groups_follow_from_the_models_matrices() -> None:

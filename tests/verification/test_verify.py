@@ -316,7 +316,9 @@ def test_against_finds_swapped_experts(gptq: Path, tmp_path: Path, monkeypatch: 
 def test_what_is_not_there(gptq: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingError, match="none: no such file or directory"):
         check(tmp_path / "none")
-    with pytest.raises(RecipeError, match="unknown runtime"):
+    with pytest.raises(RecipeError, match="unknown runtime 'vlm'; did you mean 'vllm'"):
+        check(gptq / "packed", target="vlm")
+    with pytest.raises(RecipeError, match="moeq cannot run vllm itself"):
         check(gptq / "packed", target="vllm")
 
 
