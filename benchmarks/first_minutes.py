@@ -1,9 +1,11 @@
-"""What a user meets in the first minutes: calibration text of any size, the plan, refusals, and what hashing costs.
+"""What a user meets in the first minutes: light commands and refusals, text of any size, the plan, what hashing costs.
 
     python benchmarks/first_minutes.py [--quick] [--text-megabytes 1000] [--model-gigabytes 8] [--only plan refusals]
 
 Whole commands in fresh processes: processor seconds (user and system, children included) and peak resident memory as
 the kernel counts them. Goals:
+commands: families, inspect of every kind of thing, estimate without a model to load, gc and help: 0.7 s of processor
+time at most, and neither torch nor transformers nor lm-eval is imported (what is listed in UNHURRIED has no goal).
 calibration: `moeq profile` of the bundled model on --text-megabytes of text, plain and gzipped: at most 100 MB more
 than on 1 MB.
 plan: what `moeq plan` foretells of the demo against its run: memory within 10 %, processor seconds within a factor of
@@ -23,7 +25,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +60,42 @@ REFUSED = (
     ["verify", "no-such-checkpoint"],
     ["generate", "no-such-checkpoint", "Once"],
     ["gc", "--out", "no-such-run"],
+    ["run", "--model", "DENSE", "--out", "OUT"],
+    ["families", "./no-such-model"],
 )
+ARCHIVES = figures.ROOT / "tests" / "made_before"  # runs, models and checkpoints that an earlier moeq made
+LIGHT = (
+    ["--version"], ["--help"], ["run", "--help"], ["families"], ["families", "qwen3"], ["families", "llama"],
+    ["families", "tiny-qwen"], ["families", "bundled:tiny-mixtral"],
+    ["inspect", "tiny-qwen"], ["inspect", "tiny-vit"], ["inspect", "BUNDLED"],
+    ["inspect", "run/checkpoint"], ["inspect", "checkpoints/nested"], ["inspect", "checkpoints/auto-round"],
+    ["inspect", "checkpoints/gptq"], ["inspect", "checkpoints/compressed-tensors"], ["inspect", "checkpoints/gguf"],
+    ["inspect", "run"], ["inspect", "run/store"], ["inspect", "run/profile"],
+    ["inspect", "run/profile/trace.safetensors"],
+    ["inspect", "run/losses"], ["inspect", "run/assign"], ["inspect", "run/assign/assignment.json"],
+    ["inspect", "run/quantize"], ["inspect", "run/eval/eval.json"], ["inspect", "run/recipe.yaml"],
+    ["inspect", "vit-run/reparam/reparam.json"], ["inspect", "vit-run/reparam/integer.json"],
+    ["gc", "--out", "run", "--dry-run"], ["estimate", "--model", "mixtral-8x7b"],
+    ["estimate", "--model", "mixtral-8x7b", "--hardware", "h100-ndp-pcie4"],
+    ["estimate", "--model", "mixtral-8x7b", "--capacity"], ["estimate", "--model", "tiny-qwen", "--bits", "3"],
+    ["estimate", "--model", "run/checkpoint"], ["estimate", "--model", "checkpoints/gptq"],
+    ["estimate", "--sheet", "paper-004"],
+)  # fmt: skip
+UNHURRIED = (  # Parquet is read by pyarrow, scipy works out an evaluation anew, matplotlib draws a page's charts; a
+    # configuration alone does not say how large all but the experts is, and the forward in whole numbers is run again
+    ["inspect", "run/losses/losses.parquet"], ["inspect", "run/assign/sensitivities.parquet"],
+    ["inspect", "comparison.json"], ["estimate", "recipes/paper-000-figures.yaml", "--out", "OUT"],
+    ["estimate", "--model", "tiny-qwen/config.json"], ["inspect", "vit-run/reparam/integer"],
+)  # fmt: skip
+HEAVY = ("torch", "transformers", "lm_eval")
+ROUNDS = 3  # of which the least counts: other work on the machine only adds
+WATCHED = """
+import atexit, sys
+written = sys.argv.pop(1)
+atexit.register(lambda: open(written, "w").write(" ".join({name.partition(".")[0] for name in sys.modules})))
+from moeq.cli import main
+main()
+"""
 
 
 @dataclass(frozen=True)
@@ -69,12 +108,12 @@ class Taken:
     said: str
 
 
-def taken(*words: str) -> Taken:
-    """Run `moeq WORDS` in a fresh process."""
-    command = [sys.executable, "-m", "moeq", *words]
+def taken(*words: str, start: Sequence[str] = ("-m", "moeq"), cwd: Path = figures.ROOT) -> Taken:
+    """Run `moeq WORDS` in a fresh process; start: what Python is given before the words."""
+    command = [sys.executable, *start, *words]
     given = os.environ | {"PYTHONPATH": str(figures.ROOT), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile("w+") as said:
-        child = subprocess.Popen(command, cwd=figures.ROOT, env=given, stdout=subprocess.DEVNULL, stderr=said)
+        child = subprocess.Popen(command, cwd=cwd, env=given, stdout=subprocess.DEVNULL, stderr=said)
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)
@@ -124,10 +163,37 @@ def calibration(results: figures.Figures, scratch: Path) -> None:
                 results.add(f"calibration on {name} of {suffix}", profile.seconds, "s of processor", digits=1)
 
 
+def commands(results: figures.Figures, scratch: Path) -> None:
+    """Light commands: the least processor seconds of some rounds, and what of HEAVY each has imported at its end."""
+    for archive in sorted(ARCHIVES.glob("*.tar.xz"))[-1:]:
+        with tarfile.open(archive) as opened:
+            opened.extractall(scratch, filter="data")
+    places = {"OUT": str(scratch / "page"), "BUNDLED": str(bundled_path("tiny-mixtral"))}
+    results.table(["moeq", "processor, s", "imports"])
+    slowest, guilty = 0.0, 0
+    for words in (*LIGHT, *UNHURRIED):
+        given = [places.get(word, word) for word in words]
+        seen = scratch / "modules"
+        rounds = [taken(str(seen), *given, start=("-c", WATCHED), cwd=scratch) for _ in range(ROUNDS)]
+        if any(one.code for one in rounds):
+            raise RuntimeError(f"moeq {' '.join(given)} ended with {rounds[0].code}: {rounds[0].said[-500:]}")
+        imported = sorted(set(HEAVY) & set(seen.read_text("utf-8").split()))
+        seconds = min(one.seconds for one in rounds)
+        results.row(" ".join(words), f"{seconds:.2f}", ", ".join(imported) or "-")
+        if words in LIGHT:
+            slowest, guilty = max(slowest, seconds), guilty + bool(imported)
+    results.add("the slowest light command", slowest, "s of processor", at_most=0.7)
+    results.add("light commands that import torch, transformers or lm-eval", guilty, at_most=0, digits=0)
+
+
 def refusals(results: figures.Figures, scratch: Path) -> None:
     rows = []
-    for words in REFUSED:
-        given = [str(scratch / "none") if word == "OUT" else word for word in words]
+    dense = scratch / "dense"
+    dense.mkdir()
+    (dense / "config.json").write_text('{"model_type": "llama"}', "utf-8")
+    places = {"OUT": str(scratch / "none"), "DENSE": str(dense)}
+    for words in REFUSED:  # options that are new get a line of REFUSED
+        given = [places.get(word, word) for word in words]
         refusal = taken(*given)
         if refusal.code in (0, 1) or len(refusal.said.strip().splitlines()) != 1:
             raise RuntimeError(f"moeq {' '.join(given)} ended with {refusal.code}: {refusal.said[-500:]}")
@@ -163,7 +229,7 @@ def planned(results: figures.Figures, scratch: Path) -> None:
     plan.add_ratios(results, "the demo", plan.compare("the demo", "bundled:tiny-mixtral", plan.DEMO, []))
 
 
-PARTS = {"calibration": calibration, "plan": planned, "refusals": refusals, "hashing": hashing}
+PARTS = {"commands": commands, "refusals": refusals, "calibration": calibration, "plan": planned, "hashing": hashing}
 
 
 def main() -> int:

@@ -12,8 +12,6 @@ from moeq.artifacts.stage import RECORD
 from moeq.errors import RecipeError
 from moeq.estimation.questions import Question
 from moeq.estimator.cases import EstimateDocument
-from moeq.reporting.chrome_trace import chrome_trace
-from moeq.reporting.estimate_page import render
 
 NAME = "estimate.json"
 SCHEMA = "estimate.schema.json"
@@ -35,6 +33,8 @@ def check_out(out: Path) -> None:
 
 def write_document(out: Path, document: EstimateDocument, questions: Sequence[Question]) -> dict[str, Path]:
     """Write estimate.json, its JSON Schema, the page and the timeline, each at once; returns what is where."""
+    from moeq.reporting.estimate_page import render
+
     check_out(out)
     make_directory(out)
     paths = {"page": out / PAGE, "estimate": out / NAME, "timeline": out / TIMELINE}
@@ -47,6 +47,8 @@ def write_document(out: Path, document: EstimateDocument, questions: Sequence[Qu
 
 def _timeline(document: EstimateDocument, questions: Sequence[Question]) -> dict[str, Any]:
     """A decode step of every drawn policy at the smallest batch; of several cases, each is named."""
+    from moeq.reporting.chrome_trace import chrome_trace
+
     several = len(questions) > 1
     drawn = {
         f"{question.name}: {policy}" if several else policy: intervals
