@@ -116,7 +116,14 @@ def test_the_models_name_and_one_name_for_each_policy(preset: Estimate) -> None:
     shown = page(preset)
     assert "Model: mixtral-8x22b (56 MoE layers of 8 experts, top 2, hidden size 6,144)." in shown
     assert "positions" not in shown
-    for name in ("MoNDE, bandwidth", "MoNDE, cost", "this assignment, context-aware", ">over bandwidth rule<", "monde_", "gpu_only"):
+    for name in (
+        ">MoNDE, bandwidth",
+        ">MoNDE, cost",
+        "this assignment, context-aware",
+        ">over bandwidth rule<",
+        "monde_",
+        "gpu_only",
+    ):
         assert name not in shown, name
     assert ">over MoNDE (bandwidth rule)<" in shown
     past = page(preset.model_copy(update={"context": 65_537}))
