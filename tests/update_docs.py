@@ -20,6 +20,7 @@ from moeq.bundled.preset_files import preset_names, preset_path
 from moeq.estimator import known_hardware, load_hardware
 from moeq.models.support import families
 from moeq.numerics.ggml_types import HOLDS, TYPES
+from moeq.papers import PAPERS, TERMS, Paper, named
 from moeq.recipe import Recipe
 from moeq.registry import EXPORTERS
 from moeq.runtimes import Runtime, runtimes
@@ -74,7 +75,27 @@ def exit_codes() -> str:
 
 def hardware() -> str:
     """The presets and what they describe."""
-    return table("| preset | |", [(f"`{name}`", load_hardware(name).description) for name in known_hardware()])
+    return table("| preset | |", [(f"`{name}`", named(load_hardware(name).description)) for name in known_hardware()])
+
+
+def papers() -> str:
+    """The five papers by moeq's numbers."""
+    return table(
+        "| paper | title | authors | year |",
+        [(paper.number, f"[{paper.title}]({paper.link})", paper.authors, str(paper.year)) for paper in PAPERS.values()],
+    )
+
+
+def compared() -> str:
+    """Works that the tables name beside them."""
+    called: dict[Paper, str] = {}
+    for term in TERMS:
+        if term.paper is not None and not term.paper.number:
+            called.setdefault(term.paper, term.name)
+    return table(
+        "| called | title | authors | year |",
+        [(name, f"[{paper.title}]({paper.link})", paper.authors, str(paper.year)) for paper, name in called.items()],
+    )
 
 
 def own_runtimes() -> list[Runtime]:
@@ -185,6 +206,7 @@ def presets() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "compared works": compared,
     "count of families": count_of_families,
     "exit codes": exit_codes,
     "families": all_families,
@@ -193,8 +215,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "gguf": gguf,
     "hardware": hardware,
     "loads": loads,
-    "python": python,
+    "papers": papers,
     "presets": presets,
+    "python": python,
     "recipe": lambda: reference(Recipe),
     "rooms": rooms,
     "targets": targets,

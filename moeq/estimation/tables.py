@@ -16,7 +16,7 @@ from moeq.estimator.policies import titled
 from moeq.estimator.result import Estimate, TermRow
 from moeq.estimator.sheets import Cell
 from moeq.estimator.sheets import Table as Sheet
-from moeq.papers import terms_in
+from moeq.papers import named, terms_in
 from moeq.reporting import formats, speed
 from moeq.reporting.estimate_page import beyond_positions, fits, miss_text, policy_words, stated_text
 from moeq.tables import human_bytes
@@ -88,7 +88,7 @@ def _print_case(console: Console, document: EstimateDocument, case: Case) -> Non
         console.print(f"{memory.sum_text()}: {fits(memory)}", markup=False)
     console.print("\nwhat it hangs on", style="bold")
     for line in estimate.assumptions:
-        console.print(f"- {line}", markup=False)
+        console.print(f"- {named(line)}", markup=False)
     console.print()
     _print_sensitivity(console, estimate)
 

@@ -92,8 +92,9 @@ def of_assignment(
 def report_on(context: Context, geometry: ModelGeometry, is_own: bool, estimates: list[Estimate]) -> EstimateReport:
     """Estimates with what they were made for."""
     section = context.recipe.estimate
+    sizes = {name: value for name, value in asdict(geometry).items() if name != "max_positions"}  # decides no time
     return EstimateReport(
-        geometry=asdict(geometry),
+        geometry=sizes,
         geometry_is_the_models=is_own,
         hardware=section.hardware,
         popularity=section.popularity,

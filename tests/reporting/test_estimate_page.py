@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -13,7 +13,7 @@ from moeq.estimator.cases import Case, EstimateDocument
 from moeq.estimator.points import BASELINES
 from moeq.reporting import speed
 from moeq.reporting.bars import Beside, Series, beside_chart, grouped_bars
-from moeq.reporting.estimate_page import render
+from moeq.reporting.estimate_page import beyond_positions, render
 
 LARGE = load_geometry("mixtral-8x22b")
 
@@ -101,3 +101,33 @@ def test_bars_stand_for_their_values() -> None:
     assert ">estimate, missed<" in beside_chart("beside", "Beside", rows, "times").svg
     near = [Beside(name="one", stated=(8.7, 8.7), estimate=(8.5, 8.5), missed=False, note="near")]
     assert "missed" not in beside_chart("beside", "Beside", near, "times").svg
+
+
+def test_the_models_name_and_one_name_for_each_policy(preset: Estimate) -> None:
+    placement = uniform_placement(LARGE, bits=5, hot_experts=1)
+    plan = plan_capacity(
+        LARGE, load_hardware("paper-ctxmoe"), placement, batch=1, context=576, group_size=128, zero_points=False
+    )
+
+    def page(estimate: Estimate) -> str:
+        case = Case(name="one", geometry=asdict(LARGE), estimate=estimate, capacity=plan)
+        return render(EstimateDocument(name="page", hardware="paper-ctxmoe", routing="uniform", cases=(case,)))
+
+    shown = page(preset)
+    assert "Model: mixtral-8x22b (56 MoE layers of 8 experts, top 2, hidden size 6,144)." in shown
+    assert "positions" not in shown
+    for name in (
+        ">MoNDE, bandwidth",
+        ">MoNDE, cost",
+        "this assignment, context-aware",
+        ">over bandwidth rule<",
+        "monde_",
+        "gpu_only",
+    ):
+        assert name not in shown, name
+    assert ">over MoNDE (bandwidth rule)<" in shown
+    past = page(preset.model_copy(update={"context": 65_537}))
+    assert "mixtral-8x22b was made for 65,536 positions (max_position_embeddings), and 65,537 tokens" in past
+    assert "positions" not in page(preset.model_copy(update={"context": 65_536}))
+    unknown = Case(name="one", geometry=asdict(replace(LARGE, max_positions=None)), estimate=preset, capacity=plan)
+    assert beyond_positions(unknown) == ""
