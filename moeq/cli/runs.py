@@ -85,17 +85,18 @@ def context_of(asked: RunOptions, command: str) -> Context:
         context.reporter.say(f"[dim]{said}[/dim]")
     if asked.for_ is None:
         return context
-    needed = runtime_changes(context, asked.for_)
+    needed = runtime_changes(context, start, asked.for_)
     return replace(context, recipe=replace(start, changes=[*start.changes, *needed]).recipe())
 
 
-def runtime_changes(context: Context, name: str) -> list[str]:
-    """What --for changes of a run's recipe, told in a line each."""
+def runtime_changes(context: Context, start: Start, name: str) -> list[str]:
+    """What --for changes of a run's recipe, told in a line each; of a preset all but what was asked for may change."""
     from rich.markup import escape
 
     from moeq.artifacts.runtime_settings import settings_for
 
-    settings = settings_for(name, context.recipe, context.given().model.layers)
+    said = None if start.path is not None else {change.partition("=")[0].strip() for change in start.changes}
+    settings = settings_for(name, context.recipe, context.given().model.layers, said)
     for setting in settings:
         context.reporter.say(escape(f"for {name}: {setting}"))
     return [setting.change for setting in settings]

@@ -137,8 +137,10 @@ def test_optimal_stays_within_a_target(target: str) -> None:
 
 def test_a_target_refuses_what_it_cannot_load() -> None:
     inputs = inputs_of(11, 3, 6, method="prefix-split", code_bits="5/2", target="vllm")
-    with pytest.raises(FormatError, match=r"target vllm: layer\.\d, expert \d: \d bits.*method optimal"):
+    with pytest.raises(FormatError, match=r"target vllm: .*symmetric grids only"):
         assign(inputs)
+    with pytest.raises(FormatError, match=r"target vllm: layer\.\d, expert \d: \d bits.*method optimal"):
+        assign(replace(inputs, symmetric=True))
     one = inputs_of(11, 3, 6, method="uniform", bits=3, target="llama.cpp", symmetric=True)
     with pytest.raises(FormatError, match=r"3 bits; llama.cpp loads 4, 5, 8, 16 of this grid"):
         assign(one)

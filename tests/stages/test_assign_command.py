@@ -162,7 +162,14 @@ def test_plot_and_tables_are_outside_the_digest(finished: Context, tmp_path: Pat
 def test_a_target_that_cannot_load_it(finished: Context, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"target gptqmodel: .*, expert \d+: 1 bits"):
         moeq_assign(finished, tmp_path / "run", "--target", "gptqmodel")
-    found = moeq_assign(finished, tmp_path / "run", "--method", "optimal", "--code-bits", "3", "--target", "vllm")
+    asked = ("--method", "optimal", "--code-bits", "3")
+    with pytest.raises(AssignmentError, match="vllm reads symmetric grids only"):
+        moeq_assign(finished, tmp_path / "run", *asked, "--target", "vllm")
+    found = moeq_assign(finished, tmp_path / "run", *asked, "--target", "gptqmodel", "--granularity", "layer")
+    where = found["summary"]["loads_in"]  # type: ignore[index]
+    reasons = {name: why and why["reason"] for name, why in where.items()}
+    assert (reasons["native"], reasons["gptqmodel"]) == (None, "24 rows"), "it packs multiples of 32"
+    assert reasons["transformers"] == "zero points"
     read = json.loads((tmp_path / "run" / "assign" / assign.NAME).read_text("utf-8"))
     assert found["stage"] == "assign"
     assert all(len({expert["bits"] for expert in layer["experts"]}) == 1 for layer in read["layers"])
