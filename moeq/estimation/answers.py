@@ -13,9 +13,6 @@ from moeq.estimation.estimate_options import APART, EstimateOptions
 from moeq.estimation.questions import DEFAULT_CONTEXT, DEFAULT_HARDWARE, Question
 from moeq.estimator import load_hardware
 from moeq.estimator.cases import EstimateDocument
-from moeq.estimator.fit import fit_file, fit_tables, write_hardware
-from moeq.estimator.fitting import Setting
-from moeq.estimator.sheets import sheet
 from moeq.recipe import load_recipe
 
 RUNS = "moeq-out"  # where runs without --out lie, by name
@@ -51,6 +48,8 @@ def answer(asked: EstimateOptions) -> Answer:
     Raises MoeqError for input that cannot be read or does not fit together, or a placement that does not fit.
     """
     if asked.sheet is not None:
+        from moeq.estimator.sheets import sheet
+
         _check_uses("--sheet", (), asked)
         pages = sheet(asked.sheet)
         return Answer(figures=[asdict(page) for page in pages], show=lambda: tables.print_sheet(pages))
@@ -91,6 +90,9 @@ def _check_uses(option: str, used: tuple[str, ...], asked: EstimateOptions) -> N
 
 def _fit(asked: EstimateOptions, path: Path) -> Answer:
     """Fit a hardware file to measured points; --out, a YAML file or a directory, takes the fitted one."""
+    from moeq.estimator.fit import fit_file, fit_tables, write_hardware
+    from moeq.estimator.fitting import Setting
+
     _check_uses("--fit", FITS, asked)
     hardware = load_hardware(asked.hardware or DEFAULT_HARDWARE)
     setting = Setting(context=asked.context or DEFAULT_CONTEXT, group_size=asked.group_size)
