@@ -13,9 +13,6 @@ from moeq.estimation.estimate_options import APART, EstimateOptions
 from moeq.estimation.questions import DEFAULT_CONTEXT, DEFAULT_HARDWARE, Question
 from moeq.estimator import load_hardware
 from moeq.estimator.cases import EstimateDocument
-from moeq.estimator.fit import fit_file, fit_tables, write_hardware
-from moeq.estimator.fitting import Setting
-from moeq.estimator.sheets import sheet
 from moeq.preflight import check_path
 from moeq.recipe import load_recipe
 
@@ -52,6 +49,8 @@ def answer(asked: EstimateOptions) -> Answer:
     Raises MoeqError for input that cannot be read or does not fit together, or a placement that does not fit.
     """
     if asked.sheet is not None:
+        from moeq.estimator.sheets import sheet
+
         _check_uses("--sheet", (), asked)
         pages = sheet(asked.sheet)
         return Answer(figures={"pages": [asdict(page) for page in pages]}, show=lambda: tables.print_sheet(pages))
@@ -92,6 +91,9 @@ def _check_uses(option: str, used: tuple[str, ...], asked: EstimateOptions) -> N
 
 def _fit(asked: EstimateOptions, path: Path) -> Answer:
     """Fit a hardware file to measured points; --out, a YAML file or a directory, takes the fitted one."""
+    from moeq.estimator.fit import fit_file, fit_tables, write_hardware
+    from moeq.estimator.fitting import Setting
+
     _check_uses("--fit", FITS, asked)
     check_path(path, "give a CSV file of measured points")
     hardware = load_hardware(asked.hardware or DEFAULT_HARDWARE)

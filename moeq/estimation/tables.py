@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -14,12 +15,14 @@ from moeq.estimator.hit_rates import HitRates
 from moeq.estimator.points import BASELINES, BWRULE, OPT, SUBJECT
 from moeq.estimator.policies import titled
 from moeq.estimator.result import Estimate, TermRow
-from moeq.estimator.sheets import Cell
-from moeq.estimator.sheets import Table as Sheet
 from moeq.papers import named, terms_in
 from moeq.reporting import formats, speed
 from moeq.reporting.estimate_page import beyond_positions, fits, miss_text, policy_words, stated_text
 from moeq.tables import human_bytes
+
+if TYPE_CHECKING:
+    from moeq.estimator.sheets import Cell
+    from moeq.estimator.sheets import Table as Sheet
 
 SMALL = 64  # columns below which a table leaves out what its other columns imply
 MOST_CHANGES = 5  # assumptions that are printed of each of several cases
