@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import chain
 
@@ -113,7 +114,8 @@ def _on_gpu(assignment: Assignment) -> str:
 def loads_text(loads: Sequence[Loads]) -> str:
     """Where the checkpoint loads as it is, and why not elsewhere."""
     there = ", ".join(one.name for one in loads if one.reason is None)
-    others = "; ".join(f"{one.name} ({one.reason})" for one in loads if one.reason is not None)
+    codes = {one.name: re.sub(r"(?<=\d) bits\b", " code bits", one.reason) for one in loads if one.reason is not None}
+    others = "; ".join(f"{name} ({reason})" for name, reason in codes.items())
     return f"{there}{'; not in ' if others else ''}{others}"
 
 
