@@ -144,7 +144,7 @@ TERMS = (
     ),
     Term(
         name="prefix-split",
-        meaning="experts in order of importance, cut into runs of 4, 3, 2 and 1 bits with the largest gain.",
+        meaning="experts in order of importance, cut into runs of 4, 3, 2 and 1 code bits with the largest gain.",
         pattern="prefix-split|PREFIXSPLIT",
         paper=CONTEXT_AWARE,
     ),

@@ -156,7 +156,7 @@ def _foreseen(section: AssignSection, counts: Sequence[int], cost: Cost) -> list
 
 ALLOCATOR = Allocator(
     name="prefix-split",
-    help="experts in order of importance cut into runs of 4, 3, 2 and 1 bits, the cut of the largest gain",
+    help="experts in order of importance cut into runs of 4, 3, 2 and 1 code bits, the cut of the largest gain",
     assign=assign,
     budgets=("bits_per_weight", "code_bits", "expert_bytes", "size"),
     weighs=("alpha", "normalization", "statistics", "loss_weighting", "layer_weighting", "selector"),
