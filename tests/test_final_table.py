@@ -74,8 +74,8 @@ def test_what_words_of_the_table_mean_stands_below_it_with_the_paper_that_they_a
 
 
 def test_of_a_tiny_model_there_is_no_speed_up_and_no_word_about_it() -> None:
-    rows = [row("a", "uniform 2 bits", speed=None)]
+    rows = [row("a", "uniform 2-bit", speed=None)]
     caption = final_table.caption(rows, ESTIMATED | {"geometry_is_the_models": True})
     assert "speed-up" not in shown(rows, 160) + caption
     assert list(final_table.explanations(rows, caption)) == []
-    assert "speed-up" in shown([row("a", "uniform 2 bits")], 160)
+    assert "speed-up" in shown([row("a", "uniform 2-bit")], 160)

@@ -1,7 +1,7 @@
-"""What people read instead of a recipe's names: "uniform 2 bits", "4 experts in FP16 + 2 bits", "as trained".
+"""What people read instead of a recipe's names: "uniform 2-bit", "4 experts in FP16 + 2-bit", "as trained".
 
 Files and JSON stay keyed by the recipe's names. "2.3 bits" counts all that is stored for a weight, scales and zero
-points too, "2 code bits" the codes alone; a width that all experts have is that of the codes, as "4-bit" is anywhere.
+points too, "2 code bits" the codes alone; "2-bit" is the width of the codes that all experts have.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def labels(recipe: Recipe) -> dict[str, str]:
 def label(section: AssignSection, *, refined: bool = False, quantizer: bool = True) -> str:
     """What an assignment is called; refined: its experts were trained after it (quantize.refine)."""
     width = _one_width(section)
-    parts = [f"{UNIFORM} {_bits(width)}" if width is not None else _method(section)]
+    parts = [f"{UNIFORM} {width}-bit" if width is not None else _method(section)]
     if width is None:
         parts += _own(section)
         budget = _budget(section)

@@ -17,7 +17,6 @@ from moeq.artifacts.stage import current_digest, read_record
 from moeq.errors import ArtifactError
 from moeq.recipe import domain_names
 from moeq.recipe.labels import labels
-from moeq.registry import EXPORTERS
 from moeq.reporting.atlas import atlas
 from moeq.reporting.inputs import Loads, Refined, ReportInputs, SpeedInputs
 from moeq.reporting.maps import MOST_TEXTS
@@ -38,6 +37,7 @@ from moeq.stages import (
 from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
+from moeq.stages.loading import where_it_loads
 from moeq.stages.needs import Needs, Sizes
 from moeq.stages.replicas import REFINED, load_losses
 
@@ -90,13 +90,8 @@ def collect(context: Context) -> ReportInputs:
 
 def loads(context: Context, assignment: Assignment) -> list[Loads]:
     """Every runtime that moeq writes for, with why it does not load what was assigned as it is."""
-    widths = assignment.expert_widths()
-    found = []
-    for exporter in EXPORTERS:
-        reason = export.refused(context, exporter.name, widths, assignment) if exporter.targets else None
-        if exporter.targets:
-            found.append(Loads(name=exporter.name, reason=None if reason is None else reason[0]))
-    return sorted(found, key=lambda one: one.reason is not None)
+    found = where_it_loads(context, assignment)
+    return [Loads(name=name, reason=None if why is None else why["reason"]) for name, why in found.items()]
 
 
 def _domains(context: Context, evaluation: EvalReport) -> dict[str, str]:

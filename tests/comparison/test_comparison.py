@@ -94,7 +94,7 @@ def test_assignments_of_a_run_are_called_as_people_do(
     named = {row["name"]: row["of"].get("label") for row in compared["rows"]}
     assert named["mixtral"] is None
     assert named["made:original"] == "as trained"
-    assert named["made:uniform-2"] == "uniform 2 bits"
+    assert named["made:uniform-2"] == "uniform 2-bit"
     print_comparison(compared)
     shown = capsys.readouterr().out
     assert "made:run: 1 expert in FP16 + prefix-split, 2.5 code bits" in " ".join(shown.split())

@@ -16,15 +16,15 @@ LONGEST = 72  # characters that a table folds over three lines at most, beside i
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"method": "uniform", "bits": 2}, "uniform 2 bits"),
-        ({"method": "uniform", "bits": 1}, "uniform 1 bit"),
+        ({"method": "uniform", "bits": 2}, "uniform 2-bit"),
+        ({"method": "uniform", "bits": 1}, "uniform 1-bit"),
         ({"method": "uniform", "bits_per_weight": 3.5}, "uniform, 3.5 bits"),
-        ({"method": "uniform", "bits": 2, "gpu_experts": 1}, "1 expert in FP16 + 2 bits"),
+        ({"method": "uniform", "bits": 2, "gpu_experts": 1}, "1 expert in FP16 + 2-bit"),
         ({"method": "prefix-split", "bits_per_weight": 2.3}, "prefix-split, 2.3 bits"),
         ({"method": "prefix-split", "code_bits": "5/2"}, "prefix-split, 2.5 code bits"),
         (
             {"method": "prefix-split", "code_bits": 2, "gpu_experts": 4, "selector": False},
-            "4 experts in FP16 + 2 bits",
+            "4 experts in FP16 + 2-bit",
         ),
         (
             {"method": "prefix-split", "bits_per_weight": 2.3, "gpu_experts": 4},
@@ -74,7 +74,7 @@ def test_where_labels_collide_the_names_stand_behind_them() -> None:
     rows = [{"name": name, "method": "uniform", "bits": 2, "alpha": alpha} for name, alpha in (("a", 0.1), ("b", 0.9))]
     compared = TypeAdapter(Any).dump_json(rows).decode()
     found = labels(load_recipe(None, ["name=own", f"eval.compare={compared}"]))
-    assert (found["a"], found["b"]) == ("uniform 2 bits (a)", "uniform 2 bits (b)")
+    assert (found["a"], found["b"]) == ("uniform 2-bit (a)", "uniform 2-bit (b)")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -16,10 +16,13 @@ from moeq.reporting import estimate_page
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.page import render
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: install Debian's package chromium"),
-]
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(autouse=True)
+def _chromium() -> None:
+    """The full tests are not whole without it."""
+    assert CHROMIUM is not None, "no Chromium here: install Debian's package chromium"
 
 
 @pytest.fixture(scope="module")

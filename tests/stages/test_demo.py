@@ -27,7 +27,7 @@ def test_what_is_exported_is_the_best_at_its_size_and_the_paper_stands_beside_it
         assert rows["hot4+prefix-split-2.15"][measure] < rows["hot4+uniform-2"][measure]
     assert exported["same_top"] > paper["same_top"] > uniform["same_top"]
     assert rows["original"]["perplexity"] < rows["uniform-4"]["perplexity"] < rows["uniform-3"]["perplexity"]
-    assert rows["hot4+uniform-2"]["label"] == "4 experts in FP16 + 2 bits"
+    assert rows["hot4+uniform-2"]["label"] == "4 experts in FP16 + 2-bit"
     for row in rows.values():
         assert row["accuracy"] is not None
         if row["name"] != "original":
