@@ -79,7 +79,8 @@ def context_of(asked: RunOptions, command: str) -> Context:
         raise RecipeError("no model", where=str(start), do=do)
     out = out or Path(RUNS) / (recipe.name if path is not None else short_name(model))
     context = api.opened(recipe, command, out=out, model=model, check=asked.check, quiet=asked.quiet)
-    context.reporter.say(f"[dim]{escape(f'{start}, into {out}')}[/dim]")
+    if start.path is None or asked.out is None:  # not in the command line already
+        context.reporter.say(f"[dim]{escape(f'{start}, into {out}')}[/dim]")
     if isinstance(asked, BuildOptions) and asked.text and not asked.eval_text and BUNDLED_TEXT not in asked.text:
         said = "what is lost is measured on bundled text, not on --text; on other text by --eval-text"
         context.reporter.say(f"[dim]{said}[/dim]")

@@ -297,7 +297,7 @@ def test_no_model(moeq: ForkServer, recipe: Path, tmp_path: Path) -> None:
     bare = yaml.safe_load(recipe.read_text("utf-8"))
     del bare["model"]
     finished = moeq.run("run", write_recipe(tmp_path / "r.yaml", bare), "--out", tmp_path / "out", "--quiet")
-    assert_refused(finished, RECIPE, "no model", "r.yaml", "--model")
+    assert_refused(finished, RECIPE, "no model", "r.yaml", "moeq run MODEL")
 
 
 # --- corpus
@@ -424,10 +424,10 @@ def test_override(moeq: ForkServer, recipe: Path, tmp_path: Path, override: str,
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["none.yaml", "."])
-def test_no_recipe(moeq: ForkServer, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "code"), [("none.yaml", MISSING), (".", MODEL)])
+def test_neither_a_recipe_nor_a_model(moeq: ForkServer, tmp_path: Path, name: str, code: int) -> None:
     finished = moeq.run("run", tmp_path / name, "--out", tmp_path / "out", "--quiet")
-    assert_refused(finished, MISSING if name == "none.yaml" else RECIPE, str(tmp_path))
+    assert_refused(finished, code, str(tmp_path))
 
 
 # --- assignment, evaluation, estimate

@@ -124,7 +124,7 @@ def test_compressed_tensors_mixed_loads_wrongly(tmp_path: Path) -> None:
     }
     config = handmade.compressed_config(groups=groups)
     handmade.write(model, tmp_path / "packed", config, handmade.compressed_parts, lambda _, expert, __: mix[expert])
-    verdict = check(tmp_path / "packed", "compressed-tensors")
+    verdict = check(tmp_path / "packed", "compressed-tensors", target="transformers")
     assert verdict.logits_error > 0.05
     off = [layer.expert_errors for layer in verdict.layers]
     assert all(errors is not None and sum(error > 0.1 for error in errors) == 2 for errors in off)
