@@ -41,6 +41,10 @@ class Layout:
         found = next((self.grids[name] for name in names if name in self.grids), None)
         return found and Grid(bits=found[0], group_size=found[1], symmetric=found[2])
 
+    def shape(self, headers, grid):
+        rows, row_bytes = headers["codes"].shape
+        return rows, 8 * row_bytes // grid.bits
+
     def check(self, headers, grid, rows, inputs):
         from moeq.artifacts.tensor_files import dtype_name
         from moeq.exporters.readers.layout import expect

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeq.artifacts.targets import ANY_GRID
 from moeq.errors import FormatError
 from moeq.models.experts import ExpertLayer
 
@@ -136,10 +137,10 @@ def family_of(config: Any) -> Family:
     family = FAMILIES.get(config.model_type)
     where = f"for llama.cpp: model_type {config.model_type}"
     if family is None:
-        known = f"it is written for {', '.join(FAMILIES)}; use the formats moeq or dequantized"
+        known = f"it is written for {', '.join(FAMILIES)}; {ANY_GRID}"
         raise FormatError("moeq knows no names of its tensors in GGUF", where=where, do=known)
     for reason in _reasons(config, family):
-        raise FormatError(f"llama.cpp does not compute {reason}", where=where, do="use the formats moeq or dequantized")
+        raise FormatError(f"llama.cpp does not compute {reason}", where=where, do=ANY_GRID)
     return family
 
 

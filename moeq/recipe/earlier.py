@@ -12,8 +12,9 @@ from typing import Any
 
 from moeq.errors import RecipeError
 from moeq.registry import NATIVE_FORMAT
-from moeq.runtimes import NATIVE, runtimes
+from moeq.runtimes import NATIVE, formats, runtimes
 
+RECORDED = "# The recipe as it was run, defaults filled in."  # the first line of a run's own copy
 EARLIER, CODE_BITS, LATER = "average_bits", "code_bits", "bits_per_weight"
 SHOWN = {EARLIER: CODE_BITS, "bits": CODE_BITS, "hot_bits": "hot_code_bits", "cold_bits": "cold_code_bits"}
 
@@ -26,6 +27,21 @@ def read_earlier(recipe: dict[str, Any], where: str) -> None:
             raise RecipeError(what, where=where, do=f"leave {EARLIER} out")
         if EARLIER in section:
             section[CODE_BITS] = section.pop(EARLIER)
+
+
+def as_called_today(recipe: Any) -> None:
+    """Give the runtimes of a run's own copy, which nobody wrote, the names that they have, without a word."""
+    if not isinstance(recipe, dict):
+        return
+    now, export = formats(), recipe.get("export")
+    for section in _sections(recipe):
+        if isinstance(section.get("target"), str):
+            section["target"] = now.get(section["target"], section["target"])
+    if isinstance(export, dict):
+        if isinstance(export.get("format"), str):
+            export["format"] = now.get(export["format"], export["format"])
+        if isinstance(export.get("formats"), list):
+            export["formats"] = [now.get(name, name) if isinstance(name, str) else name for name in export["formats"]]
 
 
 def key_now(key: str) -> str:

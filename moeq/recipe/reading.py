@@ -13,7 +13,7 @@ from moeq.bounded import Yaml, YamlError, parse_yaml, read_yaml, shortened, show
 from moeq.bundled.preset_files import preset_of
 from moeq.errors import RecipeError, hint, missing
 from moeq.recipe.assign import budget_keys, owners
-from moeq.recipe.earlier import key_now, read_earlier
+from moeq.recipe.earlier import RECORDED, as_called_today, key_now, read_earlier
 from moeq.recipe.recipe import Recipe
 from moeq.recipe.types import Section
 from moeq.recipe.wording import MOST_CHARACTERS, refusal_of
@@ -31,7 +31,15 @@ def load_recipe(given: Path | Mapping[str, Any] | None, overrides: Sequence[str]
     """
     if isinstance(given, Mapping):
         return _recipe_of(parse_yaml("{}"), "recipe", overrides, deepcopy(dict(given)))
-    return _recipe_of(parse_yaml("{}") if given is None else _read(given), _place(given), overrides)
+    read = parse_yaml("{}") if given is None else _read(given)
+    if given is not None and _is_recorded(given):
+        as_called_today(read.value)
+    return _recipe_of(read, _place(given), overrides)
+
+
+def _is_recorded(path: Path) -> bool:
+    with path.open(encoding="utf-8") as stream:
+        return stream.readline().rstrip() == RECORDED
 
 
 def parse_recipe(text: str) -> Recipe:
@@ -72,8 +80,12 @@ def _place(path: Path | None) -> str:
 def _drop_replaced(data: dict[str, Any], overrides: Sequence[str]) -> None:
     """Nulls for what overrides take the place of in `assign`: other budgets, and keys that a method does not read."""
     section, method = data.get("assign"), None
-    keys = (key_now(key.strip()) for key, _, value in (one.partition("=") for one in overrides) if value != "null")
-    given = {key.removeprefix("assign.") for key in keys if key.startswith("assign.")}
+    given: set[str] = set()
+    for key, _, value in (one.partition("=") for one in overrides):
+        if key.strip() == "assign":  # the whole section, whatever was given of it before
+            given.clear()
+        elif key.strip().startswith("assign.") and value != "null":
+            given.add(key_now(key.strip()).removeprefix("assign."))
     if not isinstance(section, dict):
         return
     if "method" in given:

@@ -17,10 +17,10 @@ from moeq.artifacts.stage import StageRecord, read_record
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
 from moeq.recipe import load_recipe
+from moeq.recipe.earlier import RECORDED
 from moeq.stages.context import Context
 from moeq.stages.recorded import changed_files
 
-HEAD = "# The recipe as it was run, defaults filled in."
 SHOWN = 4  # changed keys of a recipe that are named
 
 
@@ -97,7 +97,7 @@ def write_recipe(context: Context) -> None:
     data, before = recipe_data(context), _recipe_before(context.out)
     if data == before:
         return
-    write_text(context.out / RECIPE_COPY, f"{HEAD}\n{yaml.safe_dump(data, sort_keys=False)}")
+    write_text(context.out / RECIPE_COPY, f"{RECORDED}\n{yaml.safe_dump(data, sort_keys=False)}")
     if before is not None:
         changed = list(_changes(before, data))
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""

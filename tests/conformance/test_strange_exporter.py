@@ -87,7 +87,7 @@ def test_the_command_line_knows_it_and_what_it_cannot_do(package: Path, tiny_mix
     run = ("-m", "moeq", "export", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"), "--format")
     assert "did you mean 'strangers-runtime'?" in started(package, *run, "stranger").stderr
     narrow = ("strangers", "--set", "losses.bits=[2]", "--set", "assign={method: uniform, bits: 2, target: nobody}")
-    assert "strangers-runtime (given 'nobody')" in started(package, *run, *narrow).stderr
+    assert "unknown runtime 'nobody'; use one of native" in started(package, *run, *narrow).stderr
     help_of = started(package, "-m", "moeq", "convert", "--help").stdout
     assert "strangers" in help_of
 

@@ -83,7 +83,7 @@ def test_the_recipe_of_paper_000() -> None:
     ("override", "message"),
     [
         ("estimate.figures.cases=[]", "estimate.figures.cases"),
-        ("estimate.figures.miss_beyond=2", "less than 1"),
+        ("estimate.figures.miss_beyond=2", "give a number below 1"),
         ("estimate.figures.case=1", "did you mean 'cases'"),
     ],
 )

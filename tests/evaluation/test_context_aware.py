@@ -339,7 +339,7 @@ def test_options_that_cannot_be() -> None:
         "average_bits=2": "unknown option 'average_bits'; write code_bits",
         "code_bits=2.5,selector=false": "selector off",
         "gpu_experts": "not OPTION=VALUE",
-        "statistics=all": "statistics: ",
+        "statistics=all": "statistics is ",
         "first_token=prefill,statistics=before_last": "leave statistics out",
     }.items():
         with pytest.raises(RecipeError, match=message):

@@ -123,7 +123,7 @@ REFUSED: dict[str, list[Case]] = {
     "losses": of_a_run(NO_TEXT),
     "assign": of_a_run(
         NO_HARDWARE,
-        ((*BUNDLED, "--code-bits", "many"), 2, "--code-bits: must be a number"),
+        ((*BUNDLED, "--code-bits", "many"), 2, "--code-bits is 'many'; give a number such as"),
         ((*BUNDLED, "--average-bits", "2"), 2, "give --bits, which counts all that is stored, or --code-bits"),
         ((*BUNDLED, "--code-bits", "2", "--size", "1GiB"), 2, "one budget is enough"),
         ((*BUNDLED, "--size", "5 parsecs"), 2, "unknown unit 'parsecs'"),
@@ -200,6 +200,12 @@ REFUSED: dict[str, list[Case]] = {
         (("nowhere/config.json",), 3, "nowhere/config.json: no such file"),
         (("nobody/nothing",), 3, "nobody/nothing: neither here nor to be had from the hub"),
         (("empty",), 3, "no config.json"),
+    ],
+    "push": [
+        (("nowhere", "me/name"), 13, "nowhere: no such file or directory"),
+        (("run", "me/name"), 3, "no config.json"),
+        (("model", "name"), 2, "name: no name of a repository; give USER/NAME"),
+        (("model", "me/name"), 7, "no SHA256SUMS"),
     ],
     "generate": [
         (("nowhere", "hi"), 13, "nowhere: no such file or directory"),
