@@ -30,7 +30,7 @@ WIDTHS = (1, 2, 3, 4, 8, FULL)
 MIXED = 0  # stands for the width of a replica whose matrices have several, where a replica is named by its width
 MIXED_NAME = "mixed"
 Tier = Literal["gpu", "ndp", "host", "disk"]
-REMEDY = "mend the file or make it anew: run `moeq assign --force`"
+REMEDY = "correct the file or make it anew: run `moeq assign --force`"
 
 
 Width = int | Mapping[str, int]  # of an expert: one for all of its matrices, or {projection: bits}

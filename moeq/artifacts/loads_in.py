@@ -64,7 +64,7 @@ def _short(target: Target, widths: Sequence[Sequence[Width]], symmetric: bool, n
     used = set().union(*layers)
     foreign = sorted(used - set(target.widths))
     if foreign:
-        return f"{' and '.join(map(str, foreign))} bit{'s' if foreign != [1] else ''}"
+        return " and ".join(f"{bits}-bit" for bits in foreign)
     if target.symmetric_only and not symmetric:
         return "zero points"
     if nested and not target.nested and used & set(NESTED):

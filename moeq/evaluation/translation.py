@@ -112,7 +112,7 @@ def _rows(path: Path, section: TranslationSection) -> list[tuple[int, str, str]]
             raise CorpusError(
                 f"no text {missing!r} (there are: {there})",
                 where=f"{path}, line {number}",
-                do=f"set {KEY}.source_field and target_field, or mend the line",
+                do=f"set {KEY}.source_field and target_field, or correct the line",
             )
     return [(number, row[names[0]], row[names[1]]) for number, row in rows]
 

@@ -27,7 +27,6 @@ def translation(measured: Translation, labels: Mapping[str, str]) -> Section:
             *_cells(variant.chrf),
         )
         for variant in sorted(measured.scores, key=lambda variant: variant.beams)
-        for label in [labels.get(variant.name, variant.name)]
     ]
     head = ("variant", "BLEU", "difference", "chrF", "difference")
     return Section("translation", "Translation", [lead(text), table("Higher is better, 100 at most.", head, rows)])

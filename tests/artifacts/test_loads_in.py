@@ -63,12 +63,12 @@ def test_one_bit_is_only_native() -> None:
     where = found([[1, 4], [1, 4]])
     told = reasons(where)
     assert told.pop("llama.cpp") == "mixed widths in a layer"
-    assert told == dict.fromkeys(("auto-round", "transformers", "vllm", "gptqmodel"), "1 bit")
+    assert told == dict.fromkeys(("auto-round", "transformers", "vllm", "gptqmodel"), "1-bit")
     assert where["gptqmodel"] is not None
     where["gptqmodel"]["price"] = 0.042
     text = line(where)
-    assert text.startswith("loads in: native; not in auto-round (1 bit), ")
-    assert text.endswith("gptqmodel (1 bit; +4.2 % loss)")
+    assert text.startswith("loads in: native; not in auto-round (1-bit), ")
+    assert text.endswith("gptqmodel (1-bit; +4.2 % loss)")
     assert line(found([[4, 4]])).count("not in") == 0
 
 

@@ -230,6 +230,7 @@ def test_preset_geometries_add_up_to_the_checkpoint(name: str, parameters: int) 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_geometry_from_a_config(nested: bool) -> None:
     config = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts_per_tok": 2}
+    config["max_position_embeddings"] = 32768
     whole = (
         {"model_type": "mixtral-8x7b", "text_config": config} if nested else {"model_type": "mixtral-8x7b", **config}
     )

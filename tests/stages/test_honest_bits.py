@@ -24,6 +24,8 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from moeq import cli
+from moeq.recipe import load_recipe
+from moeq.recipe.labels import AS_TRAINED, labels
 
 GROUP = 16
 NAME = "own-mix"
@@ -153,6 +155,8 @@ def figures(made: Made, tiny_qwen: Path) -> Figures:
         everything = 8 * (row["expert_bytes"] + row["other_bytes"]) / whole
         cold = stored(row["assignment"], tiny_qwen, "ndp")[0]
         known[row["name"]] = {"experts": {bits}, "ndp": {cold}, "all": {everything}}
+    run_recipe = load_recipe(run / "recipe.yaml")
+    known |= {label: known[name] for name, label in labels(run_recipe).items()}
     known[""] = {of: set().union(*(one[of] for one in known.values())) for of in ("experts", "ndp", "all")}
     return known
 
@@ -188,7 +192,8 @@ def check_column(head: str, cells: dict[str, str], figures: Figures) -> None:
         return
     of = "ndp" if "ndp" in head else "all" if head in ("all bits", "bits of all weights") else "experts"
     for row, cell in cells.items():
-        name = next((name for name in figures if name and row.removesuffix("*").split()[:1] == [name]), "")
+        whole = row.removesuffix("*").strip()
+        name = whole if whole in figures else next((one for one in figures if one and whole.split()[:1] == [one]), "")
         for number in numbers(cell):
             assert is_one_of(number, figures[name][of]), f"{head}: {cell} of {row} is none of {figures[name][of]}"
 
@@ -209,7 +214,7 @@ def test_tables_on_the_terminal(made: Made, figures: Figures) -> None:
         first, sizes = next(iter(columns.values())), columns.get("experts")
         for head, cells in columns.items():
             heads += bool(PLAIN_BITS.search(head))
-            if sizes is None or set(first) & set(figures):
+            if sizes is None or {cell.removesuffix(" *") for cell in first} & set(figures):
                 check_column(head, dict(zip(first, cells, strict=True)), figures)
             elif PLAIN_BITS.search(head):  # of mixes that no file keeps: of the bytes beside them
                 for point in looked["points"]:
@@ -295,8 +300,9 @@ def test_pages_and_drawings(made: Made, figures: Figures) -> None:
     folder = made.folder
     report = (folder / "run" / "report" / "report.html").read_text("utf-8")
     assert check_page(report, figures) == 2
-    titles = [name for name in figures if name and f">{name}: " in report]
-    assert set(titles) == set(figures) - {"original", ""}, "every map of widths has its bits in its title"
+    named = set(labels(load_recipe(folder / "run" / "recipe.yaml")).values()) - {AS_TRAINED}
+    titles = {name for name in named if f">{name}: " in report}
+    assert titles == named, "every map of widths has its bits in its title"
     drawings = [*(folder / "drawn").glob("*.svg"), folder / "run" / "assign" / "frontier.svg"]
     assert len(drawings) > 10
     for path in [*drawings, *(folder / "drawn").glob("*.html")]:

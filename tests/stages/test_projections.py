@@ -133,9 +133,9 @@ def edit(context: Context, **change: object) -> None:
     [
         (3, {"gate_proj": 3, "down_proj": 2}, r"layers\.1.*, expert 0: .*the model's are gate_proj, up"),
         (3, {"w1": 3, "w2": 2, "w3": 2}, r"layers\.1.*, expert 0: projections are w1, w2, w3"),
-        (2, dict(zip(GATED, (3, 2, 2), strict=True)), r"layers\.1\.experts\.0: bits is 2, .*widest"),
-        (3, dict.fromkeys(GATED, 3), r"layers\.1\.experts\.0: projections must have several"),
-        (5, dict(zip(GATED, (5, 3, 3), strict=True)), r"layers\.1\.experts\.0\.bits: bits must be one of"),
+        (2, dict(zip(GATED, (3, 2, 2), strict=True)), r"layers\.1\.experts\.0\.bits is 2, .*widest"),
+        (3, dict.fromkeys(GATED, 3), r"layers\.1\.experts\.0\.projections must have several"),
+        (5, dict(zip(GATED, (5, 3, 3), strict=True)), r"layers\.1\.experts\.0\.bits must be one of"),
         (4, dict(zip(GATED, (4, 5, 3), strict=True)), r"layers\.1\.experts\.0: up_proj has 5 bits"),
         (8, dict(zip(GATED, (8, 3, 3), strict=True)), r"expert 0: 8 bits is not among losses\.bits"),
     ],

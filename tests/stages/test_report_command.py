@@ -82,7 +82,7 @@ def test_the_header_counts_the_refined_experts(finished: Context) -> None:
     changed = sum("+refined" in method for layer in made.values() for one in layer for method in one.values())
     below = sum(int((bits < 16).sum()) for bits in assign.load(finished).bits())
     assert changed > 0
-    assert f"3 steps a layer; it changed {changed} of {below}." in page
+    assert f"3 steps a layer; it changed {changed} of {below}" in page
     assert "Calibration reached " in page
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from moeq import pipeline
-from moeq.errors import CorpusError
+from moeq.errors import CorpusError, MissingError
 from moeq.planning.plan import make_plan
 from moeq.preflight import check_texts
 from moeq.progress import Reporter
@@ -77,7 +77,7 @@ def test_evaluation_text_may_be_weighed_and_templated(tiny_mixtral: Path, tmp_pa
 
 def test_files_of_mappings_are_looked_for_first(tmp_path: Path) -> None:
     recipe = load_recipe(None, [f"corpus.source=[bundled, {{path: {tmp_path / 'no.jsonl'}, weight: 2}}]"])
-    with pytest.raises(CorpusError, match=r"no.jsonl: no such file"):
+    with pytest.raises(MissingError, match=r"no.jsonl: no such file"):
         check_texts(recipe.corpus.source)
 
 

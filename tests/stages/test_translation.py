@@ -17,6 +17,7 @@ from moeq.errors import EvaluationError
 from moeq.planning.plan import make_plan
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
+from moeq.recipe.labels import labels
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import evaluate
 from moeq.stages.context import Context
@@ -109,7 +110,7 @@ def test_the_grids_are_the_papers(finished: Context) -> None:
 def test_the_page_and_the_summary_have_the_table(finished: Context) -> None:
     page = (finished.directory("report") / "report.html").read_text("utf-8")
     assert '<section id="translation">' in page
-    assert "int8, beam 2" in page
+    assert f"{labels(finished.recipe)['int8']}, beam 2" in page
     summary = json.loads((finished.directory("eval") / "stage.json").read_text("utf-8"))["summary"]["translation"]
     assert summary["int4, beam 1"]["bleu"] == scores(finished).scores[2].bleu.score
     assert "bleu_difference" not in summary["original, beam 1"]

@@ -51,4 +51,4 @@ def _message(turn: Any, where: str) -> Message:
             return {"role": ROLES.get(kept["from"], kept["from"]), "content": kept["value"]}
     keys = ", ".join(turn) if isinstance(turn, dict) else type(turn).__name__
     what = f"a turn without role and content (there are: {keys})"
-    raise CorpusError(what, where=where, do="set messages_field, or mend the row")
+    raise CorpusError(what, where=where, do="set messages_field, or correct the row")
