@@ -81,7 +81,7 @@ FLAGS = {
     },
     "plan": BUILD | DEVICE | STAGE - {"--check"} | {"--for", "--probe"},
     "init": BUILD | STAGE - {"--check"} | {"--format"},
-    "recipe": BUILD | STAGE - {"--check", "--quiet", "--out"} | {"--format", "--schema"},
+    "recipe": BUILD | STAGE - {"--check", "--out"} | {"--format", "--schema"},
 }
 
 

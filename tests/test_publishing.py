@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from moeq import publishing
 from moeq.artifacts.digests import digest_of_file
 from moeq.cli import app
-from moeq.errors import ArtifactError, EvaluationError, ModelError, PushError, RecipeError
+from moeq.errors import ArtifactError, EvaluationError, MissingError, PushError, RecipeError
 from moeq.exporters.exporter import Exporter
 from moeq.exporters.front_matter import loading_lines, published
 from moeq.progress import Reporter
@@ -74,7 +74,7 @@ def test_what_is_pushed_comes_back_the_same(hub: WritableHub, checkpoint: Path) 
     done = push(checkpoint, verify=True)
     assert done["url"].endswith("/org/small")
     assert done["seen_by"] == "everybody"
-    assert done["verified_with"] == "moeq"
+    assert done["verified_with"] == "native"
     assert done["notes"] == ["Warnings while validating metadata in README.md: - no license"]
     assert f'from_pretrained("{NAME}")' in done["load"]
     assert len(hub.commits) == 1, "all files are shown at once"
@@ -229,7 +229,7 @@ def test_cards_of_every_format_say_how_it_is_loaded_from_the_hub(exporter: Expor
 @pytest.mark.parametrize(
     ("prepare", "name", "error", "told"),
     [
-        (lambda path, _: shutil.rmtree(path), NAME, ModelError, "no such checkpoint directory"),
+        (lambda path, _: shutil.rmtree(path), NAME, MissingError, "no such file or directory"),
         (lambda path, _: (path / "SHA256SUMS").unlink(), NAME, ArtifactError, "no SHA256SUMS"),
         (lambda _, patch: None, "small", RecipeError, "small: no name of a repository; give USER/NAME"),
         (lambda _, patch: patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True), NAME, PushError,

@@ -67,7 +67,6 @@ class RecipeOptions(BuildOptions):
 
     out: Path | None = None
     check: bool = False
-    quiet: bool = False
     schema: bool = option("Print the JSON Schema of recipes, by which editors complete keys.", default=False)
 
 
@@ -87,4 +86,8 @@ def recipe(asked: RecipeOptions) -> None:
     start = start_of(asked, asked.recipe_path, asked.preset_name, asked.model)
     data: dict[str, Any] = start.recipe().model_dump(mode="json")
     data["model"] = asked.model or data["model"]
-    show(data, lambda _: print(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), end=""), json=asked.json)
+
+    def show_yaml(_: Any) -> None:
+        print(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), end="")
+
+    show(data, show_yaml, json=asked.json, quiet=asked.quiet)
