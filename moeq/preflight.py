@@ -63,7 +63,7 @@ def check_checkpoint(path: Path) -> None:
     check_path(path, "give RUN/checkpoint of a moeq run")
     if not path.is_dir():
         raise missing(path, "give RUN/checkpoint of a moeq run")
-    if not (path / "config.json").is_file() and (path / "checkpoint").is_dir():
+    if not (path / "config.json").is_file() and ((path / "checkpoint").is_dir() or (path / "recipe.yaml").is_file()):
         raise ModelError("this is a run", where=str(path), do=f"give {path / 'checkpoint'}")
 
 

@@ -75,7 +75,7 @@ def _own(section: AssignSection) -> list[str]:
     """What is given of the method's own words and whole numbers, and of widths and scope."""
     given = section.settings.model_dump(exclude_unset=True, exclude_none=True)
     told = [
-        value if isinstance(value, str) else f"{key.replace('_', ' ')} {value}"
+        value if isinstance(value, str) else _setting(key, value)
         for key, value in given.items()
         if isinstance(value, str | int)
     ]
@@ -84,6 +84,12 @@ def _own(section: AssignSection) -> list[str]:
     if section.scope is not None and section.scope != section.allocator.implied.get("scope"):
         told.append({"layer": "within layers", "model": "over the model"}[section.scope])
     return told
+
+
+def _setting(key: str, value: int) -> str:
+    """A whole number of a method's: "hot 4-bit", "iterations 3"."""
+    words = key.replace("_", " ")
+    return f"{words.removesuffix(' bits')} {value}-bit" if words.endswith(" bits") else f"{words} {value}"
 
 
 def _budget(section: AssignSection) -> str | None:

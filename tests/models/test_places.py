@@ -105,6 +105,7 @@ def opened(path: Path | list[Path], tokenizer: Any, first: int = 16, **options: 
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_memory_does_not_follow_the_size_of_the_file(tmp_path: Path) -> None:
     """200 MB of plain text, and 30 MB of what must be read as a stream, after less than 1 MB of it; one process."""
     small, large = [], []

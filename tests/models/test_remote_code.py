@@ -100,7 +100,10 @@ def test_a_whole_run_from_the_command_line(own_code: Path, tmp_path: Path) -> No
     )  # fmt: skip
     run = ["run", "--model", str(own_code), "--out", str(out), "--quiet", *(f"--set={setting}" for setting in small)]
     generate = ["generate", str(out / "checkpoint"), "hello", "--max-new-tokens=2"]
-    for arguments in (run, generate, ["inspect", str(own_code)]):
+    looked = CliRunner().invoke(app, ["inspect", str(own_code)])
+    assert looked.exit_code == 0, "it runs none of the code"
+    assert "modeling own moe.py: SHA-256" in looked.stdout
+    for arguments in (run, generate):
         refused = CliRunner().invoke(app, arguments)
         assert isinstance(refused.exception, ModelError)
         assert "pass --trust-remote-code" in str(refused.exception)

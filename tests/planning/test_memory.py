@@ -58,7 +58,7 @@ def measured(model: Path, out: Path, overrides: tuple[str, ...]) -> dict[str, di
 @pytest.mark.parametrize(
     ("size", "stream"),
     [
-        ("60 MB", "never"),
+        pytest.param("60 MB", "never", marks=pytest.mark.full),
         pytest.param("60 MB", "always", marks=pytest.mark.full),
         pytest.param("400 MB", "never", marks=pytest.mark.full),
         pytest.param("400 MB", "always", marks=pytest.mark.full),

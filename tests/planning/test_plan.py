@@ -221,8 +221,8 @@ def test_formats_say_what_they_cannot_carry(
     narrow = replace(EXPORTERS.get(NATIVE_FORMAT).targets[0], widths=(16,))
     changed(monkeypatch, EXPORTERS, NATIVE_FORMAT, targets=(narrow,))
     line = refusals(context, mixed)[0]
-    assert line.startswith("export.format moeq cannot carry it: ")
-    assert "1 bits; moeq loads 16; " in line
+    assert line.startswith("export.format native cannot carry it: ")
+    assert "1 bits; native loads 16; " in line
     assert line.endswith("; choose another format")
     plan = make_plan(context, probe=False)
     assert not plan.fits

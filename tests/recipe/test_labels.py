@@ -44,7 +44,7 @@ LONGEST = 72  # characters that a table folds over three lines at most, beside i
         ({"method": "mopeq", "metric": "hessian", "quantizer": "signround"}, "MoPEQ, hessian, SignRound"),
         (
             {"method": "budget", "bits_per_weight": 3, "hot_bits": 8, "ema": 0.8},
-            "hot and cold, hot bits 8, 3 bits",
+            "hot and cold, hot 8-bit, 3 bits",
         ),
     ],
 )

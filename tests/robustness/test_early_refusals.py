@@ -203,7 +203,7 @@ REFUSED: dict[str, list[Case]] = {
     ],
     "push": [
         (("nowhere", "me/name"), 13, "nowhere: no such file or directory"),
-        (("run", "me/name"), 3, "no config.json"),
+        (("run", "me/name"), 3, "run: this is a run; give run/checkpoint"),
         (("model", "name"), 2, "name: no name of a repository; give USER/NAME"),
         (("model", "me/name"), 7, "no SHA256SUMS"),
     ],

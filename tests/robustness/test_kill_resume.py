@@ -108,6 +108,7 @@ def assert_as_unbroken(run: Path, reference: Reference) -> None:
     assert sorted(found.keys() - wanted.keys()) == [], "left behind by a killed run"
 
 
+@pytest.mark.full
 def test_killed_at_random_moments(moeq: ForkServer, reference: Reference, tmp_path: Path) -> None:
     chance = random.Random(SEED)
     landed: Counter[str] = Counter()
