@@ -46,7 +46,7 @@ REFUSED = (
     ["profile", "--model", "no/such/model/here", "--out", "OUT"],
     ["losses", "--set", "losses.group_size=many", "--model", "bundled:tiny-mixtral", "--out", "OUT"],
     ["assign", "--out", "OUT"],
-    ["assign", "--out", "OUT", "--bits-per-weight", "none"],
+    ["assign", "--out", "OUT", "--bits", "none"],
     ["quantize", "--out", "OUT"],
     ["export", "--out", "OUT", "--format", "no-such-format"],
     ["eval", "bundled:tiny-mixtral", "--tasks", "arc_easy", "--include-path", "no-such-folder"],
@@ -56,12 +56,19 @@ REFUSED = (
     ["report", "--out", "OUT"],
     ["plan", "no-such-recipe.yaml"],
     ["inspect", "no-such-file"],
-    ["convert", "no-such-checkpoint", "--to", "gptq", "--out", "OUT"],
+    ["convert", "no-such-checkpoint", "--to", "gptqmodel", "--out", "OUT"],
     ["verify", "no-such-checkpoint"],
     ["generate", "no-such-checkpoint", "Once"],
     ["gc", "--out", "no-such-run"],
     ["run", "--model", "DENSE", "--out", "OUT"],
     ["families", "./no-such-model"],
+    ["run", "bundled:tiny-mixtral", "--bits", "99"],
+    ["run", "bundled:tiny-mixtral", "--for", "llamacpp"],
+    ["run", "bundled:tiny-mixtral", "--bitz", "2"],
+    ["init", "./no-such-model"],
+    ["recipe", "--preset", "no-such-preset"],
+    ["push", "no-such-checkpoint", "me/name"],
+    ["rum"],
 )
 ARCHIVES = figures.ROOT / "tests" / "made_before"  # runs, models and checkpoints that an earlier moeq made
 LIGHT = (
@@ -80,6 +87,8 @@ LIGHT = (
     ["estimate", "--model", "mixtral-8x7b", "--capacity"], ["estimate", "--model", "tiny-qwen", "--bits", "3"],
     ["estimate", "--model", "run/checkpoint"], ["estimate", "--model", "checkpoints/gptq"],
     ["estimate", "--sheet", "paper-004"],
+    ["recipe", "--schema"], ["recipe", "--preset", "best"],
+    ["init", "bundled:tiny-mixtral", "--out", "-", "--bits", "3"],
 )  # fmt: skip
 UNHURRIED = (  # Parquet is read by pyarrow, scipy works out an evaluation anew, matplotlib draws a page's charts; a
     # configuration alone does not say how large all but the experts is, and the forward in whole numbers is run again
