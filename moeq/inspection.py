@@ -84,7 +84,7 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
         if exporter is None or exporter.layout is None:
             return _model(source, reporter)
         loads = dict.fromkeys(read_by(exporter, Stored(source=source)))
-        described = reading.packed(path, exporter.label) | {"loads_in": loads}
+        described = reading.packed(path, exporter.label, trust_remote_code) | {"loads_in": loads}
     sums = check_sums(path, reporter=reporter)
     where = {"loads_in": described.pop("loads_in")} if "loads_in" in described else {}
     return described | ({} if sums is None else {"checked_files": sums.text}) | where

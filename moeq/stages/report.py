@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def run(context: Context) -> dict[str, Any]:
     path = context.directory("report") / NAME
     text = render(inputs)
     write_text(path, text)
-    export.write_card(context, inputs.manifest, card_figures(context, inputs.evaluation))
+    export.write_card(context, inputs.manifest, card_figures(inputs.evaluation, inputs.labels))
     summary = {"bytes": len(text.encode()), "rows": len(inputs.evaluation.rows)}
     if not inputs.gates:
         return summary
@@ -147,9 +148,8 @@ def speed_inputs(report: EstimateReport) -> SpeedInputs:
     )
 
 
-def card_figures(context: Context, report: EvalReport) -> list[dict[str, Any]]:
-    """Rows of the model card's table, the largest first; their names are what people read."""
-    named = labels(context.recipe)
+def card_figures(report: EvalReport, named: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Rows of the model card's table, the largest first; named: what people read for a variant."""
     rows = sorted(report.rows, key=lambda row: (-row.expert_bytes, row.name))
     columns = {"name", "bits_per_weight", "expert_bytes", "perplexity", "accuracy"}
     return [
@@ -169,7 +169,7 @@ def is_intact(context: Context) -> bool:
     if gates.verdicts(context) != _gates_there(context):
         return False
     path = context.directory("export") / CARD
-    figures = card_figures(context, evaluate.load(context))
+    figures = card_figures(evaluate.load(context), labels(context.recipe))
     expected = export.card(context, read_manifest(path.parent), figures)
     return path.is_file() and path.read_text("utf-8") == expected
 

@@ -22,12 +22,14 @@ import pytest
 
 from moeq.artifacts.assignment import Assignment, ExpertChoice
 from moeq.artifacts.evaluation import Change, Divergence, EvalRow, Flips
+from moeq.artifacts.gates import bounded
 from moeq.artifacts.non_experts import OtherRow, OtherTable
 from moeq.artifacts.sensitivities import SensitivityTable
 from moeq.papers import CONTEXT_AWARE, named
+from moeq.recipe import domain_names
 from moeq.reporting.atlas import atlas, own_widths
-from moeq.reporting.inputs import GateLine, Loads, Refined, ReportInputs
-from moeq.reporting.names import LayerNames, layer_names, source_names
+from moeq.reporting.inputs import Loads, Refined, ReportInputs
+from moeq.reporting.names import LayerNames, layer_names
 from moeq.reporting.page import render
 from moeq.stages import model_card
 from moeq.stages.report import card_figures
@@ -278,12 +280,13 @@ def test_divergences_stand_beside_perplexity_and_in_a_table(make: Make, with_row
 def test_the_card_has_divergences_where_they_were_measured(make: Make, with_rows: Make) -> None:
     inputs = make()
     rows = [row.model_copy(update={"divergence": divergence_of(0.0512)}) for row in inputs.evaluation.rows[1:]]
-    lines = model_card.figures_table(card_figures(with_rows(inputs, [inputs.evaluation.rows[0], *rows]).evaluation))
+    measured_too = with_rows(inputs, [inputs.evaluation.rows[0], *rows]).evaluation
+    lines = model_card.figures_table(card_figures(measured_too, {}))
     measured = "perplexity | KL from the original, nats a token | equal top-1 | accuracy"
     assert lines[0] == f"| assignment | bits | expert bytes | {measured} |"
     assert lines[2].endswith("| 30.000 |  |  | 60.0 % |")
     assert lines[4].endswith("| 32.000 | 0.0512 | 91.3 % | 60.0 % |")
-    before = model_card.figures_table(card_figures(inputs.evaluation))
+    before = model_card.figures_table(card_figures(inputs.evaluation, {}))
     assert before[0] == "| assignment | bits | expert bytes | perplexity | accuracy |", "as of runs made before"
 
 
@@ -326,17 +329,17 @@ def test_the_first_section_says_what_was_decided_with_settings_that_had_a_say(ma
     parameters = {"quantizer": "gptq", "alpha": 0.5, "selector": True, "loss_weighting": "mass", "gpu_experts": 0}
     mixed = inputs.assignment.model_copy(update={"parameters": parameters | {"bits_per_weight": "23/10"}})
     loads = (Loads(name="native"), Loads(name="llama.cpp", reason="1 bit"))
-    gates = (GateLine(text="KL 0.05 at most 0.04", held=False), GateLine(text="12 GiB at most 13 GiB", held=True))
+    gates = (bounded("kl", 0.05, 0.04, "<="), bounded("bytes", 12e9, 13e9, "<="))
     shown = replace(inputs, assignment=mixed, loads=loads, gates=gates, labels={"mixed": "prefix-split 2.3 bits"})
     text = parsed(render(shown)).text
     first = text[text.index("What was decidedTerms") : text.index("Lower left is better")]
     for words in (
         "assignmentprefix-split 2.3 bits", "2.3 bits stored for a weight of the experts", "loss weighting mass",
-        "loads innative; not in llama.cpp (1 bit)", "failed KL 0.05 at most 0.04", "held 12 GiB at most 13 GiB",
+        "loads innative; not in llama.cpp (1 bit)", "failed kl: 0.05 <= 0.04", "held bytes: 12,000,000,000 B <= 13,",
     ):  # fmt: skip
         assert words in first, words
     assert "gpu experts" not in first
-    assert "A gate failed: KL 0.05 at most 0.04." in text[text.index("Warnings (") :]
+    assert "A gate failed: kl: 0.05 <= 0.04." in text[text.index("Warnings (") :]
     assert text.count("prefix-split 2.3 bits") > 4, "in tables, too"
     uniform = mixed.model_copy(update={"method": "uniform", "parameters": parameters | {"bits": 2}})
     text = parsed(render(replace(shown, assignment=uniform))).text
@@ -395,14 +398,16 @@ def test_layers_have_the_models_own_names(make: Make) -> None:
 
 
 def test_domains_whose_file_stems_say_nothing_have_their_sources_name(make: Make, with_rows: Make) -> None:
-    named = source_names(["~/text/wikitext/test.txt", "train.jsonl", "/data/c4/data/train.jsonl", "math.txt"])
-    assert named == {"test": "wikitext, test", "train": "c4, train"}
+    named = domain_names(
+        ["test", "train", "math"], ["/text/wikitext/test.txt", "/data/c4/data/train.jsonl", "math.txt"]
+    )
+    assert named == {"test": "wikitext", "train": "c4", "math": "math"}
     inputs = make()
     rows = [
         row.model_copy(update={"perplexity_by_domain": {"test": 9.0, "math": 8.0}}) for row in inputs.evaluation.rows
     ]
     heads = re.findall(r'<th scope="col"[^>]*>(.*?)</th>', render(replace(with_rows(inputs, rows), domains=named)))
-    assert {"wikitext, test", "math"} <= set(heads)
+    assert {"wikitext", "math"} <= set(heads)
     assert "test" not in heads
 
 
@@ -539,7 +544,7 @@ def test_sizes_stand_beside_quality(page: str) -> None:
 
 
 def test_the_cards_rows_are_sorted_by_size(make: Make) -> None:
-    found = card_figures(make().evaluation)
+    found = card_figures(make().evaluation, {})
     assert [row["name"] for row in found] == ["original", "uniform-4", "mixed"]
     assert set(found[0]) == {
         "name",

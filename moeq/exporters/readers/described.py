@@ -14,16 +14,21 @@ from moeq.exporters.readers.layout import Layout
 from moeq.models.source import CONFIG, ModelSource, TensorHeader, check_counts, check_parts, open_source, read_config
 from moeq.models.stored_experts import LAYERS, Shape, stated, stored_layers
 
+CHECKED = "every tensor has the shape and type that config.json says"
 AGAIN = "make or download the checkpoint again"
 
 
-def packed(path: Path, label: str) -> dict[str, Any]:
+def packed(path: Path, label: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """A checkpoint of another tool's, or for it; ArtifactError where a header is not as config.json says.
 
-    ModelError for a directory that is damaged, or whose experts are not alike.
+    ModelError for a directory that is damaged, or whose experts are not alike. Where config.json declares modules by
+    names that they have in memory alone, the model is made after all, without weights.
     """
     source = open_source(str(path))
-    modules = _modules(source, layout_of(source))
+    layout = layout_of(source)
+    modules = _modules(source, layout)
+    if layout is not None and any(layout.grid([module]) is None for module in modules):
+        return _by_model(path, label, trust_remote_code)
     parts = {f"{module}.{part}" for module, headers in modules.items() for part in headers}
     layers = stored_layers(shapes_of(source), source.config, str(path))
     if not layers:
@@ -38,7 +43,29 @@ def packed(path: Path, label: str) -> dict[str, Any]:
         "packed_modules_beside_experts": sum(f"{module}.weight" not in of_experts for module in modules),
         "packed_bytes": sum(header.bytes for header in source.tensors.values()) - plain_bytes,
         "plain_bytes": plain_bytes,
-        "check": "every tensor has the shape and type that config.json says",
+        "check": CHECKED,
+    }
+
+
+def _by_model(path: Path, label: str, trust_remote_code: bool) -> dict[str, Any]:
+    """As `packed`, by the names that transformers' model has."""
+    from moeq.exporters.packed_source import Checkable
+    from moeq.exporters.readers import open_packed
+
+    opened = open_packed(path, trust_remote_code=trust_remote_code, as_values=True)
+    if isinstance(opened, Checkable):
+        opened.check()
+    tensors = opened.source.tensors
+    plain_bytes = sum(tensors[key].bytes for key in opened.rest())
+    return {
+        "kind": f"packed checkpoint ({label})",
+        "model_type": opened.config["model_type"],
+        "moe_layers": len(opened.layers),
+        "experts_a_layer": sorted({layer.num_experts for layer in opened.layers}),
+        "packed_modules_beside_experts": len(opened.other_names()),
+        "packed_bytes": sum(header.bytes for header in tensors.values()) - plain_bytes,
+        "plain_bytes": plain_bytes,
+        "check": CHECKED,
     }
 
 
