@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moeq.errors import ModelError
+from moeq.errors import missing
 from moeq.exporters.exporter import Exporter
 from moeq.models.source import BUNDLED, open_config
 from moeq.models.support import Answer, Support, answer, dense_types
-from moeq.registry import EXPORTERS
+from moeq.runtimes import runtimes
 
 
 def is_model(name: str) -> bool:
@@ -25,12 +25,13 @@ def is_model(name: str) -> bool:
 
 
 def of_model(name: str) -> dict[str, Any]:
-    """What can be done with a model, and what config.json says of its size. Raises ModelError where it cannot be read.
+    """What can be done with a model, and what config.json says of its size. Raises ModelError where it cannot be read,
+    MissingError for a config.json that is not there.
 
     Of a hub id its config.json alone is asked for, which the hub's client keeps.
     """
     if name.endswith(".json") and not Path(name).expanduser().is_file():
-        raise ModelError("no such file", where=name, do="give a config.json, a model directory or a hub id")
+        raise missing(name, "give a config.json, a model directory or a hub id")
     source = open_config(name)
     return {"model": source.name, **as_json(answer(source.config))}
 
@@ -42,25 +43,20 @@ def of_dense_type(name: str) -> dict[str, Any] | None:
 
 
 def as_json(found: Answer) -> dict[str, Any]:
-    """An answer with the formats that the family can be written in."""
+    """An answer with the runtimes that the family can be written for."""
     row = None if found.family is None else asdict(found.family)
     can = found.family is not None and found.verdict in ("works", "untried")
-    return asdict(found) | {"family": row, "formats": formats_of(found.family) if can else {}}
+    return asdict(found) | {"family": row, "runtimes": runtimes_of(found.family) if can else []}
 
 
-def formats_of(family: Support | None) -> dict[str, list[str]]:
-    """{format: runtimes that load it} of those that a family can be written in; none of one that is not quantized.
+def runtimes_of(family: Support | None) -> list[str]:
+    """The runtimes that a family's checkpoints can be written for; none of one that is not quantized.
 
     Widths, and settings of a model that a runtime computes otherwise, may rule one out: `moeq plan` says so.
     """
     if family is None or not family.quantized:
-        return {}
-    exporters: Iterable[Exporter] = EXPORTERS
-    return {
-        exporter.name: [target.name for target in exporter.targets] or [exporter.runtime]
-        for exporter in exporters
-        if _takes(exporter, family)
-    }
+        return []
+    return [name for name, one in runtimes().items() if _takes(one.exporter, family)]
 
 
 def _takes(exporter: Exporter, family: Support) -> bool:
@@ -77,4 +73,5 @@ def lines_of(found: dict[str, Any]) -> Iterator[str]:
     yield f"model type: {found['model_type']}{f' ({stated})' if stated else ''}"
     if found["family"] is not None:
         yield f"class: {found['family']['model']}, experts {found['family']['experts']}"
-    yield from (f"format {name}: {', '.join(runtimes)}" for name, runtimes in found["formats"].items())
+    if found["runtimes"]:
+        yield f"can be written for: {', '.join(found['runtimes'])}"

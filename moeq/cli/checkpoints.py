@@ -160,7 +160,7 @@ def families(
         show(answered, lambda _: print(*suitability.lines_of(answered), sep="\n"), json=json, quiet=quiet)
         return
     rows = support.families(name)
-    found = {"families": [asdict(row) | {"formats": suitability.formats_of(row)} for row in rows]}
+    found = {"families": [asdict(row) | {"runtimes": suitability.runtimes_of(row)} for row in rows]}
     show(found, lambda _: terminal.print_families(rows), json=json, quiet=quiet)
 
 

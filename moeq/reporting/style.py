@@ -26,7 +26,7 @@ nav { margin: 14px 0 0; font-size: 0.9rem; line-height: 1.9; }
 nav a { display: inline-block; margin-right: 14px; max-width: 100%; }
 section { margin-top: 32px; padding-top: 18px; border-top: 1px solid var(--faint); }
 .lead { color: var(--muted); margin-bottom: 16px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 12px; margin: 18px 0 20px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(230px, 1fr)); gap: 12px; margin: 18px 0 20px; }
 .tile { background: var(--card); border: 1px solid var(--faint); border-radius: 8px; padding: 12px 14px; }
 .tile b { display: block; font-size: 1.3rem; line-height: 1.3; font-weight: 650; overflow-wrap: normal; }
 .tile span { display: block; color: var(--muted); font-size: 0.85rem; }

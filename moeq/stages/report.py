@@ -43,7 +43,7 @@ from moeq.stages.needs import Needs, Sizes
 from moeq.stages.replicas import REFINED, load_losses
 
 NAME = "report.html"
-REVISION = 8  # raised when the same run gives another page
+REVISION = 9  # raised when the same run gives another page
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
 
 

@@ -16,6 +16,7 @@ from moeq import suitability
 from moeq.exporters.gguf_families import FAMILIES
 from moeq.models.support import DENSE, answer, dense_types, families
 from moeq.registry import EXPORTERS
+from moeq.runtimes import runtimes
 
 MODELS = Path(transformers.__file__).parent / "models"
 
@@ -62,12 +63,12 @@ def test_numbers_are_those_of_the_language_model() -> None:
     assert (found.layers, found.experts, found.experts_a_token) == (4, 60, 6)
 
 
-def test_formats_of_families() -> None:
+def test_runtimes_of_families() -> None:
     rows = {row.model_type: row for row in families()}
-    assert suitability.formats_of(None) == suitability.formats_of(rows["doge"]) == {}
-    assert set(suitability.formats_of(rows["mixtral"])) == {exporter.name for exporter in EXPORTERS}
-    assert set(suitability.formats_of(rows["glm4_moe"])) == {exporter.name for exporter in EXPORTERS} - {"gguf"}
-    assert set(suitability.formats_of(rows["gpt_oss"])) == {"moeq", "dequantized"}
+    assert suitability.runtimes_of(None) == suitability.runtimes_of(rows["doge"]) == []
+    assert suitability.runtimes_of(rows["mixtral"]) == list(runtimes())
+    assert set(suitability.runtimes_of(rows["glm4_moe"])) == set(runtimes()) - {"llama.cpp"}
+    assert suitability.runtimes_of(rows["gpt_oss"]) == ["native", "dequantized"]
     assert next(set(exporter.families) for exporter in EXPORTERS if exporter.name == "gguf") == set(FAMILIES)
 
 

@@ -197,7 +197,7 @@ REFUSED: dict[str, list[Case]] = {
     "families": [
         (("nothing-like-it",), 3, "no family of this name"),
         (("./nowhere",), 13, "./nowhere: no such file or directory"),
-        (("nowhere/config.json",), 3, "nowhere/config.json: no such file"),
+        (("nowhere/config.json",), 13, "nowhere/config.json: no such file or directory"),
         (("nobody/nothing",), 3, "nobody/nothing: neither here nor to be had from the hub"),
         (("empty",), 3, "no config.json"),
     ],
