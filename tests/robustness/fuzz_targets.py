@@ -16,7 +16,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -120,9 +120,11 @@ def mutate_bytes(data: bytes, chance: random.Random) -> bytes:
 class Fuzzed:
     """A folder with valid files of every kind, their texts, and the entry points that read mutated ones."""
 
+    refused: ClassVar[set[str]] = set()  # targets of which an input was refused in this process
+
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         """checkpoint: one that moeq exported; its manifest, index and configuration are the valid inputs."""
-        self.folder, self.refused = folder, set[str]()
+        self.folder = folder
         self.model = folder / "model"
         self.model.mkdir(parents=True)
         tensors = {"a.weight": torch.arange(24.0).reshape(4, 6), "b": torch.zeros(3, dtype=torch.uint8)}
