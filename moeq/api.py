@@ -6,8 +6,8 @@ Importing this module imports neither torch nor transformers. Errors are those o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -157,25 +157,13 @@ def assign_in(
     from moeq.stages import frontier as stage
 
     outcome = None if look else pipeline.run_alone(context, "assign", force=force)
-    with _locked(context, look):
+    with pipeline.looking(context, "assign") if look else nullcontext():
         return Assigned(
             assignment=deciding.load(context),
             outcome=outcome,
             prices=stage.prices(context) if prices else None,
             frontier=stage.frontier(context) if frontier else None,
         )
-
-
-@contextmanager
-def _locked(context: Context, look: bool) -> Iterator[None]:
-    """The run directory for who only looks; behind a stage that was run just now nothing is checked again."""
-    from moeq import pipeline
-
-    if not look:
-        yield
-        return
-    with pipeline.looking(context, "assign"):
-        yield
 
 
 def plan(

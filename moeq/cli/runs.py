@@ -33,9 +33,11 @@ def start_of(asked: RunOptions, path: Path | None, preset: str | None, model: st
         refine=asked.refine,
         names=asked.keys(),
     )
+    if path is not None:
+        return start
     recipe = start.recipe()
     model = model or recipe.model
-    if path is not None or model is None:
+    if model is None:
         return start
     from moeq.models.source import known_positions
 

@@ -42,11 +42,17 @@ class Start:
 
     def recipe(self) -> Recipe:
         """The recipe; RecipeError where it is not valid."""
-        return self._loaded(self.every_change())
+        recipe = self._loaded(self.changes)
+        more = self._more(recipe)
+        return self._loaded([*self.changes, *more]) if more else recipe
 
     def every_change(self) -> list[str]:
         """The changes, and those that depend on what the recipe says."""
-        recipe, more = self._loaded(self.changes), []
+        return [*self.changes, *self._more(self._loaded(self.changes))]
+
+    def _more(self, recipe: Recipe) -> list[str]:
+        """What is to be changed, too, of the recipe that the changes give."""
+        more = []
         if self.quantizer is not None:
             methods = [*recipe.losses.methods, *({self.quantizer} - {BEST, *recipe.losses.methods})]
             more += [f"losses.methods=[{', '.join(methods)}]", f"assign.quantizer={self.quantizer}"]
@@ -54,7 +60,7 @@ class Start:
             more.append("quantize.refine={}")
         if self.path is None and self.positions is not None:
             more += self._shorter(recipe, self.positions)
-        return [*self.changes, *more]
+        return more
 
     def _shorter(self, recipe: Recipe, positions: int) -> list[str]:
         """Sequences of no more tokens than the model knows positions, but for lengths that were asked for."""

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.gguf_file import read_gguf
+from moeq.artifacts.gguf_file import GgufFile, read_gguf
 from moeq.errors import ArtifactError
 from moeq.exporters.gguf import FILE
 from moeq.exporters.readers import layout_of
@@ -110,6 +110,26 @@ def _checked(module: str, headers: dict[str, TensorHeader], layout: Layout) -> S
     return rows, inputs
 
 
+def gguf_headers(path: Path, do: str = AGAIN) -> tuple[GgufFile, dict[str, Any], dict[str, TensorHeader]]:
+    """The header of a directory's model.gguf, its config.json, and its tensors as safetensors' headers have them.
+
+    ArtifactError, with `do` as its advice, and ModelError for what is damaged.
+    """
+    where = path / FILE
+    check_parts(path)
+    try:
+        file = read_gguf(where)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"cannot be read as GGUF ({error})", where=str(where), do=do) from None
+    config = read_config(path / CONFIG)
+    headers = {
+        name: TensorHeader(file=where, dtype="U8", shape=tensor.shape, offset=tensor.offset, bytes=tensor.bytes)
+        for name, tensor in file.tensors.items()
+    }
+    check_counts(config, headers, path / CONFIG)
+    return file, config, headers
+
+
 def gguf(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     """A directory with model.gguf: its stacks of experts are as its own metadata and config.json say.
 
@@ -117,17 +137,7 @@ def gguf(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     where it is made: `moeq verify`.
     """
     where = path / FILE
-    check_parts(path)
-    try:
-        file = read_gguf(where)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"cannot be read as GGUF ({error})", where=str(where), do=AGAIN) from None
-    config = read_config(path / CONFIG)
-    headers = {
-        name: TensorHeader(file=where, dtype="U8", shape=tensor.shape, offset=tensor.offset, bytes=tensor.bytes)
-        for name, tensor in file.tensors.items()
-    }
-    check_counts(config, headers, path / CONFIG)
+    file, config, _ = gguf_headers(path)
     arch = str(file.fields.get("general.architecture"))[:60]
     stacks = {name: tensor for name, tensor in file.tensors.items() if name.endswith("_exps.weight")}
     layers = {name.rpartition(".ffn_")[0] for name in stacks}

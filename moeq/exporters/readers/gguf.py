@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.gguf_file import GgufFile, GgufTensor, read_gguf
+from moeq.artifacts.gguf_file import GgufFile, GgufTensor
 from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ArtifactError
 from moeq.exporters.gguf import FILE
 from moeq.exporters.gguf_families import Family, Piece, family_of, pieces, restored, stack_name, stack_shapes
 from moeq.exporters.packed_source import Matrices
+from moeq.exporters.readers.described import gguf_headers
 from moeq.models import loading
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
-from moeq.models.source import CONFIG, ModelSource, check_counts, check_parts, read_config
+from moeq.models.source import ModelSource
 from moeq.numerics import ggml
 from moeq.numerics.ggml_types import FLOATS
 from moeq.numerics.packed import PackedWeight
@@ -137,17 +138,7 @@ def open_gguf(path: Path, trust_remote_code: bool = False) -> Gguf:
     Raises ArtifactError for a damaged file, FormatError for a family that moeq does not know in GGUF, ModelError.
     """
     where = path / FILE
-    check_parts(path)
-    try:
-        file = read_gguf(where)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"cannot be read as GGUF ({error})", where=str(where), do=AGAIN) from None
-    config = read_config(path / CONFIG)
-    headers = {
-        name: TensorHeader(file=where, dtype="U8", shape=tensor.shape, offset=tensor.offset, bytes=tensor.bytes)
-        for name, tensor in file.tensors.items()
-    }
-    check_counts(config, headers, path / CONFIG)
+    file, config, headers = gguf_headers(path, AGAIN)
     bare = ModelSource(name=path.resolve().name, path=path, revision=None, config=config, tensors=headers)
     model, layers = loading.describe(bare, trust_remote_code)
     family = family_of(model.config)
