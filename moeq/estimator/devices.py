@@ -35,7 +35,7 @@ Count = Annotated[int, Field(gt=0, strict=True)]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 class Constant(_Frozen):

@@ -85,7 +85,12 @@ def _fits(value: Any) -> bool:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        defer_build=True,  # a command that reads one section does not wait for all
+    )
 
     @classmethod
     def every_key(cls) -> dict[str, FieldInfo]:
