@@ -30,7 +30,7 @@ from moeq.recipe.choices import BitsOrFull, QuantizerOrBest, Target
 from moeq.recipe.types import Bytes, Rational, Section, check_named
 from moeq.registry import ALLOCATORS
 
-DEFAULT_METHOD, DEFAULT_BITS_PER_WEIGHT, DEFAULT_QUANTIZER = "prefix-split", 2.25, "gptq"
+DEFAULT_METHOD, DEFAULT_BITS_PER_WEIGHT, DEFAULT_QUANTIZER = "optimal", 2.25, "gptq"
 BUDGETS = ("bits_per_weight", "code_bits", "expert_bytes", "size")  # how much may be spent
 MOST_BITS = 32  # that a weight takes in any checkpoint
 SHARED = (*BUDGETS, "widths", "scope", "granularity", "ndp_latency_ms", "trace", "trace_samples")
@@ -45,7 +45,10 @@ class MethodSettings(Section):
 
 
 class AssignSection(Section):
-    """How bits and places are decided; also the shape of an entry of eval.compare."""
+    """How bits and places are decided; also the shape of an entry of eval.compare.
+
+    Without a budget, methods that count stored bits have 2.25 a weight.
+    """
 
     method: str = Field(DEFAULT_METHOD, description="what decides which expert gets which width")
     bits_per_weight: Rational | None = Field(
@@ -146,7 +149,9 @@ class AssignSection(Section):
         """Keys that are not of every method become its settings; null of another method's counts as not given."""
         if not isinstance(data, dict):
             return handler(data)
-        if data.get("method", DEFAULT_METHOD) == DEFAULT_METHOD and not set(budget_keys()) & set(data):
+        named = data.get("method", DEFAULT_METHOD)
+        takes = getattr(ALLOCATORS.find(named), "budgets", ()) if isinstance(named, str) else ()
+        if takes[:1] == ("bits_per_weight",) and not set(budget_keys()) & set(data):
             data = {"bits_per_weight": DEFAULT_BITS_PER_WEIGHT} | data
         section = handler({key: value for key, value in data.items() if key in cls.model_fields})
         own = {key: value for key, value in data.items() if key not in cls.model_fields}
@@ -172,6 +177,9 @@ class AssignSection(Section):
             raise ValueError(f"method {self.method} needs {either(budgets)}")
         if len(given) > 1:
             raise ValueError(f"one budget is enough: give {either(given)}")
+        if not self.selector and "selector" not in self.allocator.weighs:
+            those = [method.name for method in ALLOCATORS if "selector" in method.weighs]
+            raise ValueError(f"selector: false belongs to {either(those)}, not to {self.method}")
         if self.widths is not None:
             check_named("widths", self.widths)
         if self.loss_weighting == "effect" and self.layer_weighting is not None:

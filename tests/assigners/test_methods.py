@@ -230,7 +230,7 @@ Section = Callable[..., AssignSection]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "optimal"}, "method optimal needs bits_per_weight, code_bits, expert_bytes or size"),
+        ({"method": "uniform"}, "method uniform needs bits, bits_per_weight, expert_bytes or size"),
         ({"method": "optimal", "code_bits": 2, "size": "1GiB"}, "one budget is enough"),
         ({"method": "mopeq", "code_bits": 2}, "code_bits belongs to frequency, optimal or prefix-split"),
         ({"method": "uniform", "bits": 2, "metric": "hessian"}, "metric belongs to mopeq"),

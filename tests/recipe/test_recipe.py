@@ -53,7 +53,9 @@ def test_shipped_recipes_load(path: Path) -> None:
         ),
         ("profile: {min_tokens: 0}\n", r"line 1: profile.min_tokens is 0; give 1 or more$"),
         ("losses: {group_size: 0}\n", r"group_size is 0; give -1 \(whole rows\) or at least 8"),
-        ("assign: {code_bits: 7}\n", "code_bits is 7; give a number between 1 and 4"),
+        ("assign: {method: prefix-split, code_bits: 7}\n", "code_bits is 7; give a number between 1 and 4"),
+        ("assign: {code_bits: 17}\n", "code_bits is 17; give a number between 1 and 16"),
+        ("assign: {code_bits: 2, selector: false}\n", "selector: false belongs to prefix-split, not to optimal"),
         ("assign: {bits_per_weight: 0.5}\n", "bits_per_weight is 0.5; give a number between 1 and 32"),
         ("assign: {bits_per_weight: 2, code_bits: 2}\n", "one budget is enough"),
         (
@@ -89,7 +91,7 @@ def test_errors_say_what_and_where(tmp_path: Path, text: str, message: str) -> N
     [
         ("assign.code_bits", "not key=value"),
         ("assign.code_bitz=2", r"--set: unknown key 'assign\.code_bitz'; did you mean 'code_bits'"),
-        ("assign.code_bits=9", r"--set: assign.code_bits is 9; give a number between 1 and 4$"),
+        ("assign.code_bits=19", r"--set: assign.code_bits is 19; give a number between 1 and 16$"),
         ("name.x=1", "not a section"),
     ],
 )
