@@ -364,7 +364,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "wrong type": ("name: a\ncorpus:\n  sequences: many\n", ["line 3", "corpus.sequences", "'many'"]),
     "section is a number": ("name: a\ncorpus: 3\n", ["line 2", "corpus"]),
     "empty section": ("name: a\ncorpus:\n", ["line 2", "corpus"]),
-    "average above 4": ("assign: {code_bits: 7}\n", ["line 1", "code_bits", "between 1 and 4"]),
+    "average above 4": ("assign: {method: prefix-split, code_bits: 7}\n", ["line 1", "code_bits", "between 1 and 4"]),
     "average not a number": ("assign: {code_bits: 5/0}\n", ["line 1", "code_bits"]),
     "uniform without bits": ("assign: {method: uniform}\n", ["line 1", "needs bits"]),
     "bits without a replica": (
@@ -410,7 +410,7 @@ def test_recipe(moeq: ForkServer, tiny_model: Path, tmp_path: Path, case: str) -
     [
         ("assign.code_bits", ["key=value", "--set"]),
         ("=3", ["key=value"]),
-        ("assign.code_bits=7", ["--set: assign.code_bits", "code_bits", "between 1 and 4"]),
+        ("assign.code_bits=17", ["--set: assign.code_bits", "code_bits", "between 1 and 16"]),
         ("assign.code_bit=2", ["--set", "did you mean 'code_bits'?"]),
         ("assign..x=2", ["--set"]),
         ("seed.x=2", ["--set", "seed"]),
@@ -436,6 +436,7 @@ def test_neither_a_recipe_nor_a_model(moeq: ForkServer, tmp_path: Path, name: st
 def test_prefix_split_without_a_width(moeq: ForkServer, recipe: Path, tmp_path: Path) -> None:
     """Said before any replica is made."""
     out, options = tmp_path / "out", ["--set", "losses.bits=[2, 4]", "--set", "eval.compare=[]", "--quiet"]
+    options += ["--set", "assign.method=prefix-split"]
     finished = moeq.run("run", recipe, "--out", out, *options)
     assert finished.code in {RECIPE, ASSIGNMENT}
     assert_refused(finished, finished.code, "losses.bits", "[1, 3]")
