@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moeq import preflight
-from moeq.artifacts.run import RECIPE_COPY
+from moeq.artifacts.run import DIRECTORIES, RECIPE_COPY
 from moeq.comparison.eval_options import OF_SUBJECTS, OF_TASKS, OF_TEXT, EvalOptions
 from moeq.errors import EvaluationError, RecipeError, hint
 from moeq.evaluation.context_options import ContextOptions
@@ -58,8 +58,19 @@ def _check_word(word: str) -> None:
     folder, name = split_run(word)
     if folder is not None:
         assignments_of(load_recipe(folder / RECIPE_COPY), name, folder)
+        checkpoint = folder / DIRECTORIES["export"]
+        if checkpoint.is_dir():
+            _check_continues(str(checkpoint))
     else:
-        check_there(word)
+        _check_continues(word)
+
+
+def _check_continues(model: str) -> None:
+    """EvaluationError for an encoder-decoder: it has no text that it continues. Raises ModelError as `check_there`."""
+    if check_there(model).get("is_encoder_decoder") is True:
+        raise EvaluationError(
+            "an encoder-decoder continues no text", where=model, do="measure translations: eval.translation in a recipe"
+        )
 
 
 def split_run(word: str) -> tuple[Path | None, str | None]:

@@ -158,6 +158,11 @@ REFUSED: dict[str, list[Case]] = {
         (("--window", "3"), 2, "--window belongs to models, checkpoints and runs"),
         (("run", "--set", "seed=1"), 2, "--set belongs to a run's stage"),
         (("./nowhere",), 13, "./nowhere: no such file or directory"),
+        (
+            ("translator",),
+            9,
+            "translator: an encoder-decoder continues no text; measure translations: eval.translation",
+        ),
         (("run", "./nowhere.json"), 13, "./nowhere.json: no such file or directory"),
         (("run:other",), 9, "no assignment 'other'"),
         (("run", "--device", "gpu"), 2, "--device: unknown device 'gpu'"),
@@ -256,6 +261,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
     (folder / "run" / "recipe.yaml").write_text("model: bundled:tiny-mixtral\n", "utf-8")
     (folder / "model" / "config.json").write_text('{"model_type": "mixtral"}', "utf-8")
+    (folder / "translator").mkdir()
+    described = {"model_type": "nllb-moe", "is_encoder_decoder": True}
+    (folder / "translator" / "config.json").write_text(json.dumps(described), "utf-8")
     hub = folder / "hub" / "models--org--model"  # as the client keeps what was downloaded
     for place in (folder / "dense", folder / "own-code", hub / "snapshots" / COMMIT, hub / "refs"):
         place.mkdir(parents=True)
