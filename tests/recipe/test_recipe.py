@@ -64,7 +64,7 @@ def test_shipped_recipes_load(path: Path) -> None:
         ),
         ("assign: {code_bits: lots}\n", "is 'lots'; give a number such as 2.5 or 5/2"),
         ("assign: {method: uniform}\n", "assign.method uniform needs bits, .*; give what it needs"),
-        ("assign: {code_bits: 2.5, selector: false}\n", "assign.selector off"),
+        ("assign: {method: prefix-split, code_bits: 2.5, selector: false}\n", "assign.selector off"),
         ("losses: {bits: [2, 4]}\nassign: {method: uniform, bits: 3}\n", "assign: 3 bits is not among losses.bits"),
         ("losses: {methods: [rtn]}\n", "quantizer gptq is not among losses.methods"),
         (
