@@ -232,6 +232,5 @@ def files_as(kind: str, digests: Mapping[str, str]) -> list[Resource]:
 
 def packages_as(versions: Iterable[tuple[str, str]]) -> list[Resource]:
     """Dependencies from (package, version)."""
-    return [
-        Resource(uri=f"{PYPI}{name.replace('_', '-').lower()}@{quote(version)}") for name, version in sorted(versions)
-    ]
+    named = ((name.replace("_", "-").lower(), quote(version)) for name, version in sorted(versions))
+    return [Resource(uri=f"{PYPI}{name}@{version}") for name, version in named]
