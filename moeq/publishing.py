@@ -51,9 +51,7 @@ def push(checkpoint: Path, name: str, options: Options, reporter: Reporter) -> d
         hub_upload.check_card(card)
     place = hub_upload.look(name, options.branch)
     sums, verified = _check(checkpoint, options, reporter)
-    digests = {**sums.files, SUMS: _sha256((checkpoint / SUMS).read_bytes())}
-    digests |= {CARD: _sha256(card.encode())} if card else {}
-    digests |= _signed(checkpoint, digests)
+    digests = _sent(checkpoint, sums, card)
     if place is not None:
         check_place(name, place, digests, options)
     reporter.say(f"  uploading {len(digests)} files to {name} as {user}")
@@ -132,6 +130,13 @@ def _check(checkpoint: Path, options: Options, reporter: Reporter) -> tuple[Sums
     sums.require_inactive(checkpoint)
     check_provenance(checkpoint, sums)
     return sums, found
+
+
+def _sent(checkpoint: Path, sums: Sums, card: str) -> dict[str, str]:
+    """{file: SHA-256} of what is sent; ArtifactError for a signature over something else."""
+    digests = {**sums.files, SUMS: _sha256((checkpoint / SUMS).read_bytes())}
+    digests |= {CARD: _sha256(card.encode())} if card else {}
+    return digests | _signed(checkpoint, digests)
 
 
 def _signed(checkpoint: Path, digests: Mapping[str, str]) -> dict[str, str]:
