@@ -84,7 +84,9 @@ def test_what_was_written_is_read(checkpoint: Path) -> None:
 
 def test_none_is_none(tmp_path: Path) -> None:
     assert check_provenance(tmp_path, None) is None
-    assert words(None) == "none: an older moeq, or another tool, made it"
+    assert (
+        words(None) == "not said by a provenance.json that SHA256SUMS covers: an older moeq, or another tool, made it"
+    )
     (tmp_path / NAME).write_text('{"made": "by another tool"}')
     assert check_provenance(tmp_path, None) is None
 
@@ -164,8 +166,7 @@ def test_a_statement_that_does_not_agree_with_the_files_is_refused(checkpoint: P
     with pytest.raises(ArtifactError, match=rf"{NAME}: SHA256SUMS does not list it"):
         check_provenance(checkpoint, check_sums(checkpoint))
     (checkpoint / "SHA256SUMS").unlink()
-    with pytest.raises(ArtifactError, match=rf"SHA256SUMS: missing, and {NAME} is there"):
-        check_provenance(checkpoint, check_sums(checkpoint))
+    assert check_provenance(checkpoint, check_sums(checkpoint)) is None, "nothing was compared"
 
 
 def test_a_conversion_names_its_checkpoint() -> None:
