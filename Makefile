@@ -53,10 +53,11 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-$(INSTALLED): pyproject.toml locks/build.txt locks/run.txt locks/test.txt locks/cuda.txt
+$(INSTALLED): pyproject.toml locks/build.txt locks/cpu.txt locks/run.txt locks/test.txt locks/cuda.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'moeq needs Python 3.11 or later: make PYTHON=python3.11')"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python $(LOCKED) -r locks/build.txt
+	$(BIN)/python $(LOCKED) -r locks/cpu.txt || echo "torch: the CPU build of locks/cpu.txt is not to be had here, PyPI's brings CUDA: gigabytes"
 	$(BIN)/python $(LOCKED) --no-build-isolation --use-pep517 -r locks/run.txt -r locks/test.txt
 	if $(BIN)/python -c '$(CUDA_TORCH)'; then $(BIN)/python $(LOCKED) -r locks/cuda.txt; fi
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .

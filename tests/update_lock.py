@@ -31,10 +31,11 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACHINES = ("x86_64", "aarch64")
 HEADS = {
     "build": "What builds moeq and the source distributions among its dependencies. First.",
+    "cpu": "torch without CUDA, of torch's own index. Before run.txt, where it can be had.",
     "run": "What moeq needs to run, itself and all behind it.",
     "test": "What the tests and the loaders of other runtimes need beside run.txt.",
     "docs": "What `make docs` needs beside run.txt and test.txt.",
-    "cuda": "What torch needs beside run.txt where its build is PyPI's for Linux, which is one for NVIDIA GPUs.",
+    "cuda": "What torch needs beside run.txt where it is PyPI's build for Linux, which is one for NVIDIA GPUs.",
     "tools": "What makes and audits locks/ and writes the SBOM: an environment of its own, .tools.",
 }
 BLOCK = re.compile(r"^(?=[a-z0-9])", re.MULTILINE | re.IGNORECASE)
@@ -119,15 +120,15 @@ def resolve(known: Mapping[str, Pin], *asked: str, upgrade: bool) -> dict[str, P
         return {name: pin for name, pin in parse(out.read_text("utf-8")).items() if pin.on_linux}
 
 
-def with_cpu_builds(pin: Pin) -> Pin:
-    """torch with the hashes of the builds that PyPI does not have."""
-    hashes = [sha256 for file, sha256 in CPU_TORCH.items() if file.startswith(f"torch-{pin.version}+")]
-    if not hashes:
-        sys.exit(f"no CPU build of torch {pin.version} is known: add its SHA-256 to CPU_TORCH in {__file__}")
-    last = f"    --hash={pin.hashes[-1]}\n"
-    more = "".join(f" \\\n    --hash=sha256:{sha256}" for sha256 in hashes)
-    text = pin.text.replace(last, f"{last[:-1]}{more}\n")
-    return parse(text)["torch"]
+def cpu_build(torch: Pin) -> Pin:
+    """torch's builds without CUDA, for those machines and versions of Python whose file's digest is known."""
+    files = {wheel: sha256 for wheel, sha256 in CPU_TORCH.items() if wheel.startswith(f"torch-{torch.version}+cpu-")}
+    if not files:
+        sys.exit(f"no CPU build of torch {torch.version} is known: add its file and SHA-256 to CPU_TORCH in {__file__}")
+    tags = [re.search(r"-cp(\d)(\d+)-.*_(x86_64|aarch64)\.whl", wheel) for wheel in files]
+    markers = [f"python_version == '{tag[1]}.{tag[2]}' and platform_machine == '{tag[3]}'" for tag in tags if tag]
+    hashes = "".join(f" \\\n    --hash=sha256:{sha256}" for sha256 in files.values())
+    return parse(f"torch=={torch.version}+cpu ; {' or '.join(markers)}{hashes}\n")["torch"]
 
 
 def without(pins: Mapping[str, Pin], *others: Mapping[str, Pin]) -> dict[str, Pin]:
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str]) -> None:
         known |= read(name)
     extras = [word for names in EXTRAS.values() for extra in names for word in ("--extra", extra)]
     everything = resolve(known, "pyproject.toml", *extras, upgrade=upgrade)
-    everything["torch"] = with_cpu_builds(everything["torch"])
+    write("cpu", {"torch": cpu_build(everything["torch"])})
     cuda = {name: pin for name, pin in everything.items() if CUDA.fullmatch(name)}
     write("cuda", cuda)
     write("build", {"setuptools": everything["setuptools"]})
