@@ -111,7 +111,7 @@ def resolve(known: Mapping[str, Pin], *asked: str, upgrade: bool) -> dict[str, P
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "lock.txt"
-        out.write_text("".join(pin.text for pin in known.values()), "utf-8")
+        out.write_text("".join(f"{pin.requirement}\n" for pin in known.values()), "utf-8")  # no digests: asked anew
         command = [
             find_uv_bin(), "pip", "compile", "--no-config", "--quiet", "--universal", "--generate-hashes", "--no-header",
             "--python-version", PYTHONS[0], "--constraints", "constraints.txt", "--output-file", str(out), *asked,
