@@ -117,7 +117,9 @@ def test_what_installed_packages_need_is_locked() -> None:
 def test_make_installs_from_the_locks_alone() -> None:
     """pip is asked for nothing but lock files, with digests, and the tree itself without dependencies."""
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    rules = {name: makefile.partition(f"\n{name}:")[2].partition("\n\n")[0] for name in ("$(INSTALLED)", "$(TOOLS)", "docs")}
+    rules = {
+        name: makefile.partition(f"\n{name}:")[2].partition("\n\n")[0] for name in ("$(INSTALLED)", "$(TOOLS)", "docs")
+    }
     assert "LOCKED := -m pip install --quiet --no-deps --require-hashes\n" in makefile
     for name, rule in rules.items():
         assert "$(LOCKED)" in rule, name
@@ -161,7 +163,11 @@ def test_an_audit_never_passes_unseen() -> None:
     assert verdict({"dependencies": [seen]}, "") == (0, ["audit: 1 packages, 0 advisories"])
     assert verdict({"dependencies": [seen, bad, unseen]}, "") == (
         1,
-        ["audit: b 2: PYSEC-1, mended in 3", "audit: NOT RUN for 1 of 3 packages: c", "audit: 2 packages, 1 advisories"],
+        [
+            "audit: b 2: PYSEC-1, mended in 3",
+            "audit: NOT RUN for 1 of 3 packages: c",
+            "audit: 2 packages, 1 advisories",
+        ],
     )
 
 
@@ -184,7 +190,7 @@ def test_the_sbom_is_cyclonedx_and_names_what_is_installed(tmp_path: Path) -> No
 
 
 def sources() -> list[Path]:
-    found = [path for path in (ROOT / "moeq").rglob("*.py")]
+    found = list((ROOT / "moeq").rglob("*.py"))
     assert len(found) > 300
     return found
 

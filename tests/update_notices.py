@@ -17,11 +17,12 @@ HEAD = """# Third-party notices
 Made by `make notices`: not to be edited. moeq itself is under the [Apache License 2.0](LICENSE).
 
 ## In the package
-| what | whose | licence |
-|---|---|---|
-| text of `moeq/bundled/corpus` (domains python and prose) | Copyright (c) 2001-2023 Python Software Foundation; excerpts, changed as `moeq/bundled/README.md` says | PSF-2.0: `moeq/bundled/LICENSE.PSF-2.0.txt` |
-| weights of `moeq/bundled/tiny-moe-vit` | trained for moeq on scikit-learn's digits: "Optical Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, UCI Machine Learning Repository | Apache-2.0; the data CC BY 4.0 |
-| weights of `moeq/bundled/tiny-mixtral` | trained for moeq on text that `moeq/bundled/README.md` names | Apache-2.0; the text's licences stand there |
+- The text of `moeq/bundled/corpus`, domains python and prose: Copyright (c) 2001-2023 Python Software Foundation; All
+  Rights Reserved. PSF-2.0, `moeq/bundled/LICENSE.PSF-2.0.txt`. Excerpts, changed as `moeq/bundled/README.md` says.
+- `moeq/bundled/tiny-moe-vit`, Apache-2.0: trained for moeq on scikit-learn's digits, "Optical Recognition of
+  Handwritten Digits", E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, CC BY 4.0.
+- `moeq/bundled/tiny-mixtral`: trained for moeq on WikiText-2 (CC BY-SA 3.0), tinyshakespeare (public domain), GSM8K
+  (MIT) and modules of CPython (PSF-2.0), as `moeq/bundled/README.md` says.
 
 ## Beside it
 pip installs these with moeq, each under its own licence as its package states it, whose text lies in that package. None
