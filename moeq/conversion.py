@@ -44,7 +44,9 @@ def convert(
         raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)
     sides = find_side_files(source.source.path, source.config, trust_remote_code)
     said = [line for line in (sides.said(), read_origin(source.source.path).said()) if line is not None]
-    check_sums(checkpoint, reporter=verify)
+    sums = check_sums(checkpoint, reporter=verify)
+    if sums is not None:
+        sums.require_inactive(checkpoint)
     options = WriteOptions(widen=widen, trust_remote_code=trust_remote_code)
     verdict = None
     with claimed(out):

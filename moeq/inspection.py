@@ -18,7 +18,7 @@ from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.run import DIRECTORIES, EDITABLE, STAGES, store_folder
 from moeq.artifacts.stage import RECORD, StageRecord, check_files, edited_files, read_record
-from moeq.artifacts.sums import check_sums
+from moeq.artifacts.sums import Sums, check_sums
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
 from moeq.errors import ArtifactError, ModelError
@@ -85,9 +85,17 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
             return _model(source, reporter)
         loads = dict.fromkeys(read_by(exporter, Stored(source=source)))
         described = reading.packed(path, exporter.label, trust_remote_code) | {"loads_in": loads}
-    sums = check_sums(path, reporter=reporter)
+    sums = _checked_sums(path, reporter)
     where = {"loads_in": described.pop("loads_in")} if "loads_in" in described else {}
     return described | ({} if sums is None else {"checked_files": sums.text}) | where
+
+
+def _checked_sums(directory: Path, reporter: Reporter) -> Sums | None:
+    """A checkpoint's files against its sums; ArtifactError also for code and weights that these do not list."""
+    sums = check_sums(directory, reporter=reporter)
+    if sums is not None:
+        sums.require_inactive(directory)
+    return sums
 
 
 def _integer(path: Path) -> dict[str, Any]:
@@ -172,7 +180,7 @@ def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
             _check_replicas(directory, store_folder(recipe, path), reporter)
     for directory in sorted(path.glob("checkpoint-*")):
         if (directory / RECORD).is_file():
-            sums = check_sums(directory, reporter=reporter)
+            sums = _checked_sums(directory, reporter)
             check_files(directory, read_record(directory, "export"), {} if sums is None else sums.files, reporter)
             about[directory.name] = "there are no digests" if sums is None else sums.text
     return about
@@ -225,7 +233,7 @@ def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
 def _stage(path: Path, reporter: Reporter) -> dict[str, Any]:
     record = read_record(path, path.name)
     edited = _checked_stage(path, record, reporter)
-    sums = check_sums(path, reporter=reporter)
+    sums = _checked_sums(path, reporter)
     return {
         "kind": f"artifact of moeq {record.stage}",
         "model": record.model.name,

@@ -26,15 +26,17 @@ from update_lock import CUDA, EXTRAS, LOCKS, Pin, environments, parse, read
 from moeq.artifacts.files import building, claimed, held, locked, write_text
 from moeq.bundled import bundled_path
 from moeq.cli import app
-from moeq.errors import ModelError, MoeqError, StorageError
-from moeq.models.source import open_source
+from moeq.errors import EvaluationError, ModelError, MoeqError, StorageError
+from moeq.generation import prompt_ids
+from moeq.models.loading import load_tokenizer
+from moeq.models.source import open_source, read_header
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 NAMES = sorted(path.stem for path in LOCKS.glob("*.txt"))
 INSTALLED = ("build", "cpu", "run", "test", "docs", "cuda")
 SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 CALLS = {  # what runs text, a shell or pickled code, by the end of its dotted name
-    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load", "yaml.load", "yaml.load_all",
+    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.fork", "os.posix_spawn", "torch.load", "yaml.load", "yaml.load_all",
     "yaml.unsafe_load", "yaml.full_load", "tempfile.mktemp", "pandas.read_pickle", "np.load", "numpy.load",
 }  # fmt: skip
 MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "telnetlib", "ftplib"}
@@ -200,7 +202,9 @@ def test_moeq_runs_no_text_no_shell_and_no_pickle() -> None:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Call):
-                assert ast.unparse(node.func) not in CALLS, where
+                called = ast.unparse(node.func)
+                assert called not in CALLS, where
+                assert not called.startswith(("os.exec", "os.spawn")), where
                 for argument in node.keywords:
                     value = getattr(argument.value, "value", None)
                     assert (argument.arg, value) not in {("shell", True), ("weights_only", False)}, where
@@ -295,3 +299,24 @@ def test_a_configuration_names_no_code_of_the_hub(model: Path, key: str, value: 
         open_source(str(model))
     change(model, **{key: "sdpa"})
     open_source(str(model))
+
+
+def test_weights_beside_an_index_are_refused(model: Path) -> None:
+    """transformers takes model.safetensors before what the index names."""
+    tensors = read_header(model / "model.safetensors")
+    shutil.copyfile(model / "model.safetensors", model / "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"model\.safetensors: beside model\.safetensors\.index\.json"):
+        open_source(str(model))
+    (model / "model.safetensors").unlink()
+    assert set(open_source(str(model)).tensors) == set(tensors)
+
+
+def test_a_chat_template_runs_in_a_sandbox() -> None:
+    tokenizer = load_tokenizer(open_source("bundled:tiny-mixtral"))
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert prompt_ids(tokenizer, "two words", chat=True) == tokenizer("two words")["input_ids"]
+    tokenizer.chat_template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(EvaluationError, match="unsafe"):
+        prompt_ids(tokenizer, "two words", chat=True)

@@ -113,8 +113,9 @@ def resolve(known: Mapping[str, Pin], *asked: str, upgrade: bool) -> dict[str, P
         out = Path(folder) / "lock.txt"
         out.write_text("".join(f"{pin.requirement}\n" for pin in known.values()), "utf-8")  # no digests: asked anew
         command = [
-            find_uv_bin(), "pip", "compile", "--no-config", "--quiet", "--no-header",
-            "--universal", "--generate-hashes", "--python-version", PYTHONS[0], "--constraints", "constraints.txt", "--output-file", str(out), *asked,
+            find_uv_bin(), "pip", "compile", "--no-config", "--quiet", "--no-header", "--universal",
+            "--generate-hashes", "--python-version", PYTHONS[0], "--constraints", "constraints.txt",
+            "--output-file", str(out), *asked,
         ]  # fmt: skip
         subprocess.run([*command, *(["--upgrade"] if upgrade else [])], cwd=ROOT, check=True)
         return {name: pin for name, pin in parse(out.read_text("utf-8")).items() if pin.on_linux}

@@ -244,6 +244,8 @@ def _check_files(path: Path, packed: PackedSource, reporter: Reporter) -> str:
         packed.check()
         shapes = "every tensor has the shape and type that config.json says"
         sums = check_sums(path, reporter=reporter)
+        if sums is not None:
+            sums.require_inactive(path)
         return f"{shapes}; {'there are no digests' if sums is None else sums.text}"
     manifest = packed.manifest if isinstance(packed, NativeReader) else None
     return f"every size, sum and SHA-256 equals the manifest; {check_native(path, reporter, manifest).files}"
