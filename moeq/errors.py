@@ -32,7 +32,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class MoeqError(Exception):
-    """Base of every error that moeq raises on purpose; `str(error)` is one line for the user, no control characters."""
+    """Base of every error that moeq raises on purpose; `str(error)` is one line for the user."""
 
     exit_code = 1
 
