@@ -35,9 +35,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 NAMES = sorted(path.stem for path in LOCKS.glob("*.txt"))
 INSTALLED = ("build", "cpu", "run", "test", "docs", "cuda")
 SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
-CALLS = {  # what runs text, a shell or pickled code, by the end of its dotted name
-    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.fork", "os.posix_spawn", "torch.load", "yaml.load", "yaml.load_all",
-    "yaml.unsafe_load", "yaml.full_load", "tempfile.mktemp", "pandas.read_pickle", "np.load", "numpy.load",
+CALLS = {  # what runs text, a shell or pickled code, by its dotted name
+    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.fork", "os.posix_spawn", "torch.load",
+    "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "tempfile.mktemp", "pandas.read_pickle",
+    "np.load", "numpy.load",
 }  # fmt: skip
 MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "telnetlib", "ftplib"}
 NETWORK = {"socket", "http", "urllib", "requests", "httpx", "httpx2", "aiohttp", "ssl", "smtplib"}
