@@ -1,9 +1,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+TOOLS := .tools/.installed
+LOCKED := -m pip install --quiet --no-deps --require-hashes
+CUDA_TORCH := from importlib.metadata import requires; exit(not any("cuda" in one for one in requires("torch")))
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-full bench wheel peers docs lint clean
+.PHONY: demo test test-full bench wheel peers docs lint lock audit sbom notices clean
 
 demo: $(INSTALLED)
 	$(BIN)/moeq run recipes/demo.yaml --out demo-out
@@ -13,6 +16,7 @@ test: $(INSTALLED) lint
 
 test-full: $(INSTALLED) lint
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MOEQ_FULL=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(MAKE) audit
 	$(MAKE) bench
 
 bench: $(INSTALLED)
@@ -23,7 +27,7 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m build --outdir dist
 
 docs: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python $(LOCKED) -r locks/docs.txt
 	$(BIN)/python tests/update_docs.py
 	$(BIN)/python -m mkdocs build --strict
 
@@ -49,12 +53,34 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml locks/build.txt locks/cpu.txt locks/run.txt locks/test.txt locks/cuda.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'moeq needs Python 3.11 or later: make PYTHON=python3.11')"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,peers]'
+	$(BIN)/python $(LOCKED) -r locks/build.txt
+	$(BIN)/python $(LOCKED) -r locks/cpu.txt || echo "torch: the CPU build of locks/cpu.txt is not to be had here, PyPI's brings CUDA: gigabytes"
+	$(BIN)/python $(LOCKED) --no-build-isolation --use-pep517 -r locks/run.txt -r locks/test.txt
+	if $(BIN)/python -c '$(CUDA_TORCH)'; then $(BIN)/python $(LOCKED) -r locks/cuda.txt; fi
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip check
 	touch $@
 
+$(TOOLS): locks/tools.txt
+	$(PYTHON) -m venv .tools
+	.tools/bin/python $(LOCKED) -r locks/tools.txt
+	touch $@
+
+lock: $(TOOLS)  # make lock UPGRADE=--upgrade: the newest versions that pyproject.toml and constraints.txt allow
+	.tools/bin/python tests/update_lock.py $(UPGRADE)
+
+audit: $(TOOLS)
+	.tools/bin/python tests/audit.py
+
+sbom: $(INSTALLED) $(TOOLS)  # CycloneDX 1.6 of what .venv holds; the tool checks it against the standard's schema
+	mkdir -p dist
+	.tools/bin/python -m cyclonedx_py environment --pyproject pyproject.toml --output-reproducible --output-format JSON --validate --output-file dist/moeq.cdx.json $(BIN)/python
+
+notices: $(INSTALLED)
+	$(BIN)/python tests/update_notices.py
+
 clean:
-	rm -rf .venv .peers demo-out build dist *.egg-info
+	rm -rf .venv .tools .peers demo-out build dist *.egg-info

@@ -17,10 +17,9 @@ from moeq.artifacts.provenance import (
     NamedModel,
     Parameters,
     RunDetails,
-    check_provenance,
+    check_listed,
     files_as,
 )
-from moeq.artifacts.sums import check_sums
 from moeq.errors import ArtifactError
 from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
@@ -58,8 +57,7 @@ def convert(
         raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)
     sides = find_side_files(source.source.path, source.config, trust_remote_code)
     said = [line for line in (sides.said(), read_origin(source.source.path).said()) if line is not None]
-    sums = check_sums(checkpoint, reporter=verify)
-    check_provenance(checkpoint, sums)
+    sums, _ = check_listed(checkpoint, verify)
     made = _making(checkpoint, name, widen, _digests(checkpoint) if sums is None else sums.files)
     options = WriteOptions(widen=widen, trust_remote_code=trust_remote_code, making=made)
     verdict = None

@@ -23,10 +23,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from os import PathLike
 
 PATH_CHARACTERS = 400  # of a path in a message
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class MoeqError(Exception):
@@ -38,7 +40,8 @@ class MoeqError(Exception):
         """`what` went wrong, `where` (file, key, layer, expert, tensor), and what to `do` about it."""
         self.what, self.where, self.do = what, where, do
         text = f"{where}: {what}" if where else what
-        super().__init__(" ".join((f"{text}; {do}" if do else text).split()))
+        line = " ".join((f"{text}; {do}" if do else text).split())
+        super().__init__(CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", line))  # a terminal would obey them
 
     def rename(self, old: str, new: str) -> None:
         """Name a place by another name: an unfinished directory by that which it was to have."""

@@ -63,7 +63,9 @@ def generate(
     """
     check_checkpoint(checkpoint)
     source = open_source(str(checkpoint))
-    check_sums(checkpoint, only=lambda name: name != CARD, cached=True, reporter=reporter)
+    sums = check_sums(checkpoint, only=lambda name: name != CARD, cached=True, reporter=reporter)
+    if sums is not None:
+        sums.require_inactive(checkpoint)
     if takes_images(model_class(source, load_config(source, trust_remote_code), trust_remote_code)):
         what = "an image classifier continues no text"
         raise ModelError(what, where=str(checkpoint), do="use transformers to run it")

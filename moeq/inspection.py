@@ -16,10 +16,10 @@ from moeq.artifacts.files import read_json
 from moeq.artifacts.loads_in import loads_in
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
-from moeq.artifacts.provenance import check_provenance, words
+from moeq.artifacts.provenance import check_listed, words
 from moeq.artifacts.run import DIRECTORIES, EDITABLE, STAGES, store_folder
 from moeq.artifacts.stage import RECORD, StageRecord, check_files, edited_files, read_record
-from moeq.artifacts.sums import SIGNATURE, check_sums
+from moeq.artifacts.sums import SIGNATURE
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
 from moeq.errors import ArtifactError, ModelError
@@ -92,8 +92,7 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
 
 def _files(directory: Path, reporter: Reporter) -> dict[str, Any]:
     """What was compared with SHA256SUMS, and what the provenance names; nothing where there are no sums."""
-    sums = check_sums(directory, reporter=reporter)
-    statement = check_provenance(directory, sums)
+    sums, statement = check_listed(directory, reporter)
     made = {} if statement is None else {"provenance": words(statement)}
     return ({} if sums is None else {"checked_files": sums.text}) | made | _signature(directory)
 
@@ -188,8 +187,7 @@ def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
             _check_replicas(directory, store_folder(recipe, path), reporter)
     for directory in sorted(path.glob("checkpoint-*")):
         if (directory / RECORD).is_file():
-            sums = check_sums(directory, reporter=reporter)
-            check_provenance(directory, sums)
+            sums, _ = check_listed(directory, reporter)
             check_files(directory, read_record(directory, "export"), {} if sums is None else sums.files, reporter)
             about[directory.name] = "there are no digests" if sums is None else sums.text
     return about

@@ -7,12 +7,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
 
+from moeq.bounded import CONTROL
 from moeq.tables import human_seconds
 
 LINE_SECONDS = 15  # between two lines of progress where there is no terminal
+
+
+class PlainConsole(Console):
+    """A console that shows control characters, which names in other people's files may hold, and does not obey them."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            shown = text if control else CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+            yield Segment(shown, style, control)
 
 
 class Reporter:
@@ -21,7 +32,7 @@ class Reporter:
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
         # bound to today's stderr, so that a library's redirected output does not take the bar with it
-        self.console = Console(file=sys.stderr, highlight=False)
+        self.console = PlainConsole(file=sys.stderr, highlight=False)
 
     def say(self, text: str) -> None:
         """One line for the user (rich markup)."""

@@ -15,6 +15,7 @@ from rich.text import Text
 from moeq import final_table
 from moeq.artifacts import loads_in
 from moeq.final_table import empty_table, figure
+from moeq.progress import PlainConsole
 from moeq.tables import human_bytes, human_seconds, human_size, kl_notes, too_few
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ SIGNIFICANT = 0.05  # p below which a difference is bold
 
 def print_families(rows: list[Support]) -> None:
     """Families as a table; in a narrow window without the class and the way in which experts are kept."""
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     wide = console.width >= WIDE
     table = empty_table("model_type", no_wrap=True)
     for title in ("class", "experts") if wide else ():
@@ -52,7 +53,7 @@ def print_families(rows: list[Support]) -> None:
 
 def print_verdict(verdict: Verdict) -> None:
     """What verify found: the layers, the worst first, the logits, what is wrong, and one line that says it all."""
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     table = empty_table("layer", overflow="fold")
     for title in ("compared", "error", "worst expert"):
         table.add_column(title, justify="left" if title == "compared" else "right", overflow="fold")
@@ -103,7 +104,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
 
 def print_final(rows: Sequence[dict[str, Any]], paths: Mapping[str, Path], outcomes: Sequence[Outcome]) -> None:
     """The table at the end of a run, two in windows that cannot hold it, and where things are."""
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     for number, shown in enumerate(final_table.tables(rows, console.width)):
         if number:
             console.print()
@@ -135,7 +136,7 @@ def _translation_lines(outcomes: Sequence[Outcome]) -> list[str]:
 
 def print_plan(plan: Plan) -> None:
     """The model, what every stage needs beside what there is, and the verdict of each."""
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     model = plan.model
     how = "streamed" if model["streamed"] else "loaded whole"
     experts = "/".join(map(str, model["experts_a_layer"]))
@@ -200,7 +201,7 @@ def _plan_table(plan: Plan) -> Table:
 
 def print_prices(prices: list[dict[str, Any]]) -> None:
     """What the restriction of every target costs in objective."""
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     table = empty_table("target", ("bits", "experts", "objective", "times"), no_wrap=True)
     table.add_column("", overflow="fold")
     for row in prices:
@@ -223,7 +224,7 @@ def print_prices(prices: list[dict[str, Any]]) -> None:
 
 def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
     """Objective and bytes of every method; dominated points are dim."""
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     table = empty_table("method", ("bits", "experts", "objective"), no_wrap=True)
     table.add_column("")
     for point in sorted(frontier["points"], key=itemgetter("expert_bytes", "objective")):
@@ -242,7 +243,7 @@ def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
 
 def print_comparison(results: dict[str, Any]) -> None:
     """Every measure of every evaluated subject, with its paired difference from the first one; p below 0.05 is bold."""
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     table = empty_table("", ("value", "difference", "95 %", "p", "n"), overflow="fold")
     flipped = False
     for measure in dict.fromkeys(name for row in results["table"] for name in row["cells"]):
@@ -316,7 +317,7 @@ def _measured(cell: dict[str, Any]) -> list[str]:
 
 def print_freed(cleaned: dict[str, Any]) -> None:
     """What `moeq gc` dropped, or would drop."""
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     for item in cleaned["freed"]:
         console.print(f"{item['path']}: {item['what']}, {human_bytes(item['bytes'])}", soft_wrap=True, markup=False)
     freed = f"{'would free' if cleaned['dry_run'] else 'freed'} {human_bytes(cleaned['freed_bytes'])}"
@@ -325,7 +326,7 @@ def print_freed(cleaned: dict[str, Any]) -> None:
 
 def print_summary(summary: dict[str, Any], indent: int = 0) -> None:
     """Nested figures as indented lines."""
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     for key, value in summary.items():
         label = f"{' ' * indent}{str(key).replace('_', ' ')}"
         if key == "loads_in":

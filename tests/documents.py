@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FRONT = ROOT / "README.md"
 PAGES = [FRONT, *sorted((ROOT / "docs").glob("*.md"))]
-ALL = [*PAGES, *sorted((ROOT / "moeq").rglob("*.md")), ROOT / "benchmarks" / "RESULTS.md", ROOT / "CHANGELOG.md"]
+BESIDE = [ROOT / name for name in ("benchmarks/RESULTS.md", "CHANGELOG.md", "SECURITY.md", "THIRD_PARTY.md")]
+ALL = [*PAGES, *sorted((ROOT / "moeq").rglob("*.md")), *BESIDE]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->$")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -109,8 +109,8 @@ def test_the_source_distribution_makes_the_same_wheel_and_has_no_tests(built: Pa
     with tarfile.open(source) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     beside = {name for name in names if not name.startswith(("moeq/", "moeq.egg-info/"))}
-    assert beside == {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "constraints.txt",
-                      "pyproject.toml", "setup.cfg"}  # fmt: skip
+    assert beside == {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "THIRD_PARTY.md",
+                      "constraints.txt", "pyproject.toml", "setup.cfg"}  # fmt: skip
     assert {name for name in names if name.startswith("moeq/")} == package_files()
 
 

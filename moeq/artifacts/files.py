@@ -53,6 +53,7 @@ def write_atomically(path: Path, write: Callable[[Path], str | None]) -> None:
     make_directory(path.parent)
     partial = path.with_name(path.name + PARTIAL)
     with storage_errors(path):
+        _drop_link(partial)
         try:
             digest = write(partial)
             sync(partial)
@@ -63,6 +64,12 @@ def write_atomically(path: Path, write: Callable[[Path], str | None]) -> None:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def _drop_link(path: Path) -> None:
+    """Remove a link that lies where something is to be written: what it leads to is not moeq's."""
+    if path.is_symlink():
+        path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -151,6 +158,7 @@ def building(directory: Path, *, progress: Sequence[str] = ()) -> Iterator[Path]
     """
     unfinished = directory.with_name(directory.name + (BEGUN if progress else PARTIAL))
     with storage_errors(directory):
+        _drop_link(unfinished)
         if unfinished.exists() and not progress:
             shutil.rmtree(unfinished)
         goes_on = unfinished.exists()
@@ -251,10 +259,15 @@ def claimed(directory: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
+def _open_lock(path: Path) -> IO[str]:
+    """A file to lock, made where it is not there; OSError for a link, whose end would be emptied."""
+    return open(path, "w", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
 def _lock_file(path: Path, directory: Path) -> IO[str]:
     """A locked file at `path`: not one that who had the lock before has just removed."""
     while True:
-        stream = path.open("w")
+        stream = _open_lock(path)
         try:
             _lock(stream, directory)
             with suppress(FileNotFoundError):
@@ -271,7 +284,7 @@ def locked(directory: Path) -> Iterator[None]:
     """Hold the directory's lock; StorageError when another process holds it. The kernel frees it when we die."""
     make_directory(directory)
     path = directory / ".lock"
-    with storage_errors(path), path.open("w") as stream:
+    with storage_errors(path), _open_lock(path) as stream:
         _lock(stream, directory)
         yield
 
@@ -291,7 +304,7 @@ def held(directory: Path) -> Iterator[None]:
     make_directory(directory)
     path = directory / ".lock"
     with storage_errors(path):
-        stream = path.open("w")
+        stream = _open_lock(path)
     with stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield

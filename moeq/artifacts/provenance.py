@@ -21,10 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from moeq.artifacts.digests import digests_of_files
 from moeq.artifacts.files import digest_of, write_json
 from moeq.artifacts.reading import PlainName, read_json_file
-from moeq.artifacts.sums import BESIDE, Sums
+from moeq.artifacts.sums import BESIDE, Sums, check_sums
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.bounded import shortened
 from moeq.errors import ArtifactError
+from moeq.progress import Reporter
 from moeq.recipe.wording import refusal_of
 
 NAME = "provenance.json"
@@ -239,6 +240,17 @@ def check_provenance(directory: Path, sums: Sums | None) -> Statement | None:
         raise ArtifactError(f"{SUMS} does not list it", where=str(directory / NAME), do=REMEDY)
     check_subjects(statement, sums.files, directory)
     return statement
+
+
+def check_listed(directory: Path, reporter: Reporter | None = None) -> tuple[Sums | None, Statement | None]:
+    """Compare a checkpoint with its sums and its provenance, reading every file; None for each that it has not.
+
+    ArtifactError as `check_sums` and `check_provenance` raise it, and for code and weights that the sums do not list.
+    """
+    sums = check_sums(directory, reporter=reporter)
+    if sums is not None:
+        sums.require_inactive(directory)
+    return sums, check_provenance(directory, sums)
 
 
 def words(statement: Statement | None) -> str:

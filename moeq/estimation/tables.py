@@ -16,6 +16,7 @@ from moeq.estimator.points import BASELINES, BWRULE, OPT, SUBJECT
 from moeq.estimator.policies import titled
 from moeq.estimator.result import Estimate, TermRow
 from moeq.papers import named, terms_in
+from moeq.progress import PlainConsole
 from moeq.reporting import formats, speed
 from moeq.reporting.estimate_page import beyond_positions, fits, miss_text, policy_words, stated_text
 from moeq.tables import human_bytes
@@ -31,7 +32,7 @@ ROWS = 9  # of the table of what fits beside K experts
 
 def print_document(document: EstimateDocument, paths: Mapping[str, Path]) -> None:
     """Every case, or what is stated beside the estimates; then where the files are."""
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     if document.stated:
         _print_stated(console, document)
     else:
@@ -226,7 +227,7 @@ def _print_sensitivity(console: Console, estimate: Estimate, most: int | None = 
 
 def print_capacity(plan: CapacityPlan) -> None:
     """What lies where, and what room every number of FP16 experts a layer leaves for keys and values."""
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     console.print(f"{plan.geometry}, {plan.placement}; hardware {plan.hardware}", style="bold", markup=False)
     table = _table(("memory", "bytes", ""))
     for memory in (plan.gpu, plan.ndp):
@@ -254,7 +255,7 @@ def print_capacity(plan: CapacityPlan) -> None:
 
 def print_sheet(sheets: Sequence[Sheet], most: int | None = None) -> None:
     """The tables of a paper's sheet or of a fit, each with its notes; at most so many rows of each (None: all)."""
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     for number, sheet in enumerate(sheets):
         console.print(f"{chr(10) if number else ''}{sheet.title}", style="bold", markup=False)
         table = _table(sheet.columns, texts=0)

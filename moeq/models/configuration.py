@@ -16,6 +16,7 @@ TOP_K = (
     "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "num_selected_experts", "moe_top_k",
     "moe_topk", "moe_k", "top_k_experts",
 )  # fmt: skip
+HUB_KERNELS = re.compile(r"^_?attn_implementation(_internal)?$")  # org/name has transformers run code of the hub
 REMEDY = "correct it, or download the file again"
 
 
@@ -37,6 +38,8 @@ def _wanted(key: str, value: Any) -> str | None:
         return "it must be a mapping"
     if key == "architectures" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
         return "it must be a list of names"
+    if HUB_KERNELS.search(key) and "/" in str(value):
+        return "it must be one of transformers' own, no code of the hub"
     if key == "quant_method" and not isinstance(value, str):
         return "it must be a name"
     if key in COUNTS and not isinstance(value, list | dict):  # of stages or parts that have their own

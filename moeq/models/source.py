@@ -289,6 +289,9 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
         weight_map = _weight_map(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"not a weight index ({error})", where=str(index), do="download it again") from None
+    if SINGLE not in weight_map.values() and os.path.lexists(path / SINGLE):
+        what = f"beside {INDEX}, which names others: transformers would take these weights, moeq those"
+        raise ModelError(what, where=str(path / SINGLE), do="remove what is not the model's")
     tensors: dict[str, TensorHeader] = {}
     for shard in (path / name for name in sorted(set(weight_map.values()))):
         if os.path.lexists(shard):

@@ -9,7 +9,7 @@ from typing import Any
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacedModule, PlacementManifest, Replica, read_manifest, totals
-from moeq.artifacts.provenance import check_provenance, words
+from moeq.artifacts.provenance import check_listed, words
 from moeq.artifacts.stage import RECORD, StageRecord, check_files, read_record
 from moeq.artifacts.sums import NAME, Sums, check_sums
 from moeq.artifacts.tensor_files import tensors_sha256
@@ -61,8 +61,7 @@ def check_native(directory: Path, reporter: Reporter = QUIET, manifest: Placemen
         _check_total(directory, what, getattr(counted, what), getattr(stated, what))
     expected = on_disk - counted.non_expert_bytes + stated.non_expert_bytes
     _check_total(directory, "tensor bytes on disk", on_disk, expected)
-    sums = check_sums(directory, reporter=reporter)
-    statement = check_provenance(directory, sums)
+    sums, statement = check_listed(directory, reporter)
     record = read_record(directory, "export") if (directory / RECORD).is_file() else None
     if record is not None:
         check_files(directory, record, {} if sums is None else sums.files, reporter)

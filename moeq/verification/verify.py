@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.provenance import check_provenance, words
-from moeq.artifacts.sums import SIGNATURE, check_sums
+from moeq.artifacts.provenance import check_listed, words
+from moeq.artifacts.sums import SIGNATURE
 from moeq.artifacts.tensor_files import torch_dtype
 from moeq.errors import EvaluationError, RecipeError, missing
 from moeq.exporters.exporter import TRANSFORMERS, loaders, of_method
@@ -260,8 +260,7 @@ def _check_files(path: Path, packed: PackedSource, reporter: Reporter) -> tuple[
     if isinstance(packed, Checkable):
         packed.check()
         shapes = "every tensor has the shape and type that config.json says"
-        sums = check_sums(path, reporter=reporter)
-        statement = check_provenance(path, sums) if path.is_dir() else None
+        sums, statement = check_listed(path, reporter)
         return f"{shapes}; {'there are no digests' if sums is None else sums.text}", words(statement)
     manifest = packed.manifest if isinstance(packed, NativeReader) else None
     checked = check_native(path, reporter, manifest)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,11 +24,13 @@ import moeq
 from moeq import pipeline
 from moeq.conversion import convert
 from moeq.errors import ArtifactError, ModelError
+from moeq.generation import generate
 from moeq.inspection import inspect
 from moeq.models.source import open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
+from moeq.verification.verify import Options, verify
 
 STAGES = ("profile", "losses", "assign", "quantize", "export")
 EXPERTS = "experts-layer-000.safetensors"
@@ -305,6 +308,28 @@ def test_files_that_were_added_are_named(run: Context, tmp_path: Path) -> None:
     shutil.copyfile(rest_file(run), directory / "more.safetensors")
     with pytest.raises(ArtifactError, match=r"more\.safetensors: weights that SHA256SUMS does not list"):
         inspect(directory)
+    with pytest.raises(ArtifactError, match=r"more\.safetensors: SHA256SUMS does not list it"):
+        generate(directory, "x", max_new_tokens=1, temperature=0, seed=0, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["more.safetensors", "modeling_evil.py"])
+def test_weights_and_code_beside_a_checkpoint_in_another_format_are_refused(
+    run: Context, tmp_path: Path, name: str
+) -> None:
+    """Loaders would take them: transformers a model.safetensors before the files of an index."""
+    directory = tmp_path / "checkpoint"
+    shutil.copytree(run.out / "checkpoint-gptqmodel", directory, copy_function=os.link)
+    (directory / "notes.txt").write_text("mine")
+    assert inspect(directory)["checked_files"].endswith("not listed: notes.txt")
+    shutil.copyfile(format_file(run), directory / name)
+    for refuses in (
+        lambda: inspect(directory),
+        lambda: verify(directory, Options(), Reporter(quiet=True)),
+        lambda: convert(directory, "auto-round", tmp_path / "other"),
+    ):
+        with pytest.raises(ArtifactError, match=rf"{re.escape(name)}: SHA256SUMS does not list it"):
+            refuses()
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_checkpoint_without_sums_says_so(run: Context, tmp_path: Path) -> None:
