@@ -11,6 +11,9 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(INSTALLED)
 	$(BIN)/moeq run recipes/demo.yaml --out demo-out
 
+# what one process has compiled is kept for the others, whatever the environment says
+test test-full: export PYTHONDONTWRITEBYTECODE =
+
 test: $(INSTALLED) lint
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 

@@ -27,19 +27,21 @@ from typing import Any
 import peers
 import pytest
 import torch
-from fork_server import ForkServer
+from fork_server import LIBRARIES, MOEQ, ForkServer, shared, shared_folder
 from tiny_models import FULL, save_tiny
 
 from moeq.verification import launch, probe
 
 LONGEST_FIRST = (  # so that no process is left with one of them at the end
-    "robustness/test_kill_resume.py", "robustness/test_bad_input.py", "stages/test_families.py",
-    "planning/test_disk.py", "verification/test_peers.py", "stages/test_end_to_end.py", "stages/test_non_experts.py",
-    "stages/test_formats.py", "stages/test_demo.py", "planning/test_memory.py", "exporters/test_peers.py",
-    "reporting/test_report_page.py", "models/test_every_family.py", "stages/test_store.py",
-    "models/test_non_experts.py", "stages/test_refine.py", "runtime/test_hook.py", "numerics/test_gptq.py",
+    "robustness/test_kill_resume.py", "robustness/test_bad_input.py", "test_docs.py", "stages/test_families.py",
+    "stages/test_demo.py", "planning/test_disk.py", "verification/test_peers.py", "stages/test_end_to_end.py",
+    "stages/test_first_run.py", "robustness/test_memory_of_runs.py", "stages/test_non_experts.py",
+    "stages/test_formats.py", "planning/test_memory.py", "exporters/test_peers.py", "reporting/test_report_page.py",
+    "models/test_every_family.py", "stages/test_store.py", "models/test_non_experts.py", "test_cli.py", "test_api.py",
+    "stages/test_refine.py", "runtime/test_hook.py", "numerics/test_gptq.py",
 )  # fmt: skip
 PROBE = Path(probe.__file__)
+shared_folder()  # of fork servers: before pytest-xdist starts the workers, which share them
 probes_apart = False  # whether the test that runs is marked fresh_process
 
 
@@ -96,11 +98,15 @@ def probe_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def moeq() -> Iterator[ForkServer]:
+def moeq() -> ForkServer:
     """Runs moeq commands in processes of their own."""
-    server = ForkServer()
-    yield server
-    server.close()
+    return shared(*MOEQ)
+
+
+@pytest.fixture(scope="session")
+def moeq_anew() -> ForkServer:
+    """Runs moeq commands in processes that import moeq themselves, and so find other packages."""
+    return shared(*LIBRARIES)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,21 @@
 """A process that has imported what takes long and forks for each request a `moeq` command line, or another program.
 
 A process takes 0.1 s instead of 5 s. Run as a program it is the server; `ForkServer` is the client's side. Every
-command is the leader of a process group of its own and goes through `moeq.cli.main`, as the installed command does.
+command is the leader of a process group of its own and goes through `moeq.cli.main`, as the installed command does;
+what it exports is verified in its own process, but where a test asks for a fresh one.
+
+All pytest-xdist's workers share the servers: the first that needs one starts it, below the folder that the environment
+names, and it lives as long as the process that made that folder.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import fcntl
 import functools
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -21,19 +28,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-MOEQ = (
-    "moeq.cli",
-    "moeq.pipeline",
-    "moeq.results",
-    "moeq.terminal",
-    "moeq.inspection",
-    "moeq.generation",
+LIBRARIES = (
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.llama.tokenization_llama",
+    "transformers.quantizers.auto",
     "transformers.generation",
     "lm_eval",
     "lm_eval.evaluator",
@@ -44,6 +49,17 @@ MOEQ = (
     "numba.np.arrayobj",
     "pint",
 )
+MOEQ = (
+    "moeq.cli",
+    "moeq.pipeline",
+    "moeq.results",
+    "moeq.terminal",
+    "moeq.inspection",
+    "moeq.generation",
+    "moeq.api",
+    "moeq.verification.launch",
+    *LIBRARIES,
+)
 TRANSFORMERS = (
     "transformers.generation",
     "transformers.modeling_utils",
@@ -51,6 +67,7 @@ TRANSFORMERS = (
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
+SERVERS = "MOEQ_TEST_SERVERS"  # in the environment: the folder of all servers
 DEADLINE_SECONDS = 120  # a command that takes longer hangs
 
 
@@ -99,24 +116,11 @@ class Running:
             return Finished(os.waitstatus_to_exitcode(status), stdout.read(), "".join(self._lines))
 
 
+@dataclass(frozen=True)
 class ForkServer:
-    """Starts the server, which imports `modules`; `start` and `run` are moeq command lines, or those of a program."""
+    """A running server, by its socket's path; `start` and `run` are moeq command lines, or those of a program."""
 
-    def __init__(
-        self, modules: tuple[str, ...] = MOEQ, *, python: str = sys.executable, env: dict[str, str] | None = None
-    ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="moeq-fork-")
-        self._address = str(Path(self._folder.name) / "socket")
-        environment = (os.environ if env is None else env) | {"HF_HUB_OFFLINE": "1"}
-        self._server = subprocess.Popen(
-            [python, __file__, self._address, *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        assert self._server.stdout is not None
-        assert self._server.stdout.readline() == "ready\n", "the fork server did not start"
+    address: str
 
     def start(
         self,
@@ -129,17 +133,20 @@ class ForkServer:
         more_bytes: int | None = None,
         cpu_seconds: int | None = None,
         die_at_rename: int | None = None,
+        package: Path | None = None,
+        fresh_probe: bool = False,
     ) -> Running:
         """Start `moeq ARGUMENTS`.
 
         program: a Python script instead of moeq; stdout: a path to print to; file_bytes: no file may grow larger
         (RLIMIT_FSIZE); more_bytes: of address space beyond what the server has (RLIMIT_AS); cpu_seconds: then SIGXCPU
-        ends it; die_at_rename: SIGKILL before the n-th os.replace.
+        ends it; die_at_rename: SIGKILL before the n-th os.replace; package: a folder of modules and entry points that
+        is on the path; fresh_probe: exports are verified in a process that imports everything, as outside of tests.
         """
         output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         reading, writing = os.pipe()
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(self._address)
+        connection.connect(self.address)
         request = {
             "arguments": list(map(str, arguments)),
             "program": program and str(program),
@@ -150,6 +157,8 @@ class ForkServer:
             "more_bytes": more_bytes,
             "cpu_seconds": cpu_seconds,
             "die_at_rename": die_at_rename,
+            "package": package and str(package),
+            "fresh_probe": fresh_probe,
         }
         socket.send_fds(connection, [json.dumps(request).encode()], [output.fileno(), writing])
         os.close(writing)
@@ -159,16 +168,34 @@ class ForkServer:
     def run(self, *arguments: str | Path, **options: Any) -> Finished:
         return self.start(*arguments, **options).wait()
 
-    def close(self) -> None:
-        self._server.communicate("")
-        self._folder.cleanup()
+
+def shared_folder() -> Path:
+    """Of all servers. Made by the first process that asks, before it starts any other; they end with it."""
+    if SERVERS not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="moeq-fork-")
+        alive = Path(folder.name) / "alive"
+        os.mkfifo(alive)
+        os.open(alive, os.O_RDWR)  # the servers' standard input, which ends with this process
+        atexit.register(folder.cleanup)
+        os.environ[SERVERS] = folder.name
+    return Path(os.environ[SERVERS])
 
 
 @functools.cache
 def shared(*modules: str, python: str = sys.executable) -> ForkServer:
-    """A server for as long as the tests run; other interpreters do not see PYTHONPATH."""
+    """The server that has imported `modules`, started where none has been; others' interpreters see no PYTHONPATH."""
+    name = hashlib.sha256("\n".join([python, *modules]).encode()).hexdigest()[:16]
+    folder = shared_folder()
     own = () if python == sys.executable else ("PYTHONPATH",)
-    return ForkServer(modules, python=python, env={name: os.environ[name] for name in os.environ if name not in own})
+    environment = {key: os.environ[key] for key in os.environ if key not in own} | {"HF_HUB_OFFLINE": "1"}
+    with (folder / f"{name}.lock").open("w") as lock, (folder / "alive").open() as alive:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / name).exists():
+            command = [python, __file__, str(folder / name), *modules]
+            server = subprocess.Popen(command, stdin=alive, stdout=subprocess.PIPE, text=True, env=environment)
+            assert server.stdout is not None
+            assert server.stdout.readline() == "ready\n", "the fork server did not start"
+    return ForkServer(str(folder / name))
 
 
 def _serve(address: str, modules: list[str]) -> None:
@@ -177,6 +204,8 @@ def _serve(address: str, modules: list[str]) -> None:
     gc.disable()
     for name in modules:
         importlib.import_module(name)
+    if "numba.np.arrayobj" in modules:  # what numba does when it compiles or loads its first function
+        importlib.import_module("numba.core.registry").cpu_target.target_context.refresh()
     gc.enable()
     gc.freeze()  # a child neither looks through what was imported for garbage nor copies its pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -232,6 +261,10 @@ def _command(request: dict[str, Any], stdout: int, stderr: int) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_seconds"],) * 2)
     if request["die_at_rename"] is not None:
         _die_at_rename(request["die_at_rename"])
+    if request["package"] is not None:
+        _install(request["package"])
+    if not request["fresh_probe"] and "lm_eval" in sys.modules:  # a server for moeq, not for a peer
+        _probe_here()
     sys.argv = [request["program"] or "moeq", *request["arguments"]]
     code = 0
     try:
@@ -269,6 +302,34 @@ def _die_at_rename(number: int) -> None:
         replace(*names)
 
     os.replace = counting  # type: ignore[assignment]
+
+
+def _install(package: str) -> None:
+    """A package is there, for this process and those it starts."""
+    assert "moeq" not in sys.modules, "it has looked already: use the server without moeq"
+    sys.path.insert(0, package)
+    os.environ["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    importlib.invalidate_caches()
+
+
+def _probe_here() -> None:
+    """What moeq and transformers load is verified in this process; peers, which change it, in one of their own."""
+    from moeq.verification import launch, probe
+
+    fresh = launch.started
+
+    @contextmanager
+    def started(wanted: launch.Request, python: str | None) -> Iterator[Any]:
+        if python is not None or not wanted.packages.keys() <= {"moeq", "torch", "transformers"}:
+            with fresh(wanted, python) as process:
+                yield process
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            launch.write_request(Path(folder), wanted)
+            probe.main(Path(folder))
+            yield SimpleNamespace(args=[folder], wait=lambda timeout: 0)
+
+    launch.started = started  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -30,12 +30,11 @@ def write_package(folder: Path, group: str, entries: Mapping[str, str], modules:
         folder.joinpath(f"{name}.py").write_text(source)
 
 
-def started(package: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Python with some words of a command line, where a package is there."""
+def started(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`moeq WORDS` in a fresh process, where a package is there; `ForkServer.run(package=...)` forks one instead."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (package, ROOT)))}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "moeq", *words]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def changed(patch: pytest.MonkeyPatch, registry: Registry, name: str, **fields: Any) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fork_server import ForkServer
+from fork_server import TRANSFORMERS, ForkServer, shared
 from typer.main import get_command
 
 from moeq.cli import app
@@ -122,11 +122,14 @@ def test_help_and_version_do_not_import_torch() -> None:
     assert done.stdout.strip() == f"moeq {__version__}"
 
 
-def test_import_registers_with_transformers_whenever_it_is_imported() -> None:
+def test_import_registers_with_transformers_whenever_it_is_imported(tmp_path: Path) -> None:
     check = "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as m; assert 'moeq' in m"
-    for code in (f"import moeq; {check}", f"import transformers.quantizers.auto; import moeq; {check}"):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+    before, after = (f"import moeq; {check}", f"import transformers.quantizers.auto; import moeq; {check}")
+    done = subprocess.run([sys.executable, "-c", before], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "after.py").write_text("import sys; assert 'moeq' not in sys.modules\n" + after)
+    forked = shared(*TRANSFORMERS).run(program=tmp_path / "after.py")
+    assert forked.code == 0, forked.stderr
 
 
 def test_method_and_refine_change_the_recipe(tmp_path: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -14,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fork_server import ForkServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from random_inputs import BITS, inputs_of, least_bytes, table_of
-from strangers import on_path, write_package
+from strangers import on_path, started, write_package
 
 from moeq.artifacts.assignment import FULL, Assignment, write_assignment
 from moeq.artifacts.targets import refusal, targets
@@ -363,10 +361,11 @@ def test_a_frontier_leaves_out_what_was_not_measured_or_cannot_be_met() -> None:
     assert min(point.bits_per_weight for point in points) == 8 * least / sum(weights_of(inputs))
 
 
-def test_another_packages_allocator_runs_from_recipe_to_report_and_frontier(tmp_path: Path) -> None:
-    write_package(tmp_path / "there", ALLOCATORS.group, ENTRIES, MODULES)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "there"), *filter(None, sys.path)])}
-    recipe, out = tmp_path / "r.yaml", tmp_path / "run"
+def test_another_packages_allocator_runs_from_recipe_to_report_and_frontier(
+    moeq_anew: ForkServer, tmp_path: Path
+) -> None:
+    package, recipe, out = tmp_path / "there", tmp_path / "r.yaml", tmp_path / "run"
+    write_package(package, ALLOCATORS.group, ENTRIES, MODULES)
     recipe.write_text(
         "name: halves\nmodel: bundled:tiny-mixtral\ncorpus: {sequences: 8, sequence_length: 32}\n"
         "losses: {bits: [1, 2, 3, 4], methods: [rtn], group_size: 16, per_projection: false}\n"
@@ -375,30 +374,24 @@ def test_another_packages_allocator_runs_from_recipe_to_report_and_frontier(tmp_
         "  {name: bytes, method: strangers, expert_bytes: 3MB, quantizer: rtn}]}\n"
         "estimate: {grid: {inputs: [64], outputs: [16]}}\n"
     )
-
-    def moeq(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "moeq", *words]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    planned = moeq("plan", str(recipe), "--out", str(out), "--no-probe", "--json")
+    planned = started(package, "plan", str(recipe), "--out", str(out), "--no-probe", "--json")
     assert planned.returncode == 0, planned.stderr
-    done = moeq("run", str(recipe), "--out", str(out), "--json", "--quiet")
-    assert done.returncode == 0, done.stderr
+    done = moeq_anew.run("run", recipe, "--out", out, "--json", "--quiet", package=package)
+    assert done.code == 0, done.stderr
     made = json.loads((out / "assign" / "assignment.json").read_text("utf-8"))
     assert (made["method"], made["parameters"]["first"]) == ("strangers", "other")
     page = (out / "report" / "report.html").read_text("utf-8")
     assert "the strangers&#x27; halves (first important, expert bytes 3000000)" in page
-    looked = moeq("assign", "--out", str(out), "--frontier", "--json")
-    assert looked.returncode == 0, looked.stderr
+    looked = moeq_anew.run("assign", "--out", out, "--frontier", "--json", package=package)
+    assert looked.code == 0, looked.stderr
     assert "strangers" in {point["method"] for point in json.loads(looked.stdout)["frontier"]["points"]}
     assert looked.stderr.count("left out: strangers 1.0: entry point wrong = strangers_wrong:ALLOCATOR") == 1
-    refused = moeq("run", str(recipe), "--out", str(out), "--set", "assign.method=wrong")
-    assert refused.returncode == 2
+    refused = moeq_anew.run("run", recipe, "--out", out, "--set", "assign.method=wrong", package=package)
+    assert refused.code == 2
     assert len(refused.stderr.splitlines()) == 1
     assert "a dict is no moeq.assigners.allocator:Allocator" in refused.stderr
-    environment = dict(os.environ)
-    without = moeq("report", "--out", str(out))
-    assert without.returncode == 2
+    without = moeq_anew.run("report", "--out", out)
+    assert without.code == 2
     assert "unknown allocator 'strangers'; known: budget, " in without.stderr
 
 

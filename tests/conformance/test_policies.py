@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fork_server import Finished, ForkServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed_models import GEOMETRY, E, L, hardwares, placed, recorded, run
@@ -299,19 +297,18 @@ def test_fewer_bits_never_make_a_policy_slower(hardware: Hardware, seed: int, ba
         assert its.end_to_end_seconds <= mine.end_to_end_seconds * (1 + 1e-9), mine.policy
 
 
-def test_another_packages_policy_is_estimated(tmp_path: Path) -> None:
+def test_another_packages_policy_is_estimated(moeq_anew: ForkServer, tmp_path: Path) -> None:
     """From the command line to the page, its parameter's sensitivity and the timeline; a broken one is told."""
     modules = MODULES | {"strangers_broken": "import no_such_module\n"}
     entries = ENTRIES | {"broken": "strangers_broken:POLICY"}
     write_package(tmp_path / "there", POLICIES.group, entries, modules)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "there"), *filter(None, sys.path)])}
+    estimate = ("estimate", "--model", "mixtral-8x7b", "--grid", "in=64", "out=16")
 
-    def moeq_estimate(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "moeq", "estimate", "--model", "mixtral-8x7b", "--grid", "in=64", "out=16"]
-        return subprocess.run([*command, *options], env=environment, capture_output=True, text=True, check=False)
+    def moeq_estimate(*options: str) -> Finished:
+        return moeq_anew.run(*estimate, *options, package=tmp_path / "there")
 
     done = moeq_estimate("--policy", "strangers", "--out", str(tmp_path / "out"), "--json")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     assert done.stderr.splitlines() == [
         "left out: strangers 1.0: entry point broken = strangers_broken:POLICY of moeq.policies cannot be used "
         "(ModuleNotFoundError: No module named 'no_such_module'); update or remove that package"
@@ -324,12 +321,12 @@ def test_another_packages_policy_is_estimated(tmp_path: Path) -> None:
     failing = STRANGER.replace("hot, bits = work.placed(layers)", "1 / 0")
     tmp_path.joinpath("there", "strangers_policy.py").write_text(failing)
     failed = moeq_estimate("--quiet")
-    assert failed.returncode == 10
+    assert failed.code == 10
     assert failed.stderr == (
         "moeq: strangers 1.0: policy 'strangers' failed at decode() (ZeroDivisionError: division by zero); report it "
         "to the authors of that package, or use another policy\n"
     )
     refused = moeq_estimate("--policy", "broken")
-    assert refused.returncode == 10
+    assert refused.code == 10
     assert len(refused.stderr.splitlines()) == 1
     assert "strangers 1.0: entry point broken" in refused.stderr

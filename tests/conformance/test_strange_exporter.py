@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 from strange_exporter import ENTRIES, MODULES
 from strangers import started, write_package
 
@@ -26,7 +27,6 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import frontier
 from moeq.stages.context import Context
-from moeq.verification.verify import Options, verify
 
 model, out, *overrides = sys.argv[1:]
 recipe, quiet = load_recipe(None, overrides), Reporter(quiet=True)
@@ -35,11 +35,9 @@ plan = make_plan(context, probe=False)
 pipeline.run(context)
 checkpoint = Path(out) / "checkpoint-strangers-runtime"
 copy = conversion.convert(Path(out) / "checkpoint", "strangers", Path(out) / "copy", verify=quiet)
-verdict = verify(checkpoint, Options(), quiet)
 seen = [inspection.inspect(path) for path in (Path(out), checkpoint, Path(out) / "copy")]
 print(json.dumps({
     "plan": next(stage.lasting for stage in plan.stages if stage.stage == "export"), "copy": copy, "inspect": seen,
-    "verdict": [verdict.target, verdict.problems, len(verdict.layers), verdict.layers[0].error],
     "prices": [price["target"] for price in frontier.prices(context)],
 }, default=str))
 """
@@ -57,10 +55,13 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "there"
 
 
-def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    done = started(package, "-c", ALL, str(tiny_mixtral), str(out), *SMALL)
-    assert done.returncode == 0, done.stderr
+def test_it_runs_from_the_recipe_to_the_report(
+    moeq_anew: ForkServer, package: Path, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    out, program = tmp_path / "run", tmp_path / "all.py"
+    program.write_text(ALL)
+    done = moeq_anew.run(str(tiny_mixtral), str(out), *SMALL, program=program, package=package)
+    assert done.code == 0, done.stderr
     told = json.loads(done.stdout)
     checkpoint = out / "checkpoint-strangers-runtime"
     assert json.loads((checkpoint / "config.json").read_text())["quantization_config"]["note"] == (
@@ -68,9 +69,11 @@ def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path
     )  # fmt: skip
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     assert told["plan"]["../checkpoint-strangers-runtime"] == pytest.approx(size, rel=0.05)
-    target, problems, layers, error = told["verdict"]
-    assert (target, problems, layers) == ("strangers-runtime", [], 2)
-    assert error < 1e-4
+    verified = moeq_anew.run("verify", checkpoint, "--json", package=package, fresh_probe=True)
+    assert verified.code == 0, verified.stderr
+    verdict = json.loads(verified.stdout)
+    assert (verdict["target"], verdict["problems"], len(verdict["layers"])) == ("strangers-runtime", [], 2)
+    assert verdict["layers"][0]["error"] < 1e-4
     assert told["copy"]["verified_with"] == "strangers-runtime"
     assert (out / "copy" / SUMS).is_file()
     run, stage, copy = told["inspect"]
@@ -84,11 +87,11 @@ def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path
 
 
 def test_the_command_line_knows_it_and_what_it_cannot_do(package: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
-    run = ("-m", "moeq", "export", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"), "--format")
+    run = ("export", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"), "--format")
     assert "did you mean 'strangers-runtime'?" in started(package, *run, "stranger").stderr
     narrow = ("strangers", "--set", "losses.bits=[2]", "--set", "assign={method: uniform, bits: 2, target: nobody}")
     assert "unknown runtime 'nobody'; use one of native" in started(package, *run, *narrow).stderr
-    help_of = started(package, "-m", "moeq", "convert", "--help").stdout
+    help_of = started(package, "convert", "--help").stdout
     assert "strangers" in help_of
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 from strangers import on_path, started, write_package
 
 from moeq.artifacts.losses import NAME, read_losses
@@ -82,10 +83,13 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "there"
 
 
-def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    done = started(package, "-c", ALL, str(tiny_mixtral), str(out), *SMALL)
-    assert done.returncode == 0, done.stderr
+def test_it_runs_from_the_recipe_to_the_report(
+    moeq_anew: ForkServer, package: Path, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    out, program = tmp_path / "run", tmp_path / "all.py"
+    program.write_text(ALL)
+    done = moeq_anew.run(str(tiny_mixtral), str(out), *SMALL, program=program, package=package)
+    assert done.code == 0, done.stderr
     table = read_losses(out / "losses" / NAME)
     assert table.methods() == ["gptq", "strangers"]
     gptq, strangers = (table.matrix(method, "relative_loss") for method in table.methods())
@@ -103,7 +107,7 @@ def test_it_runs_from_the_recipe_to_the_report(package: Path, tiny_mixtral: Path
 
 
 def test_the_command_line_knows_it_and_what_it_cannot_do(package: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
-    run = ("-m", "moeq", "run", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"), "--quantizer")
+    run = ("run", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"), "--quantizer")
     refused = started(package, *run, "strangers")
     assert refused.returncode == 2
     assert "bits: strangers makes no codes of 1, 8 bits" in refused.stderr
@@ -121,16 +125,16 @@ FAILING = {
 
 @pytest.mark.parametrize("how", FAILING)
 def test_what_it_raises_is_one_line_that_names_package_layer_and_expert(
-    how: str, tiny_mixtral: Path, tmp_path: Path
+    moeq_anew: ForkServer, how: str, tiny_mixtral: Path, tmp_path: Path
 ) -> None:
     code, where = FAILING[how]
     head = "def quantize(weights, statistics, settings):\n"
     modules = {"strangers_quantizer": HALF.replace(head, head + code)}
     write_package(tmp_path / "there", QUANTIZERS.group, ENTRIES, modules)
     settings = [word for setting in SMALL for word in ("--set", setting)]
-    losses = ("-m", "moeq", "losses", "--quiet", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"))
-    failed = started(tmp_path / "there", *losses, *settings)
-    assert failed.returncode == 5, failed.stderr
+    losses = ("losses", "--quiet", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"))
+    failed = moeq_anew.run(*losses, *settings, package=tmp_path / "there")
+    assert failed.code == 5, failed.stderr
     what = rf"quantizer 'strangers' failed at model\.layers\.0\.[a-z.]*experts, {where}"
     do = "report it to the authors of that package, or use another quantizer"
     assert re.fullmatch(rf"moeq: strangers 1\.0: {what}; {do}\n", failed.stderr)

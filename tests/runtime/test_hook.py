@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from fork_server import TRANSFORMERS, Finished, ForkServer
+from fork_server import TRANSFORMERS, Finished, shared
 from transformers import AutoModelForCausalLM
 
 from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, forget_hook, hooked, unhooked
@@ -50,27 +49,25 @@ for place in sys.argv[1:]:
 KINDS = ("mixtral", "gpt_oss", "dbrx", "llama4_text", "switch_transformers", "jetmoe")
 
 
-@pytest.fixture(scope="module")
-def unaware(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Runs programs where transformers is imported and moeq is not."""
-    cache = str(tmp_path_factory.mktemp("modules"))
-    server = ForkServer(TRANSFORMERS, env=os.environ | {"HF_MODULES_CACHE": cache})
-    yield server
-    server.close()
+APART = """
+import os
+from transformers import dynamic_module_utils
+dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_MODULES_CACHE"]
+"""
 
 
-def python(server: ForkServer, code: str, *arguments: str, folder: Path) -> Finished:
+def python(code: str, *arguments: str, folder: Path) -> Finished:
+    """Run a program where transformers is imported and moeq is not, and no code of checkpoints is kept."""
     program = folder / "program.py"
-    program.write_text(code)
-    return server.run(*arguments, program=program, cwd=folder)
+    program.write_text(APART + code)
+    own = {"HF_MODULES_CACHE": str(folder / "modules")}
+    return shared(*TRANSFORMERS).run(*arguments, program=program, cwd=folder, env=own)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "switch_transformers"])
-def test_trusted_code_loads_it_where_nobody_imports_moeq(
-    family: str, unaware: ForkServer, exported: Exported, tmp_path: Path
-) -> None:
+def test_trusted_code_loads_it_where_nobody_imports_moeq(family: str, exported: Exported, tmp_path: Path) -> None:
     folder = shutil.copytree(exported(family), tmp_path / f"{family}-copy")
-    done = python(unaware, TRUSTING, str(folder), family, folder=tmp_path)
+    done = python(TRUSTING, str(folder), family, folder=tmp_path)
     assert "LOADED" in done.stdout, done.stderr[-2000:]
     if family == "mixtral":
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -79,11 +76,11 @@ def test_trusted_code_loads_it_where_nobody_imports_moeq(
         assert torch.equal(torch.load(tmp_path / "logits.pt", weights_only=True), wanted)
 
 
-def test_without_moeq_no_kind_of_experts_loads(unaware: ForkServer, exported: Exported, tmp_path: Path) -> None:
+def test_without_moeq_no_kind_of_experts_loads(exported: Exported, tmp_path: Path) -> None:
     """Trusted or not: never with experts made up."""
     places = [f"{exported(family)}={family}=unsaid" for family in KINDS]
     places += [f"{exported('mixtral')}=mixtral={trust}" for trust in ("no", "yes")]
-    done = python(unaware, WITHOUT, *places, folder=tmp_path)
+    done = python(WITHOUT, *places, folder=tmp_path)
     families = [*KINDS, "mixtral"]
     refusals = [f"REFUSED {family} RuntimeError" for family in families] + ["REFUSED mixtral ModuleNotFoundError"]
     said = [line for line in done.stdout.splitlines() if line.startswith(("LOADED", "REFUSED"))]

@@ -100,7 +100,7 @@ def test_experts_of_the_reference_one_at_a_time(run: Path, monkeypatch: pytest.M
 
 def test_the_command(moeq: ForkServer, run: Path) -> None:
     """The program in a process of its own, which starts the target's."""
-    done = moeq.run("verify", run / "checkpoint", "--json")
+    done = moeq.run("verify", run / "checkpoint", "--json", fresh_probe=True)
     assert done.code == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["right"]
