@@ -269,7 +269,6 @@ def test_the_command_says_where_it_is_and_how_it_is_loaded(hub: WritableHub, che
 
 def test_a_signature_goes_along_and_is_right_there(hub: WritableHub, checkpoint: Path, tmp_path: Path) -> None:
     """The card as it was signed; a signature over other bytes is not sent."""
-    pytest.importorskip("model_signing.signing", reason="pip install 'moeq[sign]'", exc_type=ImportError)
     from cryptography.hazmat.primitives import serialization as form
     from cryptography.hazmat.primitives.asymmetric import ec
     from huggingface_hub import snapshot_download

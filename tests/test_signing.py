@@ -27,7 +27,6 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
 
-pytest.importorskip("model_signing.signing", reason="pip install 'moeq[sign]'", exc_type=ImportError)
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
