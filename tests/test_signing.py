@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import NameOID
 from typer.testing import CliRunner
 
 from moeq import pipeline, signing
@@ -26,11 +30,6 @@ from moeq.errors import ArtifactError, MoeqError, RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
-
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from cryptography.x509.oid import NameOID
 
 LESS = ("corpus.sequences=4", "corpus.sequence_length=24", "losses.methods=[rtn]", "losses.group_size=16",
         "eval.perplexity.sequences=2", "eval.perplexity.sequence_length=24", "eval.tasks=[]", "eval.compare=[]",
