@@ -36,6 +36,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": checkpoints.inspect,
     "convert": checkpoints.convert,
     "verify": checkpoints.verify,
+    "reproduce": checkpoints.reproduce,
     "push": checkpoints.push,
     "families": checkpoints.families,
     "generate": checkpoints.generate,
