@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import quote, unquote
@@ -18,18 +19,21 @@ from urllib.parse import quote, unquote
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moeq.artifacts.digests import digests_of_files
-from moeq.artifacts.files import write_json
+from moeq.artifacts.files import digest_of, write_json
 from moeq.artifacts.reading import PlainName, read_json_file
+from moeq.artifacts.sums import BESIDE, Sums
+from moeq.artifacts.sums import NAME as SUMS
+from moeq.bounded import shortened
 from moeq.errors import ArtifactError
 from moeq.recipe.wording import refusal_of
 
 NAME = "provenance.json"
-SIGNATURE = "model.sig"
-NO_SUBJECTS = frozenset({NAME, SIGNATURE, "SHA256SUMS", "stage.json", "README.md", ".gitattributes"})
+NO_SUBJECTS = BESIDE | {NAME}
 MAX_BYTES = 64 << 20  # of a checkpoint of 100,000 files
 RUN: Final = "urn:moeq:checkpoint:1"
 CONVERSION: Final = "urn:moeq:conversion:1"
 MODEL, TEXT, HARDWARE, CHECKPOINT = "model/", "text/", "hardware/", "checkpoint/"  # how names of dependencies begin
+CALIBRATION = "calibration"  # the name of one: all that decides the calibration text
 PYPI = "pkg:pypi/"
 REMEDY = "download the checkpoint, or write it, again"
 _PACKAGE = re.compile(rf"{PYPI}([a-z0-9-]+)@([^@]+)")
@@ -45,11 +49,11 @@ class Part(BaseModel):
 
 
 class Digests(Part):
-    """sha256: of a file's bytes; gitCommit: of a repository on the hub; images: moeq's own, of a labelled image set."""
+    """sha256: of a file's bytes; gitCommit: of a repository on the hub; moeq: its own, of what is no single file."""
 
     sha256: Sha256 | None = None
     git_commit: Text | None = Field(None, alias="gitCommit")
-    images: Sha256 | None = Field(None, alias="moeqImages")
+    own: Sha256 | None = Field(None, alias="moeq")
 
 
 class Subject(Part):
@@ -119,7 +123,7 @@ class Builder(Part):
 
 
 class RunDetails(Part):
-    """byproducts: what the stages wrote, `STAGE/FILE` each."""
+    """byproducts: what the stages before the export wrote: each by its name and the digest in its record."""
 
     builder: Builder
     byproducts: list[Resource] = []
@@ -173,9 +177,9 @@ class Statement(Part):
 
     @property
     def byproducts(self) -> dict[str, str]:
-        """{STAGE/FILE: SHA-256} of what was made on the way."""
+        """{stage: digest of what it wrote}."""
         made = self.predicate.details.byproducts
-        return {str(one.name): str(one.digest.sha256) for one in made if one.digest is not None}
+        return {str(one.name): str(one.digest.own) for one in made if one.digest is not None}
 
     def as_json(self) -> dict[str, Any]:
         """As it stands in the file: what is not there is left out, but for the recipe's own nulls."""
@@ -202,14 +206,57 @@ def read_provenance(directory: Path) -> Statement | None:
         raise ArtifactError(f"cannot be read as JSON ({error})", where=str(path), do=REMEDY) from None
 
 
-def write_provenance(directory: Path, definition: BuildDefinition, details: RunDetails) -> Statement:
-    """Write the statement of a checkpoint that is complete but for its sums and its card."""
-    paths = sorted(path for path in directory.iterdir() if path.is_file() and path.name not in NO_SUBJECTS)
-    digests = digests_of_files(paths, cached=True)
-    subjects = [Subject(name=path.name, digest=Digests(sha256=digests[path])) for path in paths]
-    statement = Statement(subject=subjects, predicate=Predicate(definition=definition, details=details))
-    write_json(directory / NAME, statement.as_json())
+@dataclass(frozen=True, kw_only=True)
+class Making:
+    """How a checkpoint was made: the statement without the files that came of it."""
+
+    definition: BuildDefinition
+    details: RunDetails
+
+    def statement(self, digests: Mapping[str, str]) -> Statement:
+        """The statement about files of which these are the digests."""
+        subjects = [Subject(name=name, digest=Digests(sha256=digests[name])) for name in sorted(digests)]
+        return Statement(subject=subjects, predicate=Predicate(definition=self.definition, details=self.details))
+
+    def write(self, directory: Path) -> None:
+        """Write the statement of a checkpoint that is complete but for its sums and its card."""
+        paths = sorted(path for path in directory.iterdir() if path.is_file() and path.name not in NO_SUBJECTS)
+        digests = digests_of_files(paths, cached=True)
+        write_json(directory / NAME, self.statement({path.name: digests[path] for path in paths}).as_json())
+
+
+def check_provenance(directory: Path, sums: Sums | None) -> Statement | None:
+    """The statement of a checkpoint, compared with the digests that were just checked; None where it has none.
+
+    Raises ArtifactError for one that cannot be read, that SHA256SUMS does not list, or that says other of a file.
+    """
+    statement = read_provenance(directory)
+    if statement is None:
+        return None
+    if sums is None:
+        raise ArtifactError(f"missing, and {NAME} is there", where=str(directory / SUMS), do=REMEDY)
+    if NAME not in sums.files:
+        raise ArtifactError(f"{SUMS} does not list it", where=str(directory / NAME), do=REMEDY)
+    check_subjects(statement, sums.files, directory)
     return statement
+
+
+def words(statement: Statement | None) -> str:
+    """What a provenance names, on one line: model, recipe and version, or what was converted."""
+    if statement is None:
+        return "none: an older moeq, or another tool, made it"
+    given, version = statement.parameters, statement.predicate.details.builder.version.get("moeq", "of no version")
+    if given.checkpoint is not None:
+        return f"converted for {given.runtime} from {_called(given.checkpoint)} by moeq {version}"
+    recipe = digest_of(given.recipe)
+    return f"from {_called(given.model)} by moeq {version}, recipe {recipe[:16]}"
+
+
+def _called(model: NamedModel | None) -> str:
+    """A model's name with its revision, on one line however it is written."""
+    if model is None:
+        return "no model"
+    return shortened(model.name if model.revision is None else f"{model.name}@{model.revision}")
 
 
 def check_subjects(statement: Statement, digests: Mapping[str, str], directory: Path) -> None:
@@ -226,7 +273,7 @@ def check_subjects(statement: Statement, digests: Mapping[str, str], directory: 
 
 
 def files_as(kind: str, digests: Mapping[str, str]) -> list[Resource]:
-    """Dependencies, or byproducts, from {file: SHA-256}; kind: what their names begin with."""
+    """Dependencies from {file: SHA-256}; kind: what their names begin with."""
     return [Resource(name=f"{kind}{name}", digest=Digests(sha256=digests[name])) for name in sorted(digests)]
 
 

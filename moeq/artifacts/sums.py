@@ -14,7 +14,8 @@ from moeq.errors import ArtifactError
 from moeq.progress import Reporter
 
 NAME = "SHA256SUMS"
-UNLISTED = {NAME, "README.md", ".gitattributes"}  # what people edit once a checkpoint is published
+SIGNATURE = "model.sig"
+UNLISTED = {NAME, SIGNATURE, "README.md", ".gitattributes"}  # what changes once a checkpoint is published
 BESIDE = UNLISTED | {"stage.json"}  # what may lie beside the files that are listed
 ACTIVE = {".py", ".safetensors", ".bin", ".pt", ".pth", ".gguf"}  # files that loaders run or take weights from
 MAX_BYTES = 1 << 24

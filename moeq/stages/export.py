@@ -31,7 +31,7 @@ from moeq.numerics.slab import return_memory
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
 from moeq.runtimes import Runtime, runtime, runtimes, written
-from moeq.stages import assign, model_card, profile, quantize
+from moeq.stages import assign, making, model_card, profile, quantize
 from moeq.stages import non_experts as others
 from moeq.stages.as_quantized import AsQuantized
 from moeq.stages.context import Context
@@ -67,6 +67,7 @@ def run(context: Context) -> dict[str, Any]:
         own_code=has_own_code(model.skeleton),
         trust_remote_code=context.recipe.trust_remote_code,
         digests={stage: read_record(context.directory(stage), stage).digest for stage in ("assign", "quantize")},
+        making=making.of_run(context),
     )
     target = context.directory("export")
     with context.reporter.bar("export", 1) as advance:
@@ -206,6 +207,7 @@ def _write_format(context: Context, name: str, key: str, directory: Path) -> Non
         trust_remote_code=recipe.trust_remote_code,
         model_name=context.model.stamp.name,
         settings=_settings(context, name),
+        making=making.of_run(context, name),
     )
     native = NativeReader(context.directory("export"), recipe.trust_remote_code)
     write(name, native, directory, options)
