@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from moeq.reproduction.result import Reproduction
 from moeq.runtimes import NATIVE
 from moeq.stages import export
 from moeq.stages.context import Context
+from moeq.version import __version__
 
 MARKER = "reproduction.json"  # in the run's directory: of which statement, and with what
 TEXTS = "texts"  # links to texts by the names that the recipe has for them
@@ -90,6 +92,7 @@ def _recipe(inputs: Inputs, folder: Path) -> Recipe:
     Where the size of the whole checkpoint was asked for, which its statement is part of, its keys stay as they are.
     """
     data = inputs.recipe.model_dump(mode="json") | {"store": str(folder / STORE)}
+    data["eval"] = {"compare": data["eval"]["compare"]}  # all else is not measured here
     data["corpus"]["source"] = _sources(inputs, folder)
     if inputs.recipe.assign.size is None:
         runtime = inputs.statement.parameters.runtime
@@ -137,14 +140,21 @@ def _check_sets(context: Context, statement: Statement) -> None:
 
 def _packages(inputs: Inputs) -> dict[str, str]:
     """The versions here of the packages that the statement names."""
-    return {name: making.version_of(name) for name in inputs.statement.packages}
+    return {name: _version(name) for name in inputs.statement.packages}
+
+
+def _version(package: str) -> str:
+    try:
+        return __version__ if package == "moeq" else metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _notes(statement: Statement, here: Mapping[str, str], packages: Mapping[str, str]) -> Iterator[str]:
     """Versions and the machine where they are not those that the statement has, on one line."""
     stated = statement.packages | statement.predicate.details.builder.version
     now = {**packages, **here}
-    differ = [f"{name} {stated[name]}, here {now.get(name, 'none')}" for name in stated if now.get(name) != stated[name]]
+    differ = [f"{name} {stated[name]}, here {now.get(name, 'unknown')}" for name in stated if now.get(name) != stated[name]]
     if differ:
         yield f"made with other versions or on another machine, so bytes may differ: {'; '.join(differ)}"
 

@@ -91,8 +91,8 @@ def _recipe(statement: Statement, path: Path, trust_remote_code: bool) -> Recipe
         do = f"reproduce that one, and convert it with --to {asked.runtime}"
         raise RecipeError(f"made by `moeq convert` from {made_of}, not by a run", where=str(path), do=do)
     data = {key: value for key, value in asked.recipe.items() if key in KEPT}
-    if isinstance(evaluation := asked.recipe.get("eval"), dict) and "compare" in evaluation:
-        data["eval"] = {"compare": evaluation["compare"]}  # whose names take room in the card, which a size counts
+    evaluation = asked.recipe.get("eval")  # where a size was asked for: names in the card, which it counts
+    data["eval"] = {"compare": evaluation.get("compare", []) if isinstance(evaluation, dict) else []}
     try:
         recipe = load_recipe(data)
         if recipe.assign.hardware is not None:
