@@ -14,7 +14,7 @@ from rich.markup import escape
 from moeq import pipeline
 from moeq.artifacts import making
 from moeq.artifacts.files import make_directory, read_json, write_json
-from moeq.artifacts.provenance import NO_SUBJECTS, TEXT, Statement, read_provenance
+from moeq.artifacts.provenance import CALIBRATION, NO_SUBJECTS, TEXT, Statement, read_provenance
 from moeq.artifacts.reading import plain_name
 from moeq.artifacts.run import STAGES, STORE
 from moeq.artifacts.storage import storage_errors
@@ -176,6 +176,11 @@ def _compared(inputs: Inputs, context: Context, reporter: Reporter, notes: tuple
         except MoeqError as error:
             unread = str(error)
     again = read_provenance(remade)
+    stage = None if again is None else _first_stage(inputs.statement, again)
+    if again is not None and again.dependencies(CALIBRATION) != inputs.statement.dependencies(CALIBRATION):
+        notes = (*notes, "its recipe and texts give another calibration text than the provenance states")
+    if stage is not None and not files:
+        notes = (*notes, f"its recipe gives other results of {stage} than the provenance states, and the same files")
     return Reproduction(
         checkpoint=inputs.checkpoint,
         remade=remade,
@@ -184,12 +189,12 @@ def _compared(inputs: Inputs, context: Context, reporter: Reporter, notes: tuple
         files=tuple(files),
         matrices=matrices,
         unread=unread,
-        stage=None if again is None or not files else _first(inputs.statement, again),
+        stage="export" if files and stage is None else stage,
         notes=notes,
     )
 
 
-def _first(statement: Statement, again: Statement) -> str:
-    """The first stage that wrote something else; export, where all before it wrote the same."""
+def _first_stage(statement: Statement, again: Statement) -> str | None:
+    """The first stage before the export that did not write what the statement says; None where all did."""
     before, now = statement.byproducts, again.byproducts
-    return next((name for name in MAKING if name != "export" and before.get(name) != now.get(name)), "export")
+    return next((name for name in MAKING if before.get(name) != now.get(name)), None)

@@ -189,7 +189,7 @@ def _grid(matrix: PackedWeight | Tensor) -> str:
     if isinstance(matrix, Tensor):
         return str(matrix.dtype).removeprefix("torch.")
     symmetric = ", symmetric" if matrix.symmetric else ""
-    return f"{matrix.bits} bits in groups of {matrix.group_size}{symmetric}{', nested' if matrix.nested else ''}"
+    return f"{matrix.bits} bit{'s' * (matrix.bits > 1)} in groups of {matrix.group_size}{symmetric}{', nested' if matrix.nested else ''}"
 
 
 def _codes(matrix: PackedWeight) -> Tensor:

@@ -25,8 +25,7 @@ from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe, each_source, load_recipe
 from moeq.runtimes import NATIVE
 
 OLDER = "export it again with this moeq, which writes one"
-KEPT = ("recipe_version", "name", "dtype", "device", "stream", "threads", "seed", "trust_remote_code", "corpus",
-        "reparam", "profile", "losses", "others", "assign", "quantize", "export")  # fmt: skip
+APART = {"model", "revision", "store", "eval", "estimate", "gates"}  # of a recipe: places, and what shapes no byte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ def _recipe(statement: Statement, path: Path, trust_remote_code: bool) -> Recipe
         made_of = "another checkpoint" if asked.checkpoint is None else asked.checkpoint.name
         do = f"reproduce that one, and convert it with --to {asked.runtime}"
         raise RecipeError(f"made by `moeq convert` from {made_of}, not by a run", where=str(path), do=do)
-    data = {key: value for key, value in asked.recipe.items() if key in KEPT}
+    data = {key: value for key, value in asked.recipe.items() if key not in APART}
     evaluation = asked.recipe.get("eval")  # where a size was asked for: names in the card, which it counts
     data["eval"] = {"compare": evaluation.get("compare", []) if isinstance(evaluation, dict) else []}
     try:

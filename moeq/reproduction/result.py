@@ -58,8 +58,8 @@ class Reproduction:
 
     out: the run that made it, None where it was equal and in a temporary directory; remade: the checkpoint in it.
     equal: files that are the same, byte by byte. files: those that are not; matrices: whose values differ, the worst
-    first; unread: why values could not be compared, None where they could. stage: the first whose files are not those
-    that the statement says it wrote. notes: versions and instructions that are not those of the statement.
+    first; unread: why values could not be compared, None where they could. stage: the first that did not write what the
+    statement says, None where all did. notes: versions, machine and digests that are not those of the statement.
     """
 
     checkpoint: Path
@@ -95,6 +95,7 @@ class Reproduction:
         """For people: groups of equal files, then what differs and how far."""
         for group, count in Counter(map(group_of, self.equal)).items():
             yield f"{group}: {count} file{'s' * (count != 1)}, the same bytes"
+        yield from self.notes
         if self.is_equal:
             yield f"the same {len(self.equal)} files, byte by byte"
             return
@@ -110,7 +111,7 @@ class Reproduction:
     def error(self) -> GateError:
         """The error of one that differs."""
         every = len(self.files) + len(self.equal)
-        first = "" if self.stage is None else f", first what {self.stage} wrote"
+        first = "" if self.stage is None else f", from {self.stage} on"
         what = f"made again, {len(self.files)} of {every} files differ{first}"
         return GateError(what, where=str(self.checkpoint), do=f"compare it with {self.remade}")
 
