@@ -228,9 +228,15 @@ class Making:
 def check_provenance(directory: Path, sums: Sums | None) -> Statement | None:
     """The statement of a checkpoint, compared with the digests that were just checked; None where it has none.
 
-    Raises ArtifactError for one that cannot be read, that SHA256SUMS does not list, or that says other of a file.
+    Raises ArtifactError for one that cannot be read, that SHA256SUMS does not list, or that says other of a file. What
+    is no statement, in a directory without sums, is another tool's file of this name.
     """
-    statement = read_provenance(directory)
+    try:
+        statement = read_provenance(directory)
+    except ArtifactError:
+        if sums is None:
+            return None
+        raise
     if statement is None:
         return None
     if sums is None:

@@ -36,7 +36,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": checkpoints.inspect,
     "convert": checkpoints.convert,
     "verify": checkpoints.verify,
+<<<<<<< HEAD
     "reproduce": checkpoints.reproduce,
+=======
+    "sign": checkpoints.sign,
+>>>>>>> w-provenance
     "push": checkpoints.push,
     "families": checkpoints.families,
     "generate": checkpoints.generate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from moeq import pipeline
 from moeq.artifacts import making
 from moeq.artifacts.files import make_directory, read_json, write_json
 from moeq.artifacts.provenance import CALIBRATION, NO_SUBJECTS, TEXT, Statement, read_provenance
-from moeq.artifacts.reading import plain_name
+from moeq.artifacts.reading import relative_name
 from moeq.artifacts.run import STAGES, STORE
 from moeq.artifacts.storage import storage_errors
 from moeq.errors import CorpusError, MoeqError, RecipeError
 from moeq.progress import Reporter
-from moeq.recipe import Recipe, SourceSection, load_recipe
+from moeq.recipe import Recipe, SourceSection, load_recipe, source_name
 from moeq.reproduction.differences import file_differences, matrix_differences
 from moeq.reproduction.matching import Inputs
 from moeq.reproduction.result import Reproduction
@@ -53,7 +54,7 @@ def reproduce(inputs: Inputs, out: Path | None, reporter: Reporter) -> Reproduct
     if not found.is_equal or out is not None:
         return found
     shutil.rmtree(folder)
-    return Reproduction(checkpoint=found.checkpoint, remade=found.remade, out=None, equal=found.equal, notes=notes)
+    return replace(found, out=None)
 
 
 @contextmanager
@@ -101,25 +102,31 @@ def _recipe(inputs: Inputs, folder: Path) -> Recipe:
 
 
 def _sources(inputs: Inputs, folder: Path) -> Any:
-    """What the recipe calibrates on, files by their paths here; one that has another name now by a link of its own."""
+    """What the recipe calibrates on, files by their paths here."""
     source = inputs.recipe.corpus.source
     listed = source if isinstance(source, list) else [source]
     placed: list[Any] = []
     for at, (one, path) in enumerate(zip(listed, inputs.texts, strict=True)):
+        keys = one.model_dump(mode="json") if isinstance(one, SourceSection) else None
         name = one.path if isinstance(one, SourceSection) else one
-        place = name if path is None else str(_placed(path, name, folder / TEXTS / str(at)))
-        placed.append(one.model_dump(mode="json") | {"path": place} if isinstance(one, SourceSection) else place)
+        plain = keys is None or "name" in keys
+        place = name if path is None else str(_placed(path, name, folder / TEXTS / str(at), plain=plain))
+        placed.append(place if keys is None else keys | {"path": place})
     return placed if isinstance(source, list) else placed[0]
 
 
-def _placed(path: Path, name: str, folder: Path) -> Path:
-    """A file by the name that the recipe has for it, which names its domain."""
-    if path.name == name:
-        return path
+def _placed(path: Path, name: str, folder: Path, *, plain: bool) -> Path:
+    """A text where its path names its domain as the recipe's did: where it lies, or by a link.
+
+    plain: folders name nothing.
+    """
     try:
-        link = make_directory(folder) / plain_name(name)
+        link = folder / relative_name(name)
     except ValueError as error:
         raise RecipeError(str(error), where="corpus.source", do="download the checkpoint again") from None
+    if path.name == link.name and (plain or source_name(str(path)) == source_name(str(link))):
+        return path  # images that its rows name are beside it
+    make_directory(link.parent)
     with storage_errors(link):
         if link.is_symlink():
             link.unlink()

@@ -94,8 +94,8 @@ def _recipe(statement: Statement, path: Path, trust_remote_code: bool) -> Recipe
     data["eval"] = {"compare": evaluation.get("compare", []) if isinstance(evaluation, dict) else []}
     try:
         recipe = load_recipe(data)
-        if recipe.assign.hardware is not None:
-            _check_preset(recipe.assign.hardware)
+        for section in (recipe.assign, *recipe.eval.compare):
+            _check_preset(section.hardware)
     except RecursionError:
         raise RecipeError("nested too deeply", where=f"{path}: recipe", do="download the checkpoint again") from None
     except RecipeError as error:
@@ -110,12 +110,12 @@ def _recipe(statement: Statement, path: Path, trust_remote_code: bool) -> Recipe
     return recipe
 
 
-def _check_preset(name: str) -> None:
+def _check_preset(name: str | None) -> None:
     """RecipeError for hardware that does not come with moeq: no statement may have it read a file."""
     from moeq.estimator.hardware import known_hardware
 
-    if name not in known_hardware():
-        what = f"assign.hardware is {shown(name)}, a file that moeq does not bring along"
+    if name is not None and name not in known_hardware():
+        what = f"hardware is {shown(name)}, a file that moeq does not bring along"
         raise RecipeError(what, where="recipe")
 
 

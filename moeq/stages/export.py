@@ -17,6 +17,7 @@ from moeq.artifacts.files import building, digest_of, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.stage import RECORD, damage, is_current, read_record, write_record
+from moeq.artifacts.sums import SIGNATURE
 from moeq.artifacts.targets import WIDEN, grids_of, loads_width, refuse_layers
 from moeq.errors import ArtifactError, FormatError
 from moeq.exporters import write
@@ -266,7 +267,12 @@ def original_expert_bytes(context: Context) -> int:
 
 def write_card(context: Context, manifest: PlacementManifest, figures: list[dict[str, Any]] | None = None) -> None:
     """Write the model card; the report stage writes it again with the measured figures."""
-    write_text(context.directory("export") / CARD, card(context, manifest, figures or []))
+    directory, text = context.directory("export"), card(context, manifest, figures or [])
+    signature = directory / SIGNATURE
+    if signature.exists() and (directory / CARD).read_bytes() != text.encode():
+        signature.unlink()
+        context.reporter.say(f"  [yellow]{SIGNATURE} is taken away: the card has changed; sign again[/yellow]")
+    write_text(directory / CARD, text)
 
 
 def card(context: Context, manifest: PlacementManifest, figures: list[dict[str, Any]]) -> str:

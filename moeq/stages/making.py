@@ -35,7 +35,8 @@ from moeq.artifacts.run import EDITABLE
 from moeq.artifacts.stage import current_digest, read_record
 from moeq.errors import MoeqError
 from moeq.models import corpus
-from moeq.recipe import BUNDLED, DIGITS, HUB, each_source
+from moeq.models.source import CONFIG
+from moeq.recipe import BUNDLED, DIGITS, HUB, each_source, naming_part
 from moeq.registry import ALLOCATORS, EXPORTERS, QUANTIZERS
 from moeq.runtimes import NATIVE, runtimes
 from moeq.stages.context import Context
@@ -52,7 +53,7 @@ def of_run(context: Context, runtime: str = NATIVE) -> Making:
     if context.folds:
         stages = {"reparam": read_record(context.finished("reparam"), "reparam").digest} | stages
     calibration = read_record(context.directory("profile"), "profile").inputs["calibration"]
-    return _making(context, runtime, context.model.files, _texts_of(context, calibration), stages, calibration)
+    return _making(context, runtime, _model_files(context), _texts_of(context, calibration), stages, calibration)
 
 
 def largest(context: Context, files: Iterator[str] | list[str]) -> int:
@@ -60,9 +61,15 @@ def largest(context: Context, files: Iterator[str] | list[str]) -> int:
     names = [path.name for path in (*context.model.source.side_files(), *context.model.source.files)]
     texts = [_unread(name) for name in _names(context)]
     stages = dict.fromkeys(("reparam", "profile", "losses", "assign", "quantize"), DIGEST)
-    said = _making(context, NATIVE, dict.fromkeys(names, DIGEST), texts, stages, DIGEST)
+    said = _making(context, NATIVE, dict.fromkeys([CONFIG, *names], DIGEST), texts, stages, DIGEST)
     statement = said.statement({name: DIGEST for name in files if name not in NO_SUBJECTS})
     return len(canonical_json(statement.as_json()).encode())
+
+
+def _model_files(context: Context) -> dict[str, str]:
+    """{file: SHA-256} of the model as it was given, before its norms were folded."""
+    model = context.given().model
+    return model.files | {CONFIG: digest_of_file(model.source.path / CONFIG)}
 
 
 def text_files(context: Context) -> list[dict[str, Any]]:
@@ -74,7 +81,7 @@ def _making(
     context: Context, runtime: str, files: dict[str, str], texts: list[Resource], stages: dict[str, str], text: str
 ) -> Making:
     """files: of the model; stages: digests of what they wrote; text: of all that decides the calibration text."""
-    recipe, stamp = context.recipe, context.model.source
+    recipe, source = context.recipe, context.model.source  # of a folded model with the name of the given one
     name = runtimes()[runtime].exporter.name
     made_by = (
         ALLOCATORS.origin(recipe.assign.method), EXPORTERS.origin(name), *map(QUANTIZERS.origin, recipe.losses.methods)
@@ -83,7 +90,7 @@ def _making(
         build_type=RUN,
         parameters=Parameters(
             runtime=runtime,
-            model=NamedModel(name=stamp.name, revision=stamp.revision),
+            model=NamedModel(name=source.name, revision=source.revision),
             texts=_names(context),
             recipe=_recipe(context),
         ),
@@ -123,7 +130,9 @@ def _recipe(context: Context) -> dict[str, Any]:
 def _reduced(source: Any) -> Any:
     if isinstance(source, list):
         return [_reduced(one) for one in source]
-    return source | {"path": _last(source["path"])} if isinstance(source, dict) else _last(source)
+    if isinstance(source, dict):  # whose domain may be called after the folder that it lies in
+        return source | {"path": _last(source["path"]) if source.get("name") else naming_part(source["path"])}
+    return _last(source)
 
 
 def _last(name: str) -> str:
