@@ -58,10 +58,6 @@ def check_signer(checkpoint: Path, signer: Signer) -> None:
         raise RecipeError("of no certificate", where="--certificate-chain", do="give --certificate too")
     named: dict[str, Sequence[Path | None]] = {"--key": [signer.key], "--certificate": [signer.certificate]}
     named["--certificate-chain"] = signer.chain
-        "--key": [signer.key],
-        "--certificate": [signer.certificate],
-        "--certificate-chain": signer.chain,
-    }
     _check_named(checkpoint, named)
     if signer.certificate is not None and not signer.chain:
         raise RecipeError("its issuers are not named", where="--certificate", do="give --certificate-chain too")

@@ -36,11 +36,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": checkpoints.inspect,
     "convert": checkpoints.convert,
     "verify": checkpoints.verify,
-<<<<<<< HEAD
-    "reproduce": checkpoints.reproduce,
-=======
     "sign": checkpoints.sign,
->>>>>>> w-provenance
+    "reproduce": checkpoints.reproduce,
     "push": checkpoints.push,
     "families": checkpoints.families,
     "generate": checkpoints.generate,

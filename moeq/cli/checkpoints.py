@@ -129,7 +129,33 @@ def verify(
         refuse(verification.error_of(verdict), json=json)
 
 
-<<<<<<< HEAD
+def sign(
+    checkpoint: Annotated[Path, Argument(help="A packed checkpoint, such as RUN/checkpoint.")],
+    key: Annotated[Path, Option(help="Private key of an elliptic curve (P-256, P-384, P-521), in PEM.")],
+    certificate: Annotated[Path | None, Option(help="Certificate of this key, in PEM.")] = None,
+    certificate_chain: Annotated[
+        list[Path] | None, Option(help="Certificates of who issued it, in PEM (repeatable).")
+    ] = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Sign every file of a checkpoint with a key, into model.sig beside them; needs pip install 'moeq[sign]'.
+
+    An encrypted key's passphrase is asked for, or taken from MOEQ_KEY_PASSPHRASE. Nothing goes over a network.
+    """
+    from moeq import preflight
+
+    preflight.check_checkpoint(checkpoint)
+    from moeq import signing
+
+    signer = signing.Signer(key=key, certificate=certificate, chain=certificate_chain or ())
+    signing.check_signer(checkpoint, signer)
+    done = signing.sign(checkpoint, signer)
+    from moeq import terminal
+
+    show(done, terminal.print_summary, json=json, quiet=quiet)
+
+
 def reproduce(
     checkpoint: Annotated[Path, Argument(help="A checkpoint that a run of moeq made, with its provenance.json.")],
     model: Annotated[str, Option(help="The model that it was made of: directory, hub id, or bundled:tiny-mixtral.")],
@@ -158,33 +184,6 @@ def reproduce(
     show(found.as_json(), lambda _: print(*found.lines(), sep="\n"), json=json, quiet=quiet)
     if not found.is_equal:
         refuse(found.error(), json=json)
-=======
-def sign(
-    checkpoint: Annotated[Path, Argument(help="A packed checkpoint, such as RUN/checkpoint.")],
-    key: Annotated[Path, Option(help="Private key of an elliptic curve (P-256, P-384, P-521), in PEM.")],
-    certificate: Annotated[Path | None, Option(help="Certificate of this key, in PEM.")] = None,
-    certificate_chain: Annotated[
-        list[Path] | None, Option(help="Certificates of who issued it, in PEM (repeatable).")
-    ] = None,
-    json: JsonOption = False,
-    quiet: QuietOption = False,
-) -> None:
-    """Sign every file of a checkpoint with a key, into model.sig beside them; needs pip install 'moeq[sign]'.
-
-    An encrypted key's passphrase is asked for, or taken from MOEQ_KEY_PASSPHRASE. Nothing goes over a network.
-    """
-    from moeq import preflight
-
-    preflight.check_checkpoint(checkpoint)
-    from moeq import signing
-
-    signer = signing.Signer(key=key, certificate=certificate, chain=certificate_chain or ())
-    signing.check_signer(checkpoint, signer)
-    done = signing.sign(checkpoint, signer)
-    from moeq import terminal
-
-    show(done, terminal.print_summary, json=json, quiet=quiet)
->>>>>>> w-provenance
 
 
 def push(

@@ -70,7 +70,11 @@ def _run_directory(folder: Path, inputs: Inputs, *, temporary: bool) -> Iterator
     if folder.is_dir() and any(folder.iterdir()):
         begun = read_json(folder / MARKER) if (folder / MARKER).is_file() else None
         if begun != versions:
-            other = "is there already" if begun is None else "another checkpoint was made again in it, or with other versions"
+            other = (
+                "is there already"
+                if begun is None
+                else "another checkpoint was made again in it, or with other versions"
+            )
             raise RecipeError(other, where=str(folder), do="remove it, or choose another --out")
     try:
         write_json(make_directory(folder) / MARKER, versions)
@@ -161,7 +165,9 @@ def _notes(statement: Statement, here: Mapping[str, str], packages: Mapping[str,
     """Versions and the machine where they are not those that the statement has, on one line."""
     stated = statement.packages | statement.predicate.details.builder.version
     now = {**packages, **here}
-    differ = [f"{name} {stated[name]}, here {now.get(name, 'unknown')}" for name in stated if now.get(name) != stated[name]]
+    differ = [
+        f"{name} {stated[name]}, here {now.get(name, 'unknown')}" for name in stated if now.get(name) != stated[name]
+    ]
     if differ:
         yield f"made with other versions or on another machine, so bytes may differ: {'; '.join(differ)}"
 

@@ -82,7 +82,9 @@ def _keys(here: Any, again: Any) -> Iterator[str]:
         key, one, two = pairs.pop()
         if isinstance(one, dict) and isinstance(two, dict):
             names = sorted({*one, *two}, reverse=True)
-            pairs += [(f"{key}.{name}" if key else name, one.get(name, ABSENT), two.get(name, ABSENT)) for name in names]
+            pairs += [
+                (f"{key}.{name}" if key else name, one.get(name, ABSENT), two.get(name, ABSENT)) for name in names
+            ]
         elif isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
             pairs += [(f"{key}[{at}]", *both) for at, both in reversed(list(enumerate(zip(one, two, strict=True))))]
         elif one is not two and (type(one) is not type(two) or one != two):
@@ -175,7 +177,9 @@ def _same(here: PackedWeight | Tensor, again: PackedWeight | Tensor) -> bool:
         return tensors and here.dtype == again.dtype and _bits(here, again)  # type: ignore[union-attr,arg-type]
     mine, theirs = here.parts(), again.parts()
     return (
-        _grid(here) == _grid(again) and set(mine) == set(theirs) and all(_bits(mine[part], theirs[part]) for part in mine)
+        _grid(here) == _grid(again)
+        and set(mine) == set(theirs)
+        and all(_bits(mine[part], theirs[part]) for part in mine)
     )
 
 

@@ -76,7 +76,9 @@ def _statement(checkpoint: Path, reporter: Reporter | None) -> tuple[Statement, 
     sums = check_sums(checkpoint, reporter=reporter)
     if sums is None or NAME not in sums.files:
         what = f"no {SUMS}" if sums is None else f"{SUMS} does not list {NAME}"
-        raise ArtifactError(f"{what}: whether it is whole cannot be told", where=str(checkpoint), do="download it again")
+        raise ArtifactError(
+            f"{what}: whether it is whole cannot be told", where=str(checkpoint), do="download it again"
+        )
     sums.require_inactive(checkpoint)
     check_subjects(statement, sums.files, checkpoint)
     return statement, sums.files[NAME]
@@ -195,7 +197,10 @@ def _wanted(statement: Statement, names: Sequence[str], where: Path) -> list[tup
 
 
 def _check_all(
-    wanted: Sequence[tuple[str, str | None]], found: Mapping[Path, str], folders: Sequence[Path], sets: Mapping[str, Path]
+    wanted: Sequence[tuple[str, str | None]],
+    found: Mapping[Path, str],
+    folders: Sequence[Path],
+    sets: Mapping[str, Path],
 ) -> None:
     """CorpusError where what is given is not all that is wanted, and nothing else."""
     absent = [(name, digest) for name, digest in wanted if digest is not None and digest not in found.values()]
