@@ -161,7 +161,9 @@ def reproduce(
     model: Annotated[str, Option(help="The model that it was made of: directory, hub id, or bundled:tiny-mixtral.")],
     text: Annotated[
         list[str] | None,
-        Option(help="A text that it was calibrated on, by any name; may be given several times. Bundled ones need none."),
+        Option(
+            help="A text that it was calibrated on, by any name; may be given several times. Bundled ones need none."
+        ),
     ] = None,
     out: Annotated[
         Path | None,

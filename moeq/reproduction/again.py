@@ -24,7 +24,7 @@ from moeq.progress import Reporter
 from moeq.recipe import Recipe, SourceSection, load_recipe, source_name
 from moeq.reproduction.differences import file_differences, matrix_differences
 from moeq.reproduction.matching import Inputs
-from moeq.reproduction.result import Reproduction
+from moeq.reproduction.result import MatrixDifference, Reproduction
 from moeq.runtimes import NATIVE
 from moeq.stages import export
 from moeq.stages.context import Context
@@ -180,7 +180,8 @@ def _compared(inputs: Inputs, context: Context, reporter: Reporter, notes: tuple
     stated = inputs.statement.files
     made = {path.name for path in remade.iterdir() if path.is_file()} - NO_SUBJECTS
     files = file_differences(inputs.checkpoint, remade, stated, made)
-    matrices, unread = (), None
+    matrices: tuple[MatrixDifference, ...] = ()
+    unread = None
     if files:
         reporter.say(f"  {len(files)} files differ")
         try:

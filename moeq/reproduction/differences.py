@@ -192,8 +192,9 @@ def _grid(matrix: PackedWeight | Tensor) -> str:
     """How a matrix is stored, in words."""
     if isinstance(matrix, Tensor):
         return str(matrix.dtype).removeprefix("torch.")
-    symmetric = ", symmetric" if matrix.symmetric else ""
-    return f"{matrix.bits} bit{'s' * (matrix.bits > 1)} in groups of {matrix.group_size}{symmetric}{', nested' if matrix.nested else ''}"
+    count = "1 bit" if matrix.bits == 1 else f"{matrix.bits} bits"
+    kinds = [name for name in ("symmetric", "nested") if getattr(matrix, name)]
+    return ", ".join([f"{count} in groups of {matrix.group_size}", *kinds])
 
 
 def _codes(matrix: PackedWeight) -> Tensor:
