@@ -56,6 +56,7 @@ def match(
     check_checkpoint(checkpoint)
     statement, digest = _statement(checkpoint, reporter)
     recipe = _recipe(statement, checkpoint / NAME, trust_remote_code)
+    found = _texts(statement, recipe, texts, checkpoint / NAME)
     source = _model(statement, model, trust_remote_code, reporter)
     return Inputs(
         checkpoint=checkpoint.resolve(),
@@ -63,7 +64,7 @@ def match(
         digest=digest,
         recipe=recipe,
         model=source.path.resolve(),
-        texts=_texts(statement, recipe, texts, checkpoint / NAME),
+        texts=found,
         trust_remote_code=trust_remote_code,
     )
 
