@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 from moeq import api
 from moeq.artifacts.files import write_json
-from moeq.artifacts.provenance import NAME
+from moeq.artifacts.provenance import NAME, read_provenance
 from moeq.artifacts.run import STORE_VARIABLE
 from moeq.artifacts.sums import write_sums
+from moeq.artifacts.tensor_files import write_tensors
 from moeq.cli import app
-from moeq.errors import GateError, RecipeError
+from moeq.errors import CorpusError, GateError, RecipeError
 from moeq.numerics.packed import PackedWeight
 from moeq.numerics.packing import pack
 from moeq.pipeline import run
@@ -26,6 +27,7 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.reproduction import again
 from moeq.reproduction.differences import _difference, _keys
+from moeq.reproduction.matching import _texts
 from moeq.stages.context import Context
 
 MAKING = ("reparam", "profile", "losses", "assign", "quantize", "export")
@@ -211,20 +213,6 @@ def test_sizes_weights_of_sources_stores_and_other_formats(
         assert found.notes == (), "domains are called as they were"
 
 
-def test_images_and_a_model_whose_norms_are_folded(home: Path, tmp_path: Path) -> None:
-    recipe = {
-        "corpus": {"sequences": 8},
-        "reparam": {},
-        "losses": {"methods": ["rtn"], "group_size": 16},
-        "assign": {"method": "uniform", "bits": 3, "quantizer": "rtn"},
-        "eval": {"compare": []},
-        "export": {"verify": False},
-    }
-    made = made_of("bundled:tiny-moe-vit", tmp_path / "run", recipe)
-    found = reproduce(home, made, model="bundled:tiny-moe-vit", texts=[])
-    assert found.is_equal, list(found.lines())
-
-
 def test_a_directory_that_holds_something_else_is_refused(home: Path, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
@@ -240,11 +228,66 @@ def test_a_directory_that_holds_something_else_is_refused(home: Path, checkpoint
 
 def test_a_run_that_refuses_leaves_nothing_beside(home: Path, checkpoint: Path) -> None:
     edit(checkpoint, lambda definition: definition["externalParameters"]["recipe"]["corpus"].update(sequences=10**6))
-    from moeq.errors import CorpusError
-
     with pytest.raises(CorpusError):
         reproduce(home, checkpoint)
     assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint"]
+
+
+def write_images(path: Path, first: int) -> None:
+    """Labelled digits from the one of a number on, for the bundled image classifier."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    some = slice(first, first + 24)
+    tensors = {
+        "images": torch.tensor(digits.images[some], dtype=torch.uint8)[:, None],
+        "labels": torch.tensor(digits.target[some]),
+    }
+    write_tensors(path, tensors | {"train": torch.arange(16), "test": torch.arange(16, 24)})
+
+
+def test_images_and_a_model_whose_norms_are_folded(home: Path, tmp_path: Path) -> None:
+    """Sets of images, which have no digest of a file, are known by their name and compared when they are read."""
+    for folder, first in (("a", 0), ("b", 24)):
+        (tmp_path / folder).mkdir()
+        write_images(tmp_path / folder / "some.safetensors", first)
+    recipe = {
+        "corpus": {"sequences": 8, "source": [str(tmp_path / "a" / "some.safetensors"), "bundled"]},
+        "reparam": {},
+        "losses": {"methods": ["rtn"], "group_size": 16, "bits": [3], "layer_effects": None},
+        "assign": {"method": "uniform", "bits": 3, "quantizer": "rtn"},
+        "eval": {"compare": []},
+        "export": {"verify": False},
+    }
+    made = made_of("bundled:tiny-moe-vit", tmp_path / "run", recipe)
+    (tmp_path / "moved").mkdir()
+    moved = (tmp_path / "a" / "some.safetensors").rename(tmp_path / "moved" / "some.safetensors")
+    found = reproduce(home, made, model="bundled:tiny-moe-vit", texts=[moved])
+    assert found.is_equal, list(found.lines())
+    assert found.notes == ()
+    with pytest.raises(CorpusError, match=r"b/some.safetensors: other images: their digest is \w{64}, the provenance"):
+        reproduce(home, made, model="bundled:tiny-moe-vit", texts=[tmp_path / "b" / "some.safetensors"])
+    with pytest.raises(CorpusError, match=r"'some.safetensors': missing: it was calibrated on it; give it by --text"):
+        reproduce(home, made, model="bundled:tiny-moe-vit", texts=[])
+
+
+def test_a_dataset_of_the_hub_is_allowed_by_its_name_and_commit(checkpoint: Path) -> None:
+    pinned = "hub:org/data@0123:a:train"
+
+    def change(definition: dict[str, Any]) -> None:
+        set_recipe(definition, corpus={"source": ["hub:org/data", {"path": "hub:org/data", "weight": 2}, "bundled"]})
+        others = [one for one in definition["resolvedDependencies"] if not one.get("name", "").startswith("text/")]
+        dataset = {"name": f"text/{pinned}", "digest": {"gitCommit": "0123"}}
+        bundled = {"name": "text/bundled", "digest": {"sha256": "0" * 64}}
+        definition["resolvedDependencies"] = [*others, dataset, dataset, bundled]
+
+    edit(checkpoint, change)
+    statement = read_provenance(checkpoint)
+    assert statement is not None
+    recipe = load_recipe({"corpus": statement.parameters.recipe["corpus"]})  # type: ignore[index]
+    assert _texts(statement, recipe, [pinned], checkpoint) == (pinned, pinned, None)
+    with pytest.raises(CorpusError, match="it was calibrated on this dataset; allow it by --text and this name"):
+        _texts(statement, recipe, ["hub:org/data"], checkpoint)
 
 
 def packed(codes: torch.Tensor, bits: int = 4) -> PackedWeight:
@@ -280,5 +323,5 @@ def test_which_keys_of_json_differ() -> None:
     here = {"a": {"b": [1, {"c": True}]}, "same": None, "gone": 2}
     again = {"a": {"b": [1, {"c": 1}]}, "same": None, "new": None}
     assert list(_keys(here, again)) == ["a.b[1].c True -> 1", "gone 2 -> absent", "new absent -> None"]
-    assert list(_keys({"long": "x" * 99}, {"long": []}))[0].startswith("long 'xxx")
+    assert next(_keys({"long": "x" * 99}, {"long": []})).startswith("long 'xxx")
     assert list(_keys([1, 2], [1])) == [" [1, 2] -> [1]"]

@@ -110,11 +110,13 @@ def _sources(inputs: Inputs, folder: Path) -> Any:
     source = inputs.recipe.corpus.source
     listed = source if isinstance(source, list) else [source]
     placed: list[Any] = []
-    for at, (one, path) in enumerate(zip(listed, inputs.texts, strict=True)):
+    for at, (one, text) in enumerate(zip(listed, inputs.texts, strict=True)):
         keys = one.model_dump(mode="json") if isinstance(one, SourceSection) else None
         name = one.path if isinstance(one, SourceSection) else one
         plain = keys is None or "name" in keys
-        place = name if path is None else str(_placed(path, name, folder / TEXTS / str(at), plain=plain))
+        place = name if text is None else str(text)
+        if isinstance(text, Path):
+            place = str(_placed(text, name, folder / TEXTS / str(at), plain=plain))
         placed.append(place if keys is None else keys | {"path": place})
     return placed if isinstance(source, list) else placed[0]
 

@@ -7,12 +7,12 @@ statement has of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from moeq.artifacts.digests import digest_of_file, digests_of_files
-from moeq.artifacts.provenance import MODEL, NAME, RUN, TEXT, Statement, check_subjects, read_provenance
+from moeq.artifacts.provenance import MODEL, NAME, RUN, TEXT, Digests, Statement, check_subjects, read_provenance
 from moeq.artifacts.reading import inside
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
@@ -32,8 +32,8 @@ APART = {"model", "revision", "store", "eval", "estimate", "gates"}  # of a reci
 class Inputs:
     """A checkpoint's statement with what it names, found here.
 
-    digest: of the statement's file; model: where it lies; texts: of every source of the recipe the file here, None for
-    one that is no file (bundled, or of the hub).
+    digest: of the statement's file; model: where it lies; texts: of every source of the recipe the file here, a
+    dataset's name with its commit, or None for what moeq brings along.
     """
 
     checkpoint: Path
@@ -41,7 +41,7 @@ class Inputs:
     digest: str
     recipe: Recipe
     model: Path
-    texts: tuple[Path | None, ...]
+    texts: tuple[Path | str | None, ...]
     trust_remote_code: bool
 
 
@@ -153,54 +153,65 @@ def other(found: str, wanted: str) -> str:
     return f"its SHA-256 is {found}, in {NAME} it is {wanted}"
 
 
-def _texts(statement: Statement, recipe: Recipe, given: Sequence[str], where: Path) -> tuple[Path | None, ...]:
+def _texts(statement: Statement, recipe: Recipe, given: Sequence[str], where: Path) -> tuple[Path | str | None, ...]:
     """Of every source of the recipe the file here that has its digest, whatever it is called.
 
-    A set of images that is no single file is known by its name, and compared when it is read. Raises CorpusError for a
-    file that is none of them, and for one of them that is missing; MissingError.
+    A set of images that is no single file is known by its name, and compared when it is read; a dataset of the hub by
+    its name with its commit. Raises CorpusError for what is none of them, and for one that is missing; MissingError.
     """
-    names = [one.path for one in each_source(recipe.corpus.source)]
-    hub = {name for name in names if name.startswith(HUB)}
-    for name in sorted(hub - set(given)):
-        raise CorpusError("missing: it was made of this dataset", where=name, do=f"allow it by --text {name}")
-    none = {BUNDLED, DIGITS, *hub}
-    paths = [Path(name).expanduser().absolute() for name in given if name not in none]
+    sources = _sources(statement, recipe, where)
+    hub = [name for name, _ in sources if name.startswith(HUB)]
+    for name in hub:
+        if name not in given:
+            what = "missing: it was calibrated on this dataset"
+            raise CorpusError(what, where=shown(name), do="allow it by --text and this name")
+    paths = [Path(name).expanduser().absolute() for name in given if name not in (BUNDLED, DIGITS, *hub)]
     for path in paths:
         if not path.exists():
             raise missing(path, "give what it was calibrated on")
-    wanted = _wanted(statement, [name for name in names if name not in none], where)
-    sets = {name: path for name, digest in wanted for path in paths if digest is None and path.name == name}
-    found = {path: digest_of_file(path, cached=True) for path in paths if path.is_file() and path not in sets.values()}
-    _check_all(wanted, found, [path for path in paths if path not in found and path not in sets.values()], sets)
-    by_digest, left = {digest: path for path, digest in found.items()}, iter(wanted)
-    matched: list[Path | None] = []
-    for name in names:
-        text, digest = (name, None) if name in none else next(left)
-        matched.append(None if name in none else sets[text] if digest is None else by_digest[digest])
+    wanted = [(name, digests) for name, digests in sources if name not in (BUNDLED, DIGITS, *hub)]
+    sets = {name: path for name, digests in wanted for path in paths if not digests.sha256 and path.name == name}
+    rest = [path for path in paths if path not in sets.values()]
+    found = {path: digest_of_file(path, cached=True) for path in rest if path.is_file()}
+    _check_all([(name, digests.sha256) for name, digests in wanted], found, set(rest) - set(found), sets)
+    by_digest = {digest: path for path, digest in found.items()}
+    matched: list[Path | str | None] = []
+    for name, digests in sources:
+        if name in (BUNDLED, DIGITS):
+            matched.append(None)
+        elif name in hub:
+            matched.append(name)
+        else:
+            matched.append(by_digest[digests.sha256] if digests.sha256 else sets[name])
     return tuple(matched)
 
 
-def _wanted(statement: Statement, names: Sequence[str], where: Path) -> list[tuple[str, str | None]]:
-    """(name, SHA-256) of what sources name, in their order; None: a set of images, which has a digest of its own.
+def _sources(statement: Statement, recipe: Recipe, where: Path) -> list[tuple[str, Digests]]:
+    """(name, digests) of what the recipe's sources name, in their order; datasets of the hub with their commit.
 
-    ArtifactError where the statement says nothing of one.
+    ArtifactError where the statement does not say what one of them was.
     """
-    left, wanted = statement.dependencies(TEXT), []
-    for name in names:
-        last = PurePosixPath(name).name
-        at = next((at for at, (known, _) in enumerate(left) if known == last), None)
-        digests = None if at is None else left.pop(at)[1]
-        if digests is None or (digests.sha256 is None and digests.own is None):
-            what = f"it has no digest of {shown(name)}, which its recipe names"
+    found, known = [], statement.dependencies(TEXT)
+    for at, source in enumerate(each_source(recipe.corpus.source)):
+        name, digests = known[at] if at < len(known) else ("", Digests())
+        hub = source.path.startswith(HUB)
+        its = digests.git_commit if hub else digests.sha256 or digests.own
+        if its is None or (not name.startswith(HUB) if hub else name not in _names(source.path)):
+            what = f"it has no digest of {shown(source.path)}, which its recipe names"
             raise ArtifactError(what, where=str(where), do="download the checkpoint again")
-        wanted.append((last, digests.sha256))
-    return wanted
+        found.append((name, digests))
+    return found
+
+
+def _names(path: str) -> tuple[str, ...]:
+    """What a text that is no dataset may be called: its file; images that moeq brings along have two names."""
+    return (BUNDLED, DIGITS) if path in (BUNDLED, DIGITS) else (PurePosixPath(path).name,)
 
 
 def _check_all(
     wanted: Sequence[tuple[str, str | None]],
     found: Mapping[Path, str],
-    folders: Sequence[Path],
+    strange: Collection[Path],
     sets: Mapping[str, Path],
 ) -> None:
     """CorpusError where what is given is not all that is wanted, and nothing else."""
@@ -213,7 +224,7 @@ def _check_all(
             raise CorpusError(what, where=str(path), do="give the text that it was calibrated on")
         what = f"SHA-256 {found[path]}, and {NAME} has no text of that"
         raise CorpusError(what, where=str(path), do="leave it out")
-    for path in folders:
+    for path in strange:
         raise CorpusError(f"{NAME} has no text of that name", where=str(path), do="leave it out")
     for name, digest in [*absent, *((name, None) for name, digest in wanted if digest is None and name not in sets)]:
         what = "missing: it was calibrated on it" + ("" if digest is None else f", SHA-256 {digest}")

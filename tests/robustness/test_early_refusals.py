@@ -213,7 +213,11 @@ REFUSED: dict[str, list[Case]] = {
         (("made/plugin", "--model", "small"), 2, "assign.method: unknown allocator 'evil'"),
         (("made/hardware", "--model", "small"), 2, "hardware is '/etc/passwd', a file that moeq does not bring"),
         (("made/path", "--model", "small"), 7, "it has no digest of '/etc/passwd', which its recipe names"),
-        (("made/dataset", "--model", "small"), 4, "hub:org/data: missing: it was made of this dataset; allow it by"),
+        (
+            ("made/dataset", "--model", "small"),
+            4,
+            "hub:org/data@1:a:train': missing: it was calibrated on this dataset; allow",
+        ),
         (("made/whole", "--model", "small"), 4, f"missing: it was calibrated on it, SHA-256 {TEXT}; give it by --text"),
         (("made/whole", "--model", "small", "--text", "no.txt"), 13, "no.txt: no such file or directory"),
         (
@@ -321,7 +325,9 @@ def write_statements(folder: Path) -> None:
     write_tensors(folder / "small" / "model.safetensors", {"a": torch.zeros(2)})
     config = digest_of_file(folder / "small" / "config.json")
 
-    def write(name: str, *, build: str = "checkpoint", files: dict[str, str] | None = None, **recipe: Any) -> Path:
+    def write(
+        name: str, *, build: str = "checkpoint", files: dict[str, str] | None = None, text: Any = None, **recipe: Any
+    ) -> Path:
         made, known = folder / "made" / name, {"config.json": config} | (files or {})
         made.mkdir(parents=True)
         (made / "config.json").write_text("{}", "utf-8")
@@ -333,7 +339,7 @@ def write_statements(folder: Path) -> None:
                 | (named if build == "checkpoint" else {"checkpoint": {"name": "origin"}}),
                 "resolvedDependencies": [
                     *({"name": f"model/{file}", "digest": {"sha256": digest}} for file, digest in known.items()),
-                    {"name": "text/a.txt", "digest": {"sha256": TEXT}},
+                    text or {"name": "text/a.txt", "digest": {"sha256": TEXT}},
                 ],
             }
         )
@@ -352,7 +358,8 @@ def write_statements(folder: Path) -> None:
     write("plugin", assign={"method": "evil"})
     write("hardware", assign={"hardware": "/etc/passwd"})
     write("path", corpus={"source": ["a.txt", "/etc/passwd"]})
-    write("dataset", corpus={"source": "hub:org/data"})
+    dataset = {"name": "text/hub:org/data@1:a:train", "digest": {"gitCommit": "1"}}
+    write("dataset", text=dataset, corpus={"source": "hub:org/data"})
     for name in ("edited", "edited-too"):
         (write(name) / "config.json").write_text("{ }", "utf-8")
     write_sums(folder / "made" / "edited-too")
