@@ -247,6 +247,13 @@ def other_hint(data: dict[str, Any]) -> None:
     data["verificationMaterial"]["publicKey"]["hint"] = "0" * 64
 
 
+def signed_by_key(folder: Path, made: Made) -> None:
+    """The signature of the same signer over a checkpoint with another card."""
+    other = Path(shutil.copytree(made.by_other, folder.parent / "other"))
+    signing.sign(other, signing.Signer(key=made.key))
+    shutil.copy(other / "model.sig", folder)
+
+
 TAMPERINGS: dict[str, tuple[str, Callable[[Path, Made], None]]] = {
     "a bit of the weights' header": (WEIGHTS, flipped(WEIGHTS, 0.0)),
     "a bit of the weights": (WEIGHTS, flipped(WEIGHTS, 0.7)),
@@ -276,7 +283,7 @@ TAMPERINGS: dict[str, tuple[str, Callable[[Path, Made], None]]] = {
     "a signature over fewer files": ("model.sig", bundle(covering_less)),
     "no signature": ("model.sig", shell(lambda folder: (folder / "model.sig").unlink())),
     "signature of another checkpoint": (
-        "README.md", lambda folder, made: signed_by_key(folder, made),
+        "README.md", signed_by_key,
     ),
     "signature of another checkpoint by another key": (
         "model.sig", lambda folder, made: shutil.copy(made.by_other / "model.sig", folder) and None,
@@ -308,13 +315,6 @@ TAMPERINGS: dict[str, tuple[str, Callable[[Path, Made], None]]] = {
     "a file, its sum and its subject": ("SHA256SUMS", restated),
     "sums of no file": ("SHA256SUMS", edited("SHA256SUMS", lambda data: b"")),
 }  # fmt: skip
-
-
-def signed_by_key(folder: Path, made: Made) -> None:
-    """The signature of the same signer over a checkpoint with another card."""
-    other = Path(shutil.copytree(made.by_other, folder.parent / "other"))
-    signing.sign(other, signing.Signer(key=made.key))
-    shutil.copy(other / "model.sig", folder)
 
 
 def test_there_are_enough_tamperings() -> None:
@@ -367,9 +367,7 @@ def test_certificates(made: Made, tmp_path: Path) -> None:
     signing.sign(checkpoint, own.signer)
     assert signing.check_signature(checkpoint, own.trust).endswith("by certificate of CN=own leaf")
     for trust in (other.trust, made.trust):
-        with pytest.raises(
-            ArtifactError, match=r"model.sig: not a signature by th(ese roots|is key), or changed since"
-        ):
+        with pytest.raises(ArtifactError, match=r"model.sig: not a signature by th(ese roots|is key), or "):
             signing.check_signature(checkpoint, trust)
     flipped(EXPERTS)(checkpoint, made)
     with pytest.raises(ArtifactError, match=rf"{EXPERTS}: changed since model.sig was made"):
