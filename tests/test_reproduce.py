@@ -148,6 +148,21 @@ def test_a_statement_whose_recipe_gives_the_same_files_by_other_results_is_told(
     assert found.notes == ("its recipe and texts give another calibration text than the provenance states",)
 
 
+def test_an_assignment_that_was_edited_by_hand_is_in_no_recipe(home: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "run", tmp_path / "run")
+    path = tmp_path / "run" / "assign" / "assignment.json"
+    assignment = json.loads(path.read_text("utf-8"))
+    expert = assignment["layers"][0]["experts"][0]
+    expert["bits"], expert["projections"] = 8 if expert["bits"] != 8 else 4, None
+    path.write_text(json.dumps(assignment), "utf-8")
+    text = LESS["corpus"] | {"source": str(home / "numbers.jsonl")}
+    edited = made_of(tiny_mixtral, tmp_path / "run", LESS | {"corpus": text})
+    found = reproduce(home, edited)
+    assert found.stage == "assign"
+    assert {(one.layer, one.expert) for one in found.matrices} == {("model.layers.0.mlp.experts", 0)}
+    assert all("8 bits" in str(one.what) for one in found.matrices)
+
+
 def test_other_versions_are_named(home: Path, checkpoint: Path) -> None:
     def change(definition: dict[str, Any]) -> None:
         torch = next(one for one in definition["resolvedDependencies"] if "torch@" in one.get("uri", ""))
