@@ -241,6 +241,46 @@ def test_a_directory_that_holds_something_else_is_refused(home: Path, checkpoint
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {"notes.txt", again.MARKER}
 
 
+def test_a_reproduction_that_was_stopped_goes_on(
+    home: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(context: Context, names: tuple[str, ...]) -> None:
+        run(context, names[:2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(again.pipeline, "run", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            reproduce(home, checkpoint)
+    (beside,) = set(checkpoint.parent.iterdir()) - {checkpoint}
+    record = beside / "profile" / "stage.json"
+    before = record.read_bytes()
+    monkeypatch.setattr(again, "_compared", lambda *_: again.Reproduction(
+        checkpoint=checkpoint, remade=beside / "checkpoint", out=beside, equal=(), unread=record.read_text("utf-8")
+    ))  # fmt: skip
+    assert reproduce(home, checkpoint).unread == before.decode(), "the profile was not made again"
+    assert not beside.exists()
+
+
+def test_a_checkpoint_of_another_model_with_a_statement_of_this_one(
+    home: Path, checkpoint: Path, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    """Files whose values cannot be compared are told with that."""
+    from tiny_models import save_tiny
+
+    other = save_tiny(tmp_path / "other", "mixtral", num_local_experts=3)
+    made = made_of(other, tmp_path / "run", LESS | {"corpus": LESS["corpus"] | {"source": str(home / "numbers.jsonl")}})
+    statement = json.loads((checkpoint / NAME).read_text("utf-8"))
+    statement["subject"] = json.loads((made / NAME).read_text("utf-8"))["subject"]
+    write_json(made / NAME, statement)
+    write_sums(made)
+    found = reproduce(home, made)
+    assert not found.is_equal
+    assert found.unread is not None
+    assert "other layers or experts than in what was made again" in found.unread
+    assert found.matrices == ()
+
+
 def test_a_run_that_refuses_leaves_nothing_beside(home: Path, checkpoint: Path) -> None:
     edit(checkpoint, lambda definition: definition["externalParameters"]["recipe"]["corpus"].update(sequences=10**6))
     with pytest.raises(CorpusError):

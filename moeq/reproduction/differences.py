@@ -13,7 +13,7 @@ from torch import Tensor
 from moeq.artifacts.digests import digests_of_files
 from moeq.artifacts.reading import read_json_file
 from moeq.artifacts.tensor_files import stored_chunks, torch_dtype
-from moeq.errors import MoeqError
+from moeq.errors import ArtifactError, MoeqError
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import open_packed
 from moeq.models.source import ModelSource, TensorHeader, read_header
@@ -102,8 +102,17 @@ def matrix_differences(here: Path, again: Path, reporter: Reporter, trust: bool)
     Read expert by expert, never a layer at once. Raises MoeqError where one of the two cannot be read.
     """
     first, second = (open_packed(path, trust_remote_code=trust) for path in (here, again))
+    if _sizes(first) != _sizes(second):
+        raise ArtifactError("other layers or experts than in what was made again", where=str(here))
     found = [*_experts(first, second, reporter), *_others(first, second), *_plain(first, second)]
     return sorted(found, key=lambda one: -1.0 if one.relative is None else -one.relative)
+
+
+def _sizes(packed: PackedSource) -> list[tuple[Any, ...]]:
+    return [
+        (layer.name, layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.projections, layer.biased)
+        for layer in packed.layers
+    ]
 
 
 def _experts(here: PackedSource, again: PackedSource, reporter: Reporter) -> Iterator[MatrixDifference]:
@@ -145,9 +154,13 @@ def _tensor(source: ModelSource, key: str) -> Tensor:
     if source.read is not None:
         return source.read(key)
     header = source.tensors[key]
+    try:
+        dtype = torch_dtype(header.dtype)
+    except StopIteration:
+        raise ArtifactError(f"{key} is of type {header.dtype}, which is not compared", where=str(header.file)) from None
     data = bytearray(b"".join(stored_chunks(header)))
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return flat.view(torch_dtype(header.dtype)).reshape(header.shape)
+    return flat.view(dtype).reshape(header.shape)
 
 
 def _difference(
@@ -156,16 +169,16 @@ def _difference(
     """The difference of two matrices, where there is one."""
     if _same(here, again):
         return
+    one, two = values(here), values(again)
+    if one.shape != two.shape:
+        yield MatrixDifference(name=name, what=f"{list(one.shape)}, {list(two.shape)} when made again", **place)
+        return
     grids = _grid(here), _grid(again)
     what = None if grids[0] == grids[1] else f"{grids[0]}, {grids[1]} when made again"
     codes = None
     if what is None and isinstance(here, PackedWeight) and isinstance(again, PackedWeight):
         differ = _codes(here) != _codes(again)
         codes = (int(differ.sum()), differ.numel())
-    one, two = values(here), values(again)
-    if one.shape != two.shape:
-        yield MatrixDifference(name=name, what=f"{list(one.shape)}, {list(two.shape)} when made again", **place)
-        return
     most = float((two.double() - one.double()).abs().max()) if one.numel() else 0.0
     yield MatrixDifference(name=name, what=what, codes=codes, max_abs=most, relative=relative(two, one), **place)
 
