@@ -167,12 +167,12 @@ def test_other_versions_are_named(home: Path, checkpoint: Path) -> None:
     def change(definition: dict[str, Any]) -> None:
         torch = next(one for one in definition["resolvedDependencies"] if "torch@" in one.get("uri", ""))
         torch["uri"] = "pkg:pypi/torch@1.0"
-        definition["resolvedDependencies"].append({"uri": "pkg:pypi/no-such-package@2"})
+        definition["resolvedDependencies"].append({"uri": "pkg:pypi/no-such-package@2%1B"})
 
     edit(checkpoint, change)
     found = reproduce(home, checkpoint)
     assert found.is_equal
-    assert f"torch 1.0, here {torch.__version__}; no-such-package 2, here not installed" in found.notes[0]
+    assert f"torch 1.0, here {torch.__version__}; no-such-package 2\\u001b, here not installed" in found.notes[0]
 
 
 def test_a_file_that_was_changed_with_all_its_digests(home: Path, checkpoint: Path) -> None:

@@ -19,6 +19,7 @@ from moeq.artifacts.provenance import CALIBRATION, NO_SUBJECTS, TEXT, Statement,
 from moeq.artifacts.reading import relative_name
 from moeq.artifacts.run import STAGES, STORE
 from moeq.artifacts.storage import storage_errors
+from moeq.bounded import shortened
 from moeq.errors import CorpusError, MoeqError, RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import Recipe, SourceSection, load_recipe, source_name
@@ -33,6 +34,7 @@ from moeq.version import __version__
 MARKER = "reproduction.json"  # in the run's directory: of which statement, and with what
 TEXTS = "texts"  # links to texts by the names that the recipe has for them
 MAKING = STAGES[: STAGES.index("export") + 1]
+NOTE = 1000  # characters about versions
 BESIDE = ".reproduced"  # behind the checkpoint's name, where no directory is named
 
 
@@ -171,7 +173,9 @@ def _notes(statement: Statement, here: Mapping[str, str], packages: Mapping[str,
         f"{name} {stated[name]}, here {now.get(name, 'unknown')}" for name in stated if now.get(name) != stated[name]
     ]
     if differ:
-        yield f"made with other versions or on another machine, so bytes may differ: {'; '.join(differ)}"
+        yield shortened(
+            f"made with other versions or on another machine, so bytes may differ: {'; '.join(differ)}", NOTE
+        )
 
 
 def _compared(inputs: Inputs, context: Context, reporter: Reporter, notes: tuple[str, ...]) -> Reproduction:

@@ -16,7 +16,7 @@ from moeq.artifacts.provenance import MODEL, NAME, RUN, TEXT, Digests, Statement
 from moeq.artifacts.reading import inside
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
-from moeq.bounded import shown
+from moeq.bounded import shortened, shown
 from moeq.errors import ArtifactError, CorpusError, ModelError, RecipeError, missing
 from moeq.models.source import ModelSource, open_source
 from moeq.preflight import check_checkpoint
@@ -25,6 +25,7 @@ from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe, each_source, load_recipe
 from moeq.runtimes import NATIVE
 
 OLDER = "export it again with this moeq, which writes one"
+LONGEST = 200  # characters of a name in a message
 APART = {"model", "revision", "store", "eval", "estimate", "gates"}  # of a recipe: places, and what shapes no byte
 
 
@@ -89,8 +90,8 @@ def _recipe(statement: Statement, path: Path, trust_remote_code: bool) -> Recipe
     """The recipe that a statement has; RecipeError for one that this moeq does not take, or must not follow."""
     definition, asked = statement.predicate.definition, statement.parameters
     if definition.build_type != RUN or asked.recipe is None:
-        made_of = "another checkpoint" if asked.checkpoint is None else asked.checkpoint.name
-        do = f"reproduce that one, and convert it with --to {asked.runtime}"
+        made_of = "another checkpoint" if asked.checkpoint is None else shortened(asked.checkpoint.name)
+        do = f"reproduce that one, and convert it with --to {shortened(asked.runtime)}"
         raise RecipeError(f"made by `moeq convert` from {made_of}, not by a run", where=str(path), do=do)
     data = {key: value for key, value in asked.recipe.items() if key not in APART}
     evaluation = asked.recipe.get("eval")  # where a size was asked for: names in the card, which it counts
@@ -105,7 +106,7 @@ def _recipe(statement: Statement, path: Path, trust_remote_code: bool) -> Recipe
         where = f"{path}: {error.where or 'recipe'}"
         raise RecipeError(error.what, where=where, do="reproduce it with the moeq that made it") from None
     if asked.runtime not in (NATIVE, *recipe.export.formats):
-        what = f"written for {asked.runtime}, which its recipe does not name"
+        what = f"written for {shortened(asked.runtime)}, which its recipe does not name"
         raise ArtifactError(what, where=str(path), do="download the checkpoint again")
     if recipe.trust_remote_code and not trust_remote_code:
         what = "its recipe runs Python code that the model brings along"
@@ -127,7 +128,7 @@ def _model(statement: Statement, name: str, trust_remote_code: bool, reporter: R
     named = statement.parameters.model
     assert named is not None, "of a run"
     source = open_source(name, named.revision, trust_remote_code=trust_remote_code)
-    called = named.name if named.revision is None else f"{named.name} at {named.revision}"
+    called = shortened(named.name if named.revision is None else f"{named.name} at {named.revision}", LONGEST)
     do, wanted = f"give the model that it was made of: {called}", statement.sha256_of(MODEL)
     found = {path.name: path for path in (*source.side_files(), *source.files)}
     try:

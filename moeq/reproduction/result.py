@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moeq.bounded import shortened
 from moeq.errors import GateError
 
+LINE = 2000  # characters
 SHOWN = 4  # of a kind that are named on a terminal
 
 
@@ -92,7 +94,10 @@ class Reproduction:
         }
 
     def lines(self) -> Iterator[str]:
-        """For people: groups of equal files, then what differs and how far."""
+        """For people: groups of equal files, then what differs and how far; without control characters."""
+        yield from (shortened(line, LINE) for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
         for group, count in Counter(map(group_of, self.equal)).items():
             yield f"{group}: {count} file{'s' * (count != 1)}, the same bytes"
         yield from self.notes
