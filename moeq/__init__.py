@@ -28,15 +28,17 @@ from moeq import plugin
 plugin.install()
 
 if TYPE_CHECKING:
-    from moeq.api import Assigned, Run, assign, evaluate, plan, run, stage
+    from moeq.api import Assigned, Run, assign, evaluate, plan, reproduce, run, stage
     from moeq.errors import MoeqError
     from moeq.recipe import Recipe, load_recipe
+    from moeq.reproduction.result import Reproduction
     from moeq.runtime.checkpoint import load
 
 _MODULES = {
-    **dict.fromkeys(("Assigned", "Run", "assign", "evaluate", "plan", "run", "stage"), "moeq.api"),
+    **dict.fromkeys(("Assigned", "Run", "assign", "evaluate", "plan", "reproduce", "run", "stage"), "moeq.api"),
     "MoeqError": "moeq.errors",
     **dict.fromkeys(("Recipe", "load_recipe"), "moeq.recipe"),
+    "Reproduction": "moeq.reproduction.result",
     "load": "moeq.runtime.checkpoint",
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "Assigned",
     "MoeqError",
     "Recipe",
+    "Reproduction",
     "Run",
     "__version__",
     "assign",
@@ -63,6 +66,7 @@ __all__ = [
     "load",
     "load_recipe",
     "plan",
+    "reproduce",
     "run",
     "stage",
 ]

@@ -1,6 +1,7 @@
-"""From Python: runs, their stages, assignments, plans and comparisons; the command line goes through these functions.
+"""From Python: runs, stages, assignments, plans, comparisons, reproductions; the command line goes through these.
 
-`moeq.run`, `moeq.stage`, `moeq.assign`, `moeq.plan` and `moeq.evaluate`, with `moeq.Recipe` and `moeq.load_recipe`.
+`moeq.run`, `moeq.stage`, `moeq.assign`, `moeq.plan`, `moeq.evaluate` and `moeq.reproduce`, with `moeq.Recipe` and
+`moeq.load_recipe`.
 Importing this module imports neither torch nor transformers. Errors are those of `moeq.errors`: one line each.
 """
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from moeq.artifacts.gates import Gate
     from moeq.pipeline import Outcome
     from moeq.planning.result import Plan
+    from moeq.reproduction.result import Reproduction
     from moeq.stages.context import Context
 
 Given = Recipe | Mapping[str, Any] | str | Path | None  # a recipe, its keys, its file; None: the run directory's
@@ -232,6 +234,32 @@ def evaluate(
     from moeq.comparison.side_by_side import compare
 
     return compare(asked)
+
+
+def reproduce(
+    checkpoint: str | Path,
+    *,
+    model: str | Path,
+    texts: Sequence[str | Path] = (),
+    out: str | Path | None = None,
+    trust_remote_code: bool = False,
+    quiet: bool = False,
+) -> Reproduction:
+    """Make a checkpoint again from its provenance.json and compare every file's bytes.
+
+    model, texts: what it was made of, under any name; what has another digest than the provenance says is refused.
+    out: the run directory, by default one beside the checkpoint that goes when all is equal. A difference is no error:
+    `is_equal` says it. Raises ArtifactError for a checkpoint that is not whole or has no provenance, ModelError and
+    CorpusError for files that are not those, RecipeError for a recipe that is not followed, and what a run raises.
+    """
+    from moeq.progress import Reporter
+    from moeq.reproduction.matching import match
+
+    reporter = Reporter(quiet=quiet)
+    inputs = match(Path(checkpoint), str(model), [str(text) for text in texts], trust_remote_code, reporter)
+    from moeq.reproduction import again
+
+    return again.reproduce(inputs, _path(out), reporter)
 
 
 def opened(

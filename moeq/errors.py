@@ -15,7 +15,7 @@
 | 11 | PlanError | a plan that does not fit this machine: memory, disk |
 | 12 | FormatError | a format or a runtime that cannot carry what is asked |
 | 13 | MissingError | a path that is named and is not there |
-| 14 | GateError | a finished run that does not keep to the recipe's gates |
+| 14 | GateError | a finished run that does not keep to the recipe's gates, a checkpoint made again that differs |
 | 15 | PushError | the hub, where a checkpoint is uploaded: token, permission, network, what is there already |
 | 130, 143 | | interrupted: Ctrl-C, SIGTERM |
 """

@@ -70,6 +70,7 @@ FLAGS = {
         "--trust-remote-code",
     }
     | {"--json", "--quiet"},
+    "reproduce": {"checkpoint", "--model", "--text", "--out", "--trust-remote-code", "--json", "--quiet"},
     "gc": {"--out", "--store", "--dry-run", "--json", "--quiet"},
     "generate": {
         "checkpoint",

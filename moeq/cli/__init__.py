@@ -37,6 +37,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "convert": checkpoints.convert,
     "verify": checkpoints.verify,
     "sign": checkpoints.sign,
+    "reproduce": checkpoints.reproduce,
     "push": checkpoints.push,
     "families": checkpoints.families,
     "generate": checkpoints.generate,

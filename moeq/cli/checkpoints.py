@@ -1,4 +1,4 @@
-"""Models and checkpoints, whatever made them: inspect, convert, verify, families and generate."""
+"""Models and checkpoints, whatever made them: inspect, convert, verify, reproduce, push, families and generate."""
 
 from __future__ import annotations
 
@@ -159,6 +159,38 @@ def sign(
     from moeq import terminal
 
     show(done, terminal.print_summary, json=json, quiet=quiet)
+
+
+def reproduce(
+    checkpoint: Annotated[Path, Argument(help="A checkpoint that a run of moeq made, with its provenance.json.")],
+    model: Annotated[str, Option(help="The model that it was made of: directory, hub id, or bundled:tiny-mixtral.")],
+    text: Annotated[
+        list[str] | None,
+        Option(
+            help="A text that it was calibrated on, by any name; may be given several times. Bundled ones need none."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        Option(help="Run directory to make it in [default: CHECKPOINT.reproduced, which goes when all is equal]."),
+    ] = None,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Make a checkpoint again from its provenance and compare the bytes; what is not equal is told with how far it is.
+
+    Model and texts are known by their digests: other ones are refused. Equal bytes need the same versions and kind of
+    machine; what is different here is said.
+    """
+    from moeq import api
+
+    found = api.reproduce(
+        checkpoint, model=model, texts=text or (), out=out, trust_remote_code=trust_remote_code, quiet=quiet
+    )
+    show(found.as_json(), lambda _: print(*found.lines(), sep="\n"), json=json, quiet=quiet)
+    if not found.is_equal:
+        refuse(found.error(), json=json)
 
 
 def push(

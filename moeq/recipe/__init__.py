@@ -29,6 +29,7 @@ from moeq.recipe.sources import (
     domain_names,
     each_source,
     is_weighted,
+    naming_part,
     source_name,
     source_text,
     template_parts,
@@ -42,5 +43,5 @@ __all__ = [
     "LossesSection", "LowPrecisionSection", "MethodSettings", "NamedAssignSection", "PerplexitySection", "Rational",
     "Recipe", "RefineSection", "ReparamSection", "Softmax", "SourceSection", "Start", "StatedSection",
     "TestImagesSection", "TextSource", "TranslationSection", "budget_keys", "domain_names", "each_source",
-    "is_weighted", "load_recipe", "source_name", "source_text", "template_parts",
+    "is_weighted", "load_recipe", "naming_part", "source_name", "source_text", "template_parts",
 ]  # fmt: skip

@@ -174,10 +174,23 @@ def source_name(path: str) -> str:
         return hub["name"] if SAYS_NOTHING.fullmatch(config) else f"{hub['name']}, {config}"
     if path in (BUNDLED, DIGITS):
         return path
-    whole = PurePath(Path(path).expanduser().absolute())
-    own = SUFFIX.sub("", whole.name)
-    above = (folder.name for folder in list(whole.parents)[:2])
+    own, *above = _parts(path)
     return next((name for name in (own, *above) if not SAYS_NOTHING.fullmatch(name)), own)
+
+
+def naming_part(path: str) -> str:
+    """The end of a path that tells `source_name` as much as the whole: a file, and folders where it says nothing."""
+    if path in (BUNDLED, DIGITS) or path.startswith(HUB):
+        return path
+    whole = PurePath(Path(path).expanduser().absolute())
+    saying = [SAYS_NOTHING.fullmatch(name) is None for name in _parts(path)]
+    return str(PurePath(*whole.parts[-1 - saying.index(True) :])) if any(saying) else whole.name
+
+
+def _parts(path: str) -> list[str]:
+    """A file's name without its kind, and those of the two folders above."""
+    whole = PurePath(Path(path).expanduser().absolute())
+    return [SUFFIX.sub("", whole.name), *(folder.name for folder in list(whole.parents)[:2])]
 
 
 def domain_names(domains: Iterable[str], source: TextSource) -> dict[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from moeq.artifacts.provenance import NamedModel
 from moeq.artifacts.run import DIRECTORIES, STORE, store_folder
 from moeq.progress import Reporter
 from moeq.recipe import Recipe
@@ -20,7 +21,8 @@ class Context:
     """One run: a recipe on a model in a directory.
 
     as_given: the model is the one that was named, even where the recipe goes on with a folded one. check: files are
-    read and hashed also where a digest that was taken of them before would do.
+    read and hashed also where a digest that was taken of them before would do. called: what artifacts call the model
+    where it is not as it lies here, of a checkpoint that is made again.
     """
 
     recipe: Recipe
@@ -28,6 +30,7 @@ class Context:
     out: Path
     as_given: bool = False
     check: bool = False
+    called: NamedModel | None = None
     reporter: Reporter = field(default_factory=Reporter)
     unfinished: dict[str, Path] = field(default_factory=dict)  # where a stage that is running writes
     text_digests: dict[str, str] = field(default_factory=dict)  # of calibration and evaluation, which may be large
@@ -76,6 +79,7 @@ class Context:
             out=self.out,
             reporter=self.reporter,
             check=self.check,
+            called=self.called,
             folded=self.directory("reparam") if self.folds else None,
         )
 

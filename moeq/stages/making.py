@@ -37,7 +37,7 @@ from moeq.artifacts.stage import current_digest, read_record
 from moeq.errors import MoeqError
 from moeq.models import corpus
 from moeq.models.source import CONFIG
-from moeq.recipe import BUNDLED, DIGITS, HUB, each_source
+from moeq.recipe import BUNDLED, DIGITS, HUB, each_source, naming_part
 from moeq.registry import ALLOCATORS, EXPORTERS, QUANTIZERS
 from moeq.runtimes import NATIVE, runtimes
 from moeq.stages.context import Context
@@ -130,7 +130,9 @@ def _recipe(context: Context) -> dict[str, Any]:
 def _reduced(source: Any) -> Any:
     if isinstance(source, list):
         return [_reduced(one) for one in source]
-    return source | {"path": _last(source["path"])} if isinstance(source, dict) else _last(source)
+    if isinstance(source, dict):  # whose domain may be called after the folder that it lies in
+        return source | {"path": _last(source["path"]) if source.get("name") else naming_part(source["path"])}
+    return _last(source)
 
 
 def _last(name: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from rich.markup import escape
 from torch import Tensor, nn
 
+from moeq.artifacts.provenance import NamedModel
 from moeq.artifacts.run import FOLDED
 from moeq.artifacts.stage import ModelStamp, read_record
 from moeq.errors import ModelError
@@ -39,7 +40,8 @@ class RunModel:
     """A model, each part read when it is first asked for.
 
     name: as the user has it; out: the run directory; folded: the directory of reparam, where the run goes on with what
-    that stage made. check: files are hashed also where a digest that was taken of them before would do.
+    that stage made. check: files are hashed also where a digest that was taken of them before would do. called: what
+    artifacts call it, where that is not what it is called here.
     """
 
     name: str
@@ -48,6 +50,7 @@ class RunModel:
     reporter: Reporter
     check: bool
     folded: Path | None
+    called: NamedModel | None = None
     _announced: bool = False
 
     @cached_property
@@ -57,7 +60,9 @@ class RunModel:
         if self.reporter.quiet:
             hub.be_quiet()
         if self.folded is None:
-            return open_source(self.name, self.recipe.revision, trust_remote_code=trust)
+            source = open_source(self.name, self.recipe.revision, trust_remote_code=trust)
+            called = self.called or source
+            return replace(source, name=called.name, revision=called.revision)
         given = read_record(self.folded, "reparam").model
         source = open_source(str(self.folded / FOLDED), trust_remote_code=trust)
         return replace(source, name=given.name, revision=given.revision)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from moeq.errors import RecipeError
-from moeq.recipe import SourceSection, domain_names, load_recipe, source_name, source_text, template_parts
+from moeq.recipe import SourceSection, domain_names, load_recipe, naming_part, source_name, source_text, template_parts
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,23 @@ def test_templates_are_text_and_names() -> None:
 )
 def test_a_source_has_a_name_that_says_something(path: str, name: str) -> None:
     assert source_name(path) == name
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("/a/gsm8k/train.jsonl", "gsm8k/train.jsonl"),
+        ("/a/gsm8k/train/part-00.parquet", "gsm8k/train/part-00.parquet"),
+        ("/a/code.jsonl", "code.jsonl"),
+        ("/data/train/test.jsonl", "test.jsonl"),
+        ("bundled", "bundled"),
+        ("hub:org/w@1:a:train", "hub:org/w@1:a:train"),
+    ],
+)
+def test_the_end_of_a_path_names_a_source_as_the_whole_does(path: str, part: str) -> None:
+    assert naming_part(path) == part
+    neutral = part if part == path else f"/0/texts/1/{part}"
+    assert source_name(neutral) == source_name(path)
 
 
 def test_domains_are_called_by_their_sources() -> None:

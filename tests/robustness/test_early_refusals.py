@@ -6,6 +6,7 @@ through all of them with an import hook that lets none of these in: what tries f
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -14,11 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from made_before import archives
 
 from moeq import cli, pipeline
 from moeq.artifacts import run as folders
 from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment, write_assignment
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.provenance import BuildDefinition, Builder, Making, RunDetails
+from moeq.artifacts.sums import write_sums
+from moeq.artifacts.tensor_files import write_tensors
 
 HEAVY = ("torch", "transformers", "lm_eval", "numba", "matplotlib", "sklearn", "accelerate", "datasets",
          "scipy.optimize", "scipy.sparse", "scipy.stats")  # fmt: skip
@@ -50,6 +56,7 @@ for refused.kept_out, words in asked:
 json.dump(answers, open(results, "w"))
 """
 COMMIT = "0" * 40
+TEXT, OTHER = (hashlib.sha256(text).hexdigest() for text in (b"text", b"{"))  # of file.txt and broken.json
 BUNDLED = ("--model", "bundled:tiny-mixtral")
 Case = tuple[tuple[str, ...], int, str]  # options, exit code, words of the line
 
@@ -202,6 +209,41 @@ REFUSED: dict[str, list[Case]] = {
         (("run", "--signature", "--public-key", "nowhere"), 13, "nowhere: no such file or directory"),
         (("run", "--target", "toaster"), 2, "--target: unknown runtime 'toaster'; did you mean 'transformers'?"),
     ],
+    "reproduce": [
+        (("nowhere", "--model", "small"), 13, "nowhere: no such file or directory"),
+        (("run", "--model", "small"), 3, "run: this is a run; give run/checkpoint"),
+        (("model", "--model", "small"), 7, "model: no provenance.json, which says what it was made of"),
+        (("made/edited", "--model", "small"), 7, "config.json: changed since SHA256SUMS was written"),
+        (("made/edited-too", "--model", "small"), 7, "config.json: provenance.json has another digest of it"),
+        (("made/converted", "--model", "small"), 2, "made by `moeq convert` from origin, not by a run"),
+        (("made/code", "--model", "small"), 2, "its recipe runs Python code that the model brings along; read that"),
+        (("made/key", "--model", "small"), 2, "provenance.json: recipe: unknown key 'losses.bites'; reproduce it with"),
+        (("made/plugin", "--model", "small"), 2, "assign.method: unknown allocator 'evil'"),
+        (("made/hardware", "--model", "small"), 2, "hardware is '/etc/passwd', a file that moeq does not bring"),
+        (("made/path", "--model", "small"), 7, "it has no digest of '/etc/passwd', which its recipe names"),
+        (
+            ("made/dataset", "--model", "small"),
+            4,
+            "hub:org/data@1:a:train': missing: it was calibrated on this dataset; allow",
+        ),
+        (("made/whole", "--model", "small"), 4, f"missing: it was calibrated on it, SHA-256 {TEXT}; give it by --text"),
+        (("made/whole", "--model", "small", "--text", "no.txt"), 13, "no.txt: no such file or directory"),
+        (
+            ("made/whole", "--model", "small", "--text", "broken.json"),
+            4,
+            f"broken.json: its SHA-256 is {OTHER}, in provenance.json it is {TEXT}",
+        ),
+        (("made/whole", "--model", "./nowhere", "--text", "file.txt"), 13, "./nowhere: no such file or directory"),
+        (
+            ("made/whole", "--model", "small", "--text", "file.txt", "--text", "broken.json"),
+            4,
+            f"broken.json: SHA-256 {OTHER}, and provenance.json has no text of that",
+        ),
+        (("made/whole", "--model", "small", "--text", "file.txt"), 3, f"in provenance.json it is {'0' * 64}"),
+        (("made/weights", "--model", "small", "--text", "file.txt"), 3, "model.safetensors: SHA-256 "),
+        (("made/more", "--model", "small", "--text", "file.txt"), 3, "tokenizer.json: missing: provenance.json has it"),
+        (("made/out", "--model", "small", "--text", "file.txt"), 3, "not a plain file name: '../broken.json'"),
+    ],
     "families": [
         (("nothing-like-it",), 3, "no family of this name"),
         (("./nowhere",), 13, "./nowhere: no such file or directory"),
@@ -282,6 +324,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
     (folder / "own-code" / "config.json").write_text(json.dumps(own), "utf-8")
     archives.kept_in(ARCHIVE, folder / "kept")
+    write_statements(folder)
     (folder / "broken.yaml").write_text("losses: [", "utf-8")
     (folder / "broken.json").write_text("{", "utf-8")
     (folder / "file.txt").write_text("text", "utf-8")
@@ -290,6 +333,53 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = Assignment(name="two", method="uniform", parameters={}, group_size=64, layers=(layer,))
     write_assignment(folder / "assignment.json", made)
     return folder
+
+
+def write_statements(folder: Path) -> None:
+    """A model `small`, and directories in `made` that name it and file.txt in statements that are refused."""
+    (folder / "small").mkdir()
+    (folder / "small" / "config.json").write_text('{"model_type": "mixtral"}', "utf-8")
+    write_tensors(folder / "small" / "model.safetensors", {"a": torch.zeros(2)})
+    config = digest_of_file(folder / "small" / "config.json")
+
+    def write(
+        name: str, *, build: str = "checkpoint", files: dict[str, str] | None = None, text: Any = None, **recipe: Any
+    ) -> Path:
+        made, known = folder / "made" / name, {"config.json": config} | (files or {})
+        made.mkdir(parents=True)
+        (made / "config.json").write_text("{}", "utf-8")
+        named = {"model": {"name": "small"}, "texts": ["a.txt"], "recipe": {"corpus": {"source": "a.txt"}} | recipe}
+        definition = BuildDefinition.model_validate(
+            {
+                "buildType": f"urn:moeq:{build}:1",
+                "externalParameters": {"runtime": "native"}
+                | (named if build == "checkpoint" else {"checkpoint": {"name": "origin"}}),
+                "resolvedDependencies": [
+                    *({"name": f"model/{file}", "digest": {"sha256": digest}} for file, digest in known.items()),
+                    text or {"name": "text/a.txt", "digest": {"sha256": TEXT}},
+                ],
+            }
+        )
+        Making(definition=definition, details=RunDetails(builder=Builder(version={"moeq": "0"}))).write(made)
+        write_sums(made)
+        return made
+
+    weights = {"model.safetensors": digest_of_file(folder / "small" / "model.safetensors")}
+    write("whole", files={"model.safetensors": "0" * 64})
+    write("weights")
+    write("more", files=weights | {"tokenizer.json": "0" * 64})
+    write("out", files=weights | {"../broken.json": "0" * 64})
+    write("converted", build="conversion")
+    write("code", trust_remote_code=True)
+    write("key", losses={"bites": 1})
+    write("plugin", assign={"method": "evil"})
+    write("hardware", assign={"hardware": "/etc/passwd"})
+    write("path", corpus={"source": ["a.txt", "/etc/passwd"]})
+    dataset = {"name": "text/hub:org/data@1:a:train", "digest": {"gitCommit": "1"}}
+    write("dataset", text=dataset, corpus={"source": "hub:org/data"})
+    for name in ("edited", "edited-too"):
+        (write(name) / "config.json").write_text("{ }", "utf-8")
+    write_sums(folder / "made" / "edited-too")
 
 
 @pytest.fixture(scope="module")
