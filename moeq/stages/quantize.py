@@ -149,19 +149,20 @@ def files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
+class Quantizers(Frozen):
+    """quantizers.json. layers: {bits, or MIXED: method} of every expert."""
+
+    schema_version: int = SCHEMA_VERSION
+    layers: dict[str, tuple[dict[int, str], ...]]
+
+
 def quantizers(directory: Path) -> dict[str, list[dict[int, str]]]:
     """{layer: [{bits, or MIXED: method that made the replica} of every expert]} of a quantize directory.
 
     Raises ArtifactError when the file is missing, damaged or of another schema version.
     """
-    path, remedy = directory / NAME, "run `moeq quantize` again"
-    document = read_json(path, remedy=remedy)
-    version = document.get("schema_version") if isinstance(document, dict) else None
-    check_schema_version(version, SCHEMA_VERSION, path, remedy=remedy)
-    return {
-        name: [{int(bits): method for bits, method in made.items()} for made in experts]
-        for name, experts in document["layers"].items()
-    }
+    found = read_model(directory / NAME, Quantizers, SCHEMA_VERSION, remedy="run `moeq quantize` again")
+    return {name: list(experts) for name, experts in found.layers.items()}
 
 
 JSON, JSON_LAYER, JSON_EXPERT, JSON_REPLICA = 40, 35, 10, 17  # bytes of quantizers.json
