@@ -140,13 +140,15 @@ def keep(crashed: Counted, folder: Path, fuzzed: object) -> None:
     """The inputs of crashes, one of each kind, and how they are replayed."""
     kinds: dict[str, int] = {}
     for seed, what in sorted(crashed.crashes):
-        kinds.setdefault(what.rpartition(" (")[2], seed)
-    for what, seed in list(kinds.items())[:MOST_KEPT]:
+        kinds.setdefault(what.rpartition(" (")[2], seed)  # by its place
+    for seed in list(kinds.values())[:MOST_KEPT]:
         path = folder / f"{crashed.target}-{seed}"
         folder.mkdir(parents=True, exist_ok=True)
         path.write_bytes(fuzzed.mutated(crashed.target, seed))  # type: ignore[attr-defined]
         said = next(text for one, text in crashed.crashes if one == seed)
-        print(f"  {crashed.target}: {said}\n    python benchmarks/fuzzing.py --replay {crashed.target} {path}", flush=True)
+        print(
+            f"  {crashed.target}: {said}\n    python benchmarks/fuzzing.py --replay {crashed.target} {path}", flush=True
+        )
 
 
 def replay(target: str, file: Path, folder: Path, checkpoint: Path) -> int:

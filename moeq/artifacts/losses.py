@@ -81,6 +81,13 @@ class LossTable:
         """The methods in the order in which the table has them: that of losses.methods."""
         return self.table["method"].unique().to_pylist()  # type: ignore[no-any-return]
 
+    def experts(self) -> list[int]:
+        """Experts of every layer, by whatever method they were measured."""
+        layer, expert = self.table["layer"].to_numpy(), self.table["expert"].to_numpy()
+        counts = np.zeros(int(layer.max(initial=-1)) + 1, np.int64)
+        np.maximum.at(counts, layer, expert + 1)
+        return counts.tolist()  # type: ignore[no-any-return]
+
     def bits(self) -> list[int]:
         return sorted(set(self.table["bits"].to_pylist()))
 
@@ -104,9 +111,8 @@ class LossTable:
         layer, expert = frame["layer"].to_numpy(), frame["expert"].to_numpy()
         bits, value = frame["bits"].to_numpy(), frame[column].to_numpy()
         result: list[dict[int, np.ndarray]] = []
-        for index in range(int(layer.max()) + 1):
+        for index, count in enumerate(self.experts()):
             here = layer == index
-            count = int(expert[here].max(initial=-1)) + 1
             widths: dict[int, np.ndarray] = {}
             for width in sorted(set(bits[here].tolist())):
                 pick = here & (bits == width)
@@ -199,6 +205,8 @@ def _problem_with(table: pa.Table) -> str | None:
     """What no loss table has, or None."""
     if WHOLE not in table["projection"].unique().to_pylist():
         return f"no row of a whole {WHOLE}"
+    if BEST in table["method"].unique().to_pylist():
+        return f"a method that is called {BEST}"
     empty = next((name for name in table.schema.names if name not in ADDED and table[name].null_count), None)
     if empty is not None:
         return f"{empty} is empty in a row"

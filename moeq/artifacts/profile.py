@@ -167,7 +167,9 @@ def read_profile(directory: Path) -> ExpertProfile:
 
 def _problem_with(profile: ExpertProfile) -> str | None:
     """What does not fit together in a profile that was read, or None."""
-    if not profile.layers or not all(isinstance(text, str) for text in (profile.text, *profile.layers, *profile.corpus)):
+    if not profile.layers or not all(
+        isinstance(text, str) for text in (profile.text, *profile.layers, *profile.corpus)
+    ):
         return "it names no layers, or other things than texts"
     tokens = profile.tokens
     if tokens.dtype != np.int64 or tokens.ndim != 2 or tokens.shape[1] != len(PHASES) or (tokens < 0).any():

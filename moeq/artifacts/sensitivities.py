@@ -89,10 +89,12 @@ def _problem_with(table: pa.Table) -> str | None:
         kind = table[name].type
         if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
             return f"column {name} holds no numbers"
+    if not len(table):
+        return "no rows"
     layer, expert = (table[name].to_numpy() for name in ("layer", "expert"))
     steps = np.diff(layer, prepend=layer[:1])
-    begins = np.flatnonzero(np.concatenate([[True], steps[1:] != 0]))[: len(layer)]
+    begins = np.flatnonzero(np.concatenate([[True], steps[1:] != 0]))
     place = np.arange(len(layer)) - np.repeat(begins, np.diff(begins, append=len(layer)))
-    if len(layer) and (layer[0] != 0 or not np.isin(steps, (0, 1)).all() or not np.array_equal(expert, place)):
+    if layer[0] != 0 or not np.isin(steps, (0, 1)).all() or not np.array_equal(expert, place):
         return "not a row of every expert, layer by layer"
     return None

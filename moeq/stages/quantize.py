@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.files import make_directory, read_json, write_json
-from moeq.artifacts.stage import check_schema_version
+from moeq.artifacts.files import make_directory, write_json
+from moeq.artifacts.stage import Frozen, read_model
 from moeq.artifacts.tensor_files import safetensors_bytes, write_tensors
 from moeq.exporters.native_writer import extra_name, layer_name, others_name
 from moeq.exporters.plain import METADATA

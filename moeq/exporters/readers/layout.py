@@ -5,12 +5,17 @@ N output rows, K inputs, G groups of inputs, b bits.
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from moeq.artifacts.reading import is_count
+from moeq.bounded import shown
+from moeq.errors import first_line
 from moeq.models.source import TensorHeader
-from moeq.numerics.widths import group_count, resolved_group_size
+from moeq.numerics.widths import WORD, group_count, resolved_group_size
 
 if TYPE_CHECKING:  # torch is imported where tensors are read: headers are looked at without it
     from torch import Tensor
@@ -121,6 +126,24 @@ def _ordered(index: Tensor | None, inputs: int, size: int) -> Tensor | None:
     if int(groups.min()) < 0 or int(groups.max()) >= group_count(inputs, size):
         raise ValueError("g_idx names groups that there are not")
     return groups
+
+
+def pattern(text: Any) -> re.Pattern[str]:
+    """A pattern of names out of a configuration; ValueError for what is none."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of what Python will read otherwise some day
+            return re.compile(text)
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"the pattern {shown(text)} ({first_line(error)})") from None
+
+
+def checked_grid(bits: Any, group_size: Any, symmetric: Any) -> Grid:
+    """The grid of these settings; ValueError for what is none."""
+    if not is_count(bits) or not 1 <= bits <= WORD:
+        raise ValueError(f"{shown(bits)} bits")
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        raise ValueError(f"groups of {shown(group_size)}")
+    return Grid(bits=bits, group_size=group_size, symmetric=bool(symmetric))
 
 
 def group_length(grid: Grid, inputs: int) -> int:

@@ -98,10 +98,12 @@ def _splits_of_entry(files: Sequence[str], entry: dict[str, Any]) -> Splits:
     elif isinstance(wanted, dict):
         pairs = [(str(split), paths) for split, paths in wanted.items()]
     else:
-        pairs = [(str(part.get("split", "train")), part.get("path")) for part in wanted if isinstance(part, dict)]
+        parts = [part for part in wanted if isinstance(part, dict)] if isinstance(wanted, list) else []
+        pairs = [(str(part.get("split", "train")), part.get("path")) for part in parts]
     splits: Splits = {}
     for split, paths in pairs:
-        patterns = [paths] if isinstance(paths, str) else list(paths or [])
+        several = paths if isinstance(paths, list) else [paths]
+        patterns = [path for path in several if isinstance(path, str)]
         full = [path if not folder or path.startswith(f"{folder}/") else f"{folder}/{path}" for path in patterns]
         matching = [file for file in inside if any(_matches(file, pattern) for pattern in full)]
         if matching:

@@ -5,9 +5,9 @@ moeq's own errors (one line that says where and what to do), or gives what is so
 and within memory where the reader promises it. Hypothesis (test_fuzz.py), atheris (fuzz_atheris.py) and the counted run
 (benchmarks/fuzzing.py) use the same ones. A target is added in one place: a subclass of `Target` with a name.
 
-artifacts: JSON that stages write; tensors: safetensors, GGUF, profiles; tables: Parquet, cells, sums; settings: recipes,
-hardware, options; checkpoints: configurations, foreign formats, tokenizers, cards; texts: corpora and images; integers:
-integer forwards; numbers: packed codes. readers.py: which function of moeq is reached by which target.
+artifacts: JSON that stages write; tensors: safetensors, GGUF, profiles; tables: Parquet, cells, sums; settings:
+recipes, hardware, options; checkpoints: configurations, foreign formats, tokenizers, cards; texts: corpora and images;
+integers: integer forwards; numbers: packed codes. readers.py: which function of moeq is reached by which target.
 """
 
 from robustness.fuzzing import artifacts, checkpoints, integers, numbers, settings, tables, tensors, texts

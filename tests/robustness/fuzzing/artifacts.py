@@ -231,7 +231,9 @@ class Results(JsonTarget):
     def prepare(self, place: Place) -> None:
         items = {"logprob": [-3.0, -4.0], "tokens": [2, 3], "documents": [["a", 1], ["b", 1]]}
         text = {"perplexity": 9.0, "perplexity_stderr": 0.5, "items": items, "window": 4, "stride": 4, "text": "t"}
-        samples = [{"doc_id": number, "doc_hash": "x", "target": "0", "acc": score} for number, score in ((0, 1), (1, 0))]
+        samples = [
+            {"doc_id": number, "doc_hash": "x", "target": "0", "acc": score} for number, score in ((0, 1), (1, 0))
+        ]
         results = {
             "results": {"x": {"acc,none": 0.5, "acc_stderr,none": 0.1}, "g": {"acc,none": 0.5}},
             "samples": {"x": [one | {"filter": "none"} for one in samples]},
@@ -259,7 +261,9 @@ class Quantizers(JsonTarget):
     def read(self, data: bytes) -> None:
         self.file(quantize.NAME, data)
         for experts in quantize.quantizers(self.folder).values():
-            assert all(isinstance(bits, int) and isinstance(name, str) for made in experts for bits, name in made.items())
+            assert all(
+                isinstance(bits, int) and isinstance(name, str) for made in experts for bits, name in made.items()
+            )
 
 
 class RefineProgress(JsonTarget):

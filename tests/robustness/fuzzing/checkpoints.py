@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import torch
 from exporters import handmade
 from robustness.fuzzing.settings import VALUE_BYTES
-from robustness.fuzzing.target import SPARE_BYTES, BytesTarget, Check, JsonTarget, Place, TensorsTarget
+from robustness.fuzzing.target import BytesTarget, Check, JsonTarget, Place, TensorsTarget
 from safetensors.torch import load_file
 
 from moeq.artifacts.tensor_files import write_tensors
+from moeq.errors import ArtifactError
 from moeq.exporters.front_matter import MOST_VALUES, NAME_CHARACTERS, read_origin
 from moeq.exporters.gguf_tokenizer import FILE, SETTINGS, tokenizer
 from moeq.exporters.readers import layout_of
 from moeq.exporters.readers.described import AGAIN, packed, shapes_of
-from moeq.errors import ArtifactError
 from moeq.models.corpus.hub_datasets import choose_files
 from moeq.models.source import INDEX, open_source
 from moeq.runtime.hf_quantizer import MoeqConfig
@@ -78,7 +78,7 @@ class _Foreign(JsonTarget):
     """
 
     declared: ClassVar[dict[str, Any]]
-    spare = 4 * SPARE_BYTES  # where a model has to be made, of its names
+    spare = 8 << 20  # where a model has to be made, of its names
 
     def parts(self, weight: Any) -> dict[str, torch.Tensor]:
         return handmade.gptq_parts(weight)
@@ -153,7 +153,7 @@ class ForeignTensors(TensorsTarget):
         assert layout is not None
         tensors = load_file(path)
         for key in tensors:
-            if key.endswith(layout.anchor):
+            if key.endswith(f".{layout.anchor}"):
                 module = key.removesuffix(f".{layout.anchor}")
                 own = {part: tensors[f"{module}.{part}"] for part in layout.parts if f"{module}.{part}" in tensors}
                 grid, (rows, inputs) = layout.grid([module]), shapes[f"{module}.weight"]
@@ -205,7 +205,7 @@ class TokenizerFile(_Model):
         assert all(isinstance(merge, str) for merge in found.get("ggml.merges", []))
         for name, value in found.items():
             assert not name.endswith("token_id") or 0 <= value < 8
-            assert name != "chat_template" or value.encode()
+            assert name != "chat_template" or isinstance(value, str)
 
 
 class TokenizerSettings(TokenizerFile):

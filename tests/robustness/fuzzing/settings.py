@@ -185,7 +185,13 @@ class Quantity(BytesTarget):
         assert isinstance(found, float)
 
 
-class GridOption(BytesTarget):
+class OptionTarget(BytesTarget):
+    """One of options of the command line: the words of a text are texts of their own."""
+
+    per_byte, spare = 64, 1 << 20  # the nearest name is looked for among all
+
+
+class GridOption(OptionTarget):
     """`--grid`: rising sizes from 1."""
 
     name, data = "grid", b"in=128,512 out=512 batch=1,4"
@@ -198,7 +204,7 @@ class GridOption(BytesTarget):
             assert sorted(set(sizes)) == list(sizes)
 
 
-class ReplicasOption(BytesTarget):
+class ReplicasOption(OptionTarget):
     """`--replicas`: rising widths below 16."""
 
     name, data = "replicas_option", b"1,2,3,4"
@@ -208,11 +214,10 @@ class ReplicasOption(BytesTarget):
         assert list(widths) == sorted({width for width in widths if 1 <= width < 16})
 
 
-class ContextOption(BytesTarget):
+class ContextOption(OptionTarget):
     """`--context-aware`."""
 
     name, data = "context_option", b"gpu_experts=2,code_bits=2.5,alpha=0.5"
-    spare = 1 << 20  # the nearest name, looked for among all
 
     def read(self, data: bytes) -> None:
         options = ContextOptions.parse(data.decode("utf-8", "surrogateescape"))
@@ -225,7 +230,7 @@ class ContextOption(BytesTarget):
 class Prompt(BytesTarget):
     """The text on standard input."""
 
-    name, data = "prompt", "Es war einmal\n".encode()
+    name, data = "prompt", b"Es war einmal\n"
     readers = ("moeq.cli.checkpoints._standard_input",)
     spare = 4 << 20  # of reading at most so much
 

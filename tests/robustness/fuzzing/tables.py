@@ -78,7 +78,7 @@ class Sensitivities(ParquetTarget):
     readers = ("moeq.artifacts.sensitivities.read_sensitivities",)
 
     def prepare(self, place: Place) -> None:
-        columns = dict.fromkeys(sensitivities.NEEDED, [0.5, 1.0, 1.5, 2.0]) | {
+        columns = {name: [0.5, 1.0, 1.5, 2.0] for name in sensitivities.NEEDED} | {
             "layer": [0, 0, 1, 1], "expert": [0, 1, 0, 1], "activations": [4, 3, 2, 1],
         }  # fmt: skip
         path = self.folder / "valid.parquet"
@@ -168,5 +168,3 @@ class PairsOfLines(Pairs):
 
     def mutated(self, chance: random.Random) -> bytes:
         return cells_bytes(self.data.decode(), chance, '"')
-
-

@@ -154,7 +154,7 @@ class Images(TensorsTarget):
         (found,) = open_image_sets(str(self.file("images.safetensors", data)), task)
         assert found.images.shape[1:] == task.shape
         assert found.labels.shape == (len(found.images),)
-        assert not len(found.labels) or (0 <= int(found.labels.min()) and int(found.labels.max()) < task.labels)
+        assert not len(found.labels) or bool(((found.labels >= 0) & (found.labels < task.labels)).all())
         for part in ("train", "test"):
             task.pixels(found.images[found.part(part)])
 
