@@ -16,9 +16,10 @@ from moeq.artifacts.files import read_json
 from moeq.artifacts.loads_in import loads_in
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
+from moeq.artifacts.provenance import check_provenance, words
 from moeq.artifacts.run import DIRECTORIES, EDITABLE, STAGES, store_folder
 from moeq.artifacts.stage import RECORD, StageRecord, check_files, edited_files, read_record
-from moeq.artifacts.sums import check_sums
+from moeq.artifacts.sums import SIGNATURE, check_sums
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
 from moeq.errors import ArtifactError, ModelError
@@ -85,9 +86,22 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
             return _model(source, reporter)
         loads = dict.fromkeys(read_by(exporter, Stored(source=source)))
         described = reading.packed(path, exporter.label, trust_remote_code) | {"loads_in": loads}
-    sums = check_sums(path, reporter=reporter)
     where = {"loads_in": described.pop("loads_in")} if "loads_in" in described else {}
-    return described | ({} if sums is None else {"checked_files": sums.text}) | where
+    return described | _files(path, reporter) | where
+
+
+def _files(directory: Path, reporter: Reporter) -> dict[str, Any]:
+    """What was compared with SHA256SUMS, and what the provenance names; nothing where there are no sums."""
+    sums = check_sums(directory, reporter=reporter)
+    statement = check_provenance(directory, sums)
+    made = {} if statement is None else {"provenance": words(statement)}
+    return ({} if sums is None else {"checked_files": sums.text}) | made | _signature(directory)
+
+
+def _signature(directory: Path) -> dict[str, str]:
+    """That there is a signature, which only a key can judge."""
+    there = (directory / SIGNATURE).exists()
+    return {"signature": f"{SIGNATURE}, not looked at: `moeq verify --signature` does"} if there else {}
 
 
 def _integer(path: Path) -> dict[str, Any]:
@@ -123,6 +137,8 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
         **({"code": code} if code else {}),
         "check": "every size, sum and SHA-256 equals the manifest",
         "checked_files": checked.files,
+        "provenance": checked.provenance,
+        **_signature(directory),
         "loads_in": loads_in(
             [[expert.widths for expert in layer.experts] for layer in manifest.layers],
             group_size=manifest.layout["group_size"],
@@ -173,6 +189,7 @@ def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
     for directory in sorted(path.glob("checkpoint-*")):
         if (directory / RECORD).is_file():
             sums = check_sums(directory, reporter=reporter)
+            check_provenance(directory, sums)
             check_files(directory, read_record(directory, "export"), {} if sums is None else sums.files, reporter)
             about[directory.name] = "there are no digests" if sums is None else sums.text
     return about
@@ -225,7 +242,6 @@ def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
 def _stage(path: Path, reporter: Reporter) -> dict[str, Any]:
     record = read_record(path, path.name)
     edited = _checked_stage(path, record, reporter)
-    sums = check_sums(path, reporter=reporter)
     return {
         "kind": f"artifact of moeq {record.stage}",
         "model": record.model.name,
@@ -234,7 +250,7 @@ def _stage(path: Path, reporter: Reporter) -> dict[str, Any]:
         "files": {name: human_bytes(stamp.bytes) for name, stamp in record.files.items()},
         "summary": record.summary,
         "check": "every SHA-256 equals the record" + (f", but of {edited}, which was edited" if edited else ""),
-        **({} if sums is None else {"checked_files": sums.text}),
+        **_files(path, reporter),
         **_written_for(record),
     }
 
@@ -254,7 +270,7 @@ def _model(source: ModelSource, reporter: Reporter) -> dict[str, Any]:
     found = answer(source.config)
     if found.refused:
         raise ModelError(found.line, where=str(source.path), do=found.do)
-    sums = check_sums(source.path, reporter=reporter)
+    files = _files(source.path, reporter)
     layers = stored_layers(
         {key: header.shape for key, header in source.tensors.items()}, source.config, str(source.path)
     )
@@ -271,8 +287,8 @@ def _model(source: ModelSource, reporter: Reporter) -> dict[str, Any]:
         "dtype": main_dtype(source),
         "expert_bytes": expert_bytes,
         "non_expert_bytes": sum(header.bytes for header in source.tensors.values()) - expert_bytes,
-        "digest": source.stamp(source.file_digests(cached=sums is not None, reporter=reporter)).digest,
-        **({} if sums is None else {"checked_files": sums.text}),
+        "digest": source.stamp(source.file_digests(cached="checked_files" in files, reporter=reporter)).digest,
+        **files,
         **_own_code(source.path),
     }
 

@@ -30,14 +30,15 @@ from moeq.artifacts.stage import (
 )
 from moeq.errors import ArtifactError
 from moeq.numerics.slab import return_memory
-from moeq.stages import assign, export, integer_forward, report
+from moeq.stages import assign, export, integer_forward, making, report
 from moeq.stages.context import Context
+from moeq.stages.making import TEXT_FILES
 from moeq.stages.order import BY_NAME, Stage
 from moeq.stages.recorded import MODEL_FILES, changed_files
 from moeq.stages.run_directory import check_model, record_of, write_recipe
 from moeq.tables import human_seconds
 
-REPARAM = "reparam"
+REPARAM, PROFILE = "reparam", "profile"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,12 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
             key=key,
             inputs=inputs,
             summary=summary,
-            volatile={"created": created, "seconds": round(seconds, 3), MODEL_FILES: context.model.files},
+            volatile={
+                "created": created,
+                "seconds": round(seconds, 3),
+                MODEL_FILES: context.model.files,
+                **({TEXT_FILES: making.text_files(context)} if stage.name == PROFILE else {}),
+            },
             apart=stage.apart,
             before=before,
         )

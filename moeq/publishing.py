@@ -11,7 +11,9 @@ from huggingface_hub import constants
 
 from moeq.artifacts.digests import digest_of_chunks
 from moeq.artifacts.manifest import NAME as MANIFEST
-from moeq.artifacts.sums import ACTIVE, Sums, check_sums
+from moeq.artifacts.provenance import check_provenance
+from moeq.artifacts.signature import read_signed
+from moeq.artifacts.sums import ACTIVE, SIGNATURE, Sums, check_sums
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.errors import ArtifactError, PushError
 from moeq.exporters.front_matter import CARD, loading_lines, published
@@ -35,20 +37,26 @@ class Options:
 
 
 def push(checkpoint: Path, name: str, options: Options, reporter: Reporter) -> dict[str, Any]:
-    """Upload the files that SHA256SUMS lists, itself and the card, with one commit; returns what is where.
+    """Upload the files that SHA256SUMS lists, itself, the card and a signature, with one commit; returns what is where.
+
+    The card of a signed checkpoint goes as it was signed, without the repository's name in it.
 
     Raises ArtifactError for a damaged checkpoint and for a file that changes meanwhile, EvaluationError for one that
     loads wrongly, PushError for what the hub refuses, for other weights that are on the branch, and without a network.
     """
     (hub.be_quiet if reporter.quiet else hub.bars_on_terminals_only)()
     user = hub_upload.account()
-    card = _card(checkpoint, name, options)
+    signed = read_signed(checkpoint) if (checkpoint / SIGNATURE).is_file() else None
+    card = _card(checkpoint, name, options, signed is not None)
     if card:
         hub_upload.check_card(card)
     place = hub_upload.look(name, options.branch)
     sums, verified = _check(checkpoint, options, reporter)
     digests = {**sums.files, SUMS: _sha256((checkpoint / SUMS).read_bytes())}
     digests |= {CARD: _sha256(card.encode())} if card else {}
+    if signed is not None:
+        _check_signed(checkpoint, signed, digests)
+        digests[SIGNATURE] = _sha256((checkpoint / SIGNATURE).read_bytes())
     if place is not None:
         check_place(name, place, digests, options)
     reporter.say(f"  uploading {len(digests)} files to {name} as {user}")
@@ -125,14 +133,25 @@ def _check(checkpoint: Path, options: Options, reporter: Reporter) -> tuple[Sums
     if sums is None:
         raise ArtifactError(f"no {SUMS}", where=str(checkpoint), do="export it again")
     sums.require_inactive(checkpoint)
+    check_provenance(checkpoint, sums)
     return sums, found
 
 
-def _card(checkpoint: Path, name: str, options: Options) -> str:
+def _check_signed(checkpoint: Path, signed: Mapping[str, str], digests: Mapping[str, str]) -> None:
+    """ArtifactError where a signature is not over what is sent: nobody could verify it there; its key is not asked."""
+    for path in sorted({*signed, *digests}):
+        if signed.get(path) != digests.get(path):
+            what = f"{SIGNATURE} is not over it as it is now"
+            raise ArtifactError(what, where=str(checkpoint / path), do=f"sign again, or remove {SIGNATURE}")
+
+
+def _card(checkpoint: Path, name: str, options: Options, signed: bool) -> str:
     """The card as it will stand on the hub; "" where there is none."""
     if not (checkpoint / CARD).is_file():
         return ""
     text = (checkpoint / CARD).read_text("utf-8")
+    if signed:
+        return text
     return published(text, name, None if options.branch == hub_upload.DEFAULT_BRANCH else options.branch)
 
 

@@ -68,6 +68,9 @@ def print_verdict(verdict: Verdict) -> None:
     ]
     keys = "says nothing of keys" if verdict.loading is None else "no key missing or unexpected"
     console.print(f"files    {verdict.files}")
+    console.print(f"made     {verdict.provenance}", markup=False)
+    if verdict.signature is not None:
+        console.print(f"signed   {verdict.signature}", markup=False)
     console.print(f"loader   {versions}: {', '.join(complaints) or keys}")
     how = "median position, activations of 8 bits" if verdict.rounds else verdict.dtype
     console.print(f"logits   {verdict.logits_error:.2g} relative, tolerance {verdict.tolerance:g} ({how})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from moeq.errors import ArtifactError
 from moeq.progress import Reporter
 
 NAME = "SHA256SUMS"
-UNLISTED = {NAME, "README.md", ".gitattributes"}  # what people edit once a checkpoint is published
+SIGNATURE = "model.sig"
+UNLISTED = {NAME, SIGNATURE, "README.md", ".gitattributes"}  # what changes once a checkpoint is published
 BESIDE = UNLISTED | {"stage.json"}  # what may lie beside the files that are listed
 ACTIVE = {".py", ".safetensors", ".bin", ".pt", ".pth", ".gguf"}  # files that loaders run or take weights from
 MAX_BYTES = 1 << 24
@@ -55,23 +56,25 @@ def check_sums(
     *,
     only: Callable[[str], bool] = lambda name: True,
     cached: bool = False,
+    known: Mapping[str, str] | None = None,
     reporter: Reporter | None = None,
 ) -> Sums | None:
     """Compare a directory with its SHA256SUMS, reading every file; None where there are no sums.
 
     only: whose bytes are compared; all must be there. cached: digests that were taken of these very files before will
-    do. Raises ArtifactError for a line that cannot be read and for the first file that is missing or changed.
+    do. known: digests that were taken just now; these files are not read. Raises ArtifactError for a line that cannot
+    be read and for the first file that is missing or changed.
     """
     if not (directory / NAME).is_file():
         return None
     stated = _read_sums(directory)
     files = {name: inside(directory, name) for name in stated}
     wanted = [name for name in stated if only(name)]
-    digests = digests_of_files(
-        (files[name] for name in wanted), cached=cached, reporter=reporter, title=f"checking {NAME}"
-    )
+    there = {name: known[name] for name in wanted if name in known} if known is not None else {}
+    rest = [files[name] for name in wanted if name not in there]
+    digests = digests_of_files(rest, cached=cached, reporter=reporter, title=f"checking {NAME}")
     for name in wanted:
-        if digests[files[name]] != stated[name]:
+        if (there[name] if name in there else digests[files[name]]) != stated[name]:
             raise ArtifactError(f"changed since {NAME} was written", where=str(files[name]), do=_REMEDY)
     return Sums(files=stated, unlisted=tuple(name for name in _visible(directory) if name not in stated))
 

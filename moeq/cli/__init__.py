@@ -36,6 +36,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": checkpoints.inspect,
     "convert": checkpoints.convert,
     "verify": checkpoints.verify,
+    "sign": checkpoints.sign,
     "push": checkpoints.push,
     "families": checkpoints.families,
     "generate": checkpoints.generate,

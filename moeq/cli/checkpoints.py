@@ -84,11 +84,21 @@ def verify(
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"], Option(help="Type that the target computes in.")
     ] = "float32",
+    signature: Annotated[
+        bool, Option("--signature", help="First verify model.sig, over every file, with a key or roots that you trust.")
+    ] = False,
+    public_key: Annotated[Path | None, Option(help="Public key of who signed, in PEM.")] = None,
+    certificate_chain: Annotated[
+        list[Path] | None, Option(help="Certificates to trust, in PEM, up to a root (repeatable).")
+    ] = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Load a checkpoint with its target's own loader in a fresh process and compare it with its weights."""
+    """Load a checkpoint with its target's own loader in a fresh process and compare it with its weights.
+
+    With --signature nothing is loaded before the signature is right.
+    """
     from moeq import preflight
     from moeq.models.source import check_there
 
@@ -96,17 +106,54 @@ def verify(
     preflight.check_loader(target)
     if against is not None:
         check_there(against)
+    from moeq import signing
+
+    trust = signing.Trust(public_key=public_key, roots=certificate_chain or ())
+    signing.check_trust(checkpoint, trust, wanted=signature)
+    signed = signing.check_signature(checkpoint, trust) if signature else None
     from moeq import terminal
     from moeq.progress import Reporter
     from moeq.verification import verify as verification
 
     options = verification.Options(
-        target=target, python=python, against=against, dtype=dtype, trust_remote_code=trust_remote_code
+        target=target,
+        python=python,
+        against=against,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        signature=signed,
     )
     verdict = verification.verify(checkpoint, options, Reporter(quiet=quiet or json))
     show(verdict.as_json(), lambda _: terminal.print_verdict(verdict), json=json, quiet=quiet)
     if verdict.problems:
         refuse(verification.error_of(verdict), json=json)
+
+
+def sign(
+    checkpoint: Annotated[Path, Argument(help="A packed checkpoint, such as RUN/checkpoint.")],
+    key: Annotated[Path, Option(help="Private key of an elliptic curve (P-256, P-384, P-521), in PEM.")],
+    certificate: Annotated[Path | None, Option(help="Certificate of this key, in PEM.")] = None,
+    certificate_chain: Annotated[
+        list[Path] | None, Option(help="Certificates of who issued it, in PEM (repeatable).")
+    ] = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Sign every file of a checkpoint with a key, into model.sig beside them; needs pip install 'moeq[sign]'.
+
+    An encrypted key's passphrase is asked for, or taken from MOEQ_KEY_PASSPHRASE. Nothing goes over a network.
+    """
+    from moeq import preflight
+
+    preflight.check_checkpoint(checkpoint)
+    from moeq import signing
+
+    signer = signing.Signer(key=key, certificate=certificate, chain=certificate_chain or ())
+    signing.check_signer(checkpoint, signer)
+    done = signing.sign(checkpoint, signer)
+    from moeq import terminal
+
+    show(done, terminal.print_summary, json=json, quiet=quiet)
 
 
 def push(

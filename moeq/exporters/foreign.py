@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moeq.artifacts.files import filling, sync, write_json, write_text
+from moeq.artifacts.provenance import Making
 from moeq.artifacts.sums import write_sums
 from moeq.artifacts.targets import ANY_GRID, Grid, Target, loadable_grid, refuse_matrix
 from moeq.artifacts.tensor_files import TensorFile
@@ -43,13 +44,15 @@ Tensors = Callable[[str, PackedWeight | Tensor], Mapping[str, Tensor]]  # of a m
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
     """max_shard_bytes: of plain tensors; widen: whether what a target cannot read is stored in a wider symmetric grid
-    of the same values; model_name: for the model card; settings: the exporter's own keys, None: their defaults."""
+    of the same values; model_name: for the model card; settings: the exporter's own keys, None: their defaults; making:
+    what the provenance says, None: there is none."""
 
     max_shard_bytes: int = 5 * 10**9
     widen: bool = False
     trust_remote_code: bool = False
     model_name: str = ""
     settings: Any = None
+    making: Making | None = None
 
 
 class Buffers:
@@ -213,12 +216,14 @@ class Draft:
         self.complete(self.source.config | block)
 
     def complete(self, config: Mapping[str, Any]) -> None:
-        """Write config.json, the side files, the model card and the digests of all files."""
+        """Write config.json, the side files, the model card, the provenance and the digests of all files."""
         write_json(self.directory / "config.json", self.sides.config(config))
         self.sides.copy(self.directory)
         write_text(self.directory / CARD, card(self))
         for file in self.unsynced:
             file.result()
+        if self.options.making is not None:
+            self.options.making.write(self.directory)
         write_sums(self.directory)
 
 

@@ -7,6 +7,7 @@ others-NNN.safetensors           packed modules of a decoder layer outside of it
 replicas-layer-NNN.safetensors   the other widths, where the recipe asked for them (not loaded by transformers)
 model.safetensors.index.json     key -> file
 placement.json                   the manifest
+provenance.json                  of what, with what and how it was made
 SHA256SUMS                       of all files; README.md, the model card, which people edit, is written by the stage
 """
 
@@ -34,6 +35,7 @@ from moeq.artifacts.manifest import (
     write_manifest,
 )
 from moeq.artifacts.non_experts import OtherTable
+from moeq.artifacts.provenance import Making
 from moeq.artifacts.sums import write_sums
 from moeq.artifacts.tensor_files import tensors_sha256
 from moeq.exporters.plain import write_index, write_plain
@@ -73,7 +75,7 @@ class ExportInputs:
     loses, {layer: [{bits: loss} of every expert]}, where all replicas are exported. others: the packed modules
     outside of the experts, and other_keys: the tensors on disk that they replace. own_code: the model is made by code
     that the checkpoint brings along, not by a class of transformers. trust_remote_code: whether code of the source's
-    own goes along.
+    own goes along. making: what the provenance says, None: there is none.
     """
 
     source: ModelSource
@@ -91,6 +93,7 @@ class ExportInputs:
     other_keys: frozenset[str] = frozenset()
     own_code: bool = False
     trust_remote_code: bool = False
+    making: Making | None = None
 
 
 def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
@@ -114,6 +117,8 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
             write_text(unfinished / HOOK_FILE, HOOK_TEXT)
         manifest = _manifest(inputs, headers, sides)
         write_manifest(unfinished, manifest)
+        if inputs.making is not None:
+            inputs.making.write(unfinished)
         write_sums(unfinished)
     return manifest
 

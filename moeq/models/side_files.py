@@ -31,7 +31,7 @@ CODE_SUFFIXES = {".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".sh"}
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"}
 UNSAID = re.compile(  # what an export has of its own, or needs no mention
     r"\..*|README\.md|.*\.safetensors|.*\.safetensors\.index\.json|config\.json|SHA256SUMS|stage\.json|model\.gguf"
-    r"|placement(\.schema)?\.json"
+    r"|placement(\.schema)?\.json|provenance\.json|model\.sig"
 )  # fmt: skip
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})  # of JSON files: what they name is imported and run
 NO_SETTINGS = VOCABULARIES | {name for name in DATA if "vocab" in name or name.startswith("word_")}

@@ -126,3 +126,9 @@ class Recipe(Section):
             raise ValueError("losses.symmetric_range cannot go with quantize.refine, which trains even grids")
         if self.assign.granularity == "projection" and 16 in (self.assign.widths or ()):
             raise ValueError("assign.widths with 16 and granularity projection cannot go with quantize.refine")
+
+    def hardware_of(self, section: AssignSection) -> str | None:
+        """Whose NDP latency a section of assignment asks for: its own, else the estimate's; None: nobody's."""
+        if section.hardware is None and section.ndp_latency_ms is None:
+            return None
+        return section.hardware or self.estimate.hardware

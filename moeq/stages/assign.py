@@ -92,7 +92,7 @@ def check(context: Context) -> None:
     for name, section in [*own, *((compared.name, compared) for compared in context.recipe.eval.compare)]:
         if section.statistics == "decode" and context.model.takes_images:
             raise RecipeError("images have no decode positions", where="assign.statistics: decode", do="use all")
-        hardware = hardware_of(context, section)
+        hardware = context.recipe.hardware_of(section)
         if hardware is not None:
             load_hardware(hardware)
         for layer in context.model.layers:
@@ -190,19 +190,12 @@ def _checkpoint_sizes(
     return {"other_bytes": size.other_bytes, "record_bytes": records}
 
 
-def hardware_of(context: Context, config: AssignSection) -> str | None:
-    """The hardware whose NDP latency a section asks for: its own, else the estimate's; None where it asks for none."""
-    if config.hardware is None and config.ndp_latency_ms is None:
-        return None
-    return config.hardware or context.recipe.estimate.hardware
-
-
 def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) -> tuple[dict[int, float], ...]:
     """What one token of one expert takes on the section's hardware at every width, a layer; empty where it names none.
 
     Sizes are the model's own, whatever geometry the estimate is of.
     """
-    name = hardware_of(context, config)
+    name = context.recipe.hardware_of(config)
     if name is None:
         return ()
     hardware, section = load_hardware(name), context.recipe.losses
@@ -218,7 +211,7 @@ def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) 
 
 def latency_summary(context: Context, inputs: AssignInputs, assignment: Assignment) -> dict[str, Any]:
     """The NDP latency that an assignment has, beside its limit; nothing where no hardware was named."""
-    hardware = hardware_of(context, inputs.config)
+    hardware = context.recipe.hardware_of(inputs.config)
     if hardware is None:
         return {}
     most = inputs.config.ndp_latency_ms
@@ -241,7 +234,7 @@ def own_inputs(context: Context) -> list[str] | None:
 
 def deciding(context: Context, sections: Sequence[AssignSection]) -> list[str] | None:
     """Digests of the hardware that sections name, and versions of others' packages; None for neither."""
-    names = [hardware_of(context, section) for section in sections]
+    names = [context.recipe.hardware_of(section) for section in sections]
     others = [package for section in sections if (package := ALLOCATORS.origin(section.method)) is not None]
     return [*(constants_digest(name) for name in names if name is not None), *others] or None
 

@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import torch
 
-from moeq.artifacts import manifest
+from moeq.artifacts import manifest, provenance
 from moeq.artifacts.assignment import FULL, MIXED, WIDTHS, Assignment, Tier, Width, matrix_widths, width_of
 from moeq.artifacts.files import canonical_json
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
@@ -39,7 +39,7 @@ from moeq.registry import ALLOCATORS
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, has_own_code, hooked
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
-from moeq.stages import model_card
+from moeq.stages import making, model_card
 from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 from moeq.stages.non_expert_sizes import Others
@@ -156,6 +156,7 @@ class CheckpointSize:
         files |= self.model.side_files.sizes()
         files |= {} if self._own_code else {HOOK_FILE: len(HOOK_TEXT)}
         files |= self._manifest()
+        files[provenance.NAME] = making.largest(self.context, list(files))
         files[SUMS] = sum(LINE_BYTES + len(name.encode()) for name in files if name not in UNLISTED)
         return files | {RECORD: self._record(files)}
 

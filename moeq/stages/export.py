@@ -17,6 +17,7 @@ from moeq.artifacts.files import building, digest_of, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.stage import RECORD, damage, is_current, read_record, write_record
+from moeq.artifacts.sums import SIGNATURE
 from moeq.artifacts.targets import WIDEN, grids_of, loads_width, refuse_layers
 from moeq.errors import ArtifactError, FormatError
 from moeq.exporters import write
@@ -31,7 +32,7 @@ from moeq.numerics.slab import return_memory
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
 from moeq.runtimes import Runtime, runtime, runtimes, written
-from moeq.stages import assign, model_card, profile, quantize
+from moeq.stages import assign, making, model_card, profile, quantize
 from moeq.stages import non_experts as others
 from moeq.stages.as_quantized import AsQuantized
 from moeq.stages.context import Context
@@ -67,6 +68,7 @@ def run(context: Context) -> dict[str, Any]:
         own_code=has_own_code(model.skeleton),
         trust_remote_code=context.recipe.trust_remote_code,
         digests={stage: read_record(context.directory(stage), stage).digest for stage in ("assign", "quantize")},
+        making=making.of_run(context),
     )
     target = context.directory("export")
     with context.reporter.bar("export", 1) as advance:
@@ -206,6 +208,7 @@ def _write_format(context: Context, name: str, key: str, directory: Path) -> Non
         trust_remote_code=recipe.trust_remote_code,
         model_name=context.model.stamp.name,
         settings=_settings(context, name),
+        making=making.of_run(context, name),
     )
     native = NativeReader(context.directory("export"), recipe.trust_remote_code)
     write(name, native, directory, options)
@@ -264,7 +267,12 @@ def original_expert_bytes(context: Context) -> int:
 
 def write_card(context: Context, manifest: PlacementManifest, figures: list[dict[str, Any]] | None = None) -> None:
     """Write the model card; the report stage writes it again with the measured figures."""
-    write_text(context.directory("export") / CARD, card(context, manifest, figures or []))
+    directory, text = context.directory("export"), card(context, manifest, figures or [])
+    signature = directory / SIGNATURE
+    if signature.exists() and (directory / CARD).read_bytes() != text.encode():
+        signature.unlink()
+        context.reporter.say(f"  [yellow]{SIGNATURE} is taken away: the card has changed; sign again[/yellow]")
+    write_text(directory / CARD, text)
 
 
 def card(context: Context, manifest: PlacementManifest, figures: list[dict[str, Any]]) -> str:

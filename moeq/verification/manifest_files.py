@@ -9,6 +9,7 @@ from typing import Any
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacedModule, PlacementManifest, Replica, read_manifest, totals
+from moeq.artifacts.provenance import check_provenance, words
 from moeq.artifacts.stage import RECORD, StageRecord, check_files, read_record
 from moeq.artifacts.sums import NAME, Sums, check_sums
 from moeq.artifacts.tensor_files import tensors_sha256
@@ -24,11 +25,12 @@ EXPORT_AGAIN = "export the checkpoint again"
 @dataclass(frozen=True, kw_only=True)
 class Checked:
     """A checkpoint that is as its manifest says. tensor_bytes: on disk; files: which other files were compared with
-    what, in words."""
+    what, and provenance: what that names, in words."""
 
     manifest: PlacementManifest
     tensor_bytes: int
     files: str
+    provenance: str
 
 
 def check_native(directory: Path, reporter: Reporter = QUIET, manifest: PlacementManifest | None = None) -> Checked:
@@ -60,11 +62,13 @@ def check_native(directory: Path, reporter: Reporter = QUIET, manifest: Placemen
     expected = on_disk - counted.non_expert_bytes + stated.non_expert_bytes
     _check_total(directory, "tensor bytes on disk", on_disk, expected)
     sums = check_sums(directory, reporter=reporter)
+    statement = check_provenance(directory, sums)
     record = read_record(directory, "export") if (directory / RECORD).is_file() else None
     if record is not None:
         check_files(directory, record, {} if sums is None else sums.files, reporter)
     check_code(directory, manifest)
-    return Checked(manifest=manifest, tensor_bytes=on_disk, files=_checked_files(sums, record))
+    files = _checked_files(sums, record)
+    return Checked(manifest=manifest, tensor_bytes=on_disk, files=files, provenance=words(statement))
 
 
 def _check_total(directory: Path, what: str, counted: object, stated: object) -> None:

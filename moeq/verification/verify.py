@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.sums import check_sums
+from moeq.artifacts.provenance import check_provenance, words
+from moeq.artifacts.sums import SIGNATURE, check_sums
 from moeq.artifacts.tensor_files import torch_dtype
 from moeq.errors import EvaluationError, RecipeError, missing
 from moeq.exporters.exporter import TRANSFORMERS, loaders, of_method
@@ -43,13 +44,15 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """target: None takes the one that the format is for; python: the target's interpreter, None: this one."""
+    """target: None takes the one that the format is for; python: the target's interpreter, None: this one; signature:
+    what was found of it before, None: it was not looked at."""
 
     target: str | None = None
     python: str | None = None
     against: str | None = None
     dtype: str = "float32"
     trust_remote_code: bool = False
+    signature: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,10 @@ class LayerCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was found; problems: one line each, empty when the checkpoint loads right."""
+    """What was found; problems: one line each, empty when the checkpoint loads right.
+
+    provenance: what it names; signature: whose is right, None where there is none; both in words.
+    """
 
     checkpoint: str
     format: str
@@ -80,6 +86,8 @@ class Verdict:
     tolerance: float
     versions: dict[str, str]
     files: str
+    provenance: str
+    signature: str | None
     loading: dict[str, list[str]] | None
     layers: tuple[LayerCheck, ...]
     logits_error: float
@@ -122,7 +130,7 @@ def verify(path: Path, options: Options, reporter: Reporter, made_of: PackedSour
     method = format_of(packed.source)
     request = _request(path, packed, method, options)
     with launch.started(request, options.python) as process:
-        files = _check_files(path, packed, reporter)
+        files, provenance = _check_files(path, packed, reporter)
         stored = None if made_of is None else _stored_as(packed)
         reference = streamed(made_of or packed, torch.float32, options.trust_remote_code, stored)
         reporter.say(f"  loading with {request.target} in a process of its own")
@@ -144,6 +152,8 @@ def verify(path: Path, options: Options, reporter: Reporter, made_of: PackedSour
         tolerance=TOLERANCE[options.dtype] if rounding is None else rounding,
         versions=answer.versions,
         files=files,
+        provenance=provenance,
+        signature=_signature(path, options),
         loading=answer.loading,
         layers=layers,
         logits_error=error,
@@ -239,14 +249,23 @@ def stored_type(source: ModelSource, keys: list[str]) -> str:
     return names[max(sizes, key=lambda name: sizes[name])]
 
 
-def _check_files(path: Path, packed: PackedSource, reporter: Reporter) -> str:
+def _signature(path: Path, options: Options) -> str | None:
+    """What is known of a checkpoint's signature; None where it has none."""
+    there = path.is_dir() and (path / SIGNATURE).exists()
+    return options.signature or (f"{SIGNATURE} was not looked at: give --signature and a key" if there else None)
+
+
+def _check_files(path: Path, packed: PackedSource, reporter: Reporter) -> tuple[str, str]:
+    """What the files were compared with, and what the provenance names."""
     if isinstance(packed, Checkable):
         packed.check()
         shapes = "every tensor has the shape and type that config.json says"
         sums = check_sums(path, reporter=reporter)
-        return f"{shapes}; {'there are no digests' if sums is None else sums.text}"
+        statement = check_provenance(path, sums) if path.is_dir() else None
+        return f"{shapes}; {'there are no digests' if sums is None else sums.text}", words(statement)
     manifest = packed.manifest if isinstance(packed, NativeReader) else None
-    return f"every size, sum and SHA-256 equals the manifest; {check_native(path, reporter, manifest).files}"
+    checked = check_native(path, reporter, manifest)
+    return f"every size, sum and SHA-256 equals the manifest; {checked.files}", checked.provenance
 
 
 def _compare(

@@ -1,0 +1,38 @@
+"""With what checkpoints are made, as their provenance says it: versions of packages, and the machine."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from importlib import metadata
+
+import torch
+
+from moeq.artifacts.provenance import Builder, Resource, packages_as
+from moeq.version import __version__
+
+PACKAGES = (  # whose version may change a byte
+    "numba", "numpy", "pyarrow", "safetensors", "scikit-learn", "scipy", "tokenizers", "torch", "transformers",
+)  # fmt: skip
+OF_FORMATS = {"gguf": ("gguf",)}  # {format: packages that write it}
+
+
+def builder(device: torch.device | None = None) -> Builder:
+    """moeq, Python and the instructions that last digits depend on; device: what computed, None: the processor."""
+    on = torch.device("cpu") if device is None else device
+    return Builder(
+        version={
+            "moeq": __version__,
+            "python": ".".join(platform.python_version_tuple()[:2]),
+            "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            "device": torch.cuda.get_device_name(on) if on.type == "cuda" else on.type,
+        }
+    )
+
+
+def packages(format_name: str, others: Iterable[str | None] = ()) -> list[Resource]:
+    """The packages that shape a checkpoint; others: `NAME VERSION` of packages of other people, None: of none."""
+    named = (*PACKAGES, *OF_FORMATS.get(format_name, ()))
+    versions = {"moeq": __version__} | {name: metadata.version(name) for name in named}
+    versions |= dict(other.rsplit(" ", 1) for other in others if other is not None)
+    return packages_as(versions.items())
