@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from robustness.fuzzing import FILES, SPARE_BYTES, TARGETS, Fuzzed
+from robustness.fuzzing import FILES, SPARE_BYTES, TARGETS, Fuzzed, readers
 from robustness.fuzzing.made import exported
 from safetensors.torch import save_file
 from tiny_models import FULL
@@ -46,6 +46,26 @@ def fuzzed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Fuzzed
 def test_valid_inputs_are_read(fuzzed: Fuzzed, target: str) -> None:
     """Else nothing but the first check would be fuzzed."""
     assert fuzzed.run(target, fuzzed.valid(target)) == "read"
+
+
+def test_every_reader_has_a_target_or_a_reason() -> None:
+    """A new function that reads a file, an option or standard input fails here until readers.py says what reaches it."""
+    listed = {*readers.BY_TARGET, *readers.ELSEWHERE}
+    found = set(readers.found())
+    assert found - listed == set(), "give it a target, and both a line in readers.py"
+    assert listed - found == set(), "they are gone, or read no longer"
+    assert not set(readers.BY_TARGET) & set(readers.ELSEWHERE)
+    reached = {target for targets in readers.BY_TARGET.values() for target in targets}
+    assert reached <= set(TARGETS)
+
+
+def test_a_reader_without_a_line_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "new.py").write_text(
+        "class A:\n def f(self, path): return open(path).read()\ndef read_x(p): ...\ndef w(p): open(p, 'wb')\n"
+        "def g(p): return {'a': json.loads(p)}\n"
+    )
+    monkeypatch.setattr(readers, "ROOT", tmp_path)
+    assert sorted(readers.found()) == ["moeq.new.A.f", "moeq.new.g", "moeq.new.read_x"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

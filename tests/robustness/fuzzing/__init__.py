@@ -7,15 +7,26 @@ and within memory where the reader promises it. Hypothesis (test_fuzz.py), ather
 
 artifacts: JSON that stages write; tensors: safetensors, GGUF, profiles; tables: Parquet, cells, sums; settings:
 recipes, hardware, options; checkpoints: configurations, foreign formats, tokenizers, cards; texts: corpora and images;
-integers: integer forwards; numbers: packed codes. readers.py: which function of moeq is reached by which target.
+integers: integer forwards; claims: provenance, signatures; numbers: packed codes. readers.py: which function of moeq is reached by which target.
 """
 
-from robustness.fuzzing import artifacts, checkpoints, integers, numbers, settings, tables, tensors, texts
+from robustness.fuzzing import (
+    artifacts,
+    checkpoints,
+    claims,
+    integers,
+    numbers,
+    readers,
+    settings,
+    tables,
+    tensors,
+    texts,
+)
 from robustness.fuzzing.target import SECONDS, SPARE_BYTES, TARGETS, Fuzzed, Target
 
 __all__ = [
-    "FILES", "NUMBERS", "SECONDS", "SPARE_BYTES", "TARGETS", "Fuzzed", "Target", "artifacts", "checkpoints",
-    "integers", "numbers", "settings", "tables", "tensors", "texts",
+    "FILES", "NUMBERS", "SECONDS", "SPARE_BYTES", "TARGETS", "Fuzzed", "Target", "artifacts", "checkpoints", "claims",
+    "integers", "numbers", "readers", "settings", "tables", "tensors", "texts",
 ]  # fmt: skip
 NUMBERS = tuple(name for name, target in TARGETS.items() if issubclass(target, numbers.NumbersTarget))
 FILES = tuple(name for name in TARGETS if name not in NUMBERS)

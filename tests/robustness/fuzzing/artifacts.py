@@ -81,7 +81,6 @@ def _written_again(found: BaseModel) -> None:
 
 class AssignmentFile(Artifact):
     name, filename, model = "assignment", "assignment.json", Assignment
-    readers = ("moeq.artifacts.stage.read_model", "moeq.artifacts.files.read_json")
 
     def prepare(self, place: Place) -> None:
         plain = example(ExpertChoice) | {"projections": None}
@@ -226,7 +225,6 @@ class Results(JsonTarget):
     """What `moeq eval --out` wrote: a table can be made of it again, as `moeq inspect` and later evaluations do."""
 
     name = "results"
-    readers = ("moeq.evaluation.result_file.read_rows",)
 
     def prepare(self, place: Place) -> None:
         items = {"logprob": [-3.0, -4.0], "tokens": [2, 3], "documents": [["a", 1], ["b", 1]]}
@@ -255,7 +253,6 @@ class Quantizers(JsonTarget):
     """quantizers.json: names of methods by width."""
 
     name = "quantizers"
-    readers = ("moeq.stages.quantize.quantizers",)
     value: ClassVar[Any] = {"schema_version": quantize.SCHEMA_VERSION, "layers": {"l.0": [{"4": "gptq"}, {"2": "rtn"}]}}
 
     def read(self, data: bytes) -> None:
@@ -270,7 +267,6 @@ class RefineProgress(JsonTarget):
     """What refining has finished: damaged progress is none, and names stay in the folder."""
 
     name, refuses = "refine_progress", False
-    readers = ("moeq.stages.refine.finished",)
     value: ClassVar[Any] = {"key": "k", "files": {"a.safetensors": "0" * 64}}
 
     def read(self, data: bytes) -> None:
@@ -280,7 +276,6 @@ class RefineProgress(JsonTarget):
 
 class StoreMarker(JsonTarget):
     name = "store_marker"
-    readers = ("moeq.artifacts.replicas.check_store",)
     value: ClassVar[Any] = {"kind": "moeq replica store", "schema_version": replicas.SCHEMA_VERSION}
 
     def read(self, data: bytes) -> None:
@@ -292,7 +287,6 @@ class StoreNote(JsonTarget):
     """A run that uses a store: an absolute path."""
 
     name = "store_note"
-    readers = ("moeq.artifacts.replicas._noted_run",)
     value: ClassVar[Any] = {"run": "/a/run"}
 
     def prepare(self, place: Place) -> None:
@@ -309,7 +303,6 @@ class LossRows(JsonTarget):
     """Loss rows of the store: damaged ones count as missing."""
 
     name, refuses = "loss_rows", False
-    readers = ("moeq.artifacts.replicas.read_rows",)
 
     def prepare(self, place: Place) -> None:
         self.value = json.loads(replicas.rows_text([{"expert": 0, "loss": 0.5}, {"expert": 1, "loss": 0.25}]))
@@ -326,7 +319,6 @@ class DigestCache(JsonTarget):
     """The cache of digests: what is damaged is not believed."""
 
     name, refuses = "digest_cache", False
-    readers = ("moeq.artifacts.digests._read_shard",)
     value: ClassVar[Any] = {"1-2-3-4-5:a": "0" * 64, "1-2-3-4-6": "f" * 64}
 
     def read(self, data: bytes) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from exporters import handmade
+from robustness.fuzzing.mutations import text_bytes
 from robustness.fuzzing.settings import VALUE_BYTES
 from robustness.fuzzing.target import BytesTarget, Check, JsonTarget, Place, TensorsTarget
 from safetensors.torch import load_file
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from moeq.artifacts.tensor_files import write_tensors
 from moeq.errors import ArtifactError
 from moeq.exporters.front_matter import MOST_VALUES, NAME_CHARACTERS, read_origin
-from moeq.exporters.gguf_tokenizer import FILE, SETTINGS, tokenizer
+from moeq.exporters.gguf_tokenizer import FILE, SETTINGS, TEMPLATE, tokenizer
 from moeq.exporters.readers import layout_of
 from moeq.exporters.readers.described import AGAIN, packed, shapes_of
 from moeq.models.corpus.hub_datasets import choose_files
@@ -38,7 +40,6 @@ class Index(_Model):
     """The index of shards: they lie in its folder."""
 
     name = "index"
-    readers = ("moeq.models.source._read_headers", "moeq.models.source._index")
 
     def prepare(self, place: Place) -> None:
         super().prepare(place)
@@ -54,7 +55,6 @@ class Config(_Model):
     """config.json of a model, and what it says of packed weights."""
 
     name = "config"
-    readers = ("moeq.models.source.read_settings", "moeq.runtime.packed_modules.OtherWidths.of")
 
     def prepare(self, place: Place) -> None:
         super().prepare(place)
@@ -99,7 +99,6 @@ class _Foreign(JsonTarget):
 
 class Gptq(_Foreign):
     name, declared = "gptq", handmade.gptq_config()
-    readers = ("moeq.exporters.readers.layout_of", "moeq.exporters.readers.described.packed")
 
 
 class AutoRound(_Foreign):
@@ -137,7 +136,6 @@ class ForeignTensors(TensorsTarget):
     """Packed matrices of another tool: refused, or values of the matrix's shape."""
 
     name, per_byte = "foreign_tensors", 0  # tensors are torch's own
-    readers = ("moeq.exporters.readers.foreign.Foreign._matrix",)
     declared: ClassVar[dict[str, Any]] = handmade.gptq_config()
     parts = staticmethod(handmade.gptq_parts)
 
@@ -185,7 +183,6 @@ class TokenizerFile(_Model):
     """tokenizer.json for llama.cpp: a token, and its kind, for every row of the embeddings."""
 
     name = "tokenizer"
-    readers = ("moeq.exporters.gguf_tokenizer._read",)
     filename = FILE
 
     def prepare(self, place: Place) -> None:
@@ -212,6 +209,18 @@ class TokenizerSettings(TokenizerFile):
     name, filename = "tokenizer_config", SETTINGS
 
 
+class Template(TokenizerFile):
+    """chat_template.jinja beside the tokenizer."""
+
+    name, filename = "chat_template", TEMPLATE
+
+    def valid(self) -> bytes:
+        return b"{% for m in messages %}{{ m }}{% endfor %}"
+
+    def mutated(self, chance: random.Random) -> bytes:
+        return text_bytes(self.valid(), chance)
+
+
 CARD = b"""---
 license: other
 license_name: x
@@ -229,7 +238,6 @@ class Card(BytesTarget):
     """The front matter of a model's card: short texts of one line."""
 
     name, data = "card", CARD
-    readers = ("moeq.exporters.front_matter.read_origin", "moeq.exporters.front_matter.top_level")
     per_byte, refuses = VALUE_BYTES, False  # a card that cannot be read is said, and not carried over
 
     def read(self, data: bytes) -> None:
@@ -262,7 +270,6 @@ class DatasetCard(BytesTarget):
     """The card of a dataset on the hub: the files that it chooses are the dataset's."""
 
     name, data = "dataset_card", HUB_CARD
-    readers = ("moeq.models.corpus.hub_datasets._from_card", "moeq.models.corpus.sources._hub_dataset")
     per_byte = 2 * VALUE_BYTES
 
     def read(self, data: bytes) -> Check:

@@ -62,7 +62,6 @@ class Replay(JsonTarget):
     """manifest.json beside its tensors: every value equals its vector, or the first that differs is named."""
 
     name, per_byte = "replay", 0  # tensors are torch's own
-    readers = ("moeq.integers.forward.saved._read", "moeq.integers.forward.saved.read")
 
     def prepare(self, place: Place) -> None:
         self.path = written(self.folder)

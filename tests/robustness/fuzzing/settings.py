@@ -60,7 +60,6 @@ class Yaml(BytesTarget):
     """Plain YAML within the bounds."""
 
     name, data = "yaml", RECIPE
-    readers = ("moeq.bounded.parse_yaml",)
     per_byte = 2 * VALUE_BYTES
 
     def read(self, data: bytes) -> Check:
@@ -90,7 +89,6 @@ class Recipe(JsonTarget):
     """A recipe: its values are plain, and it is the same when it is written and read again."""
 
     name = "recipe"
-    readers = ("moeq.recipe.reading._read", "moeq.bounded.read_yaml", "moeq.bounded.read_bounded")
     per_byte, spare = 2 * VALUE_BYTES, 2 * SCHEMA_BYTES
 
     def prepare(self, place: Place) -> None:
@@ -105,7 +103,6 @@ class EarlierRecipe(BytesTarget):
     """recipe.yaml of a run, whose keys may be called as they were."""
 
     name, data = "recipe_of_run", EARLIER
-    readers = ("moeq.recipe.reading._is_recorded",)
     per_byte, spare = 2 * VALUE_BYTES, 2 * SCHEMA_BYTES
 
     def read(self, data: bytes) -> Check:
@@ -132,7 +129,6 @@ class Changes(BytesTarget):
     """`--set`, one a line."""
 
     name, data = "set", CHANGES
-    readers = ("moeq.recipe.reading._apply",)
     per_byte, spare = 2 * VALUE_BYTES, 2 * SCHEMA_BYTES
 
     def read(self, data: bytes) -> Check:
@@ -144,7 +140,6 @@ class Hardware(JsonTarget):
     """A hardware file: rates and sizes above nothing and finite."""
 
     name = "hardware"
-    readers = ("moeq.estimator.hardware.load_hardware", "moeq.estimator.hardware._parse")
     per_byte, spare = 2 * VALUE_BYTES, 1 << 20
 
     def prepare(self, place: Place) -> None:
@@ -174,7 +169,6 @@ class Quantity(BytesTarget):
     """A number with a unit."""
 
     name, data = "quantity", b"512.5 GB/s"
-    readers = ("moeq.estimator.units.parse_quantity",)
     spare = 4 << 20  # the registry of units
 
     def read(self, data: bytes) -> None:
@@ -231,7 +225,6 @@ class Prompt(BytesTarget):
     """The text on standard input."""
 
     name, data = "prompt", b"Es war einmal\n"
-    readers = ("moeq.cli.checkpoints._standard_input",)
     spare = 4 << 20  # of reading at most so much
 
     def read(self, data: bytes) -> None:

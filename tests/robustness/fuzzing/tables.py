@@ -52,7 +52,6 @@ class Losses(ParquetTarget):
     """losses.parquet: what assigners and reports ask of it is there."""
 
     name = "losses"
-    readers = ("moeq.artifacts.losses.read_parquet", "moeq.artifacts.losses.read_losses")
 
     def prepare(self, place: Place) -> None:
         self.table = loss_table()
@@ -75,7 +74,6 @@ class Sensitivities(ParquetTarget):
     """sensitivities.parquet: a number of every expert of every layer, in order."""
 
     name = "sensitivities"
-    readers = ("moeq.artifacts.sensitivities.read_sensitivities",)
 
     def prepare(self, place: Place) -> None:
         columns = {name: [0.5, 1.0, 1.5, 2.0] for name in sensitivities.NEEDED} | {
@@ -110,7 +108,6 @@ class Measured(BytesTarget):
     """Measured points: settings that are whole numbers, seconds that are more than none."""
 
     name = "measured"
-    readers = ("moeq.estimator.measured.read_points",)
     per_byte = 40  # the cells of a row are texts of their own
 
     def prepare(self, place: Place) -> None:
@@ -129,7 +126,6 @@ class Measured(BytesTarget):
 
 class Sums(BytesTarget):
     name = "sums"
-    readers = ("moeq.artifacts.sums._read_sums",)
 
     def prepare(self, place: Place) -> None:
         for name in "ab":
@@ -145,7 +141,6 @@ class Pairs(BytesTarget):
     """Parallel text in cells: as many sentences on either side, none empty."""
 
     name, suffix = "pairs_tsv", ".tsv"
-    readers = ("moeq.evaluation.translation._text", "moeq.evaluation.translation._rows")
     per_byte = 40
     data = b"source\ttarget\nein Satz\ta sentence\nnoch einer\tanother\n"
 
@@ -163,7 +158,6 @@ class PairsOfLines(Pairs):
     """Parallel text in JSON lines."""
 
     name, suffix = "pairs_jsonl", ".jsonl"
-    readers = ("moeq.evaluation.translation._record",)
     data = b'{"source": "ein Satz", "target": "a sentence"}\n{"source": "noch", "target": "more"}\n'
 
     def mutated(self, chance: random.Random) -> bytes:

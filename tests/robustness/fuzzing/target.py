@@ -33,13 +33,12 @@ class Place:
 class Target:
     """A reader of what others may have written. A subclass that names itself is a target.
 
-    readers: the functions that it reaches, as `readers.py` lists them; per_byte, spare: the bytes of memory that a byte
+    per_byte, spare: the bytes of memory that a byte
     of input may take, and that any input may (per_byte 0: no promise); refuses: whether there is anything that it
     refuses.
     """
 
     name: ClassVar[str] = ""
-    readers: ClassVar[tuple[str, ...]] = ()
     per_byte: ClassVar[int] = 2
     spare: ClassVar[int] = SPARE_BYTES
     refuses: ClassVar[bool] = True

@@ -39,7 +39,6 @@ class Header(TensorsTarget):
     """A safetensors file: what is read lies in it, and safetensors itself reads it alike."""
 
     name = "header"
-    readers = ("moeq.artifacts.reading.safetensors_header", "moeq.models.source.read_header")
 
     def prepare(self, place: Place) -> None:
         tensors = {"a.weight": torch.arange(24.0).reshape(4, 6), "b": torch.zeros(3, dtype=torch.uint8)}
@@ -71,8 +70,6 @@ class Store(TensorsTarget):
     """A layer of the replica store: what it has gives values."""
 
     name, inner = "store", "entries"
-    readers = ("moeq.artifacts.replicas._read_header", "moeq.artifacts.replicas._entries",
-               "moeq.artifacts.replicas._handle_of")  # fmt: skip
 
     def prepare(self, place: Place) -> None:
         add_replicas(self.folder, 0, {"gptq.3.x": {"up_proj": made_weight(3), "down_proj": made_weight(3)}})
@@ -90,7 +87,6 @@ class Trace(TensorsTarget):
     """A routing trace: tokens as its sequences have them, experts that there are."""
 
     name, inner = "trace", HEADER
-    readers = ("moeq.artifacts.trace.read_trace", "moeq.artifacts.trace.is_trace")
 
     def prepare(self, place: Place) -> None:
         write_trace(self.folder / "valid.safetensors", _trace())
@@ -146,7 +142,6 @@ class Profile(JsonTarget):
     """profile.json beside its tensors."""
 
     name = "profile"
-    readers = ("moeq.artifacts.profile.read_profile",)
 
     def prepare(self, place: Place) -> None:
         write_valid_profile(self.folder)
@@ -179,7 +174,6 @@ class Gguf(BytesTarget):
     """A GGUF file: its tensors lie in it."""
 
     name = "gguf"
-    readers = ("moeq.artifacts.gguf_file.read_gguf",)
 
     def prepare(self, place: Place) -> None:
         self.data = gguf_bytes(

@@ -18,6 +18,7 @@ from moeq.models.corpus.documents import of_local
 from moeq.models.corpus.fields import Fields
 from moeq.models.corpus.images import image_of, opened
 from moeq.models.corpus.labelled import PREPROCESSOR, ImageTask, open_image_sets
+from moeq.models.corpus.places import _cut
 from moeq.models.corpus.rows import held_bytes, rows
 from moeq.models.corpus.sources import LocalFile
 from moeq.models.corpus.streams import size_up_to
@@ -62,12 +63,24 @@ class _Corpus(BytesTarget):
 
 class Text(_Corpus):
     name, filename, data = "text", "corpus.txt", TEXT
-    readers = ("moeq.models.corpus.streams.Bytes.__init__", "moeq.models.corpus.streams.opened")
+
+
+class PartOfText(BytesTarget):
+    """Some bytes of a plain text, as whole characters."""
+
+    name, data = "part_of_text", TEXT
+    per_byte, spare = 8, 3 << 20  # of as many bytes as are asked for
+
+    def read(self, data: bytes) -> None:
+        path = self.file("part.txt", data)
+        for start, size in ((0, 7), (5, 20), (16, 3), (3, 1 << 20)):
+            text = _cut(path, start, size)
+            assert "\r" not in text
+            assert len(text.encode()) <= size
 
 
 class Lines(_Corpus):
     name, filename, data = "jsonl", "corpus.jsonl", LINES
-    readers = ("moeq.models.corpus.rows._json", "moeq.artifacts.reading.parse_record")
 
     def mutated(self, chance: random.Random) -> bytes:
         rows = LINES.decode().splitlines()
@@ -100,7 +113,6 @@ class JsonList(_Corpus):
     """A list of rows, as datasets on the hub have it."""
 
     name, filename, data = "json_list", "corpus.json", b'[{"text": "a"}, {"text": "b", "domain": "x"}]'
-    readers = ("moeq.models.corpus.rows.rows", "moeq.models.corpus.streams.read_text")
 
     def read(self, data: bytes) -> None:
         for number, _ in rows(self.file(self.filename, data)):
@@ -111,7 +123,6 @@ class CorpusTable(Target):
     """Parquet with text and domains."""
 
     name, per_byte = "corpus_parquet", 0  # of pyarrow
-    readers = ("moeq.models.corpus.rows._parquet_file",)
 
     def prepare(self, place: Place) -> None:
         self.table = pa.table({"text": ["Es war einmal", "b", None], "domain": ["x", "y", "z"], "n": [1, 2, 3]})
@@ -139,7 +150,6 @@ class Images(TensorsTarget):
     """Images with labels that the model has, in parts that do not overlap."""
 
     name, per_byte = "labelled_images", 0  # of torch
-    readers = ("moeq.models.corpus.labelled._file",)
 
     def prepare(self, place: Place) -> None:
         tensors = {
@@ -163,7 +173,6 @@ class Preprocessor(JsonTarget):
     """preprocessor_config.json: pixels stay finite numbers."""
 
     name, per_byte = "preprocessor", 0  # of torch
-    readers = ("moeq.models.corpus.labelled.ImageTask.of",)
     value: ClassVar[Any] = {
         "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.5], "image_std": [0.25],
     }  # fmt: skip
@@ -187,7 +196,6 @@ class Picture(BytesTarget):
     """An image file within a row: a picture of three colours."""
 
     name, per_byte = "picture", 0  # of Pillow
-    readers = ("moeq.models.corpus.images.opened",)
 
     def prepare(self, place: Place) -> None:
         from PIL import Image
