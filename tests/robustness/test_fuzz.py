@@ -49,7 +49,7 @@ def test_valid_inputs_are_read(fuzzed: Fuzzed, target: str) -> None:
 
 
 def test_every_reader_has_a_target_or_a_reason() -> None:
-    """A new function that reads a file, an option or standard input fails here until readers.py says what reaches it."""
+    """A new function that reads a file, an option or standard input fails here until readers.py has its line."""
     listed = {*readers.BY_TARGET, *readers.ELSEWHERE}
     found = set(readers.found())
     assert found - listed == set(), "give it a target, and both a line in readers.py"

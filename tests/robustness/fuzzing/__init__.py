@@ -7,7 +7,8 @@ and within memory where the reader promises it. Hypothesis (test_fuzz.py), ather
 
 artifacts: JSON that stages write; tensors: safetensors, GGUF, profiles; tables: Parquet, cells, sums; settings:
 recipes, hardware, options; checkpoints: configurations, foreign formats, tokenizers, cards; texts: corpora and images;
-integers: integer forwards; claims: provenance, signatures; numbers: packed codes. readers.py: which function of moeq is reached by which target.
+integers: integer forwards; claims: provenance, signatures; numbers: packed codes. readers.py: which function of moeq is
+reached by which target.
 """
 
 from robustness.fuzzing import (

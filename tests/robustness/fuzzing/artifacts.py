@@ -79,13 +79,18 @@ def _written_again(found: BaseModel) -> None:
     assert canonical_json(type(found).model_validate(json.loads(text)).model_dump(mode="json")) == text
 
 
+def valid_assignment() -> Any:
+    """Of one layer with an expert in full precision, and one whose matrices differ."""
+    plain = example(ExpertChoice) | {"projections": None}
+    choices = [plain | {"bits": 16}, plain | {"projections": {"up_proj": 2, "down_proj": 1}}]
+    return example(Assignment) | {"layers": [{"name": "layers.0", "experts": choices}]}
+
+
 class AssignmentFile(Artifact):
     name, filename, model = "assignment", "assignment.json", Assignment
 
     def prepare(self, place: Place) -> None:
-        plain = example(ExpertChoice) | {"projections": None}
-        choices = [plain | {"bits": 16}, plain | {"projections": {"up_proj": 2, "down_proj": 1}}]
-        self.value = example(Assignment) | {"layers": [{"name": "layers.0", "experts": choices}]}
+        self.value = valid_assignment()
 
     def of(self, path: Path) -> Any:
         return read_assignment(path)

@@ -7,6 +7,7 @@ import json
 import random
 from typing import Any, ClassVar
 
+from robustness.fuzzing.artifacts import valid_assignment
 from robustness.fuzzing.mutations import json_bytes, text_bytes
 from robustness.fuzzing.target import JsonTarget, Place
 
@@ -85,10 +86,9 @@ class Inspected(JsonTarget):
 
     name = "inspected"
     spare = 4 << 20  # of what the report of a kind imports
-    value: ClassVar[Any] = {
-        "schema_version": 1, "kind": "x", "name": "a", "method": "uniform", "group_size": 8,
-        "layers": [{"name": "l", "experts": [{"expert": 0, "tier": "gpu", "bits": 4, "importance": 0.5}]}],
-    }  # fmt: skip
+
+    def prepare(self, place: Place) -> None:
+        self.value = valid_assignment()
 
     def read(self, data: bytes) -> None:
         described = inspect(self.file("some.json", data))

@@ -1,7 +1,7 @@
 """Which functions of moeq open or parse something, and which target, or what else, reaches each of them.
 
-A function that calls one of PRIMITIVES, or whose name says that it reads, stands in BY_TARGET or ELSEWHERE; a new one fails a
-test (test_fuzz.py) until it has its line.
+A function that calls one of PRIMITIVES, or whose name says that it reads, stands in BY_TARGET or ELSEWHERE; a new one
+fails a test (test_fuzz.py) until it has its line.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
     "moeq.recipe.reading.load_recipe": ("recipe", "preset", "set"),
     "moeq.recipe.reading.parse_recipe": ("yaml", "recipe"),
     "moeq.stages.estimate.load": ("estimate",),
+    "moeq.stages.quantize.quantizers": ("quantizers",),
     "moeq.stages.refine.finished": ("refine_progress",),
 }
 HEADERS = "tensors of a file whose header was checked as it was opened: target header"
@@ -185,6 +186,7 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.cli.ending._drop_output": NO_FILE,
     "moeq.cli.usage.Command.parse_args": NO_FILE,
     "moeq.comparison.side_by_side._measure": NO_FILE,
+    "moeq.estimation.questions._subject": NO_FILE,
     "moeq.estimation.subject.read_model": NO_FILE,
     "moeq.estimation.subject.read_placed": NO_FILE,
     "moeq.evaluation.strided.read_text": NO_FILE,
