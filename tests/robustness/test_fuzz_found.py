@@ -170,6 +170,19 @@ def test_files_that_decoders_stumble_over(fuzzed: Fuzzed) -> None:
     assert fuzzed.run("corpus_parquet", table_bytes(target.table.slice(0, 1).set_column(0, "text", text))) == "refused"
 
 
+@pytest.mark.parametrize("name", ["gptq", "compressed_tensors"])
+def test_patterns_without_end_are_given_up(fuzzed: Fuzzed, name: str) -> None:
+    """One that tries every division of a name into parts: of 40 characters 2**40."""
+    target: Any = fuzzed.target(name)
+    endless = r"(?:(.)|(.))*[^\w]$"
+    place = {"gptq": "dynamic", "compressed_tensors": "ignore"}[name]
+    data = put(target.value, f"quantization_config.{place}", {endless: {}} if name == "gptq" else [f"re:{endless}"])
+    began = time.perf_counter()
+    with pytest.raises(MoeqError, match=r"takes more than 1.0 s"):
+        target.read(data)
+    assert time.perf_counter() - began < 5
+
+
 @pytest.mark.parametrize("files", ["3", "{train: {}}", "[{split: train, path: {}}]", "[{split: train, path: [3]}]"])
 def test_cards_of_datasets_that_name_no_files(fuzzed: Fuzzed, files: str) -> None:
     card = f"---\nconfigs:\n- {{config_name: en, data_files: {files}}}\n---\n"

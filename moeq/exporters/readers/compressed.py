@@ -16,11 +16,11 @@ from moeq.exporters.readers.layout import (
     FLOATS,
     Grid,
     Parts,
+    Pattern,
     Stored,
     checked_grid,
     expect,
     group_length,
-    pattern,
     read_back,
 )
 from moeq.models.source import TensorHeader
@@ -39,7 +39,7 @@ class CompressedTensors:
     def __init__(self, declared: Mapping[str, Any]) -> None:
         """ValueError for groups whose weights lie in another format."""
         self.ignored = [_matcher(name) for name in declared.get("ignore") or ()]
-        self.targets: list[tuple[re.Pattern[str] | None, Grid]] = []
+        self.targets: list[tuple[Pattern | None, Grid]] = []
         for name, group in (declared.get("config_groups") or {}).items():
             form = group.get("format") or declared.get("format")
             if form != FORMAT:
@@ -87,15 +87,15 @@ class CompressedTensors:
         return read_back(codes, parts["weight_scale"], zeros, grid, inputs, None if unset else index)
 
 
-def _matches(matcher: re.Pattern[str] | None, names: Sequence[str]) -> bool:
+def _matches(matcher: Pattern | None, names: Sequence[str]) -> bool:
     return matcher is not None and any(matcher.match(name) for name in names)
 
 
-def _matcher(target: str) -> re.Pattern[str] | None:
+def _matcher(target: str) -> Pattern | None:
     """What a target matches; None: every linear."""
     if target == LINEAR:
         return None
-    return pattern(target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$")
+    return Pattern(target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$")
 
 
 def _grid(name: str, weights: Mapping[str, Any] | None) -> Grid:

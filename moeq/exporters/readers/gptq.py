@@ -16,11 +16,11 @@ from moeq.exporters.readers.layout import (
     FLOATS,
     Grid,
     Parts,
+    Pattern,
     Stored,
     checked_grid,
     expect,
     group_length,
-    pattern,
     read_back,
 )
 from moeq.models.source import TensorHeader
@@ -49,7 +49,7 @@ class Gptq:
         self.whole = _grid(declared, None)
         self.rules = [
             (
-                pattern(name.removeprefix("-:").removeprefix("+:")),
+                Pattern(name.removeprefix("-:").removeprefix("+:")),
                 None if name.startswith("-:") else _grid(own, self.whole),
             )
             for name, own in dict(declared.get("dynamic") or {}).items()
@@ -102,7 +102,7 @@ class AutoRound(Gptq):
         super().__init__({"checkpoint_format": FIRST if kind in ("auto_gptq", "gptq") else SECOND, **_basic(declared)})
         own = dict(declared.get("extra_config") or {})
         self.exact = {name: _grid(block, self.whole) for name, block in own.items()}
-        self.searched = [(pattern(name), self.exact[name]) for name in own if own[name] and _is_pattern(name)]
+        self.searched = [(Pattern(name), self.exact[name]) for name in own if own[name] and _is_pattern(name)]
 
     def grid(self, names: Sequence[str]) -> Grid | None:
         named = (self.exact[name] for name in names if name in self.exact)
@@ -116,7 +116,7 @@ def _basic(declared: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_pattern(name: str) -> bool:
     try:
-        pattern(name)
+        Pattern(name)
     except ValueError:
         return False
     return True

@@ -5,15 +5,16 @@ N output rows, K inputs, G groups of inputs, b bits.
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import regex
+
 from moeq.artifacts.reading import is_count
 from moeq.bounded import shown
-from moeq.errors import first_line
+from moeq.errors import ArtifactError, first_line
 from moeq.models.source import TensorHeader
 from moeq.numerics.widths import WORD, group_count, resolved_group_size
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # torch is imported where tensors are read: headers are looke
     from moeq.numerics.packed import PackedWeight
 
 Parts = Mapping[str, "Tensor"]
+SECONDS = 1.0  # that a pattern may take for a name
+PATTERN_CHARACTERS = 10_000
 FLOATS = ("F16", "BF16", "F32")  # types of scales
 
 
@@ -128,13 +131,33 @@ def _ordered(index: Tensor | None, inputs: int, size: int) -> Tensor | None:
     return groups
 
 
-def pattern(text: Any) -> re.Pattern[str]:
-    """A pattern of names out of a configuration; ValueError for what is none."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of what Python will read otherwise some day
-            return re.compile(text)
-    except (re.error, TypeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"the pattern {shown(text)} ({first_line(error)})") from None
+class Pattern:
+    """A pattern of names out of a configuration. Whoever wrote it decides how long it takes: at most SECONDS a name."""
+
+    def __init__(self, text: Any) -> None:
+        """ValueError for what is no pattern."""
+        try:
+            if not isinstance(text, str) or len(text) > PATTERN_CHARACTERS:
+                raise ValueError(f"no text of at most {PATTERN_CHARACTERS} characters")
+            with warnings.catch_warnings(action="ignore"):  # of what will be read otherwise some day
+                self._compiled = regex.compile(text)
+        except (regex.error, ValueError, RecursionError, OverflowError) as error:
+            raise ValueError(f"the pattern {shown(text)} ({first_line(error)})") from None
+
+    def match(self, name: str) -> bool:
+        """Whether a name begins with it; ArtifactError where that takes too long."""
+        return self._found(self._compiled.match, name)
+
+    def search(self, name: str) -> bool:
+        """Whether it is in a name; ArtifactError where that takes too long."""
+        return self._found(self._compiled.search, name)
+
+    def _found(self, look: Callable[..., Any], name: str) -> bool:
+        try:
+            return look(name, timeout=SECONDS) is not None
+        except TimeoutError:
+            what = f"the pattern {shown(self._compiled.pattern)} takes more than {SECONDS} s for {shown(name)}"
+            raise ArtifactError(what, where="config.json", do="correct its quantization_config") from None
 
 
 def checked_grid(bits: Any, group_size: Any, symmetric: Any) -> Grid:
