@@ -172,7 +172,9 @@ def read_parquet(path: Path, remedy: str = REMEDY) -> pa.Table:
         with pq.ParquetFile(path) as file:
             if file.metadata.num_rows > MOST_ROWS:
                 raise ValueError(f"{file.metadata.num_rows} rows, at most {MOST_ROWS} are read")
-            return file.read()
+            table = file.read()
+        table.validate(full=True)  # that texts are UTF-8, among other things
+        return table
     except FileNotFoundError:
         raise ArtifactError("no such file", where=str(path), do=remedy) from None
     except (OSError, ValueError, pa.ArrowException) as error:

@@ -27,7 +27,7 @@ from moeq.artifacts.reading import inside, parse_json, plain_name, relative_name
 from moeq.errors import ArtifactError, ModelError
 from moeq.models.source import INDEX, open_source
 
-EXAMPLES = 100_000 // len(TARGETS) if FULL else 60
+EXAMPLES = 100_000 // len(TARGETS) if FULL else 25
 GROWTH_BYTES = 256 << 20  # of the process, over all inputs
 ATHERIS_RUNS = 100_000 if FULL else 2_000
 

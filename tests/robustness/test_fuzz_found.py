@@ -113,6 +113,13 @@ TABLES: dict[str, tuple[str, Callable[[pa.Table], pa.Table], str]] = {
     "metadata of bytes": (
         "losses", lambda table: table.replace_schema_metadata({"moeq_schema_version": b"\xff"}), "schema version",
     ),
+    "a text of bytes": (
+        "losses",
+        lambda table: table.set_column(
+            1, table.schema.field(1), pa.array([b"\xff"] * len(table), pa.binary()).view(pa.string())
+        ),
+        "cannot be read as Parquet",
+    ),
     "no sensitivities": ("sensitivities", lambda table: table.slice(0, 0), "no rows"),
     "layers without order": ("sensitivities", changed("layer", 1), "layer by layer"),
     "a layer of 2**40": ("sensitivities", changed("layer", 2**40), "layer by layer"),
@@ -160,6 +167,11 @@ def test_groups_of_groups_end() -> None:
     assert time.perf_counter() - began < 1
 
 
+def test_pixels_may_be_multiplied_by_a_whole_number_of_any_size(fuzzed: Fuzzed) -> None:
+    target: Any = fuzzed.target("preprocessor")
+    assert fuzzed.run("preprocessor", put(target.value, "rescale_factor", 2**64)) == "read"
+
+
 def test_files_that_decoders_stumble_over(fuzzed: Fuzzed) -> None:
     png = b"\x89PNG\r\n\x1a\n\0\0\0\0IHDR\xa8\xa1\xae\x0a"  # a header of no bytes
     assert fuzzed.run("picture", png) == "refused"
@@ -177,10 +189,10 @@ def test_patterns_without_end_are_given_up(fuzzed: Fuzzed, name: str) -> None:
     endless = r"(?:(.)|(.))*[^\w]$"
     place = {"gptq": "dynamic", "compressed_tensors": "ignore"}[name]
     data = put(target.value, f"quantization_config.{place}", {endless: {}} if name == "gptq" else [f"re:{endless}"])
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(MoeqError, match=r"takes more than 1.0 s"):
         target.read(data)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 3
 
 
 @pytest.mark.parametrize("files", ["3", "{train: {}}", "[{split: train, path: {}}]", "[{split: train, path: [3]}]"])

@@ -76,7 +76,7 @@ class ImageTask:
             shape=shape,
             positions=image_positions(model),
             labels=model.config.num_labels,
-            scale=getattr(model.config, "pixel_scale", scale),
+            scale=getattr(model.config, "pixel_scale", None if scale is None else float(scale)),
             mean=_channels(given, "image_mean", 0.0, shape[0], where),
             deviation=_channels(given, DEVIATION, 1.0, shape[0], where),
         )
