@@ -201,6 +201,14 @@ def test_cards_of_datasets_that_name_no_files(fuzzed: Fuzzed, files: str) -> Non
     assert fuzzed.run("dataset_card", card.encode()) in ("read", "refused")
 
 
+def test_a_pattern_of_files_that_is_longer_than_paths(fuzzed: Fuzzed) -> None:
+    """fnmatch takes the square of it: minutes for one of a MiB."""
+    card = f"---\nconfigs:\n- {{config_name: en, data_files: 'en/{'[' * 20_000}'}}\n---\n"
+    began = time.process_time()
+    assert fuzzed.run("dataset_card", card.encode(), memory=False) == "refused"
+    assert time.process_time() - began < 1
+
+
 def test_a_change_that_is_refused_says_where(fuzzed: Fuzzed) -> None:
     for change in (b"", b"a", b"seed.a=1", b"assign.bits=[", b"name='\xff"):
         assert fuzzed.run("set", change) == "refused"
