@@ -46,17 +46,12 @@ def push(checkpoint: Path, name: str, options: Options, reporter: Reporter) -> d
     """
     (hub.be_quiet if reporter.quiet else hub.bars_on_terminals_only)()
     user = hub_upload.account()
-    signed = read_signed(checkpoint) if (checkpoint / SIGNATURE).is_file() else None
-    card = _card(checkpoint, name, options, signed is not None)
+    card = _card(checkpoint, name, options)
     if card:
         hub_upload.check_card(card)
     place = hub_upload.look(name, options.branch)
     sums, verified = _check(checkpoint, options, reporter)
-    digests = {**sums.files, SUMS: _sha256((checkpoint / SUMS).read_bytes())}
-    digests |= {CARD: _sha256(card.encode())} if card else {}
-    if signed is not None:
-        _check_signed(checkpoint, signed, digests)
-        digests[SIGNATURE] = _sha256((checkpoint / SIGNATURE).read_bytes())
+    digests = _sent(checkpoint, sums, card)
     if place is not None:
         check_place(name, place, digests, options)
     reporter.say(f"  uploading {len(digests)} files to {name} as {user}")
@@ -137,20 +132,34 @@ def _check(checkpoint: Path, options: Options, reporter: Reporter) -> tuple[Sums
     return sums, found
 
 
-def _check_signed(checkpoint: Path, signed: Mapping[str, str], digests: Mapping[str, str]) -> None:
-    """ArtifactError where a signature is not over what is sent: nobody could verify it there; its key is not asked."""
+def _sent(checkpoint: Path, sums: Sums, card: str) -> dict[str, str]:
+    """{file: SHA-256} of what is sent; ArtifactError for a signature over something else."""
+    digests = {**sums.files, SUMS: _sha256((checkpoint / SUMS).read_bytes())}
+    digests |= {CARD: _sha256(card.encode())} if card else {}
+    return digests | _signed(checkpoint, digests)
+
+
+def _signed(checkpoint: Path, digests: Mapping[str, str]) -> dict[str, str]:
+    """The signature with its own digest, nothing where there is none; digests: of what is sent beside it.
+
+    Raises ArtifactError for one that is not over what is sent: nobody could verify it there. Its key is not asked for.
+    """
+    if not (checkpoint / SIGNATURE).exists():
+        return {}
+    signed = read_signed(checkpoint)
     for path in sorted({*signed, *digests}):
         if signed.get(path) != digests.get(path):
             what = f"{SIGNATURE} is not over it as it is now"
             raise ArtifactError(what, where=str(checkpoint / path), do=f"sign again, or remove {SIGNATURE}")
+    return {SIGNATURE: _sha256((checkpoint / SIGNATURE).read_bytes())}
 
 
-def _card(checkpoint: Path, name: str, options: Options, signed: bool) -> str:
-    """The card as it will stand on the hub; "" where there is none."""
+def _card(checkpoint: Path, name: str, options: Options) -> str:
+    """The card as it will stand on the hub, as it is where it is signed; "" where there is none."""
     if not (checkpoint / CARD).is_file():
         return ""
     text = (checkpoint / CARD).read_text("utf-8")
-    if signed:
+    if (checkpoint / SIGNATURE).exists():
         return text
     return published(text, name, None if options.branch == hub_upload.DEFAULT_BRANCH else options.branch)
 

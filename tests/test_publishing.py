@@ -265,3 +265,30 @@ def test_the_command_says_where_it_is_and_how_it_is_loaded(hub: WritableHub, che
     assert told["url"].endswith(NAME)
     assert NAME in told["load"]
     assert told["bytes"] == sum(path.stat().st_size for path in checkpoint.iterdir() if path.name != "stage.json")
+
+
+def test_a_signature_goes_along_and_is_right_there(hub: WritableHub, checkpoint: Path, tmp_path: Path) -> None:
+    """The card as it was signed; a signature over other bytes is not sent."""
+    pytest.importorskip("model_signing.signing", reason="pip install 'moeq[sign]'", exc_type=ImportError)
+    from cryptography.hazmat.primitives import serialization as form
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from huggingface_hub import snapshot_download
+
+    from moeq import signing
+
+    own = ec.generate_private_key(ec.SECP256R1())
+    plain, public = form.NoEncryption(), form.PublicFormat.SubjectPublicKeyInfo
+    key, trusted = tmp_path / "key.pem", tmp_path / "public.pem"
+    key.write_bytes(own.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, plain))
+    trusted.write_bytes(own.public_key().public_bytes(form.Encoding.PEM, public))
+    signing.sign(checkpoint, signing.Signer(key=key))
+    card = (checkpoint / "README.md").read_bytes()
+    (checkpoint / "README.md").write_text("another card")
+    with pytest.raises(ArtifactError, match=r"README.md: model.sig is not over it as it is now; sign again, or remove"):
+        push(checkpoint)
+    assert not hub.commits
+    (checkpoint / "README.md").write_bytes(card)
+    push(checkpoint)
+    back = Path(snapshot_download(NAME))
+    assert {"model.sig", "provenance.json"} <= {path.name for path in back.iterdir()}
+    assert "is right" in signing.check_signature(back, signing.Trust(public_key=trusted))

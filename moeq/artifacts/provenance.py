@@ -228,19 +228,13 @@ class Making:
 def check_provenance(directory: Path, sums: Sums | None) -> Statement | None:
     """The statement of a checkpoint, compared with the digests that were just checked; None where it has none.
 
-    Raises ArtifactError for one that cannot be read, that SHA256SUMS does not list, or that says other of a file. What
-    is no statement, in a directory without sums, is another tool's file of this name.
+    sums: None where there are none; then nothing was taken that could be compared, and a file of this name may be
+    another tool's. Raises ArtifactError for a statement that cannot be read, that SHA256SUMS does not list, or that
+    says other of a file.
     """
-    try:
-        statement = read_provenance(directory)
-    except ArtifactError:
-        if sums is None:
-            return None
-        raise
-    if statement is None:
+    statement = None if sums is None else read_provenance(directory)
+    if sums is None or statement is None:
         return None
-    if sums is None:
-        raise ArtifactError(f"missing, and {NAME} is there", where=str(directory / SUMS), do=REMEDY)
     if NAME not in sums.files:
         raise ArtifactError(f"{SUMS} does not list it", where=str(directory / NAME), do=REMEDY)
     check_subjects(statement, sums.files, directory)
@@ -250,7 +244,7 @@ def check_provenance(directory: Path, sums: Sums | None) -> Statement | None:
 def words(statement: Statement | None) -> str:
     """What a provenance names, on one line: model, recipe and version, or what was converted."""
     if statement is None:
-        return "none: an older moeq, or another tool, made it"
+        return f"not said by a {NAME} that {SUMS} covers: an older moeq, or another tool, made it"
     given, version = statement.parameters, statement.predicate.details.builder.version.get("moeq", "of no version")
     if given.checkpoint is not None:
         return f"converted for {given.runtime} from {_called(given.checkpoint)} by moeq {version}"

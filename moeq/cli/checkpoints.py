@@ -106,11 +106,7 @@ def verify(
     preflight.check_loader(target)
     if against is not None:
         check_there(against)
-    from moeq import signing
-
-    trust = signing.Trust(public_key=public_key, roots=certificate_chain or ())
-    signing.check_trust(checkpoint, trust, wanted=signature)
-    signed = signing.check_signature(checkpoint, trust) if signature else None
+    signed = _signature(checkpoint, signature, public_key, certificate_chain)
     from moeq import terminal
     from moeq.progress import Reporter
     from moeq.verification import verify as verification
@@ -127,6 +123,15 @@ def verify(
     show(verdict.as_json(), lambda _: terminal.print_verdict(verdict), json=json, quiet=quiet)
     if verdict.problems:
         refuse(verification.error_of(verdict), json=json)
+
+
+def _signature(checkpoint: Path, wanted: bool, public_key: Path | None, roots: list[Path] | None) -> str | None:
+    """Whose signature it is, in words; None where it was not asked for."""
+    from moeq import signing
+
+    trust = signing.Trust(public_key=public_key, roots=roots or ())
+    signing.check_trust(checkpoint, trust, wanted=wanted)
+    return signing.check_signature(checkpoint, trust) if wanted else None
 
 
 def sign(

@@ -1,7 +1,8 @@
 """How a run makes its checkpoint, for its provenance: model, recipe, texts, versions and the stages' results.
 
 Nothing in it says where something lies or when it was made. The recipe stands without eval, estimate, gates and store,
-which change no byte of a checkpoint and so need not be asked for again.
+which change no byte of a checkpoint and so need not be asked for again; what is compared stays, by name, where the size
+of the whole checkpoint is limited, whose card has a row for each.
 """
 
 from __future__ import annotations
@@ -116,11 +117,10 @@ def _recipe(context: Context) -> dict[str, Any]:
     """The recipe as it was run, paths reduced to their last part."""
     data = context.recipe.model_dump(mode="json")
     hardware = context.recipe.hardware_of(context.recipe.assign)
-    compared = data["eval"]["compare"]
+    compared = data["eval"]["compare"] if context.recipe.assign.size is not None else []  # whose rows in the card count
     for key in SHAPELESS:
         del data[key]
-    if context.recipe.assign.size is not None and compared:  # whose rows in the card count
-        data["eval"] = {"compare": [one | {"hardware": one["hardware"] and _last(one["hardware"])} for one in compared]}
+    data["eval"] = {"compare": [one | {"hardware": one["hardware"] and _last(one["hardware"])} for one in compared]}
     data |= {"model": context.model.source.name, "revision": context.model.source.revision}
     data["corpus"]["source"] = _reduced(data["corpus"]["source"])
     data["assign"]["hardware"] = None if hardware is None else _last(hardware)

@@ -92,7 +92,9 @@ def test_native_checkpoints_load(kept: Kept, path: str, tmp_path: Path) -> None:
     wanted = kept.wanted["native"][path]
     assert close(answers(package.load(checkpoint, dtype="float32", verify=True)), wanted)
     assert close(answers(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)), wanted)
-    assert moeq("verify", checkpoint, "--quiet")["right"]
+    verdict = moeq("verify", checkpoint, "--quiet")
+    assert verdict["right"]
+    assert verdict["provenance"].startswith("not said by a provenance.json"), "there was none"
 
 
 def test_gguf_is_read(kept: Kept) -> None:
@@ -142,7 +144,7 @@ def test_later_stages_read_what_earlier_ones_made(kept: Kept, tmp_path: Path) ->
     assert [one["stage"] for one in stages if one["skipped"]] == first
     for name in ("quantize", "checkpoint"):
         changed = differences(digests(old / name, kept.wanted["made_by"]["moeq"]), digests(run / name))
-        assert set(changed) <= {"README.md"}, "the card has the evaluation's figures"
+        assert set(changed) <= {"README.md", "provenance.json"}, "the card has the evaluation's figures"
     before, after = (json.loads((one / "eval" / "eval.json").read_text("utf-8"))["rows"] for one in (old, run))
     assert [(row["name"], row["expert_bytes"]) for row in before] == [
         (row["name"], row["expert_bytes"]) for row in after

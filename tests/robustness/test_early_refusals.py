@@ -192,6 +192,9 @@ REFUSED: dict[str, list[Case]] = {
     "verify": [
         (("nowhere",), 13, "nowhere: no such file or directory"),
         (("run", "--against", "./nowhere"), 13, "./nowhere: no such file or directory"),
+        (("run", "--signature"), 2, "--signature: needs one key or root to trust"),
+        (("run", "--public-key", "file.txt"), 2, "a key, and no signature is verified; give --signature too"),
+        (("run", "--signature", "--public-key", "nowhere"), 13, "nowhere: no such file or directory"),
         (("run", "--target", "toaster"), 2, "--target: unknown runtime 'toaster'; did you mean 'transformers'?"),
     ],
     "families": [
@@ -200,6 +203,12 @@ REFUSED: dict[str, list[Case]] = {
         (("nowhere/config.json",), 13, "nowhere/config.json: no such file or directory"),
         (("nobody/nothing",), 3, "nobody/nothing: neither here nor to be had from the hub"),
         (("empty",), 3, "no config.json"),
+    ],
+    "sign": [
+        (("nowhere", "--key", "file.txt"), 13, "nowhere: no such file or directory"),
+        (("run", "--key", "file.txt"), 3, "run: this is a run; give run/checkpoint"),
+        (("model", "--key", "nowhere"), 13, "nowhere: no such file or directory; give a file in PEM to --key"),
+        (("model", "--key", "file.txt", "--certificate-chain", "file.txt"), 2, "give --certificate too"),
     ],
     "push": [
         (("nowhere", "me/name"), 13, "nowhere: no such file or directory"),
