@@ -6,7 +6,11 @@ LOCKED := -m pip install --quiet --no-deps --require-hashes
 CUDA_TORCH := from importlib.metadata import requires; exit(not any("cuda" in one for one in requires("torch")))
 export HF_HUB_OFFLINE ?= 1
 
+<<<<<<< HEAD
 .PHONY: demo test test-full bench wheel peers docs lint lock audit sbom notices clean
+=======
+.PHONY: demo test test-full bench fuzz wheel peers docs lint clean
+>>>>>>> w-fuzz
 
 demo: $(INSTALLED)
 	$(BIN)/moeq run recipes/demo.yaml --out demo-out
@@ -24,6 +28,9 @@ test-full: $(INSTALLED) lint
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench.py
+
+fuzz: $(INSTALLED)
+	$(BIN)/python benchmarks/fuzzing.py --json benchmarks/results/fuzzing.json
 
 wheel: $(INSTALLED)
 	rm -rf dist build *.egg-info

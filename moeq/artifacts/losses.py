@@ -35,6 +35,8 @@ ADDED = ("weighted_loss", "hessian_trace")  # by version 2
 NAME = "losses.parquet"
 WHOLE = "expert"
 REMEDY = "run `moeq losses` again"
+MOST_ROWS = 1 << 24  # that are read: a model of 100,000 experts has some millions
+VERSION_KEY = b"moeq_schema_version"
 BEYOND = {"scale_underflow": "small", "scale_overflow": "large"}  # what `grids.beyond_float16` finds
 
 SCHEMA = pa.schema(
@@ -79,6 +81,13 @@ class LossTable:
         """The methods in the order in which the table has them: that of losses.methods."""
         return self.table["method"].unique().to_pylist()  # type: ignore[no-any-return]
 
+    def experts(self) -> list[int]:
+        """Experts of every layer, by whatever method they were measured."""
+        layer, expert = self.table["layer"].to_numpy(), self.table["expert"].to_numpy()
+        counts = np.zeros(int(layer.max(initial=-1)) + 1, np.int64)
+        np.maximum.at(counts, layer, expert + 1)
+        return counts.tolist()  # type: ignore[no-any-return]
+
     def bits(self) -> list[int]:
         return sorted(set(self.table["bits"].to_pylist()))
 
@@ -102,9 +111,8 @@ class LossTable:
         layer, expert = frame["layer"].to_numpy(), frame["expert"].to_numpy()
         bits, value = frame["bits"].to_numpy(), frame[column].to_numpy()
         result: list[dict[int, np.ndarray]] = []
-        for index in range(int(layer.max()) + 1):
+        for index, count in enumerate(self.experts()):
             here = layer == index
-            count = int(expert[here].max(initial=-1)) + 1
             widths: dict[int, np.ndarray] = {}
             for width in sorted(set(bits[here].tolist())):
                 pick = here & (bits == width)
@@ -159,20 +167,29 @@ def write_losses(path: Path, parts: Iterable[list[dict[str, Any]]]) -> None:
 
 
 def read_parquet(path: Path, remedy: str = REMEDY) -> pa.Table:
-    """A Parquet file; ArtifactError when it is missing or damaged."""
+    """A Parquet file; ArtifactError when it is missing or damaged, or would take more than tables of moeq do."""
     try:
-        return pq.read_table(path)
+        with pq.ParquetFile(path) as file:
+            if file.metadata.num_rows > MOST_ROWS:
+                raise ValueError(f"{file.metadata.num_rows} rows, at most {MOST_ROWS} are read")
+            table = file.read()
+        table.validate(full=True)  # that texts are UTF-8, among other things
+        return table
     except FileNotFoundError:
         raise ArtifactError("no such file", where=str(path), do=remedy) from None
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise ArtifactError(f"cannot be read as Parquet ({error})", where=str(path), do=remedy) from None
+
+
+def metadata_text(table: pa.Table, key: bytes, otherwise: str) -> str:
+    """What the metadata of a table has under a key, whatever its bytes are."""
+    return (table.schema.metadata or {}).get(key, otherwise.encode()).decode("utf-8", "replace")  # type: ignore[no-any-return]
 
 
 def read_losses(path: Path) -> LossTable:
     """Read a loss table; ArtifactError when it is missing, damaged or of another schema version."""
     table = read_parquet(path)
-    metadata = table.schema.metadata or {}
-    version = metadata.get(b"moeq_schema_version", b"none").decode()
+    version = metadata_text(table, VERSION_KEY, "none")
     if version == "1" and not set(ADDED) & set(table.schema.names):
         for name in ADDED:
             table = table.append_column(name, pa.nulls(len(table), pa.float64()))
@@ -180,7 +197,28 @@ def read_losses(path: Path) -> LossTable:
         check_schema_version(version, str(SCHEMA_VERSION), path, remedy=REMEDY)
     if not table.schema.equals(SCHEMA):
         raise ArtifactError("not a loss table: other columns", where=str(path), do=REMEDY)
+    problem = _problem_with(table)
+    if problem is not None:
+        raise ArtifactError(f"not a loss table: {problem}", where=str(path), do=REMEDY)
     return LossTable(table)
+
+
+def _problem_with(table: pa.Table) -> str | None:
+    """What no loss table has, or None."""
+    if WHOLE not in table["projection"].unique().to_pylist():
+        return f"no row of a whole {WHOLE}"
+    if BEST in table["method"].unique().to_pylist():
+        return f"a method that is called {BEST}"
+    empty = next((name for name in table.schema.names if name not in ADDED and table[name].null_count), None)
+    if empty is not None:
+        return f"{empty} is empty in a row"
+    for name, least, most in (("layer", 0, len(table) - 1), ("expert", 0, len(table) - 1), ("bits", 1, 16)):
+        values = table[name].to_numpy()
+        if values.min() < least or values.max() > most:
+            return f"{name} is not within {least} to {most}"
+    if not (table["loss"].to_numpy() >= 0).all():
+        return "a loss that is below 0 or no number"
+    return None
 
 
 def summarize(table: LossTable) -> dict[str, Any]:
@@ -188,15 +226,15 @@ def summarize(table: LossTable) -> dict[str, Any]:
     whole = table.rows(WHOLE)
     relative = {
         method: {
-            str(bits): float(
-                np.mean([r["relative_loss"] for r in whole if r["method"] == method and r["bits"] == bits])
-            )
+            str(bits): float(np.mean(losses))
             for bits in table.bits()
+            if (losses := [r["relative_loss"] for r in whole if r["method"] == method and r["bits"] == bits])
         }
         for method in table.methods()
     }
     method = DEFAULT_QUANTIZER if DEFAULT_QUANTIZER in table.methods() else table.methods()[0]
     once = [row for row in whole if row["bits"] == table.bits()[0] and row["method"] == method]
+    once = once or list({(row["layer"], row["expert"]): row for row in whole}.values())
     fallbacks = Counter(name for row in once for name in row["fallback"].split("+") if name not in ("none", *BEYOND))
     beyond = {name: len({(r["layer"], r["expert"]) for r in whole if name in r["fallback"]}) for name in BEYOND}
     return {

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from moeq.artifacts.files import read_json, write_json
+from moeq.artifacts.reading import is_count
 from moeq.artifacts.stage import check_schema_version
 from moeq.artifacts.tensor_files import write_tensors
 from moeq.errors import ArtifactError
@@ -145,7 +146,7 @@ def read_profile(directory: Path) -> ExpertProfile:
     try:
         layers = table["layers"]
         with safe_open(tensors, "np") as handle:
-            return ExpertProfile(
+            profile = ExpertProfile(
                 layers=tuple(layer["name"] for layer in layers),
                 top_k=tuple(layer["top_k"] for layer in layers),
                 counts=tuple(handle.get_tensor(f"layer.{i}.counts") for i in range(len(layers))),
@@ -158,3 +159,27 @@ def read_profile(directory: Path) -> ExpertProfile:
         raise ArtifactError(f"cannot be read ({error})", where=str(tensors), do=REMEDY) from None
     except (KeyError, TypeError) as error:
         raise ArtifactError(f"not a profile ({error!r})", where=str(path), do=REMEDY) from None
+    problem = _problem_with(profile)
+    if problem is not None:
+        raise ArtifactError(f"not a profile: {problem}", where=str(directory), do=REMEDY)
+    return profile
+
+
+def _problem_with(profile: ExpertProfile) -> str | None:
+    """What does not fit together in a profile that was read, or None."""
+    if not profile.layers or not all(
+        isinstance(text, str) for text in (profile.text, *profile.layers, *profile.corpus)
+    ):
+        return "it names no layers, or other things than texts"
+    tokens = profile.tokens
+    if tokens.dtype != np.int64 or tokens.ndim != 2 or tokens.shape[1] != len(PHASES) or (tokens < 0).any():
+        return "tokens are not counts of every sequence"
+    for name, top_k, counts, scores in zip(profile.layers, profile.top_k, profile.counts, profile.scores, strict=True):
+        wanted = (*tokens.shape, counts.shape[-1] if counts.ndim == 3 else 0)
+        if counts.dtype != np.int64 or counts.shape != wanted or (counts < 0).any():
+            return f"counts of {name} are not counts of every sequence"
+        if scores.dtype != np.float64 or scores.shape != wanted or not np.isfinite(scores).all():
+            return f"scores of {name} are not numbers of every sequence"
+        if not is_count(top_k) or not 1 <= top_k <= counts.shape[-1]:
+            return f"top_k of {name} is {top_k!r}"
+    return None

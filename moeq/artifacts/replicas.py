@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from safetensors import safe_open
 
 from moeq.artifacts.digests import digest_of_chunks, digest_of_part, remember
 from moeq.artifacts.files import digest_of, held, make_directory, read_json, write_json, write_text
-from moeq.artifacts.reading import PlainName, TensorHeader, parse_json, read_json_file, safetensors_header
+from moeq.artifacts.reading import NAME_BYTES, PlainName, TensorHeader, parse_json, read_json_file, safetensors_header
 from moeq.artifacts.stage import Frozen, check_schema_version, read_model
 from moeq.artifacts.tensor_files import dtype_name, layout_of, stored_chunks, tensor_bytes, write_in_chunks
 from moeq.errors import ArtifactError
@@ -41,6 +42,7 @@ REMEDY = "run `moeq losses` again"
 MARKER = "store.json"
 INDEX = "replicas.json"
 ROWS = "losses"
+PATH_BYTES = 4096  # of Linux, the end of it counted
 RUNS = "runs"
 SHORT = 16  # hexadecimal digits of a digest in a name
 
@@ -124,9 +126,14 @@ def noted_runs(store: Path) -> dict[Path, Path]:
 def _noted_run(path: Path) -> Path:
     note = read_json(path)
     run = note.get("run") if isinstance(note, dict) else None
-    if not isinstance(run, str) or not Path(run).is_absolute() or "\0" in run:
+    if not isinstance(run, str) or not Path(run).is_absolute() or "\0" in run or not _can_be(Path(run)):
         raise ArtifactError("does not name a run directory", where=str(path), do="delete it, and run `moeq run` there")
     return Path(run)
+
+
+def _can_be(path: Path) -> bool:
+    """Whether there may be such a path: not where it or a part of it is too long."""
+    return len(os.fsencode(path)) < PATH_BYTES and all(len(os.fsencode(part)) <= NAME_BYTES for part in path.parts)
 
 
 def layer_file(directory: Path, layer: int) -> Path:

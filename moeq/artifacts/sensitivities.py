@@ -22,14 +22,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moeq.artifacts.files import write_atomically
-from moeq.artifacts.losses import read_parquet
+from moeq.artifacts.losses import VERSION_KEY, metadata_text, read_parquet
 from moeq.artifacts.stage import check_schema_version
 from moeq.errors import ArtifactError
 
 SCHEMA_VERSION = 2  # 1 had neither metadata nor the closed form of every run
 NAME = "sensitivities.parquet"
 REMEDY = "run `moeq assign` again"
-VERSION_KEY, MODEL_KEY = b"moeq_schema_version", b"moeq_model_digest"
+MODEL_KEY = b"moeq_model_digest"
 NEEDED = (
     "layer", "expert", "activations", "activation_frequency", "routing_mass", "frobenius_hessian_trace",
     "hybrid_importance", "calibration_hessian_trace",
@@ -45,7 +45,7 @@ class SensitivityTable:
     @property
     def model(self) -> str:
         """Digest of the model that it is of."""
-        return str((self.table.schema.metadata or {}).get(MODEL_KEY, b"").decode())
+        return metadata_text(self.table, MODEL_KEY, "")
 
     def experts(self) -> list[int]:
         """Experts of every layer."""
@@ -69,9 +69,32 @@ def write_sensitivities(path: Path, columns: Mapping[str, Sequence[Any]], model:
 def read_sensitivities(path: Path) -> SensitivityTable:
     """Read a table back; ArtifactError when it is missing, damaged, of another version or lacks a column."""
     table = read_parquet(path, REMEDY)
-    version = (table.schema.metadata or {}).get(VERSION_KEY, b"1").decode()
+    version = metadata_text(table, VERSION_KEY, "1")
     check_schema_version(version, str(SCHEMA_VERSION), path, remedy=REMEDY)
     missing = [name for name in NEEDED if name not in table.column_names]
     if missing:
         raise ArtifactError(f"no column {missing[0]}", where=str(path), do=REMEDY)
+    problem = _problem_with(table)
+    if problem is not None:
+        raise ArtifactError(problem, where=str(path), do=REMEDY)
     return SensitivityTable(table)
+
+
+def _problem_with(table: pa.Table) -> str | None:
+    """What no table of sensitivities has, or None: they have a row of every expert, layer by layer."""
+    twice = next((name for name in table.column_names if table.column_names.count(name) > 1), None)
+    if twice is not None:
+        return f"column {twice} is there twice"
+    for name in NEEDED:
+        kind = table[name].type
+        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+            return f"column {name} holds no numbers"
+    if not len(table):
+        return "no rows"
+    layer, expert = (table[name].to_numpy() for name in ("layer", "expert"))
+    steps = np.diff(layer, prepend=layer[:1])
+    begins = np.flatnonzero(np.concatenate([[True], steps[1:] != 0]))
+    place = np.arange(len(layer)) - np.repeat(begins, np.diff(begins, append=len(layer)))
+    if layer[0] != 0 or not np.isin(steps, (0, 1)).all() or not np.array_equal(expert, place):
+        return "not a row of every expert, layer by layer"
+    return None

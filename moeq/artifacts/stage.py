@@ -35,7 +35,7 @@ Model = TypeVar("Model", bound=BaseModel)
 class Frozen(BaseModel):
     """An artifact in JSON, or a part of one: it has no other keys, and none of them changes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelStamp(Frozen):

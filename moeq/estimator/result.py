@@ -14,7 +14,7 @@ from moeq.registry import POLICIES
 class Frozen(BaseModel):
     """A part of a result: it does not change, and files that hold more are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class PolicyPoint(Frozen):

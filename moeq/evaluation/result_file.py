@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moeq.artifacts.files import write_json
 from moeq.artifacts.reading import read_json_file
 from moeq.errors import ArtifactError
@@ -71,7 +73,8 @@ def read_rows(path: Path) -> list[Row]:
         rows: list[Row] = [of_result({**row, "name": str(row["name"])}) for row in whole["rows"]]
         if not rows:
             raise ValueError("no rows")
-        table(rows)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        with np.errstate(over="raise", invalid="raise"):
+            table(rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
         raise ArtifactError(f"not a result of `moeq eval --out` ({error})", where=str(path), do=REMEDY) from None
     return rows

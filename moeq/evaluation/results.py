@@ -68,8 +68,16 @@ def members(results: dict[str, Any]) -> set[str]:
 
 def leaves(results: dict[str, Any], name: str) -> list[str]:
     """The tasks of a group, those of its groups included; a task is its own."""
-    inside = results.get("group_subtasks", {}).get(name, [])
-    return [leaf for member in inside for leaf in leaves(results, member)] if inside else [name]
+    groups: dict[str, list[str]] = results.get("group_subtasks", {})
+    found: dict[str, bool] = {}  # every task and group on the way, and whether it is a task
+    left = [name]
+    while left:
+        member = left.pop()
+        if member not in found:
+            inside = groups.get(member, [])
+            found[member] = not inside
+            left += reversed(inside)
+    return [member for member, is_task in found.items() if is_task]
 
 
 def main_metric(scores: dict[str, float]) -> str | None:

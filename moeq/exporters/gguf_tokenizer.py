@@ -67,7 +67,11 @@ def _parsed(source: ModelSource, data: dict[str, Any], settings: dict[str, Any],
     }
     if max(tokens, default=-1) >= vocabulary:
         raise _refused(source, f"{max(tokens) + 1} tokens, the embeddings have {vocabulary}")
+    if not all(isinstance(text, str) for text in tokens.values()) or min(tokens, default=0) < 0:
+        raise ValueError("a token that is no text, or has no number")
     merges = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
+    if not all(len(pair) == 2 and isinstance(pair, list) for pair in merges):
+        raise ValueError("a merge that is not of two texts")
     values: dict[str, Value] = {
         "ggml.tokens": [tokens.get(number, f"[PAD{number}]") for number in range(vocabulary)],
         "ggml.token_type": [_kind(number, tokens, added, model) for number in range(vocabulary)],

@@ -113,18 +113,18 @@ def _apply(data: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     option = f"--set {shown(override)}"
     if not equals or not key:
-        raise RecipeError(f"{option} is not key=value", do="write for example --set assign.bits_per_weight=2.5")
+        raise RecipeError("is not key=value", where=option, do="write for example --set assign.bits_per_weight=2.5")
     *parents, leaf = key_now(key.strip()).split(".")
     here = data
     for parent in parents:
         step = here.setdefault(parent, {})
         if not isinstance(step, dict):
-            raise RecipeError(f"{option}: {shortened(parent)} is not a section", do="name a key of a section")
+            raise RecipeError(f"{shortened(parent)} is not a section", where=option, do="name a key of a section")
         here = step
     try:
         here[leaf] = parse_yaml(value).value
     except YamlError as error:
-        raise RecipeError(f"{option}: the value is not YAML ({error})", do="quote it") from None
+        raise RecipeError(f"the value is not YAML ({error})", where=option, do="quote it") from None
 
 
 def _explain(error: ValidationError, data: Any, read: Yaml, where: str, overrides: Sequence[str]) -> RecipeError:

@@ -35,7 +35,7 @@ OWN_GEOMETRY = "model"
 class EstimateReport(BaseModel):
     """One full Estimate for each assignment, the recipe's own first; geometry: sizes that were assumed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     schema_version: int = SCHEMA_VERSION
     geometry: dict[str, Any]
     geometry_is_the_models: bool

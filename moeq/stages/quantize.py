@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.files import make_directory, read_json, write_json
-from moeq.artifacts.stage import check_schema_version
+from moeq.artifacts.files import make_directory, write_json
+from moeq.artifacts.stage import Frozen, read_model
 from moeq.artifacts.tensor_files import safetensors_bytes, write_tensors
 from moeq.exporters.native_writer import extra_name, layer_name, others_name
 from moeq.exporters.plain import METADATA
@@ -149,19 +149,20 @@ def files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
+class Quantizers(Frozen):
+    """quantizers.json. layers: {bits, or MIXED: method} of every expert."""
+
+    schema_version: int = SCHEMA_VERSION
+    layers: dict[str, tuple[dict[int, str], ...]]
+
+
 def quantizers(directory: Path) -> dict[str, list[dict[int, str]]]:
     """{layer: [{bits, or MIXED: method that made the replica} of every expert]} of a quantize directory.
 
     Raises ArtifactError when the file is missing, damaged or of another schema version.
     """
-    path, remedy = directory / NAME, "run `moeq quantize` again"
-    document = read_json(path, remedy=remedy)
-    version = document.get("schema_version") if isinstance(document, dict) else None
-    check_schema_version(version, SCHEMA_VERSION, path, remedy=remedy)
-    return {
-        name: [{int(bits): method for bits, method in made.items()} for made in experts]
-        for name, experts in document["layers"].items()
-    }
+    found = read_model(directory / NAME, Quantizers, SCHEMA_VERSION, remedy="run `moeq quantize` again")
+    return {name: list(experts) for name, experts in found.layers.items()}
 
 
 JSON, JSON_LAYER, JSON_EXPERT, JSON_REPLICA = 40, 35, 10, 17  # bytes of quantizers.json

@@ -19,6 +19,7 @@ from torch import Tensor
 from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, matrix_widths, width_of
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import digest_of, read_json, write_json
+from moeq.artifacts.reading import plain_name
 from moeq.artifacts.run import EDITABLE
 from moeq.artifacts.stage import current_digest
 from moeq.errors import ArtifactError, AssignmentError
@@ -70,22 +71,23 @@ class Progress:
         before = [current_digest(context.directory(stage), stage, names) for stage, names in editable.items()]
         section = context.recipe.quantize.model_dump(mode="json")
         key = digest_of([REVISION, context.model.stamp.digest, *before, section, context.model.compute()])
-        try:
-            noted = read_json(directory / PROGRESS)
-            files: dict[str, str] = noted["files"] if noted["key"] == key else {}
-        except (ArtifactError, KeyError, TypeError):
-            files = {}
-        sound = {
-            name: digest
-            for name, digest in files.items()
-            if (directory / name).is_file() and digest_of_file(directory / name) == digest
-        }
-        return cls(path=directory / PROGRESS, key=key, files=sound)
+        return cls(path=directory / PROGRESS, key=key, files=finished(directory / PROGRESS, key))
 
     def add(self, paths: list[Path]) -> None:
         """Note a layer's files."""
         self.files |= {path.name: digest_of_file(path, cached=True) for path in paths}
         write_json(self.path, {"key": self.key, "files": self.files})
+
+
+def finished(path: Path, key: str) -> dict[str, str]:
+    """{file: digest} of what progress with this key names, and of what lies there as it was written."""
+    try:
+        noted = read_json(path)
+        files = {plain_name(name): digest for name, digest in noted["files"].items()} if noted["key"] == key else {}
+    except (ArtifactError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    there = {name: digest for name, digest in files.items() if (path.parent / name).is_file()}
+    return {name: digest for name, digest in there.items() if digest_of_file(path.parent / name) == digest}
 
 
 def refined(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from integer_models import made, pixels
 from integer_reader import replay as independent_replay
-from robustness.fuzz_targets import mutate_json
+from robustness.fuzzing.mutations import mutate_json
 from safetensors.torch import load_file, save_file
 
 from moeq.artifacts.stage import ModelStamp

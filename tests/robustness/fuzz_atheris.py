@@ -2,7 +2,7 @@
 
     python tests/robustness/fuzz_atheris.py TARGET CHECKPOINT WORK -runs=100000
 
-TARGET is one of `fuzz_targets.TARGETS`, CHECKPOINT a checkpoint that moeq exported, WORK a folder that does not exist.
+TARGET is one of `fuzzing.TARGETS`, CHECKPOINT a checkpoint that moeq exported, WORK a folder that does not exist.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import atheris
 with atheris.instrument_imports(
     include=["moeq.artifacts", "moeq.bounded", "moeq.recipe", "moeq.models.source", "json"]
 ):
-    from robustness.fuzz_targets import NUMBERS, Fuzzed
+    from robustness.fuzzing import NUMBERS, Fuzzed
 
 
 def main() -> None:

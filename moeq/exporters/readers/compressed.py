@@ -12,7 +12,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moeq.artifacts.tensor_files import stored_chunks
-from moeq.exporters.readers.layout import FLOATS, Grid, Parts, Stored, expect, group_length, read_back
+from moeq.exporters.readers.layout import (
+    FLOATS,
+    Grid,
+    Parts,
+    Pattern,
+    Stored,
+    checked_grid,
+    expect,
+    group_length,
+    read_back,
+)
 from moeq.models.source import TensorHeader
 from moeq.numerics.widths import WORD, group_count
 
@@ -29,7 +39,7 @@ class CompressedTensors:
     def __init__(self, declared: Mapping[str, Any]) -> None:
         """ValueError for groups whose weights lie in another format."""
         self.ignored = [_matcher(name) for name in declared.get("ignore") or ()]
-        self.targets: list[tuple[re.Pattern[str] | None, Grid]] = []
+        self.targets: list[tuple[Pattern | None, Grid]] = []
         for name, group in (declared.get("config_groups") or {}).items():
             form = group.get("format") or declared.get("format")
             if form != FORMAT:
@@ -38,10 +48,10 @@ class CompressedTensors:
             self.targets += [(_matcher(target), grid) for target in group["targets"]]
 
     def grid(self, names: Sequence[str]) -> Grid | None:
-        if any(_matches(pattern, names) for pattern in self.ignored):
+        if any(_matches(matcher, names) for matcher in self.ignored):
             return None
-        named = [grid for pattern, grid in self.targets if _matches(pattern, names)]
-        whole = [grid for pattern, grid in self.targets if pattern is None]
+        named = [grid for matcher, grid in self.targets if _matches(matcher, names)]
+        whole = [grid for matcher, grid in self.targets if matcher is None]
         return next(iter([*named, *whole]), None)
 
     def shape(self, headers: Mapping[str, TensorHeader], grid: Grid) -> tuple[int, int]:
@@ -77,15 +87,15 @@ class CompressedTensors:
         return read_back(codes, parts["weight_scale"], zeros, grid, inputs, None if unset else index)
 
 
-def _matches(pattern: re.Pattern[str] | None, names: Sequence[str]) -> bool:
-    return pattern is not None and any(pattern.match(name) for name in names)
+def _matches(matcher: Pattern | None, names: Sequence[str]) -> bool:
+    return matcher is not None and any(matcher.match(name) for name in names)
 
 
-def _matcher(target: str) -> re.Pattern[str] | None:
+def _matcher(target: str) -> Pattern | None:
     """What a target matches; None: every linear."""
     if target == LINEAR:
         return None
-    return re.compile(target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$")
+    return Pattern(target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$")
 
 
 def _grid(name: str, weights: Mapping[str, Any] | None) -> Grid:
@@ -95,4 +105,4 @@ def _grid(name: str, weights: Mapping[str, Any] | None) -> Grid:
     if weights.get("type") != "int" or strategy not in ("group", "channel"):
         raise ValueError(f"{weights.get('type')} weights by {strategy} ({name})")
     size = weights.get("group_size") if strategy == "group" else -1
-    return Grid(bits=int(weights["num_bits"]), group_size=int(size or -1), symmetric=bool(weights["symmetric"]))
+    return checked_grid(weights["num_bits"], size or -1, weights["symmetric"])

@@ -6,11 +6,23 @@ as they are in the second (`gptq_v2`, auto-round's own); scales [G, N]; g_idx in
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-from moeq.exporters.readers.layout import FLOATS, Grid, Parts, Stored, expect, group_length, read_back
+from moeq.artifacts.reading import is_count
+from moeq.bounded import shown
+from moeq.exporters.readers.layout import (
+    FLOATS,
+    Grid,
+    Parts,
+    Pattern,
+    Stored,
+    checked_grid,
+    expect,
+    group_length,
+    read_back,
+)
 from moeq.models.source import TensorHeader
 from moeq.numerics.widths import SUPPORTED_BITS, WORD, group_count
 
@@ -32,15 +44,20 @@ class Gptq:
         if version not in (FIRST, SECOND):
             raise ValueError(f"checkpoint_format {version}")
         self.first = version == FIRST
+        if "bits" not in declared:
+            raise ValueError("config.json declares no bits")
         self.whole = _grid(declared, None)
-        dynamic = dict(declared.get("dynamic") or {})
-        self.rules = [(_pattern(name), name.startswith("-:"), own) for name, own in dynamic.items()]
+        self.rules = [
+            (
+                Pattern(name.removeprefix("-:").removeprefix("+:")),
+                None if name.startswith("-:") else _grid(own, self.whole),
+            )
+            for name, own in dict(declared.get("dynamic") or {}).items()
+        ]
 
     def grid(self, names: Sequence[str]) -> Grid | None:
-        for pattern, negative, own in self.rules:
-            if any(pattern.match(name) for name in names):
-                return None if negative else _grid(own, self.whole)
-        return self.whole
+        rules = (grid for matcher, grid in self.rules if any(matcher.match(name) for name in names))
+        return next(rules, self.whole)
 
     def shape(self, headers: Mapping[str, TensorHeader], grid: Grid) -> tuple[int, int]:
         packed = headers["qweight"].shape
@@ -83,15 +100,14 @@ class AutoRound(Gptq):
         if declared.get("data_type", "int") != "int":
             raise ValueError(f"data_type {declared['data_type']}")
         super().__init__({"checkpoint_format": FIRST if kind in ("auto_gptq", "gptq") else SECOND, **_basic(declared)})
-        self.exact: dict[str, Any] = dict(declared.get("extra_config") or {})
-        self.searched = [(re.compile(name), own) for name, own in self.exact.items() if _is_pattern(name)]
+        own = dict(declared.get("extra_config") or {})
+        self.exact = {name: _grid(block, self.whole) for name, block in own.items()}
+        self.searched = [(Pattern(name), self.exact[name]) for name in own if own[name] and _is_pattern(name)]
 
     def grid(self, names: Sequence[str]) -> Grid | None:
-        own = next((self.exact[name] for name in names if name in self.exact), None)
-        if own is None:
-            rules = (own for pattern, own in self.searched if own and any(pattern.search(name) for name in names))
-            own = next(rules, {})
-        return _grid(own, self.whole)
+        named = (self.exact[name] for name in names if name in self.exact)
+        found = (grid for matcher, grid in self.searched if any(matcher.search(name) for name in names))
+        return next(chain(named, found), self.whole)
 
 
 def _basic(declared: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,23 +116,21 @@ def _basic(declared: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_pattern(name: str) -> bool:
     try:
-        re.compile(name)
-    except re.error:
+        Pattern(name)
+    except ValueError:
         return False
     return True
 
 
-def _grid(own: Mapping[str, Any], default: Grid | None) -> Grid | None:
-    """The grid of a block of the configuration; what it leaves out is the default's; None: not packed."""
-    if default is None and "bits" not in own:
-        raise ValueError("config.json declares no bits")
-    bits = int(own.get("bits", default.bits if default else 0))
-    if bits >= FULL_BITS:
+def _grid(own: Any, default: Grid | None) -> Grid | None:
+    """The grid of a block of the configuration; what it leaves out is the default's; None: not packed.
+
+    ValueError for a block that states none.
+    """
+    if not isinstance(own, Mapping):
+        raise ValueError(f"{shown(own)} in the place of a grid")
+    bits = own.get("bits", default.bits if default else FULL_BITS)
+    if is_count(bits) and bits >= FULL_BITS:
         return None
     size = own.get("group_size", default.group_size if default else -1)
-    symmetric = own.get("sym", default.symmetric if default else True)
-    return Grid(bits=bits, group_size=int(size), symmetric=bool(symmetric))
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(name.removeprefix("-:").removeprefix("+:"))
+    return checked_grid(bits, size, own.get("sym", default.symmetric if default else True))

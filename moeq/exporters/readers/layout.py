@@ -5,12 +5,18 @@ N output rows, K inputs, G groups of inputs, b bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import regex
+
+from moeq.artifacts.reading import is_count
+from moeq.bounded import shown
+from moeq.errors import ArtifactError, first_line
 from moeq.models.source import TensorHeader
-from moeq.numerics.widths import group_count, resolved_group_size
+from moeq.numerics.widths import WORD, group_count, resolved_group_size
 
 if TYPE_CHECKING:  # torch is imported where tensors are read: headers are looked at without it
     from torch import Tensor
@@ -18,6 +24,8 @@ if TYPE_CHECKING:  # torch is imported where tensors are read: headers are looke
     from moeq.numerics.packed import PackedWeight
 
 Parts = Mapping[str, "Tensor"]
+SECONDS = 1.0  # that a pattern may take for a name
+PATTERN_CHARACTERS = 10_000
 FLOATS = ("F16", "BF16", "F32")  # types of scales
 
 
@@ -121,6 +129,44 @@ def _ordered(index: Tensor | None, inputs: int, size: int) -> Tensor | None:
     if int(groups.min()) < 0 or int(groups.max()) >= group_count(inputs, size):
         raise ValueError("g_idx names groups that there are not")
     return groups
+
+
+class Pattern:
+    """A pattern of names out of a configuration. Whoever wrote it decides how long it takes: at most SECONDS a name."""
+
+    def __init__(self, text: Any) -> None:
+        """ValueError for what is no pattern."""
+        try:
+            if not isinstance(text, str) or len(text) > PATTERN_CHARACTERS:
+                raise ValueError(f"no text of at most {PATTERN_CHARACTERS} characters")
+            with warnings.catch_warnings(action="ignore"):  # of what will be read otherwise some day
+                self._compiled = regex.compile(text)
+        except (regex.error, ValueError, RecursionError, OverflowError) as error:
+            raise ValueError(f"the pattern {shown(text)} ({first_line(error)})") from None
+
+    def match(self, name: str) -> bool:
+        """Whether a name begins with it; ArtifactError where that takes too long."""
+        return self._found(self._compiled.match, name)
+
+    def search(self, name: str) -> bool:
+        """Whether it is in a name; ArtifactError where that takes too long."""
+        return self._found(self._compiled.search, name)
+
+    def _found(self, look: Callable[..., Any], name: str) -> bool:
+        try:
+            return look(name, timeout=SECONDS) is not None
+        except TimeoutError:
+            what = f"the pattern {shown(self._compiled.pattern)} takes more than {SECONDS} s for {shown(name)}"
+            raise ArtifactError(what, where="config.json", do="correct its quantization_config") from None
+
+
+def checked_grid(bits: Any, group_size: Any, symmetric: Any) -> Grid:
+    """The grid of these settings; ValueError for what is none."""
+    if not is_count(bits) or not 1 <= bits <= WORD:
+        raise ValueError(f"{shown(bits)} bits")
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        raise ValueError(f"groups of {shown(group_size)}")
+    return Grid(bits=bits, group_size=group_size, symmetric=bool(symmetric))
 
 
 def group_length(grid: Grid, inputs: int) -> int:

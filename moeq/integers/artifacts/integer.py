@@ -128,7 +128,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 class Operation(BaseModel):
     """One step. inputs, outputs: role -> name of a value; tensors: role -> name of a constant."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str
     kind: str
     inputs: dict[str, str]
@@ -176,7 +176,7 @@ class Value(BaseModel):
     """A tensor between operations. bits: the register that holds it; scale: what 1 stands for, None where a row or an
     element has its own."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     bits: int = Field(ge=1, le=MOST_BITS)
     signed: bool = True
     scale: float | None = None
@@ -204,7 +204,7 @@ class Value(BaseModel):
 class StoredTensor(BaseModel):
     """Where a tensor lies. shape: of a value without the images' axis; sha256: of its bytes in the file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str
     file: PlainName
     key: str
@@ -225,7 +225,7 @@ class StoredValue(StoredTensor):
 class IntegerManifest(BaseModel):
     """settings: as the recipe has them; vectors: the number of images; files: the digests of the other files."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     schema_version: int = SCHEMA_VERSION
     format: Literal["moeq-integer"] = "moeq-integer"
     moeq_version: str = __version__

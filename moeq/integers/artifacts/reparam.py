@@ -18,7 +18,7 @@ REMEDY = "run `moeq reparam` again"
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ConsumerRow(_Model):

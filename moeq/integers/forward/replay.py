@@ -39,7 +39,7 @@ def replay(folder: Path) -> dict[str, Any]:
         "settings": manifest.settings,
         "operations": len(manifest.operations),
         "tensors": len(manifest.tensors),
-        "weight_bytes": manifest.files["weights.safetensors"].bytes,
+        "weight_bytes": sum(manifest.files[name].bytes for name in {stored.file for stored in manifest.tensors}),
         "images": manifest.vectors,
         "values": len(manifest.values),
         "check": "every SHA-256 equals the manifest; replayed from these files, every value equals its vector",

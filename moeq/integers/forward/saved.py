@@ -128,6 +128,9 @@ def read(folder: Path) -> tuple[IntegerManifest, Program, dict[str, Tensor]]:
             raise ArtifactError(f"not a safetensors file ({error})", where=str(folder / name), do=REMEDY) from None
     constants = {stored.name: _read(folder, stored, headers, ()) for stored in manifest.tensors}
     values = {stored.name: _read(folder, stored, headers, (manifest.vectors,)) for stored in manifest.values}
+    unstamped = next((name for name in headers if name not in manifest.files), None)
+    if unstamped is not None:
+        raise ArtifactError(f"{unstamped} has no SHA-256 in the manifest", where=str(folder), do=REMEDY)
     for name, stamp in manifest.files.items():
         if not (folder / name).is_file() or digest_of_file(folder / name) != stamp.sha256:
             raise ArtifactError("its SHA-256 differs from the manifest", where=str(folder / name), do=REMEDY)

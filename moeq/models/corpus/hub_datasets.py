@@ -15,6 +15,7 @@ from moeq.models.corpus.rows import kind_of
 
 DEFAULT = "default"
 CARD_BYTES = 4 << 20  # of a card's front matter: those of data sets with thousands of configurations are long
+PATH_CHARACTERS = 1024  # of a pattern: no path is longer, and time goes by the square of a pattern's length
 KINDS = (".parquet", ".jsonl", ".json", ".txt")  # of a split's files, the first kind that there is
 NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json", "README.txt"}
 SPLIT_WORDS = {
@@ -98,10 +99,12 @@ def _splits_of_entry(files: Sequence[str], entry: dict[str, Any]) -> Splits:
     elif isinstance(wanted, dict):
         pairs = [(str(split), paths) for split, paths in wanted.items()]
     else:
-        pairs = [(str(part.get("split", "train")), part.get("path")) for part in wanted if isinstance(part, dict)]
+        parts = [part for part in wanted if isinstance(part, dict)] if isinstance(wanted, list) else []
+        pairs = [(str(part.get("split", "train")), part.get("path")) for part in parts]
     splits: Splits = {}
     for split, paths in pairs:
-        patterns = [paths] if isinstance(paths, str) else list(paths or [])
+        several = paths if isinstance(paths, list) else [paths]
+        patterns = [path for path in several if isinstance(path, str) and len(path) <= PATH_CHARACTERS]
         full = [path if not folder or path.startswith(f"{folder}/") else f"{folder}/{path}" for path in patterns]
         matching = [file for file in inside if any(_matches(file, pattern) for pattern in full)]
         if matching:

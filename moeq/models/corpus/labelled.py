@@ -33,6 +33,8 @@ SPLIT = "digits_split.json"
 SUFFIX = ".safetensors"
 PREPROCESSOR_BYTES = 1 << 20
 PREPROCESSOR = "preprocessor_config.json"
+DEVIATION = "image_std"
+TINIEST, LARGEST = 1e-20, 1e20  # of factors of pixels: beyond, float32 has no room for them
 Part = Literal["train", "test"]
 
 
@@ -67,16 +69,16 @@ class ImageTask:
             except (OSError, ValueError) as error:
                 raise CorpusError(f"not JSON ({error})", where=str(where), do="copy the file again") from None
         scale = settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", bool(settings)) else None
-        if not isinstance(scale, int | float | None):
+        if scale is not None and not _is_factor(scale):
             raise CorpusError("rescale_factor is no number", where=str(where), do="copy the file again")
         given = settings if settings.get("do_normalize", False) else {}
         return cls(
             shape=shape,
             positions=image_positions(model),
             labels=model.config.num_labels,
-            scale=getattr(model.config, "pixel_scale", scale),
+            scale=getattr(model.config, "pixel_scale", None if scale is None else float(scale)),
             mean=_channels(given, "image_mean", 0.0, shape[0], where),
-            deviation=_channels(given, "image_std", 1.0, shape[0], where),
+            deviation=_channels(given, DEVIATION, 1.0, shape[0], where),
         )
 
     def pixels(self, images: Tensor) -> Tensor:
@@ -85,10 +87,20 @@ class ImageTask:
         return (scaled - self.mean) / self.deviation
 
 
+def _is_factor(value: Any) -> bool:
+    """Whether pixels may be multiplied by a value: a number other than 0 that float32 holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return TINIEST <= abs(value) <= LARGEST
+
+
 def _channels(settings: dict[str, Any], key: str, default: float, channels: int, where: Path) -> Tensor:
     """A number for each channel, or one for all, of the preprocessor's file, as [C, 1, 1]; CorpusError for others."""
     try:
-        return torch.tensor(settings.get(key, default), dtype=torch.float32).reshape(-1, 1, 1).expand(channels, 1, 1)
+        values = torch.tensor(settings.get(key, default), dtype=torch.float32).reshape(-1, 1, 1).expand(channels, 1, 1)
+        if not bool(torch.isfinite(values).all()) or (key == DEVIATION and bool((values.abs() < TINIEST).any())):
+            raise ValueError("not finite, or nothing to divide by")
+        return values
     except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's, by what the value is
         what = f"{key} is not a number for each of {channels} channels"
         raise CorpusError(what, where=str(where), do="copy the file again") from None

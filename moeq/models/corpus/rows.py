@@ -76,7 +76,7 @@ def _parquet_file(path: Path) -> Iterator[Any]:
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             yield file
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise CorpusError(
             f"not a Parquet file ({error})", where=str(path), do="write it anew, or give .jsonl"
         ) from None
