@@ -6,11 +6,7 @@ LOCKED := -m pip install --quiet --no-deps --require-hashes
 CUDA_TORCH := from importlib.metadata import requires; exit(not any("cuda" in one for one in requires("torch")))
 export HF_HUB_OFFLINE ?= 1
 
-<<<<<<< HEAD
-.PHONY: demo test test-full bench wheel peers docs lint lock audit sbom notices clean
-=======
-.PHONY: demo test test-full bench fuzz wheel peers docs lint clean
->>>>>>> w-fuzz
+.PHONY: demo test test-full bench fuzz drills wheel peers docs lint lock audit sbom notices clean
 
 demo: $(INSTALLED)
 	$(BIN)/moeq run recipes/demo.yaml --out demo-out
