@@ -149,12 +149,12 @@ def delete(ground: Ground, chance: random.Random, place: Path) -> Counter[str]:
     shutil.rmtree(place / "in")
     running.signal(signal.SIGCONT)
     finished = running.wait()
-    if finished.code == 0:
-        if (place / "in").exists():
-            ground.check(subject, place)
+    if finished.code == 0 and (place / MADE).exists() and not subject.stages:  # it began only then
+        ground.check(subject, place)
     else:
-        refusal(finished, {ARTIFACT, STORAGE, MISSING}, subject.words(place))
-    ground.finish_as_unbroken(subject, place)
+        if finished.code != 0:
+            refusal(finished, {ARTIFACT, STORAGE, MISSING}, subject.words(place))
+        ground.finish_as_unbroken(subject, place)
     return Counter({"deleted directory": 1})
 
 
@@ -176,7 +176,7 @@ def limit_memory(ground: Ground, chance: random.Random, place: Path) -> Counter[
     limit = int(MEMORY_BYTES * chance.random() ** 2)
     finished = ground.run(subject, place, "--quiet", more_bytes=limit)
     if finished.code != 0:
-        refusal(finished, {PLAN}, subject.words(place), "memory")
+        refusal(finished, {PLAN}, subject.words(place), "out of memory")
     _nothing_half_written(place, subject)
     ground.finish_as_unbroken(subject, place)
     return Counter({"memory limit": 1})

@@ -58,7 +58,9 @@ class Tally:
             self.run[kind] += rows
             self.passed[kind] += Counter() if failure else rows
             said = ", ".join(f"{row} {number}" for row, number in rows.items()) or "nothing landed"
-            line = f"{time.monotonic() - self.started:7.1f} s  {name}: {said}" + (f"; LOST: {failure}" if failure else "")
+            line = f"{time.monotonic() - self.started:7.1f} s  {name}: {said}" + (
+                f"; LOST: {failure}" if failure else ""
+            )
             with self.log.open("a") as stream:
                 print(line, file=stream)
             if failure:
@@ -90,7 +92,8 @@ def kills(ground: Ground, tally: Tally, options: argparse.Namespace, pool: Threa
         seeds = [f"{options.seed}-kills-{number + place}" for place in range(needed)]
         number += needed
         landed += sum(
-            rows.total() for rows in pool.map(lambda seed: drilled(ground, tally, "kills", drill_kinds.kill, seed), seeds)
+            rows.total()
+            for rows in pool.map(lambda seed: drilled(ground, tally, "kills", drill_kinds.kill, seed), seeds)
         )
 
 
@@ -130,7 +133,9 @@ PLAYS: dict[str, Callable[[Ground, Tally, argparse.Namespace, ThreadPoolExecutor
 def main() -> int:
     made = figures.parser(__doc__, kills=(200, 8), flips=(200, 8), others=(20, 1), seed=2026, workers=2)
     made.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
-    made.add_argument("--folder", type=Path, help="where all happens [default: a new one, which goes unless it is needed]")
+    made.add_argument(
+        "--folder", type=Path, help="where all happens [default: a new one, which goes unless it is needed]"
+    )
     options = figures.parsed(made)
     results = figures.Figures(options)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="moeq-drills-"))

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 2
 REMEDY = "run `moeq losses` again"
 MARKER = "store.json"
+MARK = {"kind": "moeq replica store", "schema_version": SCHEMA_VERSION}
 INDEX = "replicas.json"
 ROWS = "losses"
 RUNS = "runs"
@@ -99,11 +100,23 @@ def open_store(store: Path, run: Path | None = None) -> None:
     """Make the folder a store; `run`: a run directory outside of it, noted so that `moeq gc` knows who uses it."""
     make_directory(store)
     with held(store):
-        if not (store / MARKER).is_file():
-            write_json(store / MARKER, {"kind": "moeq replica store", "schema_version": SCHEMA_VERSION})
+        if not is_marked(store):
+            write_json(store / MARKER, MARK)
         if run is not None:
             name = str(run.resolve())
             write_json(store / RUNS / f"{digest_of(name)[:SHORT]}.json", {"run": name})
+
+
+def is_marked(store: Path) -> bool:
+    """Whether the folder says that it is a store; ArtifactError when it says so of another schema version."""
+    path = store / MARKER
+    try:
+        marker = read_json(path)
+    except ArtifactError:  # not there, or damaged
+        return False
+    if isinstance(marker, dict) and marker.get("kind") == MARK["kind"]:
+        check_schema_version(marker.get("schema_version"), SCHEMA_VERSION, path, remedy="use the moeq that wrote it")
+    return bool(marker == MARK)
 
 
 def check_store(store: Path) -> None:

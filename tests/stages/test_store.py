@@ -13,7 +13,7 @@ import pytest
 
 from moeq import pipeline
 from moeq.artifacts import replicas
-from moeq.artifacts.replicas import Made, layer_file, rows_file
+from moeq.artifacts.replicas import MARKER, Made, layer_file, rows_file
 from moeq.artifacts.run import STORE_VARIABLE
 from moeq.errors import ArtifactError
 from moeq.models.single import ExpertReader
@@ -226,6 +226,18 @@ def test_a_damaged_store_is_named_and_mended(
     assert [str(path) in line for line in named] == ([] if damage == "deleted" else [True])
     assert path.read_bytes() == whole
     assert {stage: content(made.directory(stage)) for stage in STAGES[2:]} == before
+
+
+def test_a_store_that_lost_its_mark_has_it_again(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Without it neither `moeq gc` nor `moeq inspect` would know the folder."""
+    made = run(tiny_mixtral, tmp_path / "run", stages=STAGES)
+    marker = made.store / MARKER
+    whole = marker.read_bytes()
+    marker.unlink()
+    said: list[str] = []
+    run(tiny_mixtral, tmp_path / "run", stages=STAGES, said=said)
+    assert marker.read_bytes() == whole
+    assert any("store.json: missing or damaged" in line for line in said)
 
 
 def test_an_interrupted_layer_is_the_only_one_made_again(
