@@ -22,10 +22,10 @@ import figures
 
 sys.path.insert(0, str(figures.ROOT / "tests"))
 
-from fork_server import MOEQ, Finished, ForkServer, Running  # noqa: E402
-from robustness import runs  # noqa: E402
+from fork_server import MOEQ, Finished, ForkServer, Running
+from robustness import runs
 
-from moeq.bundled import bundled_path  # noqa: E402
+from moeq.bundled import bundled_path
 
 MADE = "in/out"  # below a place: what a command makes
 FORMATS = ["auto-round", "transformers", "vllm", "dequantized", "llama.cpp", "gptqmodel"]

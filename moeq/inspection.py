@@ -199,7 +199,7 @@ def _check_replicas(directory: Path, store: Path, reporter: Reporter) -> None:
 
 
 def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
-    """Describe a replica store; ArtifactError naming the first file whose replicas are not as they were written."""
+    """Describe a replica store; ArtifactError naming the first file whose replicas or rows are not as written."""
     replicas.check_store(path)
     files = sorted(path.glob("*/layer-*.safetensors"))
     entries: set[str] = set()
@@ -211,6 +211,8 @@ def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
                     raise ArtifactError(f"replicas {entry} are damaged", where=str(file), do=replicas.REMEDY)
                 entries.add(".".join(entry.split(".")[:2]))
             advance()
+    for file in sorted(path.glob(f"*/{replicas.ROWS}/layer-*.json")):
+        replicas.check_rows(file)
     return {
         "kind": "moeq replica store",
         "sets": len({file.parent for file in files}),

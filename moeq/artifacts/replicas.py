@@ -371,6 +371,12 @@ def read_rows(directory: Path, layer: int, name: str) -> list[dict[str, Any]] | 
         return None
 
 
+def check_rows(file: Path) -> None:
+    """ArtifactError for a file of rows that is not as it was written."""
+    layer, _, name = file.stem.partition(".")
+    made_rows(file.parents[1], layer_number(Path(layer)), name)
+
+
 def made_rows(directory: Path, layer: int, name: str) -> list[dict[str, Any]]:
     """What `read_rows` reads; ArtifactError where it is missing or damaged."""
     rows = read_rows(directory, layer, name)

@@ -194,6 +194,8 @@ def is_intact(context: Context) -> bool:
             for layer in range(count):
                 there = LayerReplicas(context.store / index.set, layer)
                 there.check(index.layers[layer], cached=not context.check)
+                if context.check:
+                    _layer_rows(context, index, layer)
                 advance()
     except IndexError:
         return False
