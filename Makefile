@@ -3,7 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-full bench wheel peers docs lint clean
+.PHONY: demo test test-full bench drills wheel peers docs lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/moeq run recipes/demo.yaml --out demo-out
@@ -17,6 +17,9 @@ test-full: $(INSTALLED) lint
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench.py
+
+drills: $(INSTALLED)
+	$(BIN)/python benchmarks/drills.py --json build/bench/drills.json
 
 wheel: $(INSTALLED)
 	rm -rf dist build *.egg-info

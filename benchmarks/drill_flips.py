@@ -22,6 +22,9 @@ from robustness import runs
 LARGE = 16 << 20
 SMALL_RUNS, LARGE_RUNS = ("formats", "run", "vision", "refine"), ("wide",)
 FREE = ("README.md", "recipe.yaml", ".lock", ".gitattributes")  # cards are for people, recipes are written every time
+PROGRESS = ".refined.json"  # of refinement that was broken off; what it says is checked against the files
+LISTS = ("stage.json", "SHA256SUMS")  # of digests: where one turns, the file that it is of is named
+SILENT = ("stage.json", PROGRESS)  # may be written again without a word
 REFUSED = {2, 3, 4, 5, 6, 7, 8, 9, 12, 13}  # exit codes of what is wrong with files
 WRITTEN_IN = 0.5  # share of flips before which another command than `run` is given
 
@@ -35,11 +38,9 @@ class Finishable:
         sources.mkdir()
         recipe = recipe_of(name, sources)
         self.model, self.text = Path(recipe["model"]), sources / TEXT
-        if not self.model.is_absolute():
-            self.model = sources / name
         MODELS[self.model.name](self.model)
         shutil.copyfile(ground.sources / TEXT, self.text)
-        path = runs.write_recipe(self.place / "recipe.yaml", recipe | {"model": str(self.model)})
+        path = runs.write_recipe(self.place / "recipe.yaml", recipe)
         self.subject = Subject(name, lambda place: ["run", str(path), "--out", str(place / MADE)])
         self.out = self.place / MADE
         ground.finish(self.subject, self.place)
@@ -61,6 +62,12 @@ class Finishable:
     def is_rows(self, path: Path) -> bool:
         """Whether a file of the store holds rows, which are read when a table is made of them."""
         return path.parent.name == "losses" and self.out / "store" in path.parents
+
+    def made_of(self, path: Path) -> tuple[str, ...]:
+        """Files of the run that have to be made again for another to be read at all."""
+        if self.is_rows(path):
+            return "losses/losses.parquet", "losses/others.json"
+        return ("quantize/stage.json",) if path.name == PROGRESS else ()
 
     def kind(self, path: Path) -> str:
         """What a file is, for the table."""
@@ -146,8 +153,8 @@ def flip(finished: Finishable, path: Path, chance: random.Random) -> None:
             words = looking_at(finished, path, chance)
             looked(ground.server.run(*words), path, words, finished)
         words = subject.words(finished.place)
-        for table in ("losses.parquet", "others.json") if finished.is_rows(path) else ():
-            (finished.out / "losses" / table).unlink(missing_ok=True)
+        for name in finished.made_of(path):
+            (finished.out / name).unlink(missing_ok=True)
         ended = ground.server.run(*words)
         source = finished.out not in path.parents
         if ended.code != 0:
@@ -158,7 +165,7 @@ def flip(finished: Finishable, path: Path, chance: random.Random) -> None:
                 raise Lost("passed on silently: no stage ran again", words)
         elif finished.all() != subject.wanted and "edited by hand" not in ended.stderr:
             raise Lost(f"passed on: {differing(finished.all(), subject.wanted)}: {ended.stderr[-600:]}", words)
-        elif path.read_bytes() == whole and not said(ended.stderr, path, joined) and path.name != "stage.json":
+        elif path.read_bytes() == whole and path.name not in SILENT and not said(ended.stderr, path, joined):
             raise Lost(f"made again without a word: {ended.stderr[-600:]}", words)
         for one in [path] if source or ended.code != 0 or "edited by hand" in ended.stderr else []:
             one.write_bytes(whole)
@@ -171,7 +178,8 @@ def flip(finished: Finishable, path: Path, chance: random.Random) -> None:
 
 def names_of(path: Path, joined: list[Path]) -> list[str]:
     """What a message has to name: the file, unless another name of the same file will do."""
-    return [path.name] if len({other.name for other in [path, *joined]}) == 1 else []
+    several = len({other.name for other in [path, *joined]}) > 1
+    return [] if several or path.name in LISTS else [path.name]
 
 
 def said(stderr: str, path: Path, joined: list[Path]) -> bool:
@@ -207,6 +215,7 @@ def looked(ended: Finished, path: Path, words: list[str], finished: Finishable) 
     shutil.rmtree(finished.place / "converted", ignore_errors=True)
     if ended.code != 0:
         lines = [line for line in ended.stderr.splitlines() if line.startswith("moeq: ")]
-        refusal(Finished(ended.code, "", "\n".join(lines[-1:])), REFUSED, words, path.name)
-    elif words[0] == "inspect" and path.name != "stage.json" and path.name not in ended.stdout + ended.stderr:
+        names = [] if path.name in LISTS else [path.name]
+        refusal(Finished(ended.code, "", "\n".join(lines[-1:])), REFUSED, words, *names)
+    elif words[0] == "inspect" and path.name not in SILENT and path.name not in ended.stdout + ended.stderr:
         raise Lost(f"not seen: {ended.stdout[-400:]}", words)

@@ -13,7 +13,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ sys.path.insert(0, str(figures.ROOT / "tests"))
 from fork_server import MOEQ, Finished, ForkServer, Running
 from robustness import runs
 
+from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
+from moeq.artifacts.sensitivities import read_sensitivities
 from moeq.bundled import bundled_path
+from moeq.errors import ArtifactError
 
 MADE = "in/out"  # below a place: what a command makes
 FORMATS = ["auto-round", "transformers", "vllm", "dequantized", "llama.cpp", "gptqmodel"]
@@ -40,6 +44,8 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "vision": lambda folder: Path(shutil.copytree(bundled_path("tiny-moe-vit"), folder)),
     "wide": runs.save_wide_model,
 }  # fmt: skip
+MODEL = {"run": "tiny", "refine": "tiny", "formats": "even", "vision": "vision", "wide": "wide"}  # of each recipe
+RUNS = ("run", "formats", "refine", "vision")
 TEXT = "text.jsonl"
 
 
@@ -53,12 +59,11 @@ class Lost(Exception):
 
 def recipe_of(name: str, sources: Path) -> dict[str, Any]:
     """The recipe of a subject whose model and text lie in a folder."""
-    text = sources / TEXT
-    model = sources / {"run": "tiny", "refine": "tiny", "formats": "even"}.get(name, name)
-    recipe = runs.tiny_recipe(model, text)
+    recipe = runs.tiny_recipe(sources / MODEL[name], sources / TEXT)
     if name == "run":
         others = {"attention": 4, "embeddings": 8, "head": 8}
         tasks = {"tasks": ["moeq_continuation"], "limit": 4}
+        recipe["profile"] = {"trace": True}
         return recipe | {"quantize": {"replicas": "all"}, "others": others, "eval": recipe["eval"] | tasks}
     recipe["eval"]["compare"] = []
     if name == "formats":
@@ -107,31 +112,33 @@ def directory(stage: str) -> str:
 class Ground:
     """The folder of all drills: sources, unbroken results, places; and the server that runs the commands."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: Sequence[str] = RUNS, server: ForkServer | None = None) -> None:
+        """names: of RUNS, those that are drilled; server: None: a new one, which goes with `close`."""
         self.folder, self.sources = folder, folder / "sources"
         self.sources.mkdir(parents=True)
         environment = {"MOEQ_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self.server = ForkServer(MOEQ, env=os.environ | environment | {"PYTHONPATH": str(figures.ROOT)})
+        environment["PYTHONPATH"] = str(figures.ROOT)
+        self.server = server or ForkServer(MOEQ, env=os.environ | environment)
         self._counter, self._lock = 0, threading.Lock()
         runs.save_short_corpus(self.sources / TEXT)
-        for name in ("tiny", "even", "vision"):
-            MODELS[name](self.sources / name)
-        self.subjects = {name: self._run(name) for name in ("run", "formats", "refine", "vision")}
-        for name in self.subjects:
-            self._measure(self.subjects[name])
-        given = [str(self.unbroken("run")), "--text", str(self.sources / TEXT), "--window", "64"]
-        tasks = ["--tasks", "moeq_continuation", "--limit", "8"]
-        context = ["--context-aware", "gpu_experts=1,code_bits=2"]
-        self._add("eval", lambda place: ["eval", *given, *tasks, *context, "--out", str(place / f"{MADE}.json")])
-        packed = str(self.unbroken("formats") / "checkpoint")
-        for name in ("gptqmodel", "llama.cpp", "transformers"):
-            words = ["convert", packed, "--to", name, "--no-verify", "--out"]
-            self._add(f"convert to {name}", lambda place, words=words: [*words, str(place / MADE)])  # type: ignore[misc]
+        self.subjects: dict[str, Subject] = {}
+        for name in names:
+            self._add_run(name)
+        if "run" in names:
+            given = [str(self.unbroken("run")), "--text", str(self.sources / TEXT), "--window", "64"]
+            given += ["--tasks", "moeq_continuation", "--limit", "8", "--context-aware", "gpu_experts=1,code_bits=2"]
+            self._add("eval", lambda place: ["eval", *given, "--out", str(place / f"{MADE}.json")])
+        for target in ("gptqmodel", "llama.cpp", "transformers") if "formats" in names else ():
+            packed = ["convert", str(self.unbroken("formats") / "checkpoint"), "--to", target, "--no-verify", "--out"]
+            self._add(f"convert to {target}", lambda place, words=packed: [*words, str(place / MADE)])  # type: ignore[misc]
         self._before = self._digest_of_sources()
 
-    def _run(self, name: str) -> Subject:
-        path = runs.write_recipe(self.sources / f"{name}.yaml", recipe_of(name, self.sources))
-        return Subject(name, lambda place: ["run", str(path), "--out", str(place / MADE)])
+    def _add_run(self, name: str) -> None:
+        recipe = recipe_of(name, self.sources)
+        if not (self.sources / MODEL[name]).exists():
+            MODELS[MODEL[name]](self.sources / MODEL[name])
+        path = runs.write_recipe(self.sources / f"{name}.yaml", recipe)
+        self._add(name, lambda place: ["run", str(path), "--out", str(place / MADE)])
 
     def _add(self, name: str, words: Callable[[Path], list[str]]) -> None:
         self.subjects[name] = Subject(name, words)
@@ -179,8 +186,12 @@ class Ground:
             raise Lost(f"did not end well: exit {finished.code}: {finished.stderr.strip()}", subject.words(place))
 
     def finish_as_unbroken(self, subject: Subject, place: Path) -> None:
-        """Run the command to its end; Lost unless all is there as it would be had nothing happened."""
-        self.finish(subject, place)
+        """Run the command to its end; Lost unless all is there as it would be had nothing happened.
+
+        A conversion appears when it is whole, and is not made a second time.
+        """
+        if subject.stages or not (place / MADE).exists():
+            self.finish(subject, place)
         self.check(subject, place)
 
     def check(self, subject: Subject, place: Path) -> None:
@@ -202,11 +213,14 @@ def result(folder: Path) -> dict[str, str]:
     """The digest of all that counts of every file below a folder: of records and comparisons without what they took."""
     found = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name not in {"recipe.yaml", ".lock"}:
+        if path.is_file() and path.name != "recipe.yaml" and path.suffix != ".lock" and path.name != ".lock":
             with path.open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             if path.name in ("stage.json", "out.json"):
                 digest = json.dumps(_without_times(json.loads(path.read_text("utf-8"))), sort_keys=True)
+            if path.name == SENSITIVITIES:  # Parquet has bytes that nobody reads
+                with suppress(ArtifactError):
+                    digest = str(read_sensitivities(path).table.to_pydict())
             found[path.relative_to(folder).as_posix()] = digest
         elif path.is_dir() and path.suffix in {".partial", ".begun"}:
             found[path.relative_to(folder).as_posix()] = "half-written"

@@ -38,6 +38,9 @@ from moeq.tables import human_bytes
 QUIET = Reporter(quiet=True)
 
 
+TABLE = "sensitivities.parquet"  # of `moeq.artifacts.sensitivities`, whose module imports pyarrow
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """A checkpoint that is not opened: by its config.json an exporter says whose code loads it."""
@@ -185,6 +188,10 @@ def _checked_stage(directory: Path, record: StageRecord, reporter: Reporter) -> 
     edited = edited_files(directory, record.stage, editable)
     for name in edited:
         read_assignment(directory / name)  # the one kind of file that people edit
+    if (directory / TABLE).is_file():  # no record has its digest
+        from moeq.artifacts.sensitivities import read_sensitivities
+
+        read_sensitivities(directory / TABLE)
     return ", ".join(edited)
 
 
@@ -340,7 +347,7 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         from moeq.artifacts import losses, sensitivities
 
         if path.name == sensitivities.NAME:
-            table = losses.read_parquet(path)
+            table = sensitivities.read_sensitivities(path).table
             return {"kind": "table of sensitivities", "experts": table.num_rows, "columns": table.column_names}
         return {"kind": "loss table", **losses.summarize(losses.read_losses(path))}
     if path.suffix in {".yaml", ".yml"}:

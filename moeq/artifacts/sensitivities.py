@@ -7,11 +7,12 @@ One row for each layer and expert. `activations` and `activation_frequency` (the
 times that closed form, each min-max normalized over the model (paper 003, section 3.4). `calibration_hessian_trace`: of
 the Hessians that quantized the expert, none where no method took one. `loss_B`, `objective_B` and `bytes_B` at every
 width B. `effect` and `effect_measured` where the recipe had effects of experts measured. The file's metadata has the
-digest of the model, so that traces are not computed twice.
+digest of the model, so that traces are not computed twice, and one of the columns and of that.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from moeq.errors import ArtifactError
 SCHEMA_VERSION = 2  # 1 had neither metadata nor the closed form of every run
 NAME = "sensitivities.parquet"
 REMEDY = "run `moeq assign` again"
-VERSION_KEY, MODEL_KEY = b"moeq_schema_version", b"moeq_model_digest"
+VERSION_KEY, MODEL_KEY, COLUMNS_KEY = b"moeq_schema_version", b"moeq_model_digest", b"moeq_columns_sha256"
 NEEDED = (
     "layer", "expert", "activations", "activation_frequency", "routing_mass", "frobenius_hessian_trace",
     "hybrid_importance", "calibration_hessian_trace",
@@ -45,7 +46,7 @@ class SensitivityTable:
     @property
     def model(self) -> str:
         """Digest of the model that it is of."""
-        return str((self.table.schema.metadata or {}).get(MODEL_KEY, b"").decode())
+        return str((self.table.schema.metadata or {}).get(MODEL_KEY, b"").decode(errors="replace"))
 
     def experts(self) -> list[int]:
         """Experts of every layer."""
@@ -62,6 +63,7 @@ def write_sensitivities(path: Path, columns: Mapping[str, Sequence[Any]], model:
     """Write columns, ordered by layer and expert, atomically. model: its digest."""
     table = pa.table(dict(columns))
     metadata = {VERSION_KEY: str(SCHEMA_VERSION).encode(), MODEL_KEY: model.encode()}
+    metadata[COLUMNS_KEY] = _digest(table, model).encode()
     table = table.replace_schema_metadata(metadata)
     write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
@@ -69,9 +71,23 @@ def write_sensitivities(path: Path, columns: Mapping[str, Sequence[Any]], model:
 def read_sensitivities(path: Path) -> SensitivityTable:
     """Read a table back; ArtifactError when it is missing, damaged, of another version or lacks a column."""
     table = read_parquet(path, REMEDY)
-    version = (table.schema.metadata or {}).get(VERSION_KEY, b"1").decode()
+    version = (table.schema.metadata or {}).get(VERSION_KEY, b"1").decode(errors="replace")
     check_schema_version(version, str(SCHEMA_VERSION), path, remedy=REMEDY)
     missing = [name for name in NEEDED if name not in table.column_names]
     if missing:
         raise ArtifactError(f"no column {missing[0]}", where=str(path), do=REMEDY)
-    return SensitivityTable(table)
+    read = SensitivityTable(table)
+    wanted = (table.schema.metadata or {}).get(COLUMNS_KEY)  # None: an earlier moeq wrote it
+    if wanted is not None and wanted.decode(errors="replace") != _digest(table, read.model):
+        raise ArtifactError("changed since it was written", where=str(path), do=REMEDY)
+    return read
+
+
+def _digest(table: pa.Table, model: str) -> str:
+    """SHA-256 of the model's digest and the columns: their names, and their values as numpy has them."""
+    hashing = hashlib.sha256(model.encode())
+    for name in table.column_names:
+        values = table[name].to_numpy()
+        hashing.update(f"{name}\0{values.dtype}\0".encode())
+        hashing.update("\0".join(map(str, values)).encode() if values.dtype == object else values.tobytes())
+    return hashing.hexdigest()
