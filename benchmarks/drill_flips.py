@@ -24,6 +24,7 @@ SMALL_RUNS, LARGE_RUNS = ("formats", "run", "vision", "refine"), ("wide",)
 FREE = ("README.md", "recipe.yaml", ".lock", ".gitattributes")  # cards are for people, recipes are written every time
 PROGRESS = ".refined.json"  # of refinement that was broken off; what it says is checked against the files
 LISTS = ("stage.json", "SHA256SUMS")  # of digests: where one turns, the file that it is of is named
+NOT_CONVERTED = ("checkpoint-llama.cpp", "checkpoint-dequantized")
 SILENT = ("stage.json", PROGRESS)  # may be written again without a word
 REFUSED = {2, 3, 4, 5, 6, 7, 8, 9, 12, 13}  # exit codes of what is wrong with files
 WRITTEN_IN = 0.5  # share of flips before which another command than `run` is given
@@ -202,9 +203,9 @@ def looking_at(finished: Finishable, path: Path, chance: random.Random) -> list[
     folder = finished.out / path.relative_to(finished.out).parts[0]
     commands = [["inspect", folder]]
     if folder.name.startswith("checkpoint") and finished.name != "vision":
-        target = finished.place / "converted"
-        shutil.rmtree(target, ignore_errors=True)
-        commands.append(["convert", folder, "--to", "dequantized", "--no-verify", "--out", target])
+        if folder.name not in NOT_CONVERTED:
+            target = finished.place / "converted"
+            commands.append(["convert", folder, "--to", "dequantized", "--no-verify", "--out", target])
         if folder.name in ("checkpoint", "checkpoint-dequantized"):
             commands.append(["generate", folder, "a", "--max-new-tokens", "1"])
     return list(map(str, chance.choice(commands)))
