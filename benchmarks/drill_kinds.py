@@ -39,6 +39,8 @@ def kill(ground: Ground, chance: random.Random, place: Path) -> Counter[str]:
     """Some SIGKILLs in one place before its command ends: half at any moment, half in a stage chosen among all."""
     subject, landed = subject_of(ground, chance), Counter[str]()
     for number in range(KILLS_A_DIRECTORY):
+        if subject.name.startswith("convert") and (place / MADE).exists():
+            break  # killed when it had been made
         running = ground.start(subject, place)
         if number % 2 and subject.stages:
             target = chance.choice(_unfinished(subject, place / MADE))
