@@ -188,7 +188,7 @@ def is_intact(context: Context) -> bool:
     try:
         index = load_index(context)
         count = len(context.model.layers) if index.entries() else 0
-        if count and not is_marked(context.store):
+        if (count or context.store.is_dir()) and not is_marked(context.store):
             raise ArtifactError("missing or damaged", where=str(context.store / MARKER))
         with context.reporter.bar("checking the store", count) as advance:
             for layer in range(count):
