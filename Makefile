@@ -28,6 +28,9 @@ bench: $(INSTALLED)
 fuzz: $(INSTALLED)
 	$(BIN)/python benchmarks/fuzzing.py --json benchmarks/results/fuzzing.json
 
+drills: $(INSTALLED)
+	$(BIN)/python benchmarks/drills.py --json benchmarks/results/drills.json
+
 wheel: $(INSTALLED)
 	rm -rf dist build *.egg-info
 	$(BIN)/python -m build --outdir dist

@@ -39,6 +39,9 @@ from moeq.tables import human_bytes
 QUIET = Reporter(quiet=True)
 
 
+TABLE = "sensitivities.parquet"  # of `moeq.artifacts.sensitivities`, whose module imports pyarrow
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """A checkpoint that is not opened: by its config.json an exporter says whose code loads it."""
@@ -200,6 +203,10 @@ def _checked_stage(directory: Path, record: StageRecord, reporter: Reporter) -> 
     edited = edited_files(directory, record.stage, editable)
     for name in edited:
         read_assignment(directory / name)  # the one kind of file that people edit
+    if (directory / TABLE).is_file():  # no record has its digest
+        from moeq.artifacts.sensitivities import read_sensitivities
+
+        read_sensitivities(directory / TABLE)
     return ", ".join(edited)
 
 
@@ -214,7 +221,7 @@ def _check_replicas(directory: Path, store: Path, reporter: Reporter) -> None:
 
 
 def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
-    """Describe a replica store; ArtifactError naming the first file whose replicas are not as they were written."""
+    """Describe a replica store; ArtifactError naming the first file whose replicas or rows are not as written."""
     replicas.check_store(path)
     files = sorted(path.glob("*/layer-*.safetensors"))
     entries: set[str] = set()
@@ -226,6 +233,8 @@ def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
                     raise ArtifactError(f"replicas {entry} are damaged", where=str(file), do=replicas.REMEDY)
                 entries.add(".".join(entry.split(".")[:2]))
             advance()
+    for file in sorted(path.glob(f"*/{replicas.ROWS}/layer-*.json")):
+        replicas.check_rows(file)
     return {
         "kind": "moeq replica store",
         "sets": len({file.parent for file in files}),
@@ -352,7 +361,7 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         from moeq.artifacts import losses, sensitivities
 
         if path.name == sensitivities.NAME:
-            table = losses.read_parquet(path)
+            table = sensitivities.read_sensitivities(path).table
             return {"kind": "table of sensitivities", "experts": table.num_rows, "columns": table.column_names}
         return {"kind": "loss table", **losses.summarize(losses.read_losses(path))}
     if path.suffix in {".yaml", ".yml"}:

@@ -218,6 +218,31 @@ def test_a_long_path_is_shortened() -> None:
     assert len(str(error)) < 500
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 67108864 bytes."
+        ),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        OSError(12, "Cannot allocate memory"),
+        ImportError("a.so: failed to map segment from shared object"),
+    ],
+)
+def test_memory_that_runs_out_is_no_bug(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def app() -> None:
+        raise error
+
+    monkeypatch.setattr(ending, "quiet_libraries", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        ending.run(app)
+    assert ended.value.code == 11
+    assert capsys.readouterr().err.startswith("moeq: out of memory; ")
+
+
 def test_words_are_broken_behind_commas_alone() -> None:
     assert wrapped("a-b-c --set x=1,y=2,z=3 end", 9) == ["a-b-c", "--set", "x=1,y=2,", "z=3 end"]
     assert wrapped("", 9) == []

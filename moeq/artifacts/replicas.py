@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 2
 REMEDY = "run `moeq losses` again"
 MARKER = "store.json"
+MARK = {"kind": "moeq replica store", "schema_version": SCHEMA_VERSION}
 INDEX = "replicas.json"
 ROWS = "losses"
 PATH_BYTES = 4096  # of Linux, the end of it counted
@@ -101,11 +102,23 @@ def open_store(store: Path, run: Path | None = None) -> None:
     """Make the folder a store; `run`: a run directory outside of it, noted so that `moeq gc` knows who uses it."""
     make_directory(store)
     with held(store):
-        if not (store / MARKER).is_file():
-            write_json(store / MARKER, {"kind": "moeq replica store", "schema_version": SCHEMA_VERSION})
+        if not is_marked(store):
+            write_json(store / MARKER, MARK)
         if run is not None:
             name = str(run.resolve())
             write_json(store / RUNS / f"{digest_of(name)[:SHORT]}.json", {"run": name})
+
+
+def is_marked(store: Path) -> bool:
+    """Whether the folder says that it is a store; ArtifactError when it says so of another schema version."""
+    path = store / MARKER
+    try:
+        marker = read_json(path)
+    except ArtifactError:  # not there, or damaged
+        return False
+    if isinstance(marker, dict) and marker.get("kind") == MARK["kind"]:
+        check_schema_version(marker.get("schema_version"), SCHEMA_VERSION, path, remedy="use the moeq that wrote it")
+    return bool(marker == MARK)
 
 
 def check_store(store: Path) -> None:
@@ -363,6 +376,12 @@ def read_rows(directory: Path, layer: int, name: str) -> list[dict[str, Any]] | 
         return rows if (stored["schema_version"], stored["sha256"]) == (SCHEMA_VERSION, _text_digest(text)) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def check_rows(file: Path) -> None:
+    """ArtifactError for a file of rows that is not as it was written."""
+    layer, _, name = file.stem.partition(".")
+    made_rows(file.parents[1], layer_number(Path(layer)), name)
 
 
 def made_rows(directory: Path, layer: int, name: str) -> list[dict[str, Any]]:

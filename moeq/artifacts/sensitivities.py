@@ -7,11 +7,12 @@ One row for each layer and expert. `activations` and `activation_frequency` (the
 times that closed form, each min-max normalized over the model (paper 003, section 3.4). `calibration_hessian_trace`: of
 the Hessians that quantized the expert, none where no method took one. `loss_B`, `objective_B` and `bytes_B` at every
 width B. `effect` and `effect_measured` where the recipe had effects of experts measured. The file's metadata has the
-digest of the model, so that traces are not computed twice.
+digest of the model, so that traces are not computed twice, and one of the columns and of that.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from moeq.errors import ArtifactError
 SCHEMA_VERSION = 2  # 1 had neither metadata nor the closed form of every run
 NAME = "sensitivities.parquet"
 REMEDY = "run `moeq assign` again"
-MODEL_KEY = b"moeq_model_digest"
+MODEL_KEY, COLUMNS_KEY = b"moeq_model_digest", b"moeq_columns_sha256"
 NEEDED = (
     "layer", "expert", "activations", "activation_frequency", "routing_mass", "frobenius_hessian_trace",
     "hybrid_importance", "calibration_hessian_trace",
@@ -62,6 +63,7 @@ def write_sensitivities(path: Path, columns: Mapping[str, Sequence[Any]], model:
     """Write columns, ordered by layer and expert, atomically. model: its digest."""
     table = pa.table(dict(columns))
     metadata = {VERSION_KEY: str(SCHEMA_VERSION).encode(), MODEL_KEY: model.encode()}
+    metadata[COLUMNS_KEY] = _digest(table, model).encode()
     table = table.replace_schema_metadata(metadata)
     write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
@@ -77,7 +79,11 @@ def read_sensitivities(path: Path) -> SensitivityTable:
     problem = _problem_with(table)
     if problem is not None:
         raise ArtifactError(problem, where=str(path), do=REMEDY)
-    return SensitivityTable(table)
+    read = SensitivityTable(table)
+    wanted = metadata_text(table, COLUMNS_KEY, "")  # "": an earlier moeq wrote it
+    if wanted and wanted != _digest(table, read.model):
+        raise ArtifactError("changed since it was written", where=str(path), do=REMEDY)
+    return read
 
 
 def _problem_with(table: pa.Table) -> str | None:
@@ -98,3 +104,13 @@ def _problem_with(table: pa.Table) -> str | None:
     if layer[0] != 0 or not np.isin(steps, (0, 1)).all() or not np.array_equal(expert, place):
         return "not a row of every expert, layer by layer"
     return None
+
+
+def _digest(table: pa.Table, model: str) -> str:
+    """SHA-256 of the model's digest and the columns: their names, and their values as numpy has them."""
+    hashing = hashlib.sha256(model.encode())
+    for name in table.column_names:
+        values = table[name].to_numpy()
+        hashing.update(f"{name}\0{values.dtype}\0".encode())
+        hashing.update("\0".join(map(str, values)).encode() if values.dtype == object else values.tobytes())
+    return hashing.hexdigest()

@@ -18,9 +18,10 @@ import typer
 from moeq.bounded import shortened
 from moeq.cli.libraries import quiet_libraries
 from moeq.cli.usage import asks_json
-from moeq.errors import InternalError, MoeqError, StorageError
+from moeq.errors import InternalError, MoeqError, PlanError, StorageError
 
 SCHEMA_VERSION = 1  # of JSON on standard output: raised when a key goes or changes its meaning
+NO_MEMORY = ("allocate memory", "out of memory", "failed to map segment", "bad_alloc")  # torch, the system, the loader
 INTERRUPTED, TERMINATED = 130, 143  # as shells have it: 128 and the number of the signal
 
 
@@ -99,6 +100,8 @@ def _drop_output() -> None:
 
 def _as_moeq_error(error: Exception) -> MoeqError:
     """An unexpected exception as one line; the traceback goes to a file."""
+    if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
+        return PlanError("out of memory", do="free some or raise the limit; `moeq plan` says what every stage takes")
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EFBIG):
         return StorageError(error.strerror or str(error), where="standard output", do="free some space")
     if isinstance(error, OSError) and error.filename is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 
 from moeq.artifacts.assignment import (
     FULL,
@@ -72,6 +73,18 @@ def sensitivities(context: Context) -> SensitivityTable:
         context.reporter.say(f"  {SENSITIVITIES}: made again")
         _write_sensitivities(context, inputs_of(context, context.recipe.assign, context.recipe.name))
     return read_sensitivities(path)
+
+
+def is_intact(context: Context) -> bool:
+    """Whether the table of sensitivities is as it was written; one that is not there is made by who reads it."""
+    path = context.finished("assign") / SENSITIVITIES
+    try:
+        if path.exists():
+            read_sensitivities(path)
+    except ArtifactError as error:
+        context.reporter.say(f"  [yellow]{path.name}: {escape(error.what)}; made again[/yellow]")
+        return False
+    return True
 
 
 def _write_sensitivities(context: Context, inputs: AssignInputs) -> None:

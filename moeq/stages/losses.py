@@ -19,7 +19,7 @@ from moeq.artifacts.effects import write_effects
 from moeq.artifacts.files import make_directory
 from moeq.artifacts.losses import BEYOND, NAME, summarize, write_losses
 from moeq.artifacts.non_experts import INDEX as OTHERS_INDEX
-from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex
+from moeq.artifacts.replicas import MARKER, LayerReplicas, Made, ReplicaIndex, is_marked
 from moeq.artifacts.run import OLDER
 from moeq.errors import ArtifactError, CorpusError
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
@@ -188,10 +188,14 @@ def is_intact(context: Context) -> bool:
     try:
         index = load_index(context)
         count = len(context.model.layers) if index.entries() else 0
+        if (count or context.store.is_dir()) and not is_marked(context.store):
+            raise ArtifactError("missing or damaged", where=str(context.store / MARKER))
         with context.reporter.bar("checking the store", count) as advance:
             for layer in range(count):
                 there = LayerReplicas(context.store / index.set, layer)
                 there.check(index.layers[layer], cached=not context.check)
+                if context.check:
+                    _layer_rows(context, index, layer)
                 advance()
     except IndexError:
         return False

@@ -312,6 +312,8 @@ def is_intact(context: Context) -> bool:
         for number, wanted in enumerate(index.layers):
             if wanted:
                 LayerReplicas(context.store / index.set, number).check(wanted, cached=not context.check)
+            for entry in wanted if context.check else ():
+                replicas.made_rows(context.store / index.set, number, entry)
     except ArtifactError:
         return False
     return bool(index.layers)

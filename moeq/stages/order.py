@@ -146,6 +146,7 @@ STAGES = (
         after=("profile", "losses"),
         extra=assign.own_inputs,
         check=assign.check,
+        intact=assign.is_intact,
         apart=frozenset({SENSITIVITIES, frontier.NAME, frontier.PLOT}),
         editable=EDITABLE["assign"],
         accept=assign.load,

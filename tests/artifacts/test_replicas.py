@@ -197,6 +197,23 @@ def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
         replicas.check_store(tmp_path / "store")
 
 
+@pytest.mark.parametrize("damage", [None, "{", '{"kind": "moeq replica ztore", "schema_version": 2}'])
+def test_a_stores_mark_is_made_again(tmp_path: Path, damage: str | None) -> None:
+    store, marker = tmp_path / "store", tmp_path / "store" / replicas.MARKER
+    replicas.open_store(store)
+    whole = marker.read_bytes()
+    assert replicas.is_marked(store)
+    marker.unlink()
+    if damage is not None:
+        marker.write_text(damage)
+    assert not replicas.is_marked(store)
+    replicas.open_store(store)
+    assert marker.read_bytes() == whole
+    marker.write_text(whole.decode().replace("2", "3"))
+    with pytest.raises(ArtifactError, match="schema version 3"):
+        replicas.open_store(store)
+
+
 def test_a_run_of_the_first_schema_version_is_told_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"replicas\.json: no index .*schema version 1.*run `moeq losses` again"):
         replicas.read_index(tmp_path)

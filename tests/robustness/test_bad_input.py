@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from fork_server import Finished, ForkServer
-from robustness.runs import partials, restamp, snapshot, tiny_recipe, write_recipe
+from robustness.runs import can_mount, mounted, partials, remount, restamp, snapshot, tiny_recipe, write_recipe
 from safetensors.torch import load_file, save_file
 
 from moeq.artifacts.run import DIRECTORIES
@@ -795,42 +795,17 @@ def test_files_that_may_not_grow(
     assert _digest(out) == _digest(finished_run)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a file system of the given size."""
-    mounted: list[Path] = []
-
-    def mount(kibibytes: int) -> Path:
-        place = tmp_path / f"disk-{kibibytes}"
-        place.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={kibibytes}k", "tmpfs", str(place)]
-        tried = subprocess.run(command, capture_output=True, text=True, check=False)
-        if tried.returncode:
-            pytest.skip(f"no mounting here: {tried.stderr.strip()}")
-        mounted.append(place)
-        return place
-
-    yield mount
-    for place in mounted:
-        subprocess.run(["umount", str(place)], check=True)
-
-
-@pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.skipif(not can_mount(), reason="mounting needs root")
 @pytest.mark.parametrize("kibibytes", [4, 64, 600, 1000])
-def test_full_disk(
-    moeq: ForkServer,
-    recipe: Path,
-    finished_run: Path,
-    small_disk: Callable[[int], Path],
-    kibibytes: int,
-) -> None:
-    out = small_disk(kibibytes) / "out"
-    finished = moeq.run("run", recipe, "--out", out, "--quiet")
-    assert_refused(finished, STORAGE, str(out), "No space left on device", "free some space")
-    assert_nothing_left(out)
-    subprocess.run(["mount", "-o", "remount,size=64m", str(out.parent)], check=True)
-    assert moeq.run("run", recipe, "--out", out, "--quiet").code == 0, "goes on when there is room"
-    assert _digest(out) == _digest(finished_run)
+def test_full_disk(moeq: ForkServer, recipe: Path, finished_run: Path, tmp_path: Path, kibibytes: int) -> None:
+    with mounted(tmp_path / "disk", f"size={kibibytes}k") as disk:
+        out = disk / "out"
+        finished = moeq.run("run", recipe, "--out", out, "--quiet")
+        assert_refused(finished, STORAGE, str(out), "No space left on device", "free some space")
+        assert_nothing_left(out)
+        remount(disk, "size=64m")
+        assert moeq.run("run", recipe, "--out", out, "--quiet").code == 0, "goes on when there is room"
+        assert _digest(out) == _digest(finished_run)
 
 
 def _digest(run: Path) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from robustness.runs import copy_tokenizer
+from robustness.runs import save_wide_model
 
 import moeq
 from moeq import pipeline
@@ -40,29 +40,7 @@ TIMES = pytest.mark.parametrize("mtime", ["changed", "restored"])
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer of 12 experts and a large vocabulary, in one file of float32."""
-    import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    directory = tmp_path_factory.mktemp("model") / "wide"
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=9000,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=12,
-        num_experts_per_tok=2,
-        max_position_embeddings=1024,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
-    MixtralForCausalLM(config).save_pretrained(directory)
-    copy_tokenizer(directory)
-    return directory
+    return save_wide_model(tmp_path_factory.mktemp("model") / "wide")
 
 
 @pytest.fixture(scope="module")

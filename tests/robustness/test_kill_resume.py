@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import select
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fork_server import ForkServer, Running
-from robustness.runs import digests, partials, snapshot, tiny_recipe, write_recipe
+from fork_server import ForkServer
+from robustness.runs import (
+    DIRECTORIES,
+    STAGES,
+    content,
+    digests,
+    follow,
+    kill_during,
+    partials,
+    snapshot,
+    stage_record,
+    tiny_recipe,
+    write_recipe,
+)
 
 from moeq.artifacts.files import locked
 from moeq.artifacts.tensor_files import write_tensors
 
-STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report")
-DIRECTORIES = {"export": "checkpoint"}
 KILLS = 20
 KILLS_A_DIRECTORY = 5
 SEED = 2026
-APART = {"recipe.yaml", ".lock"}
 
 
 @dataclass(frozen=True)
@@ -51,48 +57,6 @@ def reference(
     assert (finished.code, finished.stderr) == (0, "")
     seconds = {stage: stage_record(folder / "run", stage)["volatile"]["seconds"] for stage in STAGES}
     return Reference(path, folder / "run", seconds)
-
-
-def stage_record(run: Path, stage: str) -> dict:
-    return json.loads((run / DIRECTORIES.get(stage, stage) / "stage.json").read_text("utf-8"))
-
-
-def follow(running: Running) -> Iterator[tuple[str, str]]:
-    """(stage, begins | done | skipped) as the run reports it."""
-    while line := running.line():
-        word, *rest = line.split()
-        if word in STAGES:
-            yield word, "skipped" if "skipped" in rest else "done" if rest[:1] == ["done"] else "begins"
-
-
-def kill_during(running: Running, target: str, delay: float) -> str | None:
-    """Kill the process group `delay` seconds after the stage began; the stage that died, None when the run was over."""
-    begun: set[str] = set()
-    over: set[str] = set()
-
-    def note(stage: str, event: str) -> None:
-        (begun if event == "begins" else over).add(stage)
-
-    for stage, event in follow(running):
-        note(stage, event)
-        if stage == target and event == "begins":
-            select.select([], [], [], delay)
-            running.signal(signal.SIGKILL)
-            break
-    for stage, event in follow(running):
-        note(stage, event)
-    code = running.wait().code
-    assert code in {0, -signal.SIGKILL}
-    return None if code == 0 else next((stage for stage in STAGES if stage not in over), "after the last stage")
-
-
-def content(run: Path) -> dict[str, bytes]:
-    """Every file that a digest covers."""
-    return {
-        path.relative_to(run).as_posix(): path.read_bytes()
-        for path in sorted(run.rglob("*"))
-        if path.is_file() and path.name not in APART | {"stage.json"}
-    }
 
 
 def assert_as_unbroken(run: Path, reference: Reference) -> None:

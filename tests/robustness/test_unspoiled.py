@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from fork_server import ForkServer
-from robustness.runs import partials
-from robustness.test_kill_resume import STAGES, follow
+from robustness.runs import STAGES, follow, partials
 from robustness.test_refusals import tree
 from typer.testing import CliRunner, Result
 

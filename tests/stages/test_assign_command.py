@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from moeq.artifacts.effects import read_effects
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import read_sensitivities, write_sensitivities
 from moeq.errors import ArtifactError, AssignmentError, EstimateError, FormatError, RecipeError
+from moeq.inspection import inspect
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import assign, evaluate, frontier, profile
@@ -119,6 +121,22 @@ def test_a_table_of_an_earlier_version_is_made_again(finished: Context, tmp_path
     remade = assign.sensitivities(context)
     assert remade.table.equals(read_sensitivities(finished.directory("assign") / SENSITIVITIES).table)
     assert pipeline.current_digest(path.parent, "assign") == digest
+
+
+def test_a_changed_table_is_refused_and_made_again(finished: Context, tmp_path: Path) -> None:
+    """Its traces decide later assignments: one value turns, and the table is as readable as before."""
+    shutil.copytree(finished.out, tmp_path / "run")
+    path = tmp_path / "run" / "assign" / SENSITIVITIES
+    whole = pq.read_table(path)
+    columns = whole.to_pydict() | {"frobenius_hessian_trace": [1.0] * len(whole)}
+    pq.write_table(pa.table(columns).replace_schema_metadata(whole.schema.metadata), path)
+    for look in (lambda: read_sensitivities(path), lambda: inspect(path.parent)):
+        with pytest.raises(ArtifactError, match=r"sensitivities\.parquet: changed since it was written"):
+            look()
+    context = context_of(Path(finished.model_name), tmp_path / "run")
+    assert not pipeline.run(context, ("assign",))[0].skipped
+    assert read_sensitivities(path).table.equals(whole)
+    assert pipeline.run(context, ("assign",))[0].skipped
 
 
 def test_another_models_table_is_not_taken(finished: Context, tmp_path: Path) -> None:

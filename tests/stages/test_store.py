@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 
 from moeq import pipeline
 from moeq.artifacts import replicas
-from moeq.artifacts.replicas import Made, layer_file, rows_file
+from moeq.artifacts.replicas import MARKER, Made, layer_file, rows_file
 from moeq.artifacts.run import STORE_VARIABLE
 from moeq.errors import ArtifactError
+from moeq.inspection import inspect
 from moeq.models.single import ExpertReader
 from moeq.numerics import gptq
 from moeq.progress import Reporter
@@ -226,6 +228,33 @@ def test_a_damaged_store_is_named_and_mended(
     assert [str(path) in line for line in named] == ([] if damage == "deleted" else [True])
     assert path.read_bytes() == whole
     assert {stage: content(made.directory(stage)) for stage in STAGES[2:]} == before
+
+
+def test_a_store_that_lost_its_mark_has_it_again(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Without it neither `moeq gc` nor `moeq inspect` would know the folder."""
+    made = run(tiny_mixtral, tmp_path / "run", stages=STAGES)
+    marker = made.store / MARKER
+    whole = marker.read_bytes()
+    marker.unlink()
+    said: list[str] = []
+    run(tiny_mixtral, tmp_path / "run", stages=STAGES, said=said)
+    assert marker.read_bytes() == whole
+    assert any("store.json: missing or damaged" in line for line in said)
+
+
+def test_damaged_rows_are_seen_by_inspect_and_with_check(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """They are read when a table is made of them; a run that skips its losses does not, unless it is told to."""
+    made = run(tiny_mixtral, tmp_path / "run", stages=STAGES)
+    path = sorted(made.store.glob("*/losses/*.json"))[-1]
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b'"bits":', b'"bitz":', 1))
+    with pytest.raises(ArtifactError, match=rf"{path.name}: missing or damaged"):
+        inspect(made.store)
+    said: list[str] = []
+    pipeline.run(replace(context(tiny_mixtral, tmp_path / "run", said=said), check=True), STAGES)
+    assert any(f"{path.name}: missing or damaged" in line for line in said)
+    assert path.read_bytes() == whole
+    assert inspect(made.store)["kind"] == "moeq replica store"
 
 
 def test_an_interrupted_layer_is_the_only_one_made_again(
