@@ -141,9 +141,6 @@ def _method(target: Target, recipe: Recipe) -> Iterator[Setting]:
     ):
         return
     yield Setting(key="assign.method", value=WITHIN, why=f"{section.method} does not decide within {target.name}")
-    for key in BUDGETS:  # the one that the section has by default goes with its default method
-        if (budget := getattr(section, key)) is not None:
-            yield Setting(key=f"assign.{key}", value=str(budget), why="as it was")
     taken = {*within.budgets, *within.reads}
     foreign = [key for key in SHARED if getattr(section, key) is not None and key not in taken]
     for key in (*sorted(section.settings.model_fields_set), *foreign):
