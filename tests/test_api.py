@@ -126,12 +126,14 @@ def _for_types() -> dict[str, object]:
     from moeq.artifacts.assignment import Assignment
     from moeq.pipeline import Outcome
     from moeq.planning.result import Plan
+    from moeq.reproduction.result import Reproduction
     from moeq.stages.context import Context
 
     return {
         "Assignment": Assignment,
         "Outcome": Outcome,
         "Plan": Plan,
+        "Reproduction": Reproduction,
         "Context": Context,
         "nn": __import__("torch").nn,
     }

@@ -31,9 +31,10 @@ SCHEMA_VERSION = 2  # 1 had neither metadata nor the closed form of every run
 NAME = "sensitivities.parquet"
 REMEDY = "run `moeq assign` again"
 MODEL_KEY, COLUMNS_KEY = b"moeq_model_digest", b"moeq_columns_sha256"
+OPTIONAL = "calibration_hessian_trace"  # all null where no Hessian was made
 NEEDED = (
     "layer", "expert", "activations", "activation_frequency", "routing_mass", "frobenius_hessian_trace",
-    "hybrid_importance", "calibration_hessian_trace",
+    "hybrid_importance", OPTIONAL,
 )  # fmt: skip
 
 
@@ -93,7 +94,8 @@ def _problem_with(table: pa.Table) -> str | None:
         return f"column {twice} is there twice"
     for name in NEEDED:
         kind = table[name].type
-        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        absent = name == OPTIONAL and pa.types.is_null(kind)
+        if not (absent or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
             return f"column {name} holds no numbers"
     if not len(table):
         return "no rows"

@@ -94,16 +94,11 @@ def _context(inputs: Inputs, folder: Path, reporter: Reporter) -> Context:
 
 
 def _recipe(inputs: Inputs, folder: Path) -> Recipe:
-    """The statement's recipe on what lies here, with a store of its own, and written for no runtime but its own.
-
-    Where the size of the whole checkpoint was asked for, which its statement is part of, its keys stay as they are.
-    """
+    """The statement's recipe on what lies here, with a store of its own."""
     data = inputs.recipe.model_dump(mode="json") | {"store": str(folder / STORE)}
     data["eval"] = {"compare": data["eval"]["compare"]}  # all else is not measured here
     data["corpus"]["source"] = _sources(inputs, folder)
-    if inputs.recipe.assign.size is None:
-        runtime = inputs.statement.parameters.runtime
-        data["export"] |= {"formats": [] if runtime == NATIVE else [runtime], "verify": False}
+    data["export"]["verify"] = False
     return load_recipe(data)
 
 

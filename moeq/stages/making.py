@@ -1,8 +1,8 @@
 """How a run makes its checkpoint, for its provenance: model, recipe, texts, versions and the stages' results.
 
-Nothing in it says where something lies or when it was made. The recipe stands without eval, estimate, gates and store,
-which change no byte of a checkpoint and so need not be asked for again; what is compared stays, by name, where the size
-of the whole checkpoint is limited, whose card has a row for each.
+Nothing in it says where something lies or when it was made. The recipe stands without eval, estimate, gates, store,
+stream and other runtimes' formats, which change no byte of a checkpoint and so need not be asked for again; what is
+compared stays, by name, where the size of the whole checkpoint is limited, whose card has a row for each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moeq.registry import ALLOCATORS, EXPORTERS, QUANTIZERS
 from moeq.runtimes import NATIVE, runtimes
 from moeq.stages.context import Context
 
-SHAPELESS = ("eval", "estimate", "gates", "store")  # of a recipe: what changes no byte of a checkpoint
+SHAPELESS = ("eval", "estimate", "gates", "store", "stream")  # of a recipe: what changes no byte of a checkpoint
 TEXT_FILES = "text_files"  # in `volatile` of a record: what the text was read from
 DIGEST = "0" * 64
 PIN = 120  # characters that a commit, a configuration and a split add to the name of a dataset
@@ -93,7 +93,7 @@ def _making(
             runtime=runtime,
             model=NamedModel(name=source.name, revision=source.revision),
             texts=_names(context),
-            recipe=_recipe(context),
+            recipe=_recipe(context, runtime),
         ),
         dependencies=[
             *files_as(MODEL, files),
@@ -113,14 +113,16 @@ def _digest_of(context: Context, stage: str) -> str:
     return current_digest(context.directory(stage), stage, EDITABLE.get(stage, frozenset()))
 
 
-def _recipe(context: Context) -> dict[str, Any]:
-    """The recipe as it was run, paths reduced to their last part."""
+def _recipe(context: Context, runtime: str) -> dict[str, Any]:
+    """The recipe as it was run for one runtime, paths reduced to their last part."""
     data = context.recipe.model_dump(mode="json")
     hardware = context.recipe.hardware_of(context.recipe.assign)
     compared = data["eval"]["compare"] if context.recipe.assign.size is not None else []  # whose rows in the card count
     for key in SHAPELESS:
         del data[key]
     data["eval"] = {"compare": [one | {"hardware": one["hardware"] and _last(one["hardware"])} for one in compared]}
+    data["export"]["formats"] = [] if runtime == NATIVE else [runtime]  # others that are written change nothing of it
+    del data["export"]["verify"]
     data |= {"model": context.model.source.name, "revision": context.model.source.revision}
     data["corpus"]["source"] = _reduced(data["corpus"]["source"])
     data["assign"]["hardware"] = None if hardware is None else _last(hardware)

@@ -88,11 +88,15 @@ def test_it_says_of_what_and_how(made: Context, tiny_mixtral: Path) -> None:
     assert statement.parameters.texts == ["text.txt"]
     recipe = Recipe.model_validate(statement.parameters.recipe)
     assert recipe.model == "mixtral"
-    for section in ("losses", "assign", "quantize", "export", "profile", "seed"):
+    for section in ("losses", "assign", "quantize", "profile", "seed"):
         assert getattr(recipe, section) == getattr(made.recipe, section), section
+    assert recipe.export.formats == [], "what else was written is no part of it"
     assert {"moeq", "torch", "transformers", "numpy", "safetensors", "tokenizers"} <= set(statement.packages)
     other = provenance(made.out / "checkpoint-dequantized")
-    assert other.parameters == statement.parameters.model_copy(update={"runtime": "dequantized"})
+    written = statement.parameters.recipe | {
+        "export": statement.parameters.recipe["export"] | {"formats": ["dequantized"]}
+    }
+    assert other.parameters == statement.parameters.model_copy(update={"runtime": "dequantized", "recipe": written})
     assert other.files != statement.files
 
 
