@@ -88,7 +88,7 @@ class NamedModel(Part):
 class Parameters(Part):
     """What the user asked for.
 
-    recipe: the effective one, but for what shapes no byte of a checkpoint (eval, estimate, gates, store, stream), its model,
+    recipe: the effective one, but for what shapes no byte of a checkpoint (eval, gates, store and others), its model,
     texts and hardware by name; texts: what calibrated, in the recipe's order; runtime: whose format this is, `moeq` of
     the native one. Of a conversion: checkpoint, what was converted, and widen.
     """

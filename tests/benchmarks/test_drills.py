@@ -82,7 +82,7 @@ def test_a_flip_that_is_passed_on_is_lost(
 ) -> None:
     """It comes last: the run is spoiled."""
     silent: Callable[..., Any] = lambda *_, **__: Finished(0, "", "")  # noqa: E731
-    monkeypatch.setattr(ground.server, "run", silent)
+    monkeypatch.setattr(type(ground.server), "run", silent)
     monkeypatch.setattr(ground, "finish", silent)
     for name, what in (("in/out/eval/eval.json", "passed on|not seen"), ("sources/text.jsonl", "passed on silently")):
         with pytest.raises(Lost, match=what):

@@ -278,7 +278,7 @@ def test_files_that_were_added_are_named(run: Context, tmp_path: Path) -> None:
     (directory / "notes.txt").write_text("mine")
     assert inspect(directory)["checked_files"].endswith("not listed: notes.txt")
     (directory / "modeling_evil.py").write_text("import os")
-    with pytest.raises(ArtifactError, match=r"modeling_evil\.py: the manifest does not list this code"):
+    with pytest.raises(ArtifactError, match=r"modeling_evil\.py: SHA256SUMS does not list it"):
         inspect(directory)
     with pytest.raises(ArtifactError, match=r"modeling_evil\.py.*does not list it"):
         moeq.load(directory, verify=True)

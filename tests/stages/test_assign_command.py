@@ -29,7 +29,8 @@ from moeq.stages.replicas import load_losses
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.methods=[gptq]",
-    "losses.bits=[1, 2, 3, 4]", "losses.layer_effects={bits: 2, sequences: 2}", "eval.perplexity.sequences=4",
+    "losses.bits=[1, 2, 3, 4]", "assign.method=prefix-split",
+    "losses.layer_effects={bits: 2, sequences: 2}", "eval.perplexity.sequences=4",
     "eval.perplexity.sequence_length=32", "estimate.grid.inputs=[128]", "estimate.grid.outputs=[512]",
 )  # fmt: skip
 METHODS = (

@@ -122,6 +122,8 @@ STAGE = "tensors of a stage's own files, whose digests its record has: target re
 SUMMED = "files of a checkpoint that was just checked against SHA256SUMS: target sums"
 BYTES = "takes bytes, or whether they can be read, and makes nothing of them"
 GGUF = "compares shapes with those of the family's model after target gguf has read the header (tests/exporters)"
+LOCK = "opens a file to lock it, and reads nothing of it"
+MARKED = "compares JSON with what moeq writes there, and takes anything else for none (tests/stages/test_store.py)"
 KEYS = "keys and certificates: read by the package cryptography (tests/test_signing.py)"
 PROCESSOR = "targets picture, jsonl and corpus_parquet, then transformers' image processor"
 SYSTEM = "reads what the kernel says of this machine"
@@ -199,10 +201,14 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.evaluation.harness._check_files": BYTES,
     "moeq.models.loading._damaged_json": BYTES,
     "moeq.stages.report.is_intact": BYTES,
-    "moeq.exporters.readers.described.gguf": GGUF,
+    "moeq.exporters.readers.described.gguf_headers": GGUF,
     "moeq.exporters.readers.gguf.Gguf._bytes": GGUF,
     "moeq.exporters.readers.gguf.Gguf.read": GGUF,
-    "moeq.exporters.readers.gguf.open_gguf": GGUF,
+    "moeq.artifacts.files._open_lock": LOCK,
+    "moeq.artifacts.replicas.is_marked": MARKED,
+    "moeq.reproduction.again._run_directory": MARKED,
+    "moeq.reproduction.differences._tensor": HEADERS,
+    "moeq.reproduction.differences._within": HEADERS,
     "moeq.signing._certified": KEYS,
     "moeq.signing._passphrase": KEYS,
     "moeq.signing.sign": KEYS,
