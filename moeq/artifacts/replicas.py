@@ -111,9 +111,8 @@ def open_store(store: Path, run: Path | None = None) -> None:
 
 def is_marked(store: Path) -> bool:
     """Whether the folder says that it is a store; ArtifactError when it says so of another schema version."""
-    path = store / MARKER
     try:
-        marker = read_json(path)
+        marker = read_json(path := store / MARKER)
     except ArtifactError:  # not there, or damaged
         return False
     if isinstance(marker, dict) and marker.get("kind") == MARK["kind"]:
@@ -123,8 +122,7 @@ def is_marked(store: Path) -> bool:
 
 def check_store(store: Path) -> None:
     """ArtifactError when the folder is no store, or one of another schema version."""
-    path = store / MARKER
-    if not path.is_file():
+    if not (path := store / MARKER).is_file():
         raise ArtifactError("not a replica store", where=str(store), do="give the folder that runs used as their store")
     marker = read_json(path, remedy=REMEDY)
     version = marker.get("schema_version") if isinstance(marker, dict) else None

@@ -199,7 +199,7 @@ class IntegerFigures(Artifact):
 class Manifest(JsonTarget):
     """placement.json: the files that it names lie in its folder."""
 
-    name = "manifest"
+    name, per_byte = "manifest", 2
 
     def prepare(self, place: Place) -> None:
         whole = read_manifest(place.checkpoint)
@@ -215,7 +215,7 @@ class Manifest(JsonTarget):
 class Record(JsonTarget):
     """stage.json: the files that it names lie below its folder."""
 
-    name = "record"
+    name, per_byte = "record", 2
 
     def prepare(self, place: Place) -> None:
         self.value = json.loads((place.checkpoint / RECORD).read_text("utf-8"))
@@ -285,6 +285,7 @@ class StoreMarker(JsonTarget):
 
     def read(self, data: bytes) -> None:
         self.file(replicas.MARKER, data)
+        assert replicas.is_marked(self.folder) in (True, False)
         replicas.check_store(self.folder)
 
 

@@ -39,7 +39,7 @@ class _Model(JsonTarget):
 class Index(_Model):
     """The index of shards: they lie in its folder."""
 
-    name = "index"
+    name, per_byte = "index", 2
 
     def prepare(self, place: Place) -> None:
         super().prepare(place)
