@@ -23,7 +23,7 @@ import figures
 
 sys.path.insert(0, str(figures.ROOT / "tests"))
 
-from fork_server import MOEQ, Finished, ForkServer, Running
+from fork_server import MOEQ, Finished, ForkServer, Running, shared
 from robustness import runs
 
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
@@ -113,12 +113,14 @@ class Ground:
     """The folder of all drills: sources, unbroken results, places; and the server that runs the commands."""
 
     def __init__(self, folder: Path, names: Sequence[str] = RUNS, server: ForkServer | None = None) -> None:
-        """names: of RUNS, those that are drilled; server: None: a new one, which goes with `close`."""
+        """names: of RUNS, those that are drilled; server: None: one that ends with this process."""
         self.folder, self.sources = folder, folder / "sources"
         self.sources.mkdir(parents=True)
         environment = {"MOEQ_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment["PYTHONPATH"] = str(figures.ROOT)
-        self.server = server or ForkServer(MOEQ, env=os.environ | environment)
+        if server is None:
+            os.environ |= environment
+        self.server = server or shared(*MOEQ)
         self._counter, self._lock = 0, threading.Lock()
         runs.save_short_corpus(self.sources / TEXT)
         self.subjects: dict[str, Subject] = {}
@@ -204,9 +206,6 @@ class Ground:
 
     def _digest_of_sources(self) -> dict[str, str]:
         return result(self.sources) | result(self.folder / "unbroken")
-
-    def close(self) -> None:
-        self.server.close()
 
 
 def result(folder: Path) -> dict[str, str]:

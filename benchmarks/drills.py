@@ -148,7 +148,6 @@ def main() -> int:
         for kind in options.only:
             PLAYS[kind](ground, tally, options, pool)
             print(f"{kind}: {tally.passed[kind].total()} of {tally.run[kind].total()} passed", flush=True)
-    ground.close()
     results.table(["drill", "run", "passed"])
     for kind in options.only:
         for row, number in sorted(tally.run[kind].items()):
