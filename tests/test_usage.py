@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -229,6 +230,7 @@ def test_a_long_path_is_shortened() -> None:
         RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         OSError(12, "Cannot allocate memory"),
         ImportError("a.so: failed to map segment from shared object"),
+        RuntimeError("can't start new thread"),
     ],
 )
 def test_memory_that_runs_out_is_no_bug(
@@ -242,6 +244,32 @@ def test_memory_that_runs_out_is_no_bug(
         ending.run(app)
     assert ended.value.code == 11
     assert capsys.readouterr().err.startswith("moeq: out of memory; ")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_an_interrupt_that_a_library_made_another_error_of(
+    number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch says ValueError where it comes while a tensor is made of a file's bytes."""
+
+    def app() -> None:
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape of object type 'torch.storage.UntypedStorage'") from None
+
+    monkeypatch.setattr(ending, "quiet_libraries", lambda: None)
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(SystemExit) as ended:
+            ending.run(app)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert ended.value.code == code
+    assert capsys.readouterr().err == "interrupted; run the same command to go on\n"
 
 
 def test_words_are_broken_behind_commas_alone() -> None:

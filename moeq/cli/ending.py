@@ -11,7 +11,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -21,7 +21,9 @@ from moeq.cli.usage import asks_json
 from moeq.errors import InternalError, MoeqError, PlanError, StorageError
 
 SCHEMA_VERSION = 1  # of JSON on standard output: raised when a key goes or changes its meaning
-NO_MEMORY = ("allocate memory", "out of memory", "failed to map segment", "bad_alloc")  # torch, the system, the loader
+NO_MEMORY = (  # as torch, the system, the loader and Python's threads, which need a stack, say it
+    "allocate memory", "out of memory", "failed to map segment", "bad_alloc", "can't start new thread",
+)  # fmt: skip
 INTERRUPTED, TERMINATED = 130, 143  # as shells have it: 128 and the number of the signal
 
 
@@ -55,12 +57,13 @@ def refuse(error: MoeqError, *, json: bool) -> None:
 def run(app: Callable[[], None]) -> None:
     """Errors become one line on standard error and an exit code by class, never a traceback.
 
-    SIGTERM ends a command as Ctrl-C does: what is half-written goes.
+    SIGTERM ends a command as Ctrl-C does: what is half-written goes. A library may make another error of either.
     """
     quiet_libraries()
     ended_by: list[int] = []
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, _: _interrupt(ended_by, number))
+    for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is handler:
+            signal.signal(number, lambda number, _: _interrupt(ended_by, number))
     try:
         try:
             app()
@@ -69,13 +72,14 @@ def run(app: Callable[[], None]) -> None:
     except (KeyboardInterrupt, SystemExit) as leaving:
         code = leaving.code if isinstance(leaving, SystemExit) else INTERRUPTED  # typer makes 130 of an interrupt
         if code == INTERRUPTED:
-            print("interrupted; run the same command to go on", file=sys.stderr)
-            code = TERMINATED if ended_by else INTERRUPTED
+            _leave(ended_by)
         sys.exit(code)
     except BrokenPipeError:
         _drop_output()
         sys.exit(141)
     except Exception as error:
+        if ended_by:
+            _leave(ended_by)
         known = error if isinstance(error, MoeqError) else _as_moeq_error(error)
         if asks_json(sys.argv[1:]):
             with contextlib.suppress(OSError):
@@ -91,6 +95,12 @@ def _interrupt(ended_by: list[int], number: int) -> None:
     """A signal as an interrupt; it is noted."""
     ended_by.append(number)
     raise KeyboardInterrupt
+
+
+def _leave(ended_by: list[int]) -> NoReturn:
+    """End as somebody who is interrupted does."""
+    print("interrupted; run the same command to go on", file=sys.stderr)
+    sys.exit(TERMINATED if signal.SIGTERM in ended_by else INTERRUPTED)
 
 
 def _drop_output() -> None:
