@@ -23,7 +23,9 @@ LARGE = 16 << 20
 SMALL_RUNS, LARGE_RUNS = ("formats", "run", "vision", "refine"), ("wide",)
 FREE = ("README.md", "recipe.yaml", ".lock", ".gitattributes")  # cards are for people, recipes are written every time
 PROGRESS = ".refined.json"  # of refinement that was broken off; what it says is checked against the files
-LISTS = ("stage.json", "SHA256SUMS")  # of digests: where one turns, the file that it is of is named
+INDEX = "model.safetensors.index.json"
+LISTS = ("stage.json", "SHA256SUMS", INDEX)  # of files: where a line of them turns, the file that it is of is named
+OTHER_MODEL = "was made from another model"  # as a model is whose configuration turned
 NOT_CONVERTED = ("checkpoint-llama.cpp", "checkpoint-dequantized")
 SILENT = ("stage.json", PROGRESS)  # may be written again without a word
 REFUSED = {2, 3, 4, 5, 6, 7, 8, 9, 12, 13}  # exit codes of what is wrong with files
@@ -160,7 +162,8 @@ def flip(finished: Finishable, path: Path, chance: random.Random) -> None:
         source = finished.out not in path.parents
         if ended.code != 0:
             lines = [line for line in ended.stderr.splitlines() if line.startswith("moeq: ")]
-            refusal(Finished(ended.code, "", "\n".join(lines[-1:])), REFUSED, words, *names_of(path, joined))
+            named = [] if source and OTHER_MODEL in ended.stderr else names_of(path, joined)
+            refusal(Finished(ended.code, "", "\n".join(lines[-1:])), REFUSED, words, *named)
         elif source:
             if not {"done"} & {event for _, event in events(ended.stderr)}:
                 raise Lost("passed on silently: no stage ran again", words)

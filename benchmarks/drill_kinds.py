@@ -168,15 +168,20 @@ def limit_files(ground: Ground, chance: random.Random, place: Path) -> Counter[s
 
 
 def limit_memory(ground: Ground, chance: random.Random, place: Path) -> Counter[str]:
-    """So much address space and no more (RLIMIT_AS) beyond what is loaded when the command begins."""
+    """So much address space and no more (RLIMIT_AS) beyond what is loaded when the command begins.
+
+    Where a thread finds no memory to begin, Python waits for it without end: that is ended, and told apart.
+    """
     subject = subject_of(ground, chance)
     limit = int(MEMORY_BYTES * chance.random() ** 2)
     finished = ground.run(subject, place, "--quiet", more_bytes=limit)
-    if finished.code != 0:
+    hung = finished.code == -signal.SIGKILL
+    if finished.code != 0 and not hung:
         refusal(finished, {PLAN}, subject.words(place), "out of memory")
-    _nothing_half_written(place, subject)
+    if not hung:
+        _nothing_half_written(place, subject)
     ground.finish_as_unbroken(subject, place)
-    return Counter({"memory limit": 1})
+    return Counter({f"memory limit{', killed where Python waits for a thread' if hung else ''}": 1})
 
 
 def _nothing_half_written(place: Path, subject: Subject) -> None:

@@ -200,6 +200,8 @@ def _checked_stage(directory: Path, record: StageRecord, reporter: Reporter) -> 
     """Names of the files of a stage that were edited by hand, as they may be; ArtifactError for any other change."""
     editable = EDITABLE.get(record.stage, frozenset())
     check_files(directory, record, reporter=reporter, editable=editable)
+    if (directory / TRACE).is_file():
+        read_trace(directory / TRACE)  # which has digests of its own
     edited = edited_files(directory, record.stage, editable)
     for name in edited:
         read_assignment(directory / name)  # the one kind of file that people edit

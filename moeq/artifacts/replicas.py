@@ -121,12 +121,11 @@ def is_marked(store: Path) -> bool:
 
 
 def check_store(store: Path) -> None:
-    """ArtifactError when the folder is no store, or one of another schema version."""
+    """ArtifactError when the folder is no store, a damaged one, or one of another schema version."""
     if not (path := store / MARKER).is_file():
         raise ArtifactError("not a replica store", where=str(store), do="give the folder that runs used as their store")
-    marker = read_json(path, remedy=REMEDY)
-    version = marker.get("schema_version") if isinstance(marker, dict) else None
-    check_schema_version(version, SCHEMA_VERSION, path, remedy="use the moeq that wrote it")
+    if not is_marked(store):
+        raise ArtifactError("damaged", where=str(path), do=REMEDY)
 
 
 def noted_runs(store: Path) -> dict[Path, Path]:
@@ -204,10 +203,7 @@ class LayerReplicas:
         return sum(self.tensors[key].bytes for key in self.keys(entry))
 
     def is_sound(self, entry: str, *, cached: bool = False) -> bool:
-        """Whether an entry's tensors hold what was written: they are read and hashed.
-
-        cached: that it was done of this very file before will do.
-        """
+        """Whether an entry's tensors hold what was written: read and hashed; cached: done of this very file before."""
 
         def read() -> str:
             self._read.add(entry)
@@ -219,9 +215,13 @@ class LayerReplicas:
     def check(self, wanted: Mapping[str, str], *, cached: bool = False) -> None:
         """ArtifactError unless the entries are there with these digests and sound."""
         for entry, digest in wanted.items():
-            if entry not in self.entries:
-                raise ArtifactError(f"no replicas {entry}", where=str(self.path), do=REMEDY)
-            self._check_sound(entry, stated=self.entries[entry]["sha256"] == digest, cached=cached)
+            self._check_sound(entry, stated=self.digest(entry) == digest, cached=cached)
+
+    def digest(self, entry: str) -> str:
+        """SHA-256 that the file states of an entry; ArtifactError when it lacks it."""
+        if entry not in self.entries:
+            raise ArtifactError(f"no replicas {entry}", where=str(self.path), do=REMEDY)
+        return str(self.entries[entry]["sha256"])
 
     def _check_sound(self, entry: str, *, stated: bool = True, cached: bool = False) -> None:
         if not stated or not self.is_sound(entry, cached=cached):
@@ -306,10 +306,8 @@ def existing(directory: Path, layer: int) -> LayerReplicas | None:
 
 def digests(directory: Path, layer: int, entries: Sequence[str]) -> dict[str, str]:
     """{entry: SHA-256} of a layer's replicas, as its file says; nothing where none are asked for."""
-    if not entries:
-        return {}
-    there = LayerReplicas(directory, layer)
-    return {entry: there.entries[entry]["sha256"] for entry in entries}
+    files = [LayerReplicas(directory, layer)] if entries else []
+    return {entry: file.digest(entry) for file in files for entry in entries}
 
 
 def lacking(

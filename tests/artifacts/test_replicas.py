@@ -109,6 +109,16 @@ def test_other_digests_and_missing_entries_are_refused(tmp_path: Path) -> None:
         there.check({name("gptq", 2): "0" * 64})
 
 
+def test_digests_of_entries_that_are_gone_are_refused(tmp_path: Path) -> None:
+    """As where somebody deletes a store while a run works with it."""
+    made, gone = name("rtn", 2), name("gptq", 2)
+    add_replicas(tmp_path, 0, {made: weights(2)})
+    assert set(replicas.digests(tmp_path, 0, [made])) == {made}
+    assert replicas.digests(tmp_path, 7, []) == {}
+    with pytest.raises(ArtifactError, match=f"no replicas {gone}"):
+        replicas.digests(tmp_path, 0, [made, gone])
+
+
 def test_dropping_keeps_the_rest(tmp_path: Path) -> None:
     entries = {name("gptq", bits): weights(bits) for bits in (2, 3, 4)}
     add_replicas(tmp_path, 0, entries)
@@ -207,6 +217,8 @@ def test_a_stores_mark_is_made_again(tmp_path: Path, damage: str | None) -> None
     if damage is not None:
         marker.write_text(damage)
     assert not replicas.is_marked(store)
+    with pytest.raises(ArtifactError, match=r"not a replica store|store\.json: damaged"):
+        replicas.check_store(store)
     replicas.open_store(store)
     assert marker.read_bytes() == whole
     marker.write_text(whole.decode().replace("2", "3"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from robustness.fuzzing import Fuzzed
 from robustness.fuzzing.mutations import table_bytes
@@ -207,6 +209,17 @@ def test_a_pattern_of_files_that_is_longer_than_paths(fuzzed: Fuzzed) -> None:
     began = time.process_time()
     assert fuzzed.run("dataset_card", card.encode(), memory=False) == "read"  # by the files' names
     assert time.process_time() - began < 1
+
+
+def test_groups_of_rows_of_less_than_no_bytes(fuzzed: Fuzzed) -> None:
+    """As the metadata of a table says whose sizes were changed."""
+    table = io.BytesIO()
+    pq.write_table(pa.table({"text": ["a" * 40]}), table, compression="none")
+    metadata = pq.read_metadata(io.BytesIO(table.getvalue()))
+    size = metadata.row_group(0).total_byte_size
+    data, stated = table.getvalue(), bytes([2 * size & 0x7F | 0x80, 2 * size >> 7])
+    assert data.count(stated) >= 1, "the size as Thrift has it: zigzag, seven bits a byte"
+    assert fuzzed.run("corpus_parquet", data.replace(stated, bytes([stated[0] | 1, stated[1]]))) == "refused"
 
 
 def test_a_change_that_is_refused_says_where(fuzzed: Fuzzed) -> None:

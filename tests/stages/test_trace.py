@@ -69,6 +69,19 @@ def test_the_trace_says_what_the_profile_says(family: str, stream: str, tmp_path
     assert trace.model == one.model.stamp
 
 
+def test_inspect_reads_the_trace_of_a_profile(tmp_path: Path) -> None:
+    """It is no file of the stage's record: it has digests of its own."""
+    one = context(save_tiny(tmp_path / "model", "mixtral"), tmp_path / "run", TRACED)
+    recorded(one)
+    directory = one.directory("profile")
+    inspect(directory)
+    data = bytearray((directory / NAME).read_bytes())
+    data[-1] ^= 4
+    (directory / NAME).write_bytes(data)
+    with pytest.raises(ArtifactError, match=NAME):
+        inspect(directory)
+
+
 def test_tokens_that_were_left_out_or_chose_fewer_keep_their_row() -> None:
     sequences = Sequences(
         ids=torch.zeros((2, 3), dtype=torch.long),

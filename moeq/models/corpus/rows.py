@@ -64,7 +64,10 @@ def _parquet(path: Path, advance: Advance | None, naming: str | None) -> Iterato
 def held_bytes(path: Path) -> int:
     """Bytes of a Parquet file's columns after decompression; CorpusError for a file that is damaged."""
     with _parquet_file(path) as file:
-        return sum(file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups))
+        sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
+        if min(sizes, default=0) < 0:
+            raise OSError("a group of rows of less than 0 bytes")
+        return sum(sizes)
 
 
 @contextmanager

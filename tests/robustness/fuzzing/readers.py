@@ -48,7 +48,6 @@ BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
     "moeq.artifacts.replicas._entries": ("store",),
     "moeq.artifacts.replicas._noted_run": ("store_note",),
     "moeq.artifacts.replicas._read_header": ("store",),
-    "moeq.artifacts.replicas.check_store": ("store_marker",),
     "moeq.artifacts.replicas.read_index": ("replicas",),
     "moeq.artifacts.replicas.read_rows": ("loss_rows",),
     "moeq.artifacts.sensitivities.read_sensitivities": ("sensitivities",),
