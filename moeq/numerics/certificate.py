@@ -262,7 +262,7 @@ class _Moves:
         farthest = abs(room) + int(np.abs(costs).sum())
         timed = len(self.left) == 2
         latest = abs(self.left[1]) + int(np.abs(self.changes[1]).sum()) if timed else 0
-        largest = max(gap, price * farthest, latest * self.prices[1] if timed else 0)
+        largest = max(gap, price * max(1, farthest), latest * self.prices[1] if timed else 0)
         fine = price * FINENESS // largest
         room = room if fine else min(room, farthest - abs(room))
         quantum = Fraction(price, fine) if fine else Fraction(largest, FINENESS)

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moeq.numerics import knapsack, two_limits
@@ -157,6 +157,7 @@ def test_a_loss_that_nobody_takes_swallows_no_difference(far: float, seed: int, 
 
 
 @given(st.integers(0, 2**31), st.booleans(), st.floats(0, 2), st.floats(0, 2))
+@example(362880, False, 2.0, 1.125)  # no room and nothing that costs, at a price far above the gap
 @settings(max_examples=300, deadline=None)
 def test_whatever_is_claimed_only_what_holds_is_confirmed(seed: int, timed: bool, first: float, second: float) -> None:
     """Prices, choices and bounds that no search made: near those of the optimum, or far from it."""
