@@ -82,13 +82,13 @@ class AssignSection(Section):
         "estimate.hardware where ndp_latency_ms is set",
     )
     trace: Literal["closed", "rademacher", "gaussian"] | None = Field(
-        None, description="the Hessian trace in closed form (none), or sampled as paper 003 does"
+        None, description="the Hessian trace in closed form (none), or sampled as MoPEQ does"
     )
     trace_samples: int | None = Field(None, ge=1, description="samples of a matrix; none: 32")
     target: Target | None = Field(None, description="runtime that must be able to load the assignment")
     gpu_experts: int = Field(0, ge=0, description="K: experts a layer kept on the GPU in full precision")
     alpha: float = Field(0.5, ge=0, le=1, description="importance = alpha*P~ + (1-alpha)*W~")
-    selector: bool = Field(True, description="false: paper 000's ablation without the bit-width selector")
+    selector: bool = Field(True, description="false: Fan et al.'s ablation of prefix-split, without its bit-width selector")
     loss_weighting: Literal["mass", "squared", "effect", "none"] = Field(
         "mass",
         description="mass: losses times the expert's share of the routing weight; squared: errors times squared "
