@@ -43,6 +43,7 @@ LONGEST_FIRST = (  # so that no process is left with one of them at the end
 PROBE = Path(probe.__file__)
 shared_folder()  # of fork servers: before pytest-xdist starts the workers, which share them
 probes_apart = False  # whether the test that runs is marked fresh_process
+frozen_for: Path | None = None  # the file of tests after whose first test garbage was looked for last
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,7 +65,21 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     global probes_apart
     probes_apart = item.get_closest_marker("fresh_process") is not None
-    return (yield)
+    result = yield
+    _freeze_once(item.path)
+    return result
+
+
+def _freeze_once(path: Path) -> None:
+    """After the first test of each file, what it imported and made for the others is set apart from garbage too.
+
+    Every stage of a run ends with gc.collect(), which would look through all of lm-eval and matplotlib each time.
+    """
+    global frozen_for
+    if path != frozen_for:
+        frozen_for = path
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
