@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import tempfile
 
@@ -18,7 +19,9 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 import sys
-from collections.abc import Iterator
+import time
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +30,10 @@ from typing import Any
 import peers
 import pytest
 import torch
-from fork_server import LIBRARIES, MOEQ, ForkServer, shared, shared_folder
+from fork_server import LIBRARIES, MOEQ, ForkServer, shared, shared_folder, unsynced
 from tiny_models import FULL, save_tiny
 
+from moeq.models.corpus import documents
 from moeq.verification import launch, probe
 
 LONGEST_FIRST = (  # so that no process is left with one of them at the end
@@ -41,8 +45,11 @@ LONGEST_FIRST = (  # so that no process is left with one of them at the end
     "stages/test_refine.py", "runtime/test_hook.py", "numerics/test_gptq.py",
 )  # fmt: skip
 PROBE = Path(probe.__file__)
+LONG_SEARCH = 0.03  # seconds
 shared_folder()  # of fork servers: before pytest-xdist starts the workers, which share them
 probes_apart = False  # whether the test that runs is marked fresh_process
+searched = 0.0  # seconds of this process when the last search for garbage of everything began
+long_search = False  # whether one took long since the last test
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,13 +65,37 @@ def pytest_collection_finish() -> None:
     """Garbage is not looked for in what was imported, again and again."""
     gc.freeze()
     gc.enable()
+    gc.callbacks.append(_time_searches)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     global probes_apart
     probes_apart = item.get_closest_marker("fresh_process") is not None
-    return (yield)
+    result = yield
+    _freeze_where_it_pays()
+    return result
+
+
+def _time_searches(phase: str, info: dict[str, int]) -> None:
+    global searched, long_search
+    if info["generation"] == 2:
+        if phase == "start":
+            searched = time.process_time()
+        elif time.process_time() - searched > LONG_SEARCH:
+            long_search = True
+
+
+def _freeze_where_it_pays() -> None:
+    """Set apart what is alive after a test that looked long for garbage: lm-eval, a family's modules, fixtures.
+
+    Every stage of a run ends with gc.collect(), which otherwise goes through all that was ever imported.
+    """
+    global long_search
+    if long_search:
+        gc.collect()
+        gc.freeze()
+        long_search = False
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -94,6 +125,35 @@ def probe_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "started", started)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_sync() -> Iterator[None]:
+    """Nothing waits for the disk: no test can tell, whoever reads or is killed sees what the system holds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", unsynced)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def encoded_once() -> Iterator[None]:
+    """The same texts are tokenized once for each tokenizer: the bundled corpus is that of hundreds of runs."""
+    encode, known = documents.encode, {}
+
+    def remembered(rows: Sequence[documents.Document], tokenizer: Any) -> list[list[int]]:
+        whole = getattr(tokenizer, "backend_tokenizer", None)
+        if whole is None:
+            return encode(rows, tokenizer)
+        marks = tokenizer.bos_token_id, tokenizer.eos_token_id
+        key = whole.to_str(), marks, tuple((row.text, row.rendered, row.begins, row.ends) for row in rows)
+        digest = hashlib.sha256(repr(key).encode()).digest()
+        if digest not in known:
+            known[digest] = [array("i", ids) for ids in encode(rows, tokenizer)]
+        return [ids.tolist() for ids in known[digest]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "encode", remembered)
         yield
 
 

@@ -36,6 +36,7 @@ READ_BYTES = 1 << 20
 SMALL_BYTES = 1 << 20  # files below are never remembered
 BAR_BYTES = 128 << 20  # from so much on, reading may take two seconds and shows progress
 BLOCK_BYTES = 16 << 20  # a step of the bar
+THREAD_BYTES = 4 << 20  # of what is read for every further thread: to start one takes as long as to hash 1 MB
 TICK_NS = 20_000_000  # two changes of a file that are less apart may have the same ctime
 SHARDS, MOST_ENTRIES = 64, 4096  # files of the cache, and entries of each; the oldest go
 _SHA256 = 64  # hexadecimal digits
@@ -133,14 +134,16 @@ def digest_of_part(path: Path, part: str, read: Callable[[], str], *, cached: bo
 def digests_of_files(
     paths: Iterable[Path], *, cached: bool = False, reporter: Reporter | None = None, title: str = "hashing"
 ) -> dict[Path, str]:
-    """Digests of files, on all cores; what may take seconds shows progress."""
+    """Digests of files, on all cores where there is much to read; what may take seconds shows progress."""
     files = list(dict.fromkeys(paths))
     with storage_errors(files[0] if files else Path(), "read"):
-        unknown = [path for path in files if not cached or remembered(path) is None]
-        blocks = sum(path.stat().st_size // BLOCK_BYTES for path in unknown)
+        sizes = [path.stat().st_size for path in files if not cached or remembered(path) is None]
+    blocks = sum(size // BLOCK_BYTES for size in sizes)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with _bar(reporter, title, blocks) as advance, ThreadPoolExecutor(cores) as pool:
-        digests = pool.map(lambda path: digest_of_file(path, cached=cached, advance=advance), files)
+    threads = min(cores, 1 + sum(sizes) // THREAD_BYTES)
+    with _bar(reporter, title, blocks) as advance, ThreadPoolExecutor(threads) as pool:
+        each = map if threads == 1 else pool.map  # a pool that is asked for nothing starts no thread
+        digests = each(lambda path: digest_of_file(path, cached=cached, advance=advance), files)
         return dict(zip(files, digests, strict=True))
 
 

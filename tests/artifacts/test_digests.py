@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,21 @@ def test_much_to_read_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "hashing the model 10/10" in told.getvalue()
     digests_of_files(files, cached=True, reporter=reporter, title="again")
     assert "again" not in told.getvalue()
+
+
+def test_only_what_is_much_to_read_starts_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "THREAD_BYTES", 1 << 10)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
+    seen: list[int] = []
+    monkeypatch.setattr(digests, "digest_of_file", lambda path, **_: seen.append(threading.get_ident()) or path.name)
+    for size, threads in ((500, 1), (600, 2)):
+        files = [tmp_path / "a", tmp_path / "b"]
+        for path in files:
+            path.write_bytes(bytes(size))
+        seen.clear()
+        assert digests_of_files(files) == {path: path.name for path in files}
+        assert len(seen) == 2
+        assert (threading.get_ident() in seen) == (threads == 1)
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ from fork_server import ForkServer
 from robustness.runs import (
     DIRECTORIES,
     STAGES,
+    VOCABULARY,
     content,
     digests,
     follow,
     kill_during,
     partials,
+    save_model,
     snapshot,
     stage_record,
     tiny_recipe,
@@ -43,20 +45,34 @@ class Reference:
     seconds: dict[str, float]
 
 
-@pytest.fixture(scope="module")
-def reference(
-    moeq: ForkServer, tiny_model: Path, short_corpus: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Reference:
+def unbroken_run(moeq: ForkServer, model: Path, corpus: Path, folder: Path, text: dict[str, int]) -> Reference:
     """Every stage has something to do: lm-eval, replicas of all widths, other modules, a second assignment."""
-    folder = tmp_path_factory.mktemp("reference")
     others = {"attention": 4, "embeddings": 8, "head": 8}
-    recipe = tiny_recipe(tiny_model, short_corpus, quantize={"replicas": "all"}, others=others)
+    recipe = tiny_recipe(model, corpus, quantize={"replicas": "all"}, others=others)
+    recipe["corpus"] |= text
     recipe["eval"] |= {"tasks": ["moeq_continuation"], "limit": 4}
     path = write_recipe(folder / "recipe.yaml", recipe)
     finished = moeq.run("run", path, "--out", folder / "run", "--quiet")
     assert (finished.code, finished.stderr) == (0, "")
     seconds = {stage: stage_record(folder / "run", stage)["volatile"]["seconds"] for stage in STAGES}
     return Reference(path, folder / "run", seconds)
+
+
+@pytest.fixture(scope="module")
+def reference(
+    moeq: ForkServer, tiny_model: Path, short_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Reference:
+    """Stages take long enough to be hit."""
+    return unbroken_run(moeq, tiny_model, short_corpus, tmp_path_factory.mktemp("reference"), {})
+
+
+@pytest.fixture(scope="module")
+def quick_reference(moeq: ForkServer, short_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The same files of less: two layers of three experts."""
+    folder = tmp_path_factory.mktemp("quick")
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 40, "intermediate_size": 56, "max_position_embeddings": 128}
+    model = save_model(folder / "model", max_shard="600KB", num_hidden_layers=2, num_local_experts=3, **sizes)
+    return unbroken_run(moeq, model, short_corpus, folder, {"sequences": 6, "sequence_length": 32})
 
 
 def assert_as_unbroken(run: Path, reference: Reference) -> None:
@@ -99,28 +115,28 @@ def test_killed_at_random_moments(moeq: ForkServer, reference: Reference, tmp_pa
     assert len(landed.keys() & set(STAGES)) >= 5, landed
 
 
-def test_killed_at_every_write(moeq: ForkServer, reference: Reference, tmp_path: Path) -> None:
+def test_killed_at_every_write(moeq: ForkServer, quick_reference: Reference, tmp_path: Path) -> None:
     """Dies before each rename of a finished file: one rename later every time, from the start in the next stage."""
     run, attempts, rename, finished_stages = tmp_path / "run", 0, 1, 0
     while True:
         attempts += 1
-        finished = moeq.run("run", reference.recipe, "--out", run, "--quiet", die_at_rename=rename)
+        finished = moeq.run("run", quick_reference.recipe, "--out", run, "--quiet", die_at_rename=rename)
         if finished.code == 0:
             break
         assert finished.code == -signal.SIGKILL
         before, finished_stages = finished_stages, len(digests(run))
         rename = 2 if finished_stages > before else rename + 1  # the first is that of the recipe's copy
     assert attempts > 2 * len(STAGES), "every stage renames an artifact and its record"
-    assert_as_unbroken(run, reference)
+    assert_as_unbroken(run, quick_reference)
 
 
-def test_a_finished_run_is_left_alone(moeq: ForkServer, reference: Reference) -> None:
-    before = snapshot(reference.out)
-    running = moeq.start("run", reference.recipe, "--out", reference.out)
+def test_a_finished_run_is_left_alone(moeq: ForkServer, quick_reference: Reference) -> None:
+    before = snapshot(quick_reference.out)
+    running = moeq.start("run", quick_reference.recipe, "--out", quick_reference.out)
     events = list(follow(running))
     assert running.wait().code == 0
     assert events == [(stage, "skipped") for stage in STAGES]
-    after = snapshot(reference.out)
+    after = snapshot(quick_reference.out)
     before.pop("recipe.yaml")
     after.pop("recipe.yaml")
     assert after == before

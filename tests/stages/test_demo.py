@@ -10,7 +10,7 @@ from moeq.stages.context import Context
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
 
-SMALLER = ("corpus.sequences=64", "eval.perplexity.sequences=64", "eval.limit=4", "quantize.refine={iterations: 20}")
+SMALLER = ("corpus.sequences=32", "eval.perplexity.sequences=32", "eval.limit=2", "quantize.refine={iterations: 10}")
 
 
 def test_what_is_exported_is_the_best_at_its_size_and_the_paper_stands_beside_it(tmp_path: Path) -> None:
