@@ -169,7 +169,8 @@ def _changes(
     reporter: Reporter | None = None,
 ) -> list[str]:
     """Files that are missing, or have another size or digest; those that may be edited only have to be there."""
-    changed, same_size = missing_files(directory, record), []
+    changed: list[str] = missing_files(directory, record)
+    same_size: list[str] = []
     for name in [name for name in record.files if name not in {*changed, *editable}]:
         same = (directory / name).stat().st_size == record.files[name].bytes
         (same_size if same else changed).append(name)
