@@ -27,6 +27,7 @@ PARTIAL = ".partial"  # suffix of everything that is not finished
 BEGUN = ".begun"  # suffix of a directory that is not finished, and that whoever comes next goes on with
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 CHUNK_BYTES = 1 << 22
+GONE, AGAIN = "deleted while moeq was writing it", "run the same command again"
 
 
 def sync(path: Path) -> None:
@@ -166,8 +167,10 @@ def building(directory: Path, *, progress: Sequence[str] = ()) -> Iterator[Path]
         for path in [] if goes_on else (path for pattern in progress for path in sorted(directory.glob(pattern))):
             place(path, unfinished / path.name)
         before = _inodes(unfinished)
+        descriptor = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
         try:
             yield unfinished
+            _check_there(unfinished, descriptor)
             for path in unfinished.rglob("*"):
                 sync(path)
             _swap(unfinished, directory)
@@ -175,8 +178,17 @@ def building(directory: Path, *, progress: Sequence[str] = ()) -> Iterator[Path]
             error.rename(str(unfinished), str(directory))
             raise
         finally:
+            os.close(descriptor)
             if not progress or (not goes_on and unfinished.exists() and _inodes(unfinished) == before):
                 shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_there(path: Path, descriptor: int) -> None:
+    """StorageError unless what was opened still lies at `path`: a writer makes folders anew that were deleted."""
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+            return
+    raise StorageError(GONE, where=str(path), do=AGAIN)
 
 
 def _inodes(directory: Path) -> dict[str, int]:
@@ -281,12 +293,19 @@ def _lock_file(path: Path, directory: Path) -> IO[str]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock; StorageError when another process holds it. The kernel frees it when we die."""
+    """Hold the directory's lock; StorageError when another process holds it. The kernel frees it when we die.
+
+    StorageError also when the directory was deleted meanwhile, with what had been finished in it.
+    """
     make_directory(directory)
     path = directory / ".lock"
     with storage_errors(path), _open_lock(path) as stream:
         _lock(stream, directory)
         yield
+        try:
+            _check_there(path, stream.fileno())
+        except StorageError as error:
+            raise StorageError(error.what, where=str(directory), do=error.do) from None
 
 
 def _lock(stream: IO[str], directory: Path) -> None:

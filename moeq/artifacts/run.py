@@ -14,6 +14,17 @@ FOLDED = "checkpoint"  # within reparam: the model with folded norms
 STAGES = ("reparam", "profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report")
 DIRECTORIES = {"export": "checkpoint"}  # stages whose directory is not called like the stage
 EDITABLE = {"assign": frozenset({"assignment.json"})}  # files of a stage that people may change by hand
+MAKES = {  # files that every finished stage has, whatever its record says
+    "reparam": frozenset({"reparam.json", f"{FOLDED}/config.json"}),
+    "profile": frozenset({"profile.json"}),
+    "losses": frozenset({"losses.parquet"}),
+    "assign": frozenset({"assignment.json"}),
+    "quantize": frozenset({"quantizers.json"}),
+    "export": frozenset({"placement.json", "config.json"}),
+    "eval": frozenset({"eval.json"}),
+    "estimate": frozenset({"estimate.json"}),
+    "report": frozenset({"report.html"}),
+}
 OLDER = (".parts", "replicas")  # of losses: what schema version 1 kept in the stage's directory
 
 

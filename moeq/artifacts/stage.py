@@ -14,9 +14,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from rich.markup import escape
 
 from moeq.artifacts.digests import Spent, digests_of_files, spent
-from moeq.artifacts.files import digest_of, read_json, write_json
+from moeq.artifacts.files import AGAIN, GONE, digest_of, read_json, write_json
 from moeq.artifacts.reading import RelativeName
-from moeq.errors import ArtifactError
+from moeq.artifacts.run import MAKES
+from moeq.errors import ArtifactError, StorageError
 from moeq.progress import Reporter
 from moeq.recipe.wording import refusal_of
 from moeq.version import __version__
@@ -99,6 +100,12 @@ def read_record(directory: Path, stage: str) -> StageRecord:
     return read_model(path, StageRecord, SCHEMA_VERSION, remedy=remedy)
 
 
+def missing_files(directory: Path, record: StageRecord) -> list[str]:
+    """Files that a stage wrote, or always writes, and that are not there: such a stage is not finished."""
+    always = sorted(MAKES.get(record.stage, frozenset()) - record.files.keys())
+    return [name for name in (*record.files, *always) if not (directory / name).is_file()]
+
+
 def is_current(
     directory: Path,
     stage: str,
@@ -162,13 +169,11 @@ def _changes(
     reporter: Reporter | None = None,
 ) -> list[str]:
     """Files that are missing, or have another size or digest; those that may be edited only have to be there."""
-    changed, same_size = [], []
-    for name, stamp in record.files.items():
-        path = directory / name
-        if not path.is_file() or (name not in editable and path.stat().st_size != stamp.bytes):
-            changed.append(name)
-        elif name not in editable:
-            same_size.append(name)
+    changed: list[str] = missing_files(directory, record)
+    same_size: list[str] = []
+    for name in [name for name in record.files if name not in {*changed, *editable}]:
+        same = (directory / name).stat().st_size == record.files[name].bytes
+        (same_size if same else changed).append(name)
     now = digests_of(directory, same_size, cached=cached, reporter=reporter)
     return changed + [name for name in same_size if now[name] != record.files[name].sha256]
 
@@ -188,10 +193,10 @@ def current_digest(
     """
     record = read_record(directory, stage)
     again = f"run `moeq {stage}` again"
+    for name in missing_files(directory, record):
+        raise ArtifactError("file is missing", where=str(directory / name), do=again)
     for name, stamp in record.files.items():
         path = directory / name
-        if not path.is_file():
-            raise ArtifactError("file is missing", where=str(path), do=again)
         if name not in editable and path.stat().st_size != stamp.bytes:
             raise ArtifactError("changed since the stage wrote it", where=str(path), do=again)
     digests = digests_of(directory, record.files, cached=cached, reporter=reporter)
@@ -214,9 +219,8 @@ def check_files(
     """
     stage = record.stage.partition("-")[0]  # export-gguf is of export
     again = f"run `moeq {stage}` again"
-    for name in record.files:
-        if not (directory / name).is_file():
-            raise ArtifactError("missing since the stage wrote it", where=str(directory / name), do=again)
+    for name in missing_files(directory, record):
+        raise ArtifactError("missing since the stage wrote it", where=str(directory / name), do=again)
     rest = [name for name in record.files if name not in {*(known or {}), *editable}]
     digests = {**(known or {}), **digests_of(directory, rest, cached=False, reporter=reporter)}
     for name, stamp in record.files.items():
@@ -240,8 +244,12 @@ def write_record(
     """Write the record of a stage with the digests of all its files: the last act of a stage.
 
     `apart` names files that later stages may rewrite and that are therefore left out of the record. before: what
-    hashing had taken when the stage began, for `volatile`.
+    hashing had taken when the stage began, for `volatile`. Raises StorageError where a file that the stage always
+    writes is gone.
     """
+    for name in sorted(MAKES.get(stage, frozenset())):
+        if not (directory / name).is_file():
+            raise StorageError(GONE, where=str(directory / name), do=AGAIN)
     names = sorted(
         path.relative_to(directory).as_posix()
         for path in directory.rglob("*")

@@ -3,7 +3,8 @@
 On disk one file, trace.safetensors: `experts` int16 [N, L, k], `weights` float16 [N, L, k] (where they were kept),
 `images` uint8 [N] (1: stands for a part of an image; where the model was given images), `lengths`, `prefill` and
 `domain` int32 [S]. Its metadata holds, below the key `moeq_trace`, a JSON object (`Header`):
-versions, the model, the digest of the text, the layers, the names that `domain` counts, the SHA-256 of every tensor.
+versions, the model, the digest of the text, the layers, the names that `domain` counts, the SHA-256 of every tensor;
+below `moeq_trace_sha256` the SHA-256 of that text, which traces that an older moeq wrote are without.
 
 Letters: N tokens of all sequences, S sequences, L MoE layers, k experts a token at most, E experts of a layer.
 """
@@ -31,7 +32,7 @@ from moeq.version import __version__
 
 SCHEMA_VERSION = 1
 NAME = "trace.safetensors"
-HEADER = "moeq_trace"
+HEADER, SEAL = "moeq_trace", "moeq_trace_sha256"
 REMEDY = "run `moeq profile` with profile.trace: true again"
 CHUNK_BYTES = 1 << 22
 BYTES_PER_CHOICE, BYTES_PER_SEQUENCE = 4, 12  # on disk: expert and weight; length, prefill and domain
@@ -206,11 +207,12 @@ def write_trace(path: Path, trace: RoutingTrace) -> None:
         domains=names,
         sha256={name: hashlib.sha256(block).hexdigest() for name, block in data.items()},
     )
+    text = json.dumps(header.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     write_in_chunks(
         path,
         {name: (_DTYPES[name][0], array.shape, array.nbytes) for name, array in arrays.items()},
         lambda name: (bytes(data[name][at : at + CHUNK_BYTES]) for at in range(0, len(data[name]), CHUNK_BYTES)),
-        {HEADER: json.dumps(header.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))},
+        {HEADER: text, SEAL: hashlib.sha256(text.encode()).hexdigest()},
     )
 
 
@@ -280,6 +282,9 @@ def _read_header(path: Path, metadata: Mapping[str, str]) -> Header:
         stated = parse_json(metadata[HEADER])
         version = stated.get("schema_version") if isinstance(stated, dict) else None
         check_schema_version(version, SCHEMA_VERSION, path, remedy=REMEDY)
+        sealed = hashlib.sha256(metadata[HEADER].encode()).hexdigest()
+        if metadata.keys() - {HEADER, SEAL} or metadata.get(SEAL, sealed) != sealed:
+            raise ArtifactError(f"{HEADER} is damaged: another SHA-256 than was written", where=str(path), do=REMEDY)
         return Header.model_validate(stated)
     except ValidationError as error:
         what = f"{HEADER}: {refusal_of(error, stated).sentence()}"

@@ -297,7 +297,7 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
         if os.path.lexists(shard):
             check_part(path, shard.name)
         if not shard.is_file():
-            raise ModelError("shard is missing", where=str(shard), do="download it")
+            raise missing(str(shard), "download it", "shard is missing")
         tensors |= read_header(shard)
     for key, name in weight_map.items():
         if key not in tensors or tensors[key].file.name != name:
@@ -308,9 +308,14 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """Parse one safetensors header and check the file against it; ModelError when truncated or damaged."""
+    """Parse one safetensors header and check the file against it.
+
+    ModelError when truncated or damaged, MissingError when it is not there.
+    """
     try:
         return safetensors_header(path)[0]
+    except FileNotFoundError:
+        raise missing(str(path), "download or make it again") from None
     except (OSError, ValueError) as error:
         what = str(error) if str(error).startswith("truncated") else f"not a safetensors file ({error})"
         raise ModelError(what, where=str(path), do="download it again") from None

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from moeq.artifacts.provenance import NamedModel
 from moeq.artifacts.run import FOLDED
-from moeq.artifacts.stage import ModelStamp, read_record
-from moeq.errors import ModelError
+from moeq.artifacts.stage import ModelStamp, missing_files, read_record
+from moeq.errors import ArtifactError, ModelError
 from moeq.exporters.front_matter import Origin, read_origin
 from moeq.models import corpus, hub, loading
 from moeq.models.experts import ExpertLayer, find_expert_layers, set_expert_weights, stacked_weights
@@ -63,7 +63,11 @@ class RunModel:
             source = open_source(self.name, self.recipe.revision, trust_remote_code=trust)
             called = self.called or source
             return replace(source, name=called.name, revision=called.revision)
-        given = read_record(self.folded, "reparam").model
+        record = read_record(self.folded, "reparam")
+        for name in missing_files(self.folded, record):
+            do = "run `moeq reparam` or `moeq run` to make it again"
+            raise ArtifactError("file is missing", where=str(self.folded / name), do=do)
+        given = record.model
         source = open_source(str(self.folded / FOLDED), trust_remote_code=trust)
         return replace(source, name=given.name, revision=given.revision)
 

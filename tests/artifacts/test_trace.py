@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from estimator.test_estimator_trace import made_trace
 from safetensors import safe_open
 
 from moeq.artifacts.stage import ModelStamp
-from moeq.artifacts.trace import HEADER, RoutingTrace, join_traces, read_trace, write_trace
+from moeq.artifacts.trace import HEADER, SEAL, RoutingTrace, join_traces, read_trace, write_trace
 from moeq.errors import ArtifactError
 
 
@@ -83,10 +84,33 @@ def test_every_truncation_and_every_flipped_byte_is_refused_or_changes_nothing(
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
         with pytest.raises(ArtifactError, match="is damaged: another SHA-256"):
             read_trace(path)
+    for at in range(8, 8 + len(whole[8:data].rstrip())):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ArtifactError):
+            read_trace(path)
 
 
-def rewritten(path: Path, change) -> None:
-    """Change the JSON of the metadata of a file."""
+def test_names_that_changed_are_refused_and_traces_without_a_seal_are_read(
+    tmp_path: Path, stamped: RoutingTrace
+) -> None:
+    path = tmp_path / "trace.safetensors"
+    write_trace(path, stamped)
+    seal = hashlib.sha256(metadata_of(path)[HEADER].encode()).hexdigest()
+    assert metadata_of(path)[SEAL] == seal
+    rewritten(path, lambda head, own: own["layers"][0].update(name="another"), sealed=False)
+    with pytest.raises(ArtifactError, match="moeq_trace is damaged: another SHA-256 than was written"):
+        read_trace(path)
+    rewritten(path, lambda head, own: head["__metadata__"].pop(SEAL), sealed=False)
+    assert read_trace(path).layers[0] == "another"  # of an older moeq, which wrote none
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    with safe_open(path, "np") as handle:
+        return handle.metadata()
+
+
+def rewritten(path: Path, change, *, sealed: bool = True) -> None:
+    """Change the JSON of the metadata of a file; sealed: with the digest of what it is then."""
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     head = json.loads(whole[8 : 8 + length])
@@ -94,6 +118,8 @@ def rewritten(path: Path, change) -> None:
     change(head, own)
     if HEADER in head["__metadata__"]:
         head["__metadata__"][HEADER] = json.dumps(own)
+        if sealed:
+            head["__metadata__"][SEAL] = hashlib.sha256(head["__metadata__"][HEADER].encode()).hexdigest()
     text = json.dumps(head).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
 

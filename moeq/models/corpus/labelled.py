@@ -181,6 +181,8 @@ def _file(name: str, files: ImageFiles | None) -> ImageSet:
         raise missing(name, f"give the path of a {SUFFIX} file, or write digits")
     try:
         tensors = load_file(path)
+    except FileNotFoundError:
+        raise missing(name, "write it again") from None
     except Exception as error:  # safetensors raises its own type for damaged files
         raise CorpusError(f"not a safetensors file ({error})", where=name, do="write it again") from None
     for key in ("images", "labels"):
