@@ -18,6 +18,7 @@ from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.provenance import check_listed, words
 from moeq.artifacts.run import DIRECTORIES, EDITABLE, STAGES, store_folder
+from moeq.artifacts.sealed import is_sealed
 from moeq.artifacts.stage import RECORD, StageRecord, check_files, edited_files, read_record
 from moeq.artifacts.sums import SIGNATURE
 from moeq.artifacts.trace import NAME as TRACE
@@ -205,10 +206,11 @@ def _checked_stage(directory: Path, record: StageRecord, reporter: Reporter) -> 
     edited = edited_files(directory, record.stage, editable)
     for name in edited:
         read_assignment(directory / name)  # the one kind of file that people edit
-    if (directory / TABLE).is_file():  # no record has its digest
+    table = directory / TABLE  # no record has its digest
+    if table.is_file() and not is_sealed(table):  # an earlier moeq wrote it, or its reader says what is wrong
         from moeq.artifacts.sensitivities import read_sensitivities
 
-        read_sensitivities(directory / TABLE)
+        read_sensitivities(table)
     return ", ".join(edited)
 
 

@@ -7,7 +7,8 @@ One row for each layer and expert. `activations` and `activation_frequency` (the
 times that closed form, each min-max normalized over the model (paper 003, section 3.4). `calibration_hessian_trace`: of
 the Hessians that quantized the expert, none where no method took one. `loss_B`, `objective_B` and `bytes_B` at every
 width B. `effect` and `effect_measured` where the recipe had effects of experts measured. The file's metadata has the
-digest of the model, so that traces are not computed twice, and one of the columns and of that.
+digest of the model, so that traces are not computed twice, one of the columns and of that, and one of all bytes
+(`sealed`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from moeq.artifacts import sealed
 from moeq.artifacts.files import write_atomically
 from moeq.artifacts.losses import VERSION_KEY, metadata_text, read_parquet
 from moeq.artifacts.stage import check_schema_version
@@ -64,9 +66,14 @@ def write_sensitivities(path: Path, columns: Mapping[str, Sequence[Any]], model:
     """Write columns, ordered by layer and expert, atomically. model: its digest."""
     table = pa.table(dict(columns))
     metadata = {VERSION_KEY: str(SCHEMA_VERSION).encode(), MODEL_KEY: model.encode()}
-    metadata[COLUMNS_KEY] = _digest(table, model).encode()
+    metadata |= {COLUMNS_KEY: _digest(table, model).encode(), sealed.KEY: sealed.BLANK}
     table = table.replace_schema_metadata(metadata)
-    write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
+
+    def write(partial: Path) -> None:
+        pq.write_table(table, partial, compression="zstd")
+        sealed.seal(partial)
+
+    write_atomically(path, write)
 
 
 def read_sensitivities(path: Path) -> SensitivityTable:
@@ -82,7 +89,7 @@ def read_sensitivities(path: Path) -> SensitivityTable:
         raise ArtifactError(problem, where=str(path), do=REMEDY)
     read = SensitivityTable(table)
     wanted = metadata_text(table, COLUMNS_KEY, "")  # "": an earlier moeq wrote it
-    if wanted and wanted != _digest(table, read.model):
+    if (wanted and wanted != _digest(table, read.model)) or sealed.is_sealed(path) is False:
         raise ArtifactError("changed since it was written", where=str(path), do=REMEDY)
     return read
 

@@ -14,7 +14,7 @@ import yaml
 
 from moeq.errors import EstimateError, MissingError
 from moeq.estimator import hardware as hardware_module
-from moeq.estimator import known_hardware, load_hardware
+from moeq.estimator import known_hardware, load_hardware, units
 from moeq.estimator.terms import expert_seconds, t_ndp
 from moeq.estimator.units import parse_quantity
 
@@ -80,6 +80,25 @@ def test_the_preset_in_si_units() -> None:
 )
 def test_quantities(text: str, unit: str, expected: float) -> None:
     assert parse_quantity(text, unit) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("unit", "written"), [(unit, text) for unit in units.USUAL for text in units.USUAL[unit]])
+def test_usual_units_are_to_the_last_bit_as_in_pint(unit: str, written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"{number} {written}" for number in ("1", "3", "0.7", "989.4", "936.2", "1e-3", "131072", "-5")]
+    known = [parse_quantity(text, unit) for text in texts]
+    monkeypatch.setattr(units, "USUAL", {})
+    assert known == [parse_quantity(text, unit) for text in texts]
+
+
+def test_files_that_come_with_moeq_need_no_pint() -> None:
+    code = (
+        "import sys\n"
+        "from moeq.estimator import known_hardware, load_hardware\n"
+        "assert [load_hardware(name) for name in known_hardware()]\n"
+        "assert 'pint' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from moeq import cli, estimator, inspection, pipeline
+from moeq.artifacts import sealed
 from moeq.artifacts.effects import read_effects
+from moeq.artifacts.sensitivities import COLUMNS_KEY, read_sensitivities, write_sensitivities
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
-from moeq.artifacts.sensitivities import read_sensitivities, write_sensitivities
 from moeq.errors import ArtifactError, AssignmentError, EstimateError, FormatError, RecipeError
 from moeq.inspection import inspect
 from moeq.progress import Reporter
@@ -138,6 +141,50 @@ def test_a_changed_table_is_refused_and_made_again(finished: Context, tmp_path: 
     assert not pipeline.run(context, ("assign",))[0].skipped
     assert read_sensitivities(path).table.equals(whole)
     assert pipeline.run(context, ("assign",))[0].skipped
+
+
+@pytest.mark.parametrize("place", ["statistics", "seal", "key", "first", "last"])
+def test_any_flipped_byte_of_the_table_is_found(finished: Context, tmp_path: Path, place: str) -> None:
+    """Those too that pyarrow reads over: the statistics of a column stand in the footer."""
+    shutil.copytree(finished.out, tmp_path / "run")
+    path = tmp_path / "run" / "assign" / SENSITIVITIES
+    assert sealed.is_sealed(path)
+    content = bytearray(path.read_bytes())
+    places = {"statistics": content.rindex(sealed.KEY) - 200, "seal": content.rindex(sealed.KEY) + len(sealed.KEY) + 9,
+              "key": content.rindex(COLUMNS_KEY), "first": 0, "last": len(content) - 1}  # fmt: skip
+    content[places[place]] ^= 1
+    path.write_bytes(content)
+    for look in (lambda: read_sensitivities(path), lambda: inspect(path.parent), lambda: inspect(path.parent.parent)):
+        with pytest.raises(
+            ArtifactError, match=r"sensitivities\.parquet: (changed since it was written|cannot be read as Parquet)"
+        ):
+            look()
+
+
+def test_a_table_that_an_earlier_moeq_wrote_is_read_as_before(finished: Context, tmp_path: Path) -> None:
+    shutil.copytree(finished.out, tmp_path / "run")
+    path = tmp_path / "run" / "assign" / SENSITIVITIES
+    whole = pq.read_table(path)
+    metadata = {key: value for key, value in whole.schema.metadata.items() if key != sealed.KEY}
+    pq.write_table(whole.replace_schema_metadata(metadata), path)
+    assert sealed.is_sealed(path) is None
+    assert inspect(path.parent)
+    changed = whole.to_pydict() | {"frobenius_hessian_trace": [1.0] * len(whole)}
+    pq.write_table(pa.table(changed).replace_schema_metadata(metadata), path)
+    with pytest.raises(ArtifactError, match=r"sensitivities\.parquet: changed since it was written"):
+        inspect(path.parent)
+
+
+def test_a_run_is_inspected_without_pyarrow(finished: Context) -> None:
+    code = (
+        "import sys; from pathlib import Path; from moeq.inspection import inspect\n"
+        "for path in sys.argv[1:]: assert inspect(Path(path))\n"
+        "heavy = {'torch', 'transformers', 'lm_eval', 'pyarrow'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    command = [sys.executable, "-c", code, str(finished.out), str(finished.directory("assign"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_another_models_table_is_not_taken(finished: Context, tmp_path: Path) -> None:
