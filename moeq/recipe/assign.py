@@ -88,7 +88,9 @@ class AssignSection(Section):
     target: Target | None = Field(None, description="runtime that must be able to load the assignment")
     gpu_experts: int = Field(0, ge=0, description="K: experts a layer kept on the GPU in full precision")
     alpha: float = Field(0.5, ge=0, le=1, description="importance = alpha*P~ + (1-alpha)*W~")
-    selector: bool = Field(True, description="false: Fan et al.'s ablation of prefix-split, without its bit-width selector")
+    selector: bool = Field(
+        True, description="false: Fan et al.'s ablation of prefix-split, without its bit-width selector"
+    )
     loss_weighting: Literal["mass", "squared", "effect", "none"] = Field(
         "mass",
         description="mass: losses times the expert's share of the routing weight; squared: errors times squared "
