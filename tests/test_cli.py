@@ -108,10 +108,11 @@ def test_every_command_and_option_has_help(name: str) -> None:
 
 def test_help_and_version_do_not_import_torch() -> None:
     code = (
-        "import sys; sys.argv = ['moeq', '--help']\n"
-        "from moeq.cli import main\n"
+        "import gc, sys; sys.argv = ['moeq', '--help']\n"
+        "from moeq.__main__ import main\n"
         "try: main()\n"
         "except SystemExit as stop: assert not stop.code\n"
+        "assert gc.isenabled() and gc.get_freeze_count(), 'garbage is looked for, but not in what was imported'\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'pyarrow'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
