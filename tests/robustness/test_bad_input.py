@@ -840,7 +840,7 @@ def test_generate(moeq: ForkServer, finished_run: Path, tiny_model: Path, tmp_pa
 
 def test_generate_from_a_damaged_checkpoint(moeq: ForkServer, run_copy: Path) -> None:
     (run_copy / "checkpoint" / "experts-layer-001.safetensors").unlink()
-    assert_refused(moeq.run("generate", run_copy / "checkpoint", "a"), MODEL, "experts-layer-001.safetensors")
+    assert_refused(moeq.run("generate", run_copy / "checkpoint", "a"), MISSING, "experts-layer-001.safetensors")
 
 
 def test_generate_from_a_changed_checkpoint(moeq: ForkServer, run_copy: Path) -> None:
