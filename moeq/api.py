@@ -1,7 +1,7 @@
-"""From Python: runs, stages, assignments, plans, comparisons, reproductions; the command line goes through these.
+"""From Python: runs, stages, assignments, plans, comparisons, benches, reproductions; commands go through these.
 
-`moeq.run`, `moeq.stage`, `moeq.assign`, `moeq.plan`, `moeq.evaluate`, `moeq.bench` and `moeq.reproduce`, with `moeq.Recipe` and
-`moeq.load_recipe`.
+`moeq.run`, `moeq.stage`, `moeq.assign`, `moeq.plan`, `moeq.evaluate`, `moeq.bench` and `moeq.reproduce`, with
+`moeq.Recipe` and `moeq.load_recipe`.
 Importing this module imports neither torch nor transformers. Errors are those of `moeq.errors`: one line each.
 """
 

@@ -39,7 +39,6 @@ def bench(asked: Asked, reporter: Reporter) -> dict[str, Any]:
     """What bench.json holds. Raises ModelError, ArtifactError or EvaluationError."""
     device = resolve_device(asked.device)
     dtype = compute_type(asked.checkpoint, asked.dtype, device)
-    bandwidth = read_bandwidth(device)
     names = [asked.checkpoint, *([asked.dense] if asked.dense is not None else [])]
     subjects = []
     for name in names:
@@ -47,6 +46,7 @@ def bench(asked: Asked, reporter: Reporter) -> dict[str, Any]:
         subjects.append(load_subject(name, dtype, device, asked.trust_remote_code, reporter))
         check_lengths(subjects[-1], asked.prompt_tokens, asked.new_tokens)
     _check_alike(subjects)
+    bandwidth = read_bandwidth(device)
     found: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "moeq_version": __version__,

@@ -114,8 +114,8 @@ def _grid(found: dict[str, Any]) -> tuple[str, Table, list[str]]:
         f"speed-up by batch pruning: {found['mean_speed_up']:.3f} in the geometric mean, at most "
         f"{found['largest_speed_up']:.2f};",
         f"{paper['speed_up']} {paper['what']}.",
-        "tokens/s: of input; left out: rows, prompts counted, that no expert saw; same: the",
-        f"tokens. Sentences end where it is {found['ends']}.",
+        "tokens/s: of input; left out: rows, prompts' too, that no expert saw; same: tokens.",
+        f"Sentences' ends are {found['ends']}.",
     ]
     return "Batches by beams (paper 002, Table 3)", table, notes
 
