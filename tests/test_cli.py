@@ -85,6 +85,7 @@ FLAGS = {
         "--json",
         "--quiet",
         "--chat",
+        "--beams",
     },
     "plan": BUILD | DEVICE | STAGE - {"--check"} | {"--for", "--probe"},
     "init": BUILD | STAGE - {"--check"} | {"--format"},
