@@ -96,7 +96,10 @@ def generate(
     seconds = time.monotonic() - started
     begin = 1 if model.config.is_encoder_decoder else ids.shape[1]
     ends = _end_tokens(model)
-    answers = [_answer(tokenizer, row, new, ends) for row, new in zip(rows, generated[:, begin:].tolist(), strict=True)]
+    answers = [
+        _answer(tokenizer, row, new, ends, whole=not model.config.is_encoder_decoder)
+        for row, new in zip(rows, generated[:, begin:].tolist(), strict=True)
+    ]
     count = sum(answer["new_tokens"] for answer in answers)
     speed = {"tokens_per_second": round(count / seconds, 2)}
     if pruned is None:
