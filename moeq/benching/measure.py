@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moeq.artifacts.bench import NAME, SCHEMA_VERSION
 from moeq.artifacts.files import write_json, write_text
 from moeq.benching import grid as grids
 from moeq.benching.asked import Asked
@@ -25,8 +26,7 @@ from moeq.models.loading import resolve_device
 from moeq.progress import Reporter
 from moeq.version import __version__
 
-SCHEMA_VERSION = 1
-NAME, POINTS = "bench.json", "measured.csv"
+POINTS = "measured.csv"
 VARIABLE = "MOEQ_KERNEL"  # by which the way in which packed experts compute is chosen
 ALL_ON_DEVICE = "static_mixed"  # the estimator's policy of a model whose experts all lie on the device at their widths
 COLUMNS = (

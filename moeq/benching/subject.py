@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moeq.artifacts.bench import manifest_digest
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.sums import check_sums
 from moeq.errors import ModelError
@@ -34,7 +35,8 @@ class Subject:
 
     expert_bytes: by the layer's path, [E] what is stored of each expert; shared_bytes: what every decode step reads
     beside experts and caches; row_bytes: of one vector of the embeddings; resident_bytes: growth of the process's
-    memory by loading (CUDA: allocated), tensor_bytes: of the tensors that are held.
+    memory by loading (CUDA: allocated), tensor_bytes: of the tensors that are held;
+    manifest_sha256: of a packed one's placement.json.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Subject:
     row_bytes: int
     resident_bytes: int
     tensor_bytes: int
+    manifest_sha256: str | None
 
     def as_json(self) -> dict[str, Any]:
         """What is said of it before anything is timed."""
@@ -61,6 +64,7 @@ class Subject:
             "shared_bytes_per_step": self.shared_bytes,
             "tensor_bytes": self.tensor_bytes,
             "resident_bytes": self.resident_bytes,
+            "manifest_sha256": self.manifest_sha256,
         }
 
 
@@ -112,6 +116,7 @@ def load_subject(
         shared_bytes=_shared_bytes(model, layers),
         row_bytes=_row_bytes(model),
         resident_bytes=max(resident, 0),
+        manifest_sha256=manifest_digest(source.path),
         tensor_bytes=_unique_bytes(tensor for module in model.modules() for tensor in _own(module)),
     )
 

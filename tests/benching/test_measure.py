@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import family_models
@@ -12,14 +13,18 @@ import torch
 from typer.testing import CliRunner
 
 import moeq
+from moeq.artifacts.bench import FOLDER, read_bench
 from moeq.artifacts.manifest import read_manifest
 from moeq.benching import measure, one_expert, tables
 from moeq.benching.asked import BATCHES, GRID_BATCHES, Asked, whole_numbers
 from moeq.cli import app
-from moeq.errors import EvaluationError, MissingError, ModelError, MoeqError, RecipeError
+from moeq.errors import ArtifactError, EvaluationError, MissingError, ModelError, MoeqError, RecipeError
 from moeq.estimator import load_hardware
 from moeq.estimator.fit import fit_file
 from moeq.estimator.measured import read_points
+from moeq.progress import Reporter
+from moeq.reporting.measured import measured
+from moeq.stages import report
 
 SHORT: dict[str, Any] = {"prompt_tokens": 6, "new_tokens": 3, "repeat": 1, "quiet": True}
 
@@ -117,11 +122,42 @@ def test_the_points_fit_a_hardware_file(found: dict[str, Any], packed_run: Path,
     kept = json.loads((found["out"] / measure.NAME).read_text("utf-8"))
     assert kept == json.loads(json.dumps({name: value for name, value in found.items() if name != "out"}))
     assert kept["schema_version"] == measure.SCHEMA_VERSION
+    assert len(read_bench(found["out"] / measure.NAME).models) == 2
 
 
 def test_points_without_the_model_are_refused_by_the_fit(found: dict[str, Any]) -> None:
     with pytest.raises(MoeqError):
         fit_file(found["out"] / measure.POINTS, load_hardware("h100-cpu-pcie5"))
+
+
+def test_a_run_with_a_bench_shows_it(
+    found: dict[str, Any], packed_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the checkpoint that lies there, with its dense model; one of another export is named and left out."""
+    context = SimpleNamespace(
+        out=tmp_path, folds=False, directory=lambda _: packed_run / "checkpoint", reporter=Reporter()
+    )
+    assert (report.own_inputs(context), report.measured(context)) == (None, None)
+    (tmp_path / FOLDER).mkdir()
+    path = tmp_path / FOLDER / measure.NAME
+    path.write_bytes((found["out"] / measure.NAME).read_bytes())
+    digest = report.own_inputs(context)
+    read = report.measured(context)
+    assert read is not None
+    text = str(measured(read))
+    for model in found["models"]:
+        for one in model["points"]:
+            assert f"{one['token_seconds'] * 1e3:.3g}" in text
+    assert "MOEQ_KERNEL was reference" in text
+    kept = json.loads(path.read_text())
+    kept["models"][0]["manifest_sha256"] = "0" * 64
+    path.write_text(json.dumps(kept))
+    assert report.measured(context) is None
+    assert "is of another export" in capsys.readouterr().err.replace("\n", " ")
+    assert report.own_inputs(context) != digest
+    path.write_text(json.dumps(kept | {"machine": {}}))
+    with pytest.raises(ArtifactError, match="run `moeq bench` again"):
+        report.measured(context)
 
 
 @pytest.mark.parametrize("which", ["mixtral", "switch"])
