@@ -26,7 +26,7 @@ from moeq.progress import Reporter
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.packed_modules import TiedHead
 
-STATM = Path("/proc/self/statm")
+STATM, PAGE = Path("/proc/self/statm"), os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,7 @@ def load_subject(
     layers = find_expert_layers(skeleton(source, dtype, trust_remote_code, packed=True))  # imports the family's code
     before = memory(device)
     model: Any = load_model(source, dtype, device, trust_remote_code)
+    _touch(model)
     resident = memory(device) - before
     stored = _packed_bytes(source) if packed else _dense_bytes(layers, dtype)
     bits = 8 * sum(int(each.sum()) for each in stored.values())
@@ -127,7 +128,14 @@ def memory(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return int(torch.cuda.memory_allocated(device))
-    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(STATM.read_text().split()[1]) * PAGE
+
+
+def _touch(model: nn.Module) -> None:
+    """Read a byte of every page on the machine, so that weights that are still only mapped from the disk count."""
+    for tensor in (tensor for module in model.modules() for tensor in _own(module)):
+        if tensor.device.type == "cpu":
+            torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[::PAGE].sum()
 
 
 def _packed_bytes(source: ModelSource) -> dict[str, Tensor]:

@@ -69,8 +69,8 @@ def _points(model: dict[str, Any]) -> tuple[str, Table, list[str]]:
     title = f"Requests, {'packed' if model['packed'] else 'dense'}"
     notes = [
         "first, a step: ms to the first token and of a decode step; prefill, decode:",
-        "tokens/s; experts: share of a step; a token: bytes moved; read, exp. read: shares",
-        "of the bandwidth, over the step and within the experts.",
+        "tokens/s; experts: share of a step; a token: bytes moved; read, exp. read:",
+        "shares of the bandwidth, over the step and within the experts.",
     ]
     return title, table, notes
 
@@ -114,7 +114,8 @@ def _grid(found: dict[str, Any]) -> tuple[str, Table, list[str]]:
         f"speed-up by batch pruning: {found['mean_speed_up']:.3f} in the geometric mean, at most "
         f"{found['largest_speed_up']:.2f};",
         f"{paper['speed_up']} {paper['what']}.",
-        "tokens/s: of input; left out: rows, prompts' too, that no expert saw; same: tokens.",
+        "tokens/s: of input; left out: rows, prompts' too, that no expert saw;",
+        "same: both gave the same tokens.",
         f"Sentences' ends are {found['ends']}.",
     ]
     return "Batches by beams (paper 002, Table 3)", table, notes

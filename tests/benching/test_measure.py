@@ -10,6 +10,7 @@ from typing import Any
 import family_models
 import pytest
 import torch
+from tiny_models import save_tiny
 from typer.testing import CliRunner
 
 import moeq
@@ -17,6 +18,7 @@ from moeq.artifacts.bench import FOLDER, read_bench
 from moeq.artifacts.manifest import read_manifest
 from moeq.benching import measure, one_expert, tables
 from moeq.benching.asked import BATCHES, GRID_BATCHES, Asked, whole_numbers
+from moeq.benching.subject import load_subject
 from moeq.cli import app
 from moeq.errors import ArtifactError, EvaluationError, MissingError, ModelError, MoeqError, RecipeError
 from moeq.estimator import load_hardware
@@ -78,6 +80,14 @@ def test_bytes_are_those_that_are_stored(found: dict[str, Any], packed_run: Path
     )
 
 
+def test_a_model_in_its_own_type_is_resident_whole(tmp_path: Path) -> None:
+    """Also where its weights are mapped from the disk and nobody has read them yet."""
+    save_tiny(tmp_path, "mixtral", intermediate_size=4096)
+    subject = load_subject(str(tmp_path), torch.float32, torch.device("cpu"), False, Reporter(quiet=True))
+    assert subject.tensor_bytes > 19e6
+    assert 0.9 * subject.tensor_bytes < subject.resident_bytes < 3 * subject.tensor_bytes
+
+
 def test_every_peer_is_measured_or_says_why(found: dict[str, Any]) -> None:
     alone = found["one_expert"]
     said = {peer["name"]: peer["refusal"] for peer in alone["peers"]}
@@ -94,6 +104,7 @@ def test_tables_fit_eighty_columns(found: dict[str, Any], capsys: pytest.Capture
     tables.print_bench(found, found["out"])
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
+    assert all(len(note) < 80 for _, _, notes in tables.tables(found) for note in notes), "none is broken"
     for word in (
         "MOEQ_KERNEL=reference",
         "GB/s",
@@ -180,6 +191,7 @@ def test_the_grid_compares_with_and_without_pruning(
     tables.print_bench(found)
     text = capsys.readouterr().out
     assert "1.14" in text
+    assert all(len(note) < 80 for _, _, notes in tables.tables(found) for note in notes)
     assert max(map(len, text.splitlines())) <= 80
 
 
