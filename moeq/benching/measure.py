@@ -61,7 +61,8 @@ def bench(asked: Asked, reporter: Reporter) -> dict[str, Any]:
     }  # fmt: skip
     if asked.grid:
         with reporter.bar("grid", len(asked.sizes) * len(asked.beams)) as advance:
-            return found | {"grid": grids.grid(subjects[0], asked, advance)}
+            found["grid"] = grids.grid(subjects[0], asked, advance)
+        return _with_kernels(found, subjects)
     points = _requests(subjects, asked, bandwidth["bytes_per_second"], reporter)
     for model, of_model in zip(found["models"], points, strict=True):
         model["points"] = of_model
@@ -73,6 +74,13 @@ def bench(asked: Asked, reporter: Reporter) -> dict[str, Any]:
             asked.gguf, prompt_tokens=asked.prompt_tokens, new_tokens=asked.new_tokens, repeat=asked.repeat,
             threads=torch.get_num_threads(),
         )  # fmt: skip
+    return _with_kernels(found, subjects)
+
+
+def _with_kernels(found: dict[str, Any], subjects: Sequence[Subject]) -> dict[str, Any]:
+    """What was measured, with how every model's experts were computed."""
+    for model, subject in zip(found["models"], subjects, strict=True):
+        model["kernels"] = subject.kernels()
     return found
 
 

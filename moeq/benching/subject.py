@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ class Subject:
     resident_bytes: int
     tensor_bytes: int
     manifest_sha256: str | None
+
+    def kernels(self) -> dict[str, int]:
+        """MoE layers by how they compute, once they have run; empty of a dense model."""
+        modules = (self.model.get_submodule(layer.name) for layer in self.layers)
+        return dict(Counter(map(computes, modules))) if self.packed else {}
 
     def as_json(self) -> dict[str, Any]:
         """What is said of it before anything is timed."""
@@ -118,7 +124,7 @@ def load_subject(
         row_bytes=_row_bytes(model),
         resident_bytes=max(resident, 0),
         manifest_sha256=manifest_digest(source.path),
-        tensor_bytes=_unique_bytes(tensor for module in model.modules() for tensor in _own(module)),
+        tensor_bytes=_held(model.modules()),
     )
 
 
@@ -157,9 +163,25 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def _unique_bytes(tensors: Iterator[Tensor]) -> int:
-    """Bytes of tensors, of shared memory once."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.nbytes}.values())
+def _held(modules: Iterable[nn.Module]) -> int:
+    """Bytes of the modules' own tensors, of shared memory once, and of what kernels hold of them instead."""
+    own, by_kernels = {}, 0
+    for module in modules:
+        own |= {tensor.data_ptr(): tensor.nbytes for tensor in _own(module) if tensor.nbytes}
+        prepared: Any = getattr(module, "prepared", None)
+        by_kernels += 0 if prepared is None else int(prepared.nbytes)
+    return sum(own.values()) + by_kernels
+
+
+def computes(module: nn.Module) -> str:
+    """How a packed experts module computes, in words: a kernel and its form, or without one and why."""
+    prepared: Any = getattr(module, "prepared", None)
+    if prepared is None:
+        why = getattr(module, "reason", None) or getattr(module, "refused", None)
+        return "no kernel: unpacked, then multiplied" + ("" if why is None else f" ({why})")
+    package, form = type(prepared).__module__.split("."), getattr(prepared, "form", None)
+    name = package[package.index("kernels") + 1] if "kernels" in package[:-1] else type(prepared).__name__
+    return name if form is None else f"{name}, {form.name}"
 
 
 def _shared_bytes(model: Any, layers: Sequence[ExpertLayer]) -> int:
@@ -173,10 +195,10 @@ def _shared_bytes(model: Any, layers: Sequence[ExpertLayer]) -> int:
         left_out.add(id(table))
     else:
         left_out.discard(id(table))
-    return _unique_bytes(tensor for module in model.modules() if id(module) not in left_out for tensor in _own(module))
+    return _held(module for module in model.modules() if id(module) not in left_out)
 
 
 def _row_bytes(model: Any) -> int:
     table = model.get_input_embeddings()
     rows = getattr(table, "num_embeddings", None) or len(table.weight)
-    return _unique_bytes(_own(table)) // int(rows)
+    return _held([table]) // int(rows)

@@ -42,6 +42,8 @@ def head(found: dict[str, Any]) -> Iterator[str]:
         memory = f"{human_bytes(model['resident_bytes'])} resident, tensors {human_bytes(model['tensor_bytes'])}"
         yield f"{kind:<10} {model['model']}"
         yield f"{'':<10} {model['bits_per_weight']:.3g} bits a weight in {model['compute_dtype']}; {memory}"
+        for how, layers in model["kernels"].items():
+            yield f"{'':<10} experts of {layers} layer{'s' * (layers > 1)} by {how}"
 
 
 def tables(found: dict[str, Any]) -> Iterator[tuple[str, Table, list[str]]]:

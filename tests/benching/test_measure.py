@@ -45,6 +45,7 @@ def found(packed_run: Path, tiny_mixtral: Path, tmp_path_factory: pytest.TempPat
 def test_times_add_up(found: dict[str, Any]) -> None:
     packed, dense = found["models"]
     assert (packed["packed"], dense["packed"], found["kernel"]) == (True, False, "reference")
+    assert (sum(packed["kernels"].values()), dense["kernels"]) == (2, {})
     assert [one["batch"] for one in packed["points"]] == [1, 3]
     for one in (*packed["points"], *dense["points"]):
         assert 0 < one["expert_seconds_per_step"] < one["token_seconds"]

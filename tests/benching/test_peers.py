@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moeq.benching import bandwidth, peers
+from moeq.benching import bandwidth, peers, subject
 from moeq.benching.llama_bench import llama_bench
 from moeq.benching.peers import PEERS, AtenInt4, AutoRoundLib, Gemlite, Humming, TorchDense, group_of
 
@@ -97,3 +98,18 @@ def test_the_buffer_is_larger_than_the_last_cache(monkeypatch: pytest.MonkeyPatc
     assert found["bytes_per_second"] > 1e8
     monkeypatch.setattr(bandwidth, "CACHE_FILES", tmp_path / "none")
     assert bandwidth.last_cache_bytes() == 0
+
+
+def test_what_kernels_hold_is_counted_and_named() -> None:
+    """A module whose buffers are with a kernel has what the kernel states; one without says why."""
+    module = torch.nn.Linear(4, 2, bias=False)
+    assert subject._held([module]) == 32
+    assert subject.computes(module) == "no kernel: unpacked, then multiplied"
+    module.refused = "several devices"
+    assert subject.computes(module) == "no kernel: unpacked, then multiplied (several devices)"
+    kind = type("PackedLayer", (), {"__module__": "moeq.kernels.cpu.layer", "nbytes": 100})
+    module.prepared = kind()
+    assert subject._held([module]) == 132
+    assert subject.computes(module) == "cpu"
+    module.prepared.form = SimpleNamespace(name="avx2")
+    assert subject.computes(module) == "cpu, avx2"
