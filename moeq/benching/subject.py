@@ -165,7 +165,8 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
 
 def _held(modules: Iterable[nn.Module]) -> int:
     """Bytes of the modules' own tensors, of shared memory once, and of what kernels hold of them instead."""
-    own, by_kernels = {}, 0
+    own: dict[int, int] = {}
+    by_kernels = 0
     for module in modules:
         own |= {tensor.data_ptr(): tensor.nbytes for tensor in _own(module) if tensor.nbytes}
         prepared: Any = getattr(module, "prepared", None)
