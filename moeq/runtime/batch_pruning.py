@@ -28,26 +28,28 @@ BY_INDEX = ("stacked", "dbrx")  # kinds whose packed modules take E for no exper
 class Pruned:
     """Rows that go on, and what was saved.
 
-    live: [R], None while all do; tokens: rows that experts modules were called with, summed over layers and steps;
-    left_out: those among them that no expert saw.
+    live: [R], None while all do; finished: how many do not; tokens: rows that experts modules were called with, summed
+    over layers and steps; left_out: those among them that no expert saw.
     """
 
     live: Tensor | None = None
+    finished: int = 0
     tokens: int = 0
     left_out: int = 0
 
     def keep(self, live: Tensor) -> None:
         """Route these rows from now on; where none is left, the batch is over and the next one is whole."""
-        self.live = live if bool(live.any()) and not bool(live.all()) else None
+        self.finished = len(live) - int(live.sum())  # the one wait for a GPU in a step
+        self.live = live if 0 < self.finished < len(live) else None
 
-    def of_tokens(self, count: int) -> Tensor | None:
+    def of_tokens(self, count: int, device: torch.device) -> Tensor | None:
         """Which tokens [T] of a call are routed; None: all."""
         self.tokens += count
         if self.live is None or count % len(self.live):
             return None
-        tokens = self.live.repeat_interleave(count // len(self.live))
-        self.left_out += count - int(tokens.sum())
-        return tokens
+        each = count // len(self.live)
+        self.left_out += each * self.finished
+        return self.live.to(device).repeat_interleave(each)
 
 
 @contextmanager
@@ -111,7 +113,7 @@ def _hooks(module: nn.Module, rows: Pruned) -> list[Any]:
     def enter(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         left.clear()
         hidden = given[0].reshape(experts, -1, given[0].shape[-1])
-        live = rows.of_tokens(hidden.shape[1])
+        live = rows.of_tokens(hidden.shape[1], hidden.device)
         if live is None:
             return None
         left.append((live, given[0].shape))
@@ -138,7 +140,7 @@ def _by_token(part: Tensor, tokens: int) -> Tensor:
 def _without_expert(given: tuple[Any, ...], rows: Pruned, experts: int) -> tuple[Any, ...] | None:
     """A call's hidden states, indices and weights, with E, no expert, as the index of finished rows."""
     hidden, index, *rest = given
-    live = rows.of_tokens(index[..., 0].numel())
+    live = rows.of_tokens(index[..., 0].numel(), index.device)
     if live is None:
         return None
     return (hidden, index.masked_fill(~live.view(*index.shape[:-1], 1), experts), *rest)
