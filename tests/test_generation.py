@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import family_models
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -16,8 +17,7 @@ from moeq import pipeline
 from moeq.bundled import bundled_path
 from moeq.cli import app
 from moeq.errors import EvaluationError
-from moeq.generation import generate, prompt_ids
-from moeq.progress import Reporter
+from moeq.generation import QUIET, generate, prompt_ids
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
 
@@ -97,9 +97,7 @@ SMALL = (
 
 def test_several_prompts_are_continued_as_each_alone(tiny_mixtral: Path, tmp_path: Path) -> None:
     """Those that end early reach no expert any more: the end token is one that not every answer has."""
-    context = Context(
-        recipe=load_recipe(None, SMALL), model_name=str(tiny_mixtral), out=tmp_path, reporter=Reporter(quiet=True)
-    )
+    context = Context(recipe=load_recipe(None, SMALL), model_name=str(tiny_mixtral), out=tmp_path, reporter=QUIET)
     pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
     checkpoint = context.directory("export")
     prompts = ["def main", "hello", " a  b c d"]
@@ -127,3 +125,20 @@ def test_several_prompts_are_continued_as_each_alone(tiny_mixtral: Path, tmp_pat
     assert [one["new_tokens"] for one in json.loads(done.stdout)["answers"]] == [
         generate(checkpoint, prompt, **options)["new_tokens"] for prompt in prompts
     ]
+
+
+def test_an_encoder_decoder_answers_several_prompts(tmp_path: Path) -> None:
+    """Its text is the answer alone; pads stand behind what its encoder reads."""
+    family_models.save("switch_transformers", tmp_path / "model")
+    context = Context(
+        recipe=load_recipe(None, SMALL), model_name=str(tmp_path / "model"), out=tmp_path / "run", reporter=QUIET
+    )
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "seed": 0, "device": "cpu"}
+    prompts = ["def main", "hello"]
+    together = generate(context.directory("export"), prompts, **options)
+    for prompt, answer in zip(prompts, together["answers"], strict=True):
+        alone = generate(context.directory("export"), prompt, **options)
+        assert answer == {key: alone[key] for key in answer}
+        assert answer["text"] == answer["continuation"] != ""
+        assert 1 <= answer["new_tokens"] <= 6
