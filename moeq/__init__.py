@@ -28,14 +28,16 @@ from moeq import plugin
 plugin.install()
 
 if TYPE_CHECKING:
-    from moeq.api import Assigned, Run, assign, evaluate, plan, reproduce, run, stage
+    from moeq.api import Assigned, Run, assign, bench, evaluate, plan, reproduce, run, stage
     from moeq.errors import MoeqError
     from moeq.recipe import Recipe, load_recipe
     from moeq.reproduction.result import Reproduction
     from moeq.runtime.checkpoint import load
 
 _MODULES = {
-    **dict.fromkeys(("Assigned", "Run", "assign", "evaluate", "plan", "reproduce", "run", "stage"), "moeq.api"),
+    **dict.fromkeys(
+        ("Assigned", "Run", "assign", "bench", "evaluate", "plan", "reproduce", "run", "stage"), "moeq.api"
+    ),
     "MoeqError": "moeq.errors",
     **dict.fromkeys(("Recipe", "load_recipe"), "moeq.recipe"),
     "Reproduction": "moeq.reproduction.result",
@@ -62,6 +64,7 @@ __all__ = [
     "Run",
     "__version__",
     "assign",
+    "bench",
     "evaluate",
     "load",
     "load_recipe",

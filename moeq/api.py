@@ -1,7 +1,7 @@
-"""From Python: runs, stages, assignments, plans, comparisons, reproductions; the command line goes through these.
+"""From Python: runs, stages, assignments, plans, comparisons, benches, reproductions; commands go through these.
 
-`moeq.run`, `moeq.stage`, `moeq.assign`, `moeq.plan`, `moeq.evaluate` and `moeq.reproduce`, with `moeq.Recipe` and
-`moeq.load_recipe`.
+`moeq.run`, `moeq.stage`, `moeq.assign`, `moeq.plan`, `moeq.evaluate`, `moeq.bench` and `moeq.reproduce`, with
+`moeq.Recipe` and `moeq.load_recipe`.
 Importing this module imports neither torch nor transformers. Errors are those of `moeq.errors`: one line each.
 """
 
@@ -234,6 +234,59 @@ def evaluate(
     from moeq.comparison.side_by_side import compare
 
     return compare(asked)
+
+
+def bench(
+    checkpoint: str | Path,
+    *,
+    dense: str | Path | None = None,
+    batches: Sequence[int] | None = None,
+    prompt_tokens: int = 64,
+    new_tokens: int = 16,
+    repeat: int = 3,
+    grid: bool = False,
+    beams: Sequence[int] = (1, 2),
+    peers: bool = True,
+    gguf: str | Path | None = None,
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto",
+    out: str | Path | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Time a checkpoint, packed or dense, on this machine, beside its dense model and other libraries' kernels.
+
+    grid: batches by beams with and without batch pruning instead (paper 002, Table 3); out: directory for bench.json
+    and measured.csv, which `moeq estimate --fit` reads. Returns what bench.json holds. Raises ModelError, ArtifactError
+    or EvaluationError.
+    """
+    from moeq.benching.asked import Asked
+
+    asked = Asked(
+        checkpoint=str(checkpoint),
+        dense=None if dense is None else str(dense),
+        batches=None if batches is None else tuple(batches),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        repeat=repeat,
+        grid=grid,
+        beams=tuple(beams),
+        peers=peers,
+        gguf=_path(gguf),
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    from moeq.preflight import check_bench
+
+    check_bench(asked, _path(out))
+    from moeq.benching import measure
+    from moeq.progress import Reporter
+
+    found = measure.bench(asked, Reporter(quiet=quiet))
+    if out is not None:
+        measure.write(Path(out), found)
+    return found
 
 
 def reproduce(

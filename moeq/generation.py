@@ -1,12 +1,15 @@
-"""Continuing a prompt with an exported checkpoint."""
+"""Continuing prompts with an exported checkpoint."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moeq.artifacts.sums import check_sums
 from moeq.errors import EvaluationError, ModelError, first_line
@@ -16,6 +19,7 @@ from moeq.models.messages import quiet_transformers
 from moeq.models.source import open_source
 from moeq.preflight import check_checkpoint
 from moeq.progress import Reporter
+from moeq.runtime.batch_pruning import pruning
 from moeq.runtime.checkpoint import CARD, load_checkpoint
 
 QUIET = Reporter(quiet=True)
@@ -47,19 +51,22 @@ def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool, where: str = "prompt"
 
 def generate(
     checkpoint: Path,
-    prompt: str,
+    prompts: str | Sequence[str],
     *,
     max_new_tokens: int,
     temperature: float,
     seed: int,
     device: str,
+    beams: int = 1,
     chat: bool = False,
     trust_remote_code: bool = False,
     reporter: Reporter = QUIET,
 ) -> dict[str, Any]:
     """Text, token counts and tokens per second. Raises ModelError, ArtifactError or EvaluationError.
 
-    Files that changed since they were written are refused; those whose digests are known are not read again.
+    Several prompts are continued together: `answers` has what one alone gives, in their order, and those that are
+    finished reach no expert any more. Files that changed since they were written are refused; those whose digests are
+    known are not read again.
     """
     check_checkpoint(checkpoint)
     source = open_source(str(checkpoint))
@@ -72,27 +79,65 @@ def generate(
     target = resolve_device(device)
     tokenizer = load_tokenizer(source, trust_remote_code)
     model: Any = load_checkpoint(checkpoint, compute_dtype(source, "auto", target), target, trust_remote_code)
-    ids = prompt_ids(tokenizer, prompt, chat=chat, where=str(checkpoint))
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and len(ids) + max_new_tokens > positions:
-        what = f"{len(ids)} + {max_new_tokens} tokens are more than the model's {positions} positions"
-        raise EvaluationError(what, do="shorten the prompt or lower --max-new-tokens")
+    several = [prompts] if isinstance(prompts, str) else list(prompts)
+    rows = [prompt_ids(tokenizer, prompt, chat=chat, where=str(checkpoint)) for prompt in several]
+    _check_positions(model, max(map(len, rows)), max_new_tokens)
     torch.manual_seed(seed)
-    options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens}
+    options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens, "num_beams": beams}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ids, mask = _padded(rows, pad or 0, left=not model.config.is_encoder_decoder)
+    check_tokens(model, ids)
     started = time.monotonic()
-    with torch.no_grad(), quiet_transformers():
-        tensor = torch.tensor([ids], device=target)
-        check_tokens(model, tensor)
-        generated = model.generate(tensor, attention_mask=torch.ones_like(tensor), pad_token_id=pad, **options)[0]
+    with torch.no_grad(), quiet_transformers(), pruning(model) if len(rows) > 1 else nullcontext() as pruned:
+        ids, mask = ids.to(target), mask.to(target)
+        generated = model.generate(ids, attention_mask=mask, pad_token_id=pad, **options)
     seconds = time.monotonic() - started
-    new = generated[len(ids) :].tolist()
+    begin = 1 if model.config.is_encoder_decoder else ids.shape[1]
+    ends = _end_tokens(model)
+    answers = [
+        _answer(tokenizer, row, new, ends, whole=not model.config.is_encoder_decoder)
+        for row, new in zip(rows, generated[:, begin:].tolist(), strict=True)
+    ]
+    count = sum(answer["new_tokens"] for answer in answers)
+    speed = {"tokens_per_second": round(count / seconds, 2)}
+    if pruned is None:
+        return answers[0] | speed
+    return {"answers": answers, **speed, "expert_rows": pruned.tokens, "expert_rows_left_out": pruned.left_out}
+
+
+def _check_positions(model: Any, longest: int, max_new_tokens: int) -> None:
+    """EvaluationError for a prompt and an answer that are longer than the model's positions."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest + max_new_tokens > positions:
+        what = f"{longest} + {max_new_tokens} tokens are more than the model's {positions} positions"
+        raise EvaluationError(what, do="shorten the prompt or lower --max-new-tokens")
+
+
+def _padded(rows: Sequence[Sequence[int]], pad: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    """Tokens [B, S] and which of them are real, pads before a decoder's rows, behind an encoder's."""
+    longest = max(map(len, rows))
+    ids, mask = torch.full((len(rows), longest), pad), torch.zeros(len(rows), longest, dtype=torch.long)
+    for number, row in enumerate(rows):
+        place = slice(longest - len(row), None) if left else slice(len(row))
+        ids[number, place], mask[number, place] = torch.tensor(row), 1
+    return ids, mask
+
+
+def _end_tokens(model: Any) -> set[int]:
+    ends = model.generation_config.eos_token_id
+    return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def _answer(tokenizer: Any, prompt: Sequence[int], new: list[int], ends: set[int], *, whole: bool) -> dict[str, Any]:
+    """What one prompt was continued with, up to its first end token; whole: the text begins with the prompt."""
+    last = next((place for place, token in enumerate(new) if token in ends), len(new))
+    new = new[: last + 1]
+    continuation = tokenizer.decode(new, skip_special_tokens=True)
     return {
-        "text": tokenizer.decode(generated.tolist(), skip_special_tokens=True),
-        "continuation": tokenizer.decode(new, skip_special_tokens=True),
-        "prompt_tokens": len(ids),
+        "text": tokenizer.decode([*(prompt if whole else ()), *new], skip_special_tokens=True),
+        "continuation": continuation,
+        "prompt_tokens": len(prompt),
         "new_tokens": len(new),
-        "tokens_per_second": round(len(new) / seconds, 2),
     }

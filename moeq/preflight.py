@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moeq.artifacts.places import refuse_artifacts
 from moeq.artifacts.sums import NAME as SUMS
+from moeq.benching.asked import Asked
 from moeq.errors import ArtifactError, ModelError, PushError, RecipeError, StorageError, missing
 from moeq.exporters.exporter import loaders
 from moeq.models import offline
@@ -65,6 +67,17 @@ def check_checkpoint(path: Path) -> None:
         raise missing(path, "give RUN/checkpoint of a moeq run")
     if not (path / "config.json").is_file() and ((path / "checkpoint").is_dir() or (path / "recipe.yaml").is_file()):
         raise ModelError("this is a run", where=str(path), do=f"give {path / 'checkpoint'}")
+
+
+def check_bench(asked: Asked, out: Path | None) -> None:
+    """What a bench reads must be there, and may be written where it is to go: MissingError, ModelError, RecipeError."""
+    check_device(asked.device)
+    for name in (asked.checkpoint, asked.dense):
+        if name is not None and not (Path(name) / "checkpoint" / "config.json").is_file():
+            check_experts(check_there(name), name)
+    check_path(asked.gguf, "give a GGUF file to --gguf")
+    if out is not None:
+        refuse_artifacts(out)
 
 
 def check_path(path: Path | None, do: str = "give a path that moeq wrote") -> None:

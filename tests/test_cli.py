@@ -33,6 +33,8 @@ FLAGS = {
     | {"recipe"}
     | {"--hardware", "--assignment", "--manifest", "--trace", "--bits", "--gpu-experts", "--group-size", "--policy"}
     | {"--grid", "--context", "--kv-growth", "--zipf", "--replicas", "--capacity", "--sheet", "--fit"},
+    "bench": {"checkpoint", "--dense", "--batch", "--prompt-tokens", "--new-tokens", "--repeat", "--grid", "--beams"}
+    | {"--peers", "--gguf", "--dtype", "--out", "--device", "--trust-remote-code", "--json", "--quiet"},
     "export": STAGE | DEVICE | {"--format", "--widen", "--verify"},
     "convert": {"checkpoint", "--to", "--out", "--widen", "--verify", "--trust-remote-code", "--json", "--quiet"},
     "report": STAGE | {"--analysis", "--maps"},
@@ -83,6 +85,7 @@ FLAGS = {
         "--json",
         "--quiet",
         "--chat",
+        "--beams",
     },
     "plan": BUILD | DEVICE | STAGE - {"--check"} | {"--for", "--probe"},
     "init": BUILD | STAGE - {"--check"} | {"--format"},

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import family_models
 import pytest
+import torch
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
+import moeq
+from moeq import pipeline
 from moeq.bundled import bundled_path
+from moeq.cli import app
 from moeq.errors import EvaluationError
-from moeq.generation import prompt_ids
+from moeq.generation import QUIET, generate, prompt_ids
+from moeq.recipe import load_recipe
+from moeq.stages.context import Context
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -78,3 +87,58 @@ def test_prompts_that_cannot_be_are_refused(tmp_path: Path) -> None:
         prompt_ids(plain, "hello", chat=True)
     with pytest.raises(EvaluationError, match="only with a system turn"):
         prompt_ids(tokenizer(tmp_path / "strict", bos=False, template=REFUSING), "hello", chat=True)
+
+
+SMALL = (
+    "corpus.sequences=4", "corpus.sequence_length=32", "losses.group_size=16", "losses.bits=[4]",
+    "losses.methods=[rtn]", "assign={method: uniform, bits: 4, quantizer: rtn}", "eval.compare=[]",
+)  # fmt: skip
+
+
+def test_several_prompts_are_continued_as_each_alone(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Those that end early reach no expert any more: the end token is one that not every answer has."""
+    context = Context(recipe=load_recipe(None, SMALL), model_name=str(tiny_mixtral), out=tmp_path, reporter=QUIET)
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    checkpoint = context.directory("export")
+    prompts = ["def main", "hello", " a  b c d"]
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "seed": 0, "device": "cpu"}
+    model: Any = moeq.load(checkpoint)
+    made = AutoTokenizer.from_pretrained(checkpoint)
+    ids = [torch.tensor([prompt_ids(made, prompt, chat=False)]) for prompt in prompts]
+    new = [model.generate(row, max_new_tokens=8, do_sample=False)[0, row.shape[1] :].tolist() for row in ids]
+    end = next(token for token in new[0][1:4] if token not in new[1] or token not in new[2])
+    settings = json.loads((checkpoint / "generation_config.json").read_text())
+    (checkpoint / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": end}))
+    (checkpoint / "SHA256SUMS").unlink()
+    keys = ("text", "continuation", "prompt_tokens", "new_tokens")
+    for beams in (1, 2):
+        alone = [generate(checkpoint, prompt, beams=beams, **options) for prompt in prompts]
+        together = generate(checkpoint, prompts, beams=beams, **options)
+        assert [{key: one[key] for key in keys} for one in alone] == together["answers"]
+        assert together["expert_rows"] > together["expert_rows_left_out"]
+        if beams == 1:
+            assert len({one["new_tokens"] for one in alone}) > 1
+            assert together["expert_rows_left_out"] > 0
+    words = ["generate", str(checkpoint), *prompts, "--max-new-tokens", "8", "--device", "cpu", "--quiet", "--json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.exception
+    assert [one["new_tokens"] for one in json.loads(done.stdout)["answers"]] == [
+        generate(checkpoint, prompt, **options)["new_tokens"] for prompt in prompts
+    ]
+
+
+def test_an_encoder_decoder_answers_several_prompts(tmp_path: Path) -> None:
+    """Its text is the answer alone; pads stand behind what its encoder reads."""
+    family_models.save("switch_transformers", tmp_path / "model")
+    context = Context(
+        recipe=load_recipe(None, SMALL), model_name=str(tmp_path / "model"), out=tmp_path / "run", reporter=QUIET
+    )
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "seed": 0, "device": "cpu"}
+    prompts = ["def main", "hello"]
+    together = generate(context.directory("export"), prompts, **options)
+    for prompt, answer in zip(prompts, together["answers"], strict=True):
+        alone = generate(context.directory("export"), prompt, **options)
+        assert answer == {key: alone[key] for key in answer}
+        assert answer["text"] == answer["continuation"] != ""
+        assert 1 <= answer["new_tokens"] <= 6

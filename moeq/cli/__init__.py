@@ -29,6 +29,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export": stages.export,
     "eval": measures.evaluate,
     "estimate": measures.estimate,
+    "bench": measures.bench,
     "report": stages.report,
     "plan": runs.plan,
     "init": recipes.init,

@@ -250,8 +250,11 @@ def families(
 
 def generate(
     checkpoint: Annotated[Path, Argument(help="A checkpoint that moeq exported.")],
-    prompt: Annotated[str, Argument(help="Text to continue; - reads it from standard input.")],
+    prompt: Annotated[
+        list[str], Argument(help="Text to continue; - reads it from standard input; several are continued together.")
+    ],
     max_new_tokens: Annotated[int, Option(min=1, help="Length of the continuation.")] = 64,
+    beams: Annotated[int, Option(min=1, help="Beams of the search for the likeliest text; 1: none.")] = 1,
     temperature: Annotated[float, Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
     seed: Annotated[int, Option(min=0, help="Seed of the sampling.")] = 0,
     chat: Annotated[
@@ -270,7 +273,8 @@ def generate(
     """Continue a prompt with an exported checkpoint: a first look at what came out.
 
     The prompt's tokens are those of the tokenizer alone, as `tokenizer(prompt)` gives them: with a first token (BOS)
-    where it adds one. Files that changed since the export are refused.
+    where it adds one. Of several prompts those that are finished reach no expert while the others go on. Files that
+    changed since the export are refused.
     """
     from moeq import preflight
     from moeq.models.source import check_there
@@ -278,13 +282,14 @@ def generate(
     preflight.check_checkpoint(checkpoint)
     check_there(str(checkpoint))
     preflight.check_device(device or "auto")
-    prompt = _standard_input() if prompt == "-" else prompt
+    prompts = [_standard_input() if text == "-" else text for text in prompt]
     from moeq import generation
     from moeq.progress import Reporter
 
     continued = generation.generate(
         checkpoint,
-        prompt,
+        prompts if len(prompts) > 1 else prompts[0],
+        beams=beams,
         chat=chat,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -293,8 +298,9 @@ def generate(
         trust_remote_code=trust_remote_code,
         reporter=Reporter(quiet=quiet or json),
     )
-    shown = continued["continuation" if chat else "text"]
-    show(continued, lambda _: print(shown), json=json, quiet=quiet)
+    answers = continued.get("answers", [continued])
+    shown = [answer["continuation" if chat else "text"] for answer in answers]
+    show(continued, lambda _: print(*shown, sep="\n\n"), json=json, quiet=quiet)
 
 
 def _standard_input() -> str:

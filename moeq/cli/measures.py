@@ -1,16 +1,19 @@
-"""eval and estimate: of a run, or without one of anything that is named."""
+"""eval and estimate: of a run, or without one of anything that is named; bench: of a checkpoint on this machine."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
+from moeq.benching.asked import whole_numbers
 from moeq.cli.ending import refuse, show
 from moeq.cli.stages import run_stage
 from moeq.comparison.eval_options import EvalOptions
 from moeq.estimation.estimate_options import EstimateOptions
-from moeq.options import takes_options
+from moeq.options import DeviceOption, JsonOption, QuietOption, TrustOption, takes_options
 from moeq.registry import POLICIES
 
 
@@ -51,3 +54,64 @@ def estimate(asked: EstimateOptions) -> None:
     show(answer.figures, lambda _: answer.show(), json=asked.json, quiet=asked.quiet)
     if answer.refusal is not None:
         refuse(answer.refusal, json=asked.json)
+
+
+def bench(
+    checkpoint: Annotated[str, Argument(help="A checkpoint, packed or dense, or a run.")],
+    dense: Annotated[
+        str | None, Option(metavar="MODEL", help="The model that it was made of, timed in the same run.")
+    ] = None,
+    batch: Annotated[
+        str | None, Option(help="Sequences at once, parted by commas [default: 1,4,16,32; --grid: 1,8,20,32,64,96].")
+    ] = None,
+    prompt_tokens: Annotated[int, Option(min=1, help="Tokens of every prompt, which are random.")] = 64,
+    new_tokens: Annotated[int, Option(min=2, help="Tokens that follow it.")] = 16,
+    repeat: Annotated[int, Option(min=1, help="Requests that are timed of each; shown are medians.")] = 3,
+    grid: Annotated[
+        bool, Option("--grid", help="Instead: batches by beams, with and without batch pruning (paper 002, Table 3).")
+    ] = False,
+    beams: Annotated[str, Option(help="Numbers of beams of --grid, parted by commas.")] = "1,2",
+    peers: Annotated[
+        bool, Option("--peers/--no-peers", help="Time one expert beside the other libraries that are installed.")
+    ] = True,
+    gguf: Annotated[
+        Path | None, Option(metavar="FILE", help="A GGUF file of the model, for llama.cpp's llama-bench.")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"], Option(help="Type that is computed in.")
+    ] = "auto",
+    out: Annotated[
+        Path | None, Option(help="Directory for bench.json and measured.csv, which `moeq estimate --fit` reads.")
+    ] = None,
+    device: DeviceOption = None,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Time a checkpoint on this machine: first token, decode, experts, bytes moved, memory; beside its dense model and
+    other libraries.
+
+    MOEQ_KERNEL chooses how packed experts compute. Shares are of the bandwidth that is measured in the same run.
+    """
+    from moeq import api
+
+    found = api.bench(
+        checkpoint,
+        dense=dense,
+        batches=None if batch is None else whole_numbers(batch, "--batch"),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        repeat=repeat,
+        grid=grid,
+        beams=whole_numbers(beams, "--beams"),
+        peers=peers,
+        gguf=gguf,
+        dtype=dtype,
+        out=out,
+        device=device or "auto",
+        trust_remote_code=trust_remote_code,
+        quiet=quiet or json,
+    )
+    from moeq.benching import tables
+
+    show(found, lambda _: tables.print_bench(found, out), json=json, quiet=quiet)

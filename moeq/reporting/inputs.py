@@ -8,6 +8,7 @@ from typing import Any
 
 from moeq.analysis.routing import RoutingAnalysis
 from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.bench import Bench
 from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.gates import Gate
 from moeq.artifacts.losses import LossTable
@@ -87,6 +88,7 @@ class ReportInputs:
     gates: tuple[Gate, ...] = ()  # of the recipe, with what the run came to
     domains: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    bench: Bench | None = None  # of this checkpoint, where one lies in the run
     integer: IntegerReport | None = None  # where the folded model was made a forward in whole numbers
 
     def label(self, name: str) -> str:

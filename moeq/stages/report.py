@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import yaml
 
 from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.bench import FOLDER, Bench, manifest_digest, read_bench
+from moeq.artifacts.bench import NAME as BENCH
 from moeq.artifacts.evaluation import EvalReport
 from moeq.artifacts.files import make_directory, write_text
 from moeq.artifacts.gates import NAME as GATES
@@ -81,6 +84,7 @@ def collect(context: Context) -> ReportInputs:
         low_precision=analysis.measured(context),
         reparam=reparam.load(context) if context.folds else None,
         integer=integer_forward.load(context),
+        bench=measured(context),
         gates=gates.verdicts(context),
         loads=loads(context, assignment),
         labels=labels(context.recipe),
@@ -107,9 +111,27 @@ def stages_of(context: Context) -> tuple[str, ...]:
     return ("reparam", *STAGES) if context.folds else STAGES
 
 
-def own_inputs(context: Context) -> str | None:
-    """The digest of what was folded first, beside the stages that are always there."""
-    return current_digest(context.directory("reparam"), "reparam") if context.folds else None
+def own_inputs(context: Context) -> str | list[str | None] | None:
+    """Digests of what was folded first and of a bench, beside the stages that are always there."""
+    folded = current_digest(context.directory("reparam"), "reparam") if context.folds else None
+    bench = _bench(context)
+    return folded if not bench.is_file() else [folded, hashlib.sha256(bench.read_bytes()).hexdigest()]
+
+
+def measured(context: Context) -> Bench | None:
+    """The bench that lies in the run; None without one, for a grid, and for one of another export."""
+    if not _bench(context).is_file():
+        return None
+    bench = read_bench(_bench(context))
+    first = bench.models[0] if bench.models else None
+    if first is None or first.manifest_sha256 != manifest_digest(context.directory("export")):
+        context.reporter.say(f"{_bench(context)} is of another export: not in the report; run `moeq bench` again")
+        return None
+    return bench if first.points else None
+
+
+def _bench(context: Context) -> Path:
+    return context.out / FOLDER / BENCH
 
 
 def refined(context: Context, assignment: Assignment) -> Refined | None:

@@ -1,0 +1,260 @@
+"""A bench as a whole: what it says of a packed checkpoint and of the model that it was made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import family_models
+import pytest
+import torch
+from tiny_models import save_tiny
+from typer.testing import CliRunner
+
+import moeq
+from moeq.artifacts.bench import FOLDER, read_bench
+from moeq.artifacts.manifest import read_manifest
+from moeq.benching import measure, one_expert, tables
+from moeq.benching.asked import BATCHES, GRID_BATCHES, Asked, whole_numbers
+from moeq.benching.subject import load_subject
+from moeq.cli import app
+from moeq.errors import ArtifactError, EvaluationError, MissingError, ModelError, MoeqError, RecipeError
+from moeq.estimator import load_hardware
+from moeq.estimator.fit import fit_file
+from moeq.estimator.measured import read_points
+from moeq.progress import Reporter
+from moeq.reporting.measured import measured
+from moeq.stages import report
+
+SHORT: dict[str, Any] = {"prompt_tokens": 6, "new_tokens": 3, "repeat": 1, "quiet": True}
+
+
+@pytest.fixture(scope="module")
+def found(packed_run: Path, tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Both models at two batch sizes, beside the libraries that are here."""
+    out = tmp_path_factory.mktemp("benched")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_expert, "SECONDS", 0.002)
+        patch.setenv(measure.VARIABLE, "reference")
+        done = moeq.bench(packed_run, dense=tiny_mixtral, batches=(1, 3), out=out, **SHORT)
+    return done | {"out": out}
+
+
+def test_times_add_up(found: dict[str, Any]) -> None:
+    packed, dense = found["models"]
+    assert (packed["packed"], dense["packed"], found["kernel"]) == (True, False, "reference")
+    assert (sum(packed["kernels"].values()), dense["kernels"]) == (2, {})
+    assert [one["batch"] for one in packed["points"]] == [1, 3]
+    for one in (*packed["points"], *dense["points"]):
+        assert 0 < one["expert_seconds_per_step"] < one["token_seconds"]
+        assert 0 < one["expert_seconds_prefill"] < one["first_token_seconds"]
+        assert one["decode_tokens_per_second"] == one["batch"] / one["token_seconds"]
+        assert one["prefill_tokens_per_second"] == one["batch"] * 6 / one["first_token_seconds"]
+        share = one["bytes_per_step"] / one["token_seconds"] / found["bandwidth"]["bytes_per_second"]
+        assert one["bandwidth_share"] == pytest.approx(share)
+    for ratio, own, other in zip(found["ratios"], packed["points"], dense["points"], strict=True):
+        assert ratio["token"] == other["token_seconds"] / own["token_seconds"]
+
+
+def test_bytes_are_those_that_are_stored(found: dict[str, Any], packed_run: Path) -> None:
+    """At one token every layer reads as many experts as it routes to: two of five, of two layers."""
+    packed, dense = found["models"]
+    weights = 3 * 40 * 56
+    assert dense["points"][0]["expert_bytes_per_step"] == 2 * 2 * weights * 4
+    assert dense["bits_per_weight"] == 32
+    manifest = read_manifest(packed_run / "checkpoint")
+    assert packed["bits_per_weight"] == pytest.approx(manifest.bits_per_weight)
+    assert packed["expert_bytes"] == manifest.totals.placed_expert_bytes
+    sizes = [sorted(expert.replicas[0].bytes for expert in layer.experts) for layer in manifest.layers]
+    least, most = (sum(sum(of_layer[part]) for of_layer in sizes) for part in (slice(2), slice(-2, None)))
+    assert least <= packed["points"][0]["expert_bytes_per_step"] <= most
+    several = packed["points"][1]
+    assert packed["points"][0]["expert_bytes_per_step"] < several["expert_bytes_per_step"]
+    assert several["bytes_per_token"] == several["bytes_per_step"] / 3
+    # embeddings are looked up, all else beside the experts is read: attention, norms, routers and the head, in float32
+    each_layer = 40 * 32 * 2 + 40 * 16 * 2 + 2 * 40 + 5 * 40
+    assert dense["shared_bytes_per_step"] == pytest.approx(4 * (2 * each_layer + 40 + 2048 * 40), rel=1e-3)
+    assert dense["points"][0]["bytes_per_step"] == pytest.approx(
+        dense["shared_bytes_per_step"] + 2 * 2 * weights * 4 + 4 * 40
+    )
+
+
+def test_a_model_in_its_own_type_is_resident_whole(tmp_path: Path) -> None:
+    """Also where its weights are mapped from the disk and nobody has read them yet."""
+    save_tiny(tmp_path, "mixtral", intermediate_size=4096)
+    subject = load_subject(str(tmp_path), torch.float32, torch.device("cpu"), False, Reporter(quiet=True))
+    assert subject.tensor_bytes > 19e6
+    assert 0.9 * subject.tensor_bytes < subject.resident_bytes < 3 * subject.tensor_bytes
+
+
+def test_every_peer_is_measured_or_says_why(found: dict[str, Any]) -> None:
+    alone = found["one_expert"]
+    said = {peer["name"]: peer["refusal"] for peer in alone["peers"]}
+    assert list(said)[:3] == ["model", "dense model", "torch dense"]
+    assert said["aten int4"] == "takes no matrix of 56 x 40"
+    assert all(isinstance(said[name], str) for name in ("gemlite", "humming"))
+    for row in alone["points"]:
+        assert set(row["seconds"]) == {name for name, reason in said.items() if reason is None}
+        assert all(seconds > 0 for seconds in row["seconds"].values())
+    assert found["llama_bench"] == {"refusal": "no --gguf FILE was given"}
+
+
+def test_tables_fit_eighty_columns(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    tables.print_bench(found, found["out"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(len(note) < 80 for _, _, notes in tables.tables(found) for note in notes), "none is broken"
+    for word in (
+        "MOEQ_KERNEL=reference",
+        "GB/s",
+        "Requests, packed",
+        "Requests, dense",
+        "Dense over packed",
+        "resident",
+    ):
+        assert word in text
+    assert "aten int4: takes no matrix" in text
+
+
+def test_the_points_fit_a_hardware_file(found: dict[str, Any], packed_run: Path, tmp_path: Path) -> None:
+    """`moeq estimate --fit` reads measured.csv as it is, the checkpoint's placement by --model."""
+    path = found["out"] / measure.POINTS
+    points = read_points(path)
+    assert len(points) == 2 * 2 * 2
+    own = [one for model in found["models"] for one in model["points"]]
+    assert [point.seconds for point in points[::2]] == [one["first_token_seconds"] for one in own]
+    assert [point.seconds for point in points[1::2]] == [one["token_seconds"] for one in own]
+    words = ["estimate", "--fit", str(path), "--model", str(packed_run / "checkpoint"), "--hardware", "h100-cpu-pcie5"]
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "here.yaml"), "--json"])
+    assert done.exit_code == 0, done.exception
+    assert len(json.loads(done.stdout)["points"]) == len(points)
+    assert load_hardware(str(tmp_path / "here.yaml")).name == "here"
+    kept = json.loads((found["out"] / measure.NAME).read_text("utf-8"))
+    assert kept == json.loads(json.dumps({name: value for name, value in found.items() if name != "out"}))
+    assert kept["schema_version"] == measure.SCHEMA_VERSION
+    assert len(read_bench(found["out"] / measure.NAME).models) == 2
+
+
+def test_points_without_the_model_are_refused_by_the_fit(found: dict[str, Any]) -> None:
+    with pytest.raises(MoeqError):
+        fit_file(found["out"] / measure.POINTS, load_hardware("h100-cpu-pcie5"))
+
+
+def test_a_run_with_a_bench_shows_it(
+    found: dict[str, Any], packed_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the checkpoint that lies there, with its dense model; one of another export is named and left out."""
+    context = SimpleNamespace(
+        out=tmp_path, folds=False, directory=lambda _: packed_run / "checkpoint", reporter=Reporter()
+    )
+    assert (report.own_inputs(context), report.measured(context)) == (None, None)
+    (tmp_path / FOLDER).mkdir()
+    path = tmp_path / FOLDER / measure.NAME
+    path.write_bytes((found["out"] / measure.NAME).read_bytes())
+    digest = report.own_inputs(context)
+    read = report.measured(context)
+    assert read is not None
+    text = str(measured(read))
+    for model in found["models"]:
+        for one in model["points"]:
+            assert f"{one['token_seconds'] * 1e3:.3g}" in text
+    assert "MOEQ_KERNEL was reference" in text
+    kept = json.loads(path.read_text())
+    kept["models"][0]["manifest_sha256"] = "0" * 64
+    path.write_text(json.dumps(kept))
+    assert report.measured(context) is None
+    assert "is of another export" in capsys.readouterr().err.replace("\n", " ")
+    assert report.own_inputs(context) != digest
+    path.write_text(json.dumps(kept | {"machine": {}}))
+    with pytest.raises(ArtifactError, match="run `moeq bench` again"):
+        report.measured(context)
+
+
+@pytest.mark.parametrize("which", ["mixtral", "switch"])
+def test_the_grid_compares_with_and_without_pruning(
+    which: str, packed_run: Path, packed_switch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Causal and encoder-decoder; the same tokens, and rows that no expert saw."""
+    found = moeq.bench(
+        packed_run if which == "mixtral" else packed_switch,
+        grid=True, batches=(1, 4), prompt_tokens=5, new_tokens=8, repeat=1, quiet=True,
+    )  # fmt: skip
+    points = found["grid"]["points"]
+    assert [(one["batch"], one["beams"]) for one in points] == [(1, 1), (4, 1), (1, 2), (4, 2)]
+    for one in points:
+        assert one["same_tokens"]
+        assert (one["rows_left_out"] > 0) == (one["batch"] > 1)
+        gain = one["pruned_input_tokens_per_second"] / one["input_tokens_per_second"]
+        assert one["speed_up"] == pytest.approx(gain)
+    assert found["grid"]["largest_speed_up"] == max(one["speed_up"] for one in points)
+    tables.print_bench(found)
+    text = capsys.readouterr().out
+    assert "1.14" in text
+    assert all(len(note) < 80 for _, _, notes in tables.tables(found) for note in notes)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_an_encoder_decoder_is_timed(packed_switch: Path) -> None:
+    """A decode step reads the decoder alone."""
+    found = moeq.bench(packed_switch, batches=(2,), peers=False, **SHORT)
+    (model,) = found["models"]
+    assert "one_expert" not in found
+    assert 0 < model["points"][0]["expert_bytes_per_step"] < model["expert_bytes"] / 2
+    assert model["shared_bytes_per_step"] < model["tensor_bytes"] - model["expert_bytes"]
+
+
+def test_what_cannot_be_benched_is_refused(packed_run: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match="more than the model's 128 positions; lower --prompt-tokens"):
+        moeq.bench(packed_run, prompt_tokens=120, new_tokens=16, quiet=True)
+    family_models.save("mixtral", tmp_path / "other")
+    with pytest.raises(EvaluationError, match="experts are not the checkpoint's"):
+        moeq.bench(packed_run, dense=tmp_path / "other", **SHORT)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    for file in tiny_mixtral.iterdir():
+        (foreign / file.name).write_bytes(file.read_bytes())
+    config = json.loads((foreign / "config.json").read_text())
+    (foreign / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ModelError, match=r"packed by another tool \(gptq\)"):
+        moeq.bench(foreign, **SHORT)
+    with pytest.raises(RecipeError, match="is one artifact of a run"):
+        moeq.bench(packed_run, out=packed_run / "checkpoint", **SHORT)
+    with pytest.raises(MissingError, match="GGUF"):
+        moeq.bench(packed_run, gguf=tmp_path / "none.gguf", **SHORT)
+    with pytest.raises(RecipeError, match="unknown device"):
+        moeq.bench(packed_run, device="gpu", **SHORT)
+
+
+def test_a_checkpoint_whose_bytes_changed_is_not_timed(packed_run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in (packed_run / "checkpoint").iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    weights = next(copy.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(MoeqError, match=r"SHA256SUMS|changed|digest"):
+        moeq.bench(copy, **SHORT)
+
+
+def test_words_of_the_command() -> None:
+    assert Asked(checkpoint="x").sizes == BATCHES
+    assert Asked(checkpoint="x", grid=True).sizes == GRID_BATCHES
+    assert whole_numbers(" 4,1,4", "--batch") == (4, 1)
+    for wrong in ("", "0", "1,", "-1", "x", "99999999999999999999", "1.5"):
+        with pytest.raises(RecipeError, match="give whole numbers from 1"):
+            whole_numbers(wrong, "--batch")
+
+
+def test_the_command_prints_json_with_its_version(tiny_mixtral: Path) -> None:
+    words = ["--batch", "2", "--prompt-tokens", "4", "--new-tokens", "2", "--repeat", "1", "--no-peers", "--json"]
+    done = CliRunner().invoke(app, ["bench", str(tiny_mixtral), *words])
+    assert done.exit_code == 0, done.exception
+    found = json.loads(done.stdout)
+    assert found["schema_version"] == 1
+    assert found["models"][0]["points"][0]["batch"] == 2
+    assert found["settings"]["batches"] == [2]
+    assert found["machine"]["torch"] == torch.__version__
