@@ -30,7 +30,7 @@ def llama_bench(gguf: Path | None, *, prompt_tokens: int, new_tokens: int, repea
         return {"refusal": f"failed with {done.returncode} ({last})"}
     try:
         return _read(json.loads(done.stdout))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         return {"refusal": f"its JSON has another shape ({error!r})"}
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from robustness.fuzzing.target import Check, JsonTarget, Place
 
 from moeq.artifacts import (
+    bench,
     digests,
     effects,
     evaluation,
@@ -134,6 +135,13 @@ class Gates(Artifact):
 
     def of(self, path: Path) -> Any:
         return gates.Gates(gates=gates.read_gates(path))
+
+
+class Bench(Artifact):
+    name, filename, model = "bench", bench.NAME, bench.Bench
+
+    def of(self, path: Path) -> Any:
+        return bench.read_bench(path)
 
 
 class LowPrecision(Artifact):

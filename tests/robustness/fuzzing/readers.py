@@ -22,6 +22,7 @@ PRIMITIVES = {  # names of functions and methods that read files, text or standa
 }  # fmt: skip
 NAMED = re.compile(r"(read|parse)(_\w+)?")  # of functions that say that they read
 BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
+    "moeq.artifacts.bench.read_bench": ("bench",),
     "moeq.artifacts.assignment.read_assignment": ("assignment", "inspected"),
     "moeq.artifacts.digests._read_shard": ("digest_cache",),
     "moeq.artifacts.effects.read_effects": ("effects",),
@@ -50,6 +51,7 @@ BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
     "moeq.artifacts.replicas._read_header": ("store",),
     "moeq.artifacts.replicas.read_index": ("replicas",),
     "moeq.artifacts.replicas.read_rows": ("loss_rows",),
+    "moeq.artifacts.sealed.is_sealed": ("sensitivities",),
     "moeq.artifacts.sensitivities.read_sensitivities": ("sensitivities",),
     "moeq.artifacts.signature.read_signed": ("signature",),
     "moeq.artifacts.stage.read_model": ("assignment", "record"),
@@ -69,6 +71,7 @@ BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
     "moeq.estimator.hardware._parse": ("hardware",),
     "moeq.estimator.hardware.load_hardware": ("hardware",),
     "moeq.estimator.measured.read_points": ("measured",),
+    "moeq.estimator.units._by_pint": ("quantity",),
     "moeq.estimator.units.parse_quantity": ("quantity",),
     "moeq.evaluation.context_options.ContextOptions.parse": ("context_option",),
     "moeq.evaluation.result_file.read_rows": ("results",),
@@ -127,6 +130,7 @@ MARKED = "compares JSON with what moeq writes there, and takes anything else for
 KEYS = "keys and certificates: read by the package cryptography (tests/test_signing.py)"
 PROCESSOR = "targets picture, jsonl and corpus_parquet, then transformers' image processor"
 SYSTEM = "reads what the kernel says of this machine"
+PROGRAM = "what a program of the user's prints: any other shape is told in a line (tests/benching/test_peers.py)"
 NO_FILE = "reads no file: what it is given was read by others"
 ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.artifacts.tensor_files.stored_chunks": HEADERS,
@@ -144,9 +148,11 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.models.weights._plain": HEADERS,
     "moeq.runtime.hf_quantizer._check_files": HEADERS,
     "moeq.verification.manifest_files.check_native": HEADERS,
+    "moeq.artifacts.files.building": WRITTEN,
     "moeq.artifacts.files.copy_file": WRITTEN,
     "moeq.artifacts.files.read_back": WRITTEN,
     "moeq.artifacts.files.sync": WRITTEN,
+    "moeq.artifacts.sealed.seal": WRITTEN,
     "moeq.evaluation.reference_logits.ReferenceLogits.read": WRITTEN,
     "moeq.exporters.gguf_writer.Writer._header": WRITTEN,
     "moeq.exporters.gguf_writer._contents": WRITTEN,
@@ -181,6 +187,11 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.planning.machine._cgroup_room": SYSTEM,
     "moeq.planning.machine._file_cache": SYSTEM,
     "moeq.planning.machine.available_ram": SYSTEM,
+    "moeq.benching.bandwidth.last_cache_bytes": SYSTEM,
+    "moeq.benching.bandwidth.read_bandwidth": SYSTEM,
+    "moeq.benching.measure._processor": SYSTEM,
+    "moeq.benching.subject.memory": SYSTEM,
+    "moeq.benching.llama_bench.llama_bench": PROGRAM,
     "moeq.api.read_recipe": NO_FILE,
     "moeq.artifacts.replicas.LayerReplicas.is_sound.read": NO_FILE,
     "moeq.assigners.limits.choices": NO_FILE,
@@ -197,10 +208,12 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.models.corpus.streams.shown.read": NO_FILE,
     "moeq.recipe.choices._named.read": NO_FILE,
     "moeq.stages.non_experts.table": NO_FILE,
+    "moeq.artifacts.bench.manifest_digest": BYTES,
     "moeq.artifacts.digests.digest_of_file": BYTES,
     "moeq.evaluation.harness._check_files": BYTES,
     "moeq.models.loading._damaged_json": BYTES,
     "moeq.stages.report.is_intact": BYTES,
+    "moeq.stages.report.own_inputs": BYTES,
     "moeq.exporters.readers.described.gguf_headers": GGUF,
     "moeq.exporters.readers.gguf.Gguf._bytes": GGUF,
     "moeq.exporters.readers.gguf.Gguf.read": GGUF,

@@ -10,7 +10,7 @@ import pyarrow as pa
 from robustness.fuzzing.mutations import cells_bytes, parquet_bytes, table_bytes
 from robustness.fuzzing.target import BytesTarget, Check, Place, Target
 
-from moeq.artifacts import sensitivities
+from moeq.artifacts import sealed, sensitivities
 from moeq.artifacts.losses import SCHEMA, WHOLE, LossTable, read_losses, summarize
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
@@ -83,7 +83,9 @@ class Sensitivities(ParquetTarget):
         sensitivities.write_sensitivities(path, columns, "0" * 64)
         import pyarrow.parquet as pq
 
-        self.table = pq.read_table(path)
+        table = pq.read_table(path)
+        unsealed = {key: value for key, value in table.schema.metadata.items() if key != sealed.KEY}
+        self.table = table.replace_schema_metadata(unsealed)  # as an earlier moeq wrote it: all else is looked at
 
     def read(self, data: bytes) -> Check:
         found = sensitivities.read_sensitivities(self.file("sensitivities.parquet", data))
