@@ -139,6 +139,7 @@ class Gates(Artifact):
 
 class Bench(Artifact):
     name, filename, model = "bench", bench.NAME, bench.Bench
+    changed: ClassVar = {"schema_version": bench.SCHEMA_VERSION}
 
     def of(self, path: Path) -> Any:
         return bench.read_bench(path)
