@@ -22,6 +22,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from moeq.numerics.panels import VECTOR_BYTES, VECTORS, extent_strip, round_strip
+
 BLOCK = 128  # columns that the inner loop rounds one by one
 LANES = 128  # rows of a tile: with 128 columns in float32, 64 KiB of targets and as much of residuals
 _MAGIC = {torch.float32: np.float32(1.5 * 2.0**23), torch.float64: np.float64(1.5 * 2.0**52)}
@@ -36,6 +38,12 @@ def _tile(item, widths, rows):  # type: ignore[no-untyped-def]
     width, chunk = divmod(place, chunks)
     begin = chunk * LANES
     return expert, width, begin, min(LANES, rows - begin), width * rows + begin
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _strip(like):  # type: ignore[no-untyped-def]
+    """Rows of a strip, S."""
+    return VECTORS * VECTOR_BYTES // like.itemsize
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -57,6 +65,14 @@ def _load(tile, columns, feedback, expert, start, begin, offset, count):  # type
         line = tile[k]
         for lane in range(count):
             line[lane] = source[lane] + given[lane]
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _pack(gifts, factor, expert, start):  # type: ignore[no-untyped-def]
+    """What column i of a block gives to column k into gifts [b, b] at (k, i)."""
+    for i in range(gifts.shape[0]):
+        for k in range(i + 1, gifts.shape[0]):
+            gifts[k, i] = factor[expert, start + i, start + k]
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -102,44 +118,38 @@ def _solve_extent(columns, feedback, factor, start, low, high, size, keep, first
     rows = columns.shape[2]
     widths = low.shape[1] // rows
     inputs = feedback.shape[1]
-    tile = np.zeros((inputs, LANES), columns.dtype)
-    solved = np.zeros((inputs, LANES), columns.dtype)
+    gifts = np.zeros((inputs, inputs), columns.dtype)
+    solved = np.zeros((inputs, _strip(columns)), columns.dtype)
+    packed = -1
     for item in range(first, last):
-        expert, _, begin, count, offset = _tile(item, widths, rows)
-        for k in range(inputs):
-            source = feedback[expert, k, offset : offset + count]
-            into = tile[k]
+        expert, _, tile, lanes, place = _tile(item, widths, rows)
+        if expert != packed:
+            _pack(gifts, factor, expert, start)
+            packed = expert
+        for moved in range(0, lanes, solved.shape[1]):
+            count = min(lanes - moved, solved.shape[1])
+            begin, offset = tile + moved, place + moved
+            least = low[expert, offset : offset + count]
+            largest = high[expert, offset : offset + count]
+            total = size[expert, offset : offset + count]
+            least[:] = 0
+            largest[:] = 0
+            total[:] = 0
+            extent_strip(
+                columns[expert, start : start + inputs, begin : begin + count],
+                feedback[expert, :, offset : offset + count],
+                gifts,
+                solved,
+                least,
+                largest,
+                total,
+                keep[expert, :, offset : offset + count],
+                keep.shape[1] > 0,
+                inputs,
+                count,
+            )
             for lane in range(count):
-                into[lane] = source[lane]
-        for j in range(0, inputs, 4):
-            end = min(j + 4, inputs)
-            for i in range(j, end):
-                wanted = tile[i]
-                head = solved[i]
-                for lane in range(LANES):
-                    head[lane] = -wanted[lane]
-                _give(tile, head, factor, expert, start, i, end)
-            _owe(tile, solved, factor, expert, start, j, end, inputs)
-        least = low[expert, offset : offset + count]
-        largest = high[expert, offset : offset + count]
-        total = size[expert, offset : offset + count]
-        for lane in range(count):
-            least[lane] = 0
-            largest[lane] = 0
-            total[lane] = 0
-        for k in range(inputs):
-            source = columns[expert, start + k, begin : begin + count]
-            moved = solved[k]
-            for lane in range(count):
-                moved[lane] = source[lane] - moved[lane]
-            for lane in range(count):
-                least[lane] = min(least[lane], moved[lane])
-                largest[lane] = max(largest[lane], moved[lane])
-                total[lane] += abs(moved[lane])
-        for lane in range(count):
-            total[lane] /= inputs
-        if keep.shape[1]:
-            _store(keep, solved, expert, 0, offset, count)
+                total[lane] /= inputs
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -203,39 +213,38 @@ def _round_block(  # type: ignore[no-untyped-def]
     rows = columns.shape[2]
     widths = top.shape[0] // rows
     block = feedback.shape[1]
-    target = np.zeros((block, LANES), columns.dtype)
-    left = np.zeros((block, LANES), columns.dtype)
-    made = np.zeros((block, LANES), np.uint8)
-    lowest = magic - magic
+    gifts = np.zeros((block, block), columns.dtype)
+    left = np.zeros((block, _strip(columns)), columns.dtype)
+    made = np.zeros((left.shape[1], block), np.uint8)
+    packed = -1
     for item in range(first, last):
-        expert, width, begin, count, offset = _tile(item, widths, rows)
-        highest = top[offset : offset + count]
-        _load(target, columns, feedback, expert, start, begin, offset, count)
-        for j in range(0, block, 4):
-            end = min(j + 4, block)
-            for i in range(j, end):
-                group = group_of[expert, start + i]
-                steps = scale[expert, group, offset : offset + count]
-                inverses = inverse[expert, group, offset : offset + count]
-                zeros = zero[expert, group, offset : offset + count]
-                source = columns[expert, start + i, begin : begin + count]
-                wanted = target[i]
-                rest = left[i]
-                code = made[i]
-                for lane in range(count):  # three loops, each over few enough arrays to be vectorized
-                    rounded = (wanted[lane] * inverses[lane] + zeros[lane] + magic) - magic
-                    wanted[lane] = min(max(rounded, lowest), highest[lane])
-                for lane in range(count):
-                    rest[lane] = source[lane] - (wanted[lane] - zeros[lane]) * steps[lane]
-                for lane in range(count):
-                    code[lane] = np.uint8(wanted[lane])
-                _give(target, rest, factor, expert, start, i, end)
-            _owe(target, left, factor, expert, start, j, end, block)
-        _store(residual, left, expert, start, offset, count)
-        for lane in range(count):
-            line = codes[at_expert + expert, width, at_row + begin + lane, start : start + block]
-            for k in range(block):
-                line[k] = made[k, lane]
+        expert, width, tile, lanes, place = _tile(item, widths, rows)
+        if expert != packed:
+            _pack(gifts, factor, expert, start)
+            packed = expert
+        for moved in range(0, lanes, left.shape[1]):
+            count = min(lanes - moved, left.shape[1])
+            begin, offset = tile + moved, place + moved
+            round_strip(
+                columns[expert, start : start + block, begin : begin + count],
+                feedback[expert, :, offset : offset + count],
+                gifts,
+                left,
+                scale[expert, :, offset : offset + count],
+                inverse[expert, :, offset : offset + count],
+                zero[expert, :, offset : offset + count],
+                group_of[expert, start : start + block],
+                top[offset : offset + count],
+                residual[expert, start : start + block, offset : offset + count],
+                made,
+                magic,
+                block,
+                count,
+            )
+            for lane in range(count):
+                line = codes[at_expert + expert, width, at_row + begin + lane, start : start + block]
+                for k in range(block):
+                    line[k] = made[lane, k]
 
 
 @_compile  # type: ignore[untyped-decorator]
