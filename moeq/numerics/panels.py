@@ -125,6 +125,14 @@ class _Code:
                 name, align = f"llvm.masked.store.{self._suffix()}.p0", ir.Constant(ir.IntType(32), lines.element_bytes)
                 self._call(name, ir.VoidType(), value, place, align, self.masks[index])
 
+    def ahead(self, lines: _Lines, row: Any) -> None:
+        """Fetch the next strip's part of a line."""
+        lanes = VECTORS * self.width
+        for lane in range(0, lanes, 64 // lines.element_bytes):
+            place = lines.at(self.builder, ir.IntType(8), row, _int(lanes + lane))
+            hints = [ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)]  # to read, for the first-level cache, data
+            self._call("llvm.prefetch.p0", ir.VoidType(), place, *hints)
+
     def each(self, operation: Callable[..., Any], *vectors: Vector) -> Vector:
         return [operation(*values) for values in zip(*vectors, strict=True)]
 
@@ -179,7 +187,7 @@ def _solve(
     """A panel of `columns` columns (a multiple of STEP, or 1) from `first` on.
 
     load: what a column begins with; column: solves one column, given all that it gets, and gives what it gives, which
-    is kept in left [b, S]; weights [b, b]: what column i gives to column k, at (k, i).
+    is kept in left [b, S]; weights [b, b]: what column i gives to column k, at (i, k).
     """
     build = code.builder
     rows = [build.add(first, _int(index)) for index in range(columns)]
@@ -197,12 +205,12 @@ def _solve(
         from_where = [build.add(place, _int(index)) for index in range(STEP)]
         gifts = [code.load(left, row, inside=True) for row in from_where]
         for row, into in zip(rows, sums, strict=True):
-            own = [code.weight(weights, row, which) for which in from_where]
+            own = [code.weight(weights, which, row) for which in from_where]
             write(code.add(read(into), code.given(own, gifts)), into)
     if columns == 1:
         with cgutils.for_range(build, build.srem(first, _int(STEP))) as loop:
             which = build.add(build.sub(first, build.srem(first, _int(STEP))), loop.index)
-            own = [code.weight(weights, first, which)] * VECTORS
+            own = [code.weight(weights, which, first)] * VECTORS
             write(code.fused(own, code.load(left, which, inside=True), read(sums[0])), sums[0])
     values = [read(into) for into in sums]
     gifts = []
@@ -211,11 +219,11 @@ def _solve(
         code.store(gifts[-1], left, row, inside=True)
         end = min(index - index % STEP + STEP, columns)
         for later in range(index + 1, end):
-            own = [code.weight(weights, rows[later], row)] * VECTORS
+            own = [code.weight(weights, row, rows[later])] * VECTORS
             values[later] = code.fused(own, gifts[index], values[later])
         if index + 1 == end:
             for later in range(end, columns):
-                own = [code.weight(weights, rows[later], rows[which]) for which in range(end - STEP, end)]
+                own = [code.weight(weights, rows[which], rows[later]) for which in range(end - STEP, end)]
                 values[later] = code.add(values[later], code.given(own, gifts[-STEP:]))
 
 
@@ -277,6 +285,9 @@ def round_strip(  # type: ignore[no-untyped-def]
             made: list[Vector] = []
 
             def begin(row: Any) -> Vector:
+                code.ahead(source, row)
+                code.ahead(given, row)
+                code.ahead(residual, row)
                 return code.add(code.load(source, row), code.load(given, row))
 
             def column(row: Any, wanted: Vector) -> Vector:
@@ -338,6 +349,11 @@ def extent_strip(typing, source, given, weights, left, low, high, size, keep, ke
         def panel(code: _Code, columns: int, first: Any) -> None:
             ends = [code.load(low, _int(0)), code.load(high, _int(0)), code.load(size, _int(0))]
 
+            def begin(row: Any) -> Vector:
+                code.ahead(source, row)
+                code.ahead(given, row)
+                return code.load(given, row)
+
             def column(row: Any, wanted: Vector) -> Vector:
                 owed = code.negative(wanted)
                 moved = code.subtract(code.load(source, row), owed)
@@ -348,7 +364,7 @@ def extent_strip(typing, source, given, weights, left, low, high, size, keep, ke
                     code.store(moved, keep, row)
                 return owed
 
-            _solve(code, columns, first, weights, left, lambda row: code.load(given, row), column)
+            _solve(code, columns, first, weights, left, begin, column)
             for values, into in zip(ends, (low, high, size), strict=True):
                 code.store(values, into, _int(0))
 

@@ -69,10 +69,13 @@ def _load(tile, columns, feedback, expert, start, begin, offset, count):  # type
 
 @_compile  # type: ignore[untyped-decorator]
 def _pack(gifts, factor, expert, start):  # type: ignore[no-untyped-def]
-    """What column i of a block gives to column k into gifts [b, b] at (k, i)."""
+    """What the columns of a block give to each other into gifts [b, b]: in the factor, lines of powers of two of bytes
+    apart would push each other out of the cache."""
     for i in range(gifts.shape[0]):
-        for k in range(i + 1, gifts.shape[0]):
-            gifts[k, i] = factor[expert, start + i, start + k]
+        line = factor[expert, start + i, start : start + gifts.shape[0]]
+        into = gifts[i]
+        for k in range(gifts.shape[0]):
+            into[k] = line[k]
 
 
 @_compile  # type: ignore[untyped-decorator]
