@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeq.numerics.slab import large_empty
+from moeq.numerics.slab import large_empty, transposed
 from moeq.numerics.threads import side_by_side
 
 FACTOR_BLOCK = 256  # columns that are factored at once
@@ -106,7 +106,11 @@ def _upper_factor(work: Tensor) -> tuple[Tensor, Tensor]:
         info = torch.maximum(info, wrong)
         column[:, start:] = block
         if start:
-            column[:, :start] = torch.linalg.solve_triangular(block.mT, column[:, :start], upper=False, left=False)
+            above = column[:, :start]
+            if work.device.type == "cpu":
+                above = transposed(above).mT  # LAPACK's order; torch's own copy would take longer than the solution
+            solved = torch.linalg.solve_triangular(block.mT, above, upper=False, left=False)
+            column[:, :start] = transposed(solved.mT) if work.device.type == "cpu" else solved
     return work.triu_(), info
 
 

@@ -19,7 +19,7 @@ from moeq.numerics import sweep
 from moeq.numerics.factor import feedback
 from moeq.numerics.grids import Symmetry, extent, inverse_scale, max_codes
 from moeq.numerics.group_grids import group_grid, stacked, static_grids
-from moeq.numerics.slab import large_empty
+from moeq.numerics.slab import large_empty, transposed
 from moeq.numerics.sweep import BLOCK
 from moeq.numerics.threads import side_by_side
 
@@ -51,7 +51,7 @@ def codes_and_grids(
 
     def piece(at: tuple[int, int]) -> None:
         which, part = slice(at[0], at[0] + some), slice(at[1], at[1] + step)
-        columns = _transposed(weight[which, part].to(factor.dtype))
+        columns = transposed(weight[which, part].to(factor.dtype))
         size = columns.numel() * len(bits)
         if not hasattr(spaces, "residual") or spaces.residual.numel() < size:
             spaces.residual = large_empty((size,), factor.dtype)
@@ -66,14 +66,6 @@ def codes_and_grids(
 
     side_by_side(piece, [(first, start) for first in range(0, experts, some) for start in range(0, rows, step)])
     return codes, scale, zero
-
-
-def _transposed(weight: Tensor) -> Tensor:
-    """weight [E, N, K] as [E, K, N], contiguous; one matrix at a time, which torch copies in blocks."""
-    columns = weight.new_empty(weight.shape[0], weight.shape[2], weight.shape[1])
-    for matrix, into in zip(weight, columns, strict=True):
-        into.copy_(matrix.T)
-    return columns
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,15 @@ def large_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return memory[begin : begin + size].view(dtype).view(*shape)
 
 
+def transposed(matrices: Tensor) -> Tensor:
+    """Matrices [E, N, K] as [E, K, N], contiguous: one at a time and from contiguous ones, which torch copies in blocks;
+    others it copies element by element."""
+    columns = matrices.new_empty(matrices.shape[0], matrices.shape[2], matrices.shape[1])
+    for matrix, into in zip(matrices.contiguous(), columns, strict=True):
+        into.copy_(matrix.T)
+    return columns
+
+
 class Slab:
     """Copies of tensors in main memory, side by side in a few large blocks.
 
