@@ -1,4 +1,4 @@
-"""Grids of groups on a CPU, compiled: what grids.py says for any device, bit for bit, and the error of rounding to each.
+"""Grids of groups on a CPU, compiled: what grids.py has for any device, bit for bit, and the error of rounding to them.
 
 Letters: E experts, g inputs of a group, B bit widths, N output rows, R = B*N, C candidate grids; arrays are contiguous.
 """

@@ -125,7 +125,7 @@ class _Rows:
 
         given: what the columns before `start` give to them, [E, stop - start, R]; None: there are none.
         """
-        top = max_codes(self.bits, self.columns).expand(-1, self.columns.shape[2]).reshape(-1)
+        top = max_codes(self.bits, self.columns).flatten().repeat_interleave(self.columns.shape[2])
         for far in range(start, stop, SPAN):
             end = min(far + SPAN, stop)
             from_far = self._with_near(given, start, far, end)

@@ -6,6 +6,8 @@ loops, so the code is written down for it here, for vectors as wide as the CPU's
 operations in the same order whatever the width of a vector and a panel: in steps of four columns, each
 line + (w1 g1 + w2 g2 + w3 g3 + w4 g4), products fused with sums where the CPU can; inside of four, column by column.
 
+numba keeps compiled code by the file of the function that was compiled: who changes this file touches sweep.py too.
+
 Letters: b columns of a block, S rows of a strip.
 """
 
@@ -15,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -38,7 +39,6 @@ def _shape() -> tuple[int, int]:
 
 VECTOR_BYTES, PANEL = _shape()
 VECTORS = 2  # of rows in a strip
-
 
 
 Vector = list[Any]  # VECTORS values of LLVM side by side
@@ -78,7 +78,8 @@ class _Code:
         self.masks = None if count is None else [self._mask(count, index) for index in range(VECTORS)]
 
     def _mask(self, count: Any, index: int) -> Any:
-        lanes = ir.Constant(ir.VectorType(ir.IntType(64), self.width), [index * self.width + i for i in range(self.width)])
+        numbers = [index * self.width + lane for lane in range(self.width)]
+        lanes = ir.Constant(ir.VectorType(ir.IntType(64), self.width), numbers)
         return self.builder.icmp_signed("<", lanes, self.spread(count))
 
     def _call(self, name: str, result: ir.Type, *arguments: Any) -> Any:
@@ -130,7 +131,7 @@ class _Code:
         lanes = VECTORS * self.width
         for lane in range(0, lanes, 64 // lines.element_bytes):
             place = lines.at(self.builder, ir.IntType(8), row, _int(lanes + lane))
-            hints = [ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)]  # to read, for the first-level cache, data
+            hints = [ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)]  # to read, into the nearest cache, data
             self._call("llvm.prefetch.p0", ir.VoidType(), place, *hints)
 
     def each(self, operation: Callable[..., Any], *vectors: Vector) -> Vector:
@@ -159,9 +160,7 @@ class _Code:
 
     def _chosen(self, relation: str, one: Vector, other: Vector) -> Vector:
         build = self.builder
-        return [
-            build.select(build.fcmp_ordered(relation, b, a), b, a) for a, b in zip(one, other, strict=True)
-        ]
+        return [build.select(build.fcmp_ordered(relation, b, a), b, a) for a, b in zip(one, other, strict=True)]
 
     def magnitude(self, one: Vector) -> Vector:
         return [self._call(f"llvm.fabs.{self._suffix()}", self.vector, value) for value in one]
@@ -227,9 +226,7 @@ def _solve(
                 values[later] = code.add(values[later], code.given(own, gifts[-STEP:]))
 
 
-def _panels(
-    context: Any, builder: ir.IRBuilder, element: ir.Type, count: Any, length: Any, panel: Callable[..., None]
-) -> None:
+def _panels(builder: ir.IRBuilder, element: ir.Type, count: Any, length: Any, panel: Callable[..., None]) -> None:
     """panel(code, columns, first) for a strip's whole panels, then for the columns left over one by one."""
 
     def both(code: _Code) -> None:
@@ -273,8 +270,8 @@ def round_strip(  # type: ignore[no-untyped-def]
     """
 
     def emit(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        source, given, weights, left, steps, inverses, zeros, groups, top, residual, codes, magic, length, count = _opened(
-            context, builder, signature, values
+        source, given, weights, left, steps, inverses, zeros, groups, top, residual, codes, magic, length, count = (
+            _opened(context, builder, signature, values)
         )
         element = source.element
 
@@ -305,7 +302,7 @@ def round_strip(  # type: ignore[no-untyped-def]
             _solve(code, columns, first, weights, left, begin, column)
             _write_codes(code, made, codes, first)
 
-        _panels(context, builder, element, count, length, panel)
+        _panels(builder, element, count, length, panel)
         return context.get_dummy_value()
 
     arguments = source, given, weights, left, steps, inverses, zeros, groups, top, residual, codes, magic, length, count
@@ -368,7 +365,7 @@ def extent_strip(typing, source, given, weights, left, low, high, size, keep, ke
             for values, into in zip(ends, (low, high, size), strict=True):
                 code.store(values, into, _int(0))
 
-        _panels(context, builder, source.element, count, length, panel)
+        _panels(builder, source.element, count, length, panel)
         return context.get_dummy_value()
 
     return types.void(source, given, weights, left, low, high, size, keep, keeps, length, count), emit

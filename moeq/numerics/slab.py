@@ -1,4 +1,7 @@
-"""Memory: small results apart from their temporaries, what was freed given back, large results on large pages."""
+"""Memory: small results apart from their temporaries, what was freed given back, large results on large pages.
+
+Letters: E experts, N rows and K columns of a matrix.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def return_memory() -> None:
 
 
 def large_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor in main memory, its contents undefined, aligned as torch's own are.
+    """A tensor [...] in main memory, its contents undefined, aligned as torch's own are.
 
     On Linux numpy asks for huge pages from 4 MiB on, torch does not: to touch fresh memory costs a seventh then.
     """
@@ -33,8 +36,10 @@ def large_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def transposed(matrices: Tensor) -> Tensor:
-    """Matrices [E, N, K] as [E, K, N], contiguous: one at a time and from contiguous ones, which torch copies in blocks;
-    others it copies element by element."""
+    """Matrices [E, N, K] as [E, K, N], contiguous.
+
+    One at a time and from contiguous ones: these torch copies in blocks, others element by element.
+    """
     columns = matrices.new_empty(matrices.shape[0], matrices.shape[2], matrices.shape[1])
     for matrix, into in zip(matrices.contiguous(), columns, strict=True):
         into.copy_(matrix.T)

@@ -1,8 +1,8 @@
 """The column loop of GPTQ on a CPU, compiled: blocks of columns held in the first-level cache, many rows side by side.
 
-A row's columns must be rounded in order, but rows are independent: a tile of LANES rows and the columns of one block
-is loaded once, and every column's feedback to the later ones is applied inside it, four columns at a time. What a block
-owes to the columns before it comes from one matrix product outside.
+A row's columns must be rounded in order, but rows are independent: a strip of rows goes through the columns of one
+block at once, panel by panel (panels.py), and every column's feedback to the later ones is applied inside it, four
+columns at a time. What a block owes to the columns before it comes from one matrix product outside.
 
 Letters: E experts, K inputs, B bit widths, N output rows, R = B*N, G groups, g inputs of a group, b columns of a block,
 C candidate grids; arrays are contiguous.
@@ -25,7 +25,7 @@ from torch import Tensor
 from moeq.numerics.panels import VECTOR_BYTES, VECTORS, extent_strip, round_strip
 
 BLOCK = 128  # columns that the inner loop rounds one by one
-LANES = 128  # rows of a tile: with 128 columns in float32, 64 KiB of targets and as much of residuals
+LANES = 128  # rows of a tile, what threads divide among each other
 MAGIC = {torch.float32: np.float32(1.5 * 2.0**23), torch.float64: np.float64(1.5 * 2.0**52)}
 compiled = njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
 
@@ -300,6 +300,8 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 def in_threads(kernel: Callable[..., None], tiles: int, *arguments: Any) -> None:
     """Run a kernel over its tiles, in as many threads as torch has; it lets go of Python meanwhile."""
+    if not all(value.is_contiguous() for value in arguments if isinstance(value, Tensor)):
+        raise ValueError("arguments of a compiled loop must be contiguous")
     arguments = tuple(value.numpy() if isinstance(value, Tensor) else value for value in arguments)
     threads = min(torch.get_num_threads(), tiles)
     if threads == 1 or threading.current_thread() is not threading.main_thread():
