@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moeq.numerics.slab import large_empty, transposed
 from moeq.numerics.threads import side_by_side
 
 FACTOR_BLOCK = 256  # columns that are factored at once
@@ -47,7 +48,7 @@ def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
     factorization fails it is repeated in float64, then with damping raised tenfold up to 1.0; nothing is raised.
     """
     experts, size = hessian.shape[0], hessian.shape[-1]
-    work = hessian.clone()
+    work = large_empty(hessian.shape, hessian.dtype).copy_(hessian) if hessian.device.type == "cpu" else hessian.clone()
     diagonal = work.diagonal(dim1=-2, dim2=-1)
     mean = diagonal.mean(-1, keepdim=True)
     dead = diagonal <= 0
@@ -105,7 +106,11 @@ def _upper_factor(work: Tensor) -> tuple[Tensor, Tensor]:
         info = torch.maximum(info, wrong)
         column[:, start:] = block
         if start:
-            column[:, :start] = torch.linalg.solve_triangular(block.mT, column[:, :start], upper=False, left=False)
+            above = column[:, :start]
+            if work.device.type == "cpu":
+                above = transposed(above).mT  # LAPACK's order; torch's own copy would take longer than the solution
+            solved = torch.linalg.solve_triangular(block.mT, above, upper=False, left=False)
+            column[:, :start] = transposed(solved.mT) if work.device.type == "cpu" else solved
     return work.triu_(), info
 
 

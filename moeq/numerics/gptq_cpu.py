@@ -19,6 +19,7 @@ from moeq.numerics import sweep
 from moeq.numerics.factor import feedback
 from moeq.numerics.grids import Symmetry, extent, inverse_scale, max_codes
 from moeq.numerics.group_grids import group_grid, stacked, static_grids
+from moeq.numerics.slab import large_empty, transposed
 from moeq.numerics.sweep import BLOCK
 from moeq.numerics.threads import side_by_side
 
@@ -41,7 +42,7 @@ def codes_and_grids(
     """
     experts, rows, inputs = weight.shape
     factor = factor.contiguous()
-    codes = torch.empty(experts, len(bits), rows, inputs, dtype=torch.uint8)
+    codes = large_empty((experts, len(bits), rows, inputs), torch.uint8)
     scale, zero = factor.new_empty(2, experts, len(bits), rows, -(-inputs // group))
     chunks = max(1, round(rows * len(bits) / LANES_AT_ONCE))
     step = -(-rows // (chunks * sweep.LANES)) * sweep.LANES
@@ -50,10 +51,10 @@ def codes_and_grids(
 
     def piece(at: tuple[int, int]) -> None:
         which, part = slice(at[0], at[0] + some), slice(at[1], at[1] + step)
-        columns = weight[which, part].to(factor.dtype).transpose(1, 2).contiguous()
+        columns = transposed(weight[which, part].to(factor.dtype))
         size = columns.numel() * len(bits)
         if not hasattr(spaces, "residual") or spaces.residual.numel() < size:
-            spaces.residual = torch.empty(size, dtype=factor.dtype)
+            spaces.residual = large_empty((size,), factor.dtype)
         residual = spaces.residual[:size].view(*columns.shape[:2], -1)
         counts = None if importance is None else importance[which]
         work = _Rows(columns, factor[which], bits, residual, codes, at)
@@ -124,7 +125,7 @@ class _Rows:
 
         given: what the columns before `start` give to them, [E, stop - start, R]; None: there are none.
         """
-        top = max_codes(self.bits, self.columns).expand(-1, self.columns.shape[2]).reshape(-1)
+        top = max_codes(self.bits, self.columns).flatten().repeat_interleave(self.columns.shape[2])
         for far in range(start, stop, SPAN):
             end = min(far + SPAN, stop)
             from_far = self._with_near(given, start, far, end)

@@ -1,6 +1,6 @@
 """Grids of groups of inputs: of their whole range, or of the part of it whose grid rounds with the least error.
 
-On a CPU the search over the shrunk ranges is compiled (sweep.py); elsewhere it is `grids.fit_clipped_grid`.
+On a CPU the search over the shrunk ranges is compiled (compiled_grids.py); elsewhere it is `grids.fit_clipped_grid`.
 
 Letters: E experts, K inputs, G groups, g inputs of one, B bit widths, N output rows, R = B*N, C candidate grids.
 """
@@ -12,15 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moeq.numerics import sweep
+from moeq.numerics import compiled_grids
 from moeq.numerics.grids import (
+    SHRINKS,
     Symmetry,
     extent,
     fit_clipped_grid,
     grid_between,
-    inverse_scale,
     max_codes,
-    shrunk_grids,
 )
 
 
@@ -33,6 +32,9 @@ def group_grid(
     [E, g] what an input's error counts in clipping, None for the whole range.
     """
     low, high, size = ends
+    if importance is None and weight.device.type == "cpu":
+        scale, _, zero = compiled_grids.grids_between(low, high, size, bits, symmetric)
+        return scale[0], zero[0]
     if importance is None:
         return grid_between(low, high, size, bits, symmetric)
     return _clipped(weight, ends, bits, symmetric, importance)
@@ -65,8 +67,8 @@ def _clipped(
         every = weight.unflatten(-1, (-1, rows)).expand(-1, -1, widths, -1)
         return fit_clipped_grid(every, importance, bits, symmetric)
     low, high, size = ends
-    grids = list(shrunk_grids(low, high, size, bits, symmetric))
-    scale, zero = (torch.stack(parts).flatten(2) for parts in zip(*grids, strict=True))  # [C, E, R]
+    grids = compiled_grids.grids_between(low, high, size, bits, symmetric, SHRINKS)
+    scale, inverse, zero = (part.flatten(2) for part in grids)
     weight, importance, top = weight.contiguous(), importance.contiguous(), max_codes(bits, scale).flatten()
-    best = sweep.grid_errors(weight, importance, scale, inverse_scale(scale), zero, top).argmin(0)[None]
+    best = compiled_grids.grid_errors(weight, importance, scale, inverse, zero, top).argmin(0)[None]
     return tuple(part.gather(0, best)[0].unflatten(1, (widths, rows)) for part in (scale, zero))  # type: ignore[return-value]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeq.numerics import sweep
+from moeq.numerics import compiled_grids, sweep
 from moeq.numerics.factor import feedback
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.gptq_cpu import LANES_AT_ONCE
@@ -173,7 +173,7 @@ def _errors(moved: Tensor, importance: Tensor, scale: Tensor, zero: Tensor) -> T
     """Weighted sum of cubed errors of rounding moved [E, g, R] to the nearest codes of each grid, [C, E, R]."""
     top = max_codes(NESTED_BITS, scale).flatten()
     if _on_cpu(moved):
-        return sweep.grid_errors(moved, importance, scale, inverse_scale(scale), zero, top)
+        return compiled_grids.grid_errors(moved, importance, scale, inverse_scale(scale), zero, top)
     highest = top.repeat_interleave(moved.shape[2] // len(NESTED_BITS))
     errors = []
     for step, middle in zip(scale.unsqueeze(2), zero.unsqueeze(2), strict=True):

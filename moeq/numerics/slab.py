@@ -1,9 +1,15 @@
-"""Memory that would stay behind: small results apart from their temporaries, and what was freed given back."""
+"""Memory: small results apart from their temporaries, what was freed given back, large results on large pages.
+
+Letters: E experts, N rows and K columns of a matrix.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +22,28 @@ def return_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def large_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor [...] in main memory, its contents undefined, aligned as torch's own are.
+
+    On Linux numpy asks for huge pages from 4 MiB on, torch does not: to touch fresh memory costs a seventh then.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.empty(size + ALIGNMENT, np.uint8))
+    begin = -memory.data_ptr() % ALIGNMENT
+    return memory[begin : begin + size].view(dtype).view(*shape)
+
+
+def transposed(matrices: Tensor) -> Tensor:
+    """Matrices [E, N, K] as [E, K, N], contiguous.
+
+    One at a time and from contiguous ones: these torch copies in blocks, others element by element.
+    """
+    columns = matrices.new_empty(matrices.shape[0], matrices.shape[2], matrices.shape[1])
+    for matrix, into in zip(matrices.contiguous(), columns, strict=True):
+        into.copy_(matrix.T)
+    return columns
 
 
 class Slab:

@@ -1,8 +1,8 @@
 """The column loop of GPTQ on a CPU, compiled: blocks of columns held in the first-level cache, many rows side by side.
 
-A row's columns must be rounded in order, but rows are independent: a tile of LANES rows and the columns of one block
-is loaded once, and every column's feedback to the later ones is applied inside it, four columns at a time. What a block
-owes to the columns before it comes from one matrix product outside.
+A row's columns must be rounded in order, but rows are independent: a strip of rows goes through the columns of one
+block at once, panel by panel (panels.py), and every column's feedback to the later ones is applied inside it, four
+columns at a time. What a block owes to the columns before it comes from one matrix product outside.
 
 Letters: E experts, K inputs, B bit widths, N output rows, R = B*N, G groups, g inputs of a group, b columns of a block,
 C candidate grids; arrays are contiguous.
@@ -22,14 +22,16 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from moeq.numerics.panels import VECTOR_BYTES, VECTORS, extent_strip, round_strip
+
 BLOCK = 128  # columns that the inner loop rounds one by one
-LANES = 128  # rows of a tile: with 128 columns in float32, 64 KiB of targets and as much of residuals
-_MAGIC = {torch.float32: np.float32(1.5 * 2.0**23), torch.float64: np.float64(1.5 * 2.0**52)}
-_compile = njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
+LANES = 128  # rows of a tile, what threads divide among each other
+MAGIC = {torch.float32: np.float32(1.5 * 2.0**23), torch.float64: np.float64(1.5 * 2.0**52)}
+compiled = njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
 
 
-@_compile  # type: ignore[untyped-decorator]
-def _tile(item, widths, rows):  # type: ignore[no-untyped-def]
+@compiled  # type: ignore[untyped-decorator]
+def tile_at(item, widths, rows):  # type: ignore[no-untyped-def]
     """Expert, width, first row, number of rows and first lane (of all widths) of a tile of E x B x chunks of N."""
     chunks = (rows + LANES - 1) // LANES
     expert, place = divmod(item, widths * chunks)
@@ -38,7 +40,13 @@ def _tile(item, widths, rows):  # type: ignore[no-untyped-def]
     return expert, width, begin, min(LANES, rows - begin), width * rows + begin
 
 
-@_compile  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
+def _strip(like):  # type: ignore[no-untyped-def]
+    """Rows of a strip, S."""
+    return VECTORS * VECTOR_BYTES // like.itemsize
+
+
+@compiled  # type: ignore[untyped-decorator]
 def _store(into, tile, expert, start, offset, count):  # type: ignore[no-untyped-def]
     """Columns of a tile [b, LANES] into those of `into` [E, K, R] from (start, offset) on."""
     for k in range(tile.shape[0]):
@@ -48,7 +56,7 @@ def _store(into, tile, expert, start, offset, count):  # type: ignore[no-untyped
             line[lane] = source[lane]
 
 
-@_compile  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def _load(tile, columns, feedback, expert, start, begin, offset, count):  # type: ignore[no-untyped-def]
     """Fill a tile [b, LANES] with columns [E, K, N] from (start, begin) on and what they were given [E, b, R]."""
     for k in range(tile.shape[0]):
@@ -59,7 +67,18 @@ def _load(tile, columns, feedback, expert, start, begin, offset, count):  # type
             line[lane] = source[lane] + given[lane]
 
 
-@_compile  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
+def _pack(gifts, factor, expert, start):  # type: ignore[no-untyped-def]
+    """What the columns of a block give to each other into gifts [b, b]: in the factor, lines of powers of two of bytes
+    apart would push each other out of the cache."""
+    for i in range(gifts.shape[0]):
+        line = factor[expert, start + i, start : start + gifts.shape[0]]
+        into = gifts[i]
+        for k in range(gifts.shape[0]):
+            into[k] = line[k]
+
+
+@compiled  # type: ignore[untyped-decorator]
 def _give(into, given, factor, expert, start, column, end):  # type: ignore[no-untyped-def]
     """Add what a column gives to the later ones up to end."""
     for k in range(column + 1, end):
@@ -69,7 +88,7 @@ def _give(into, given, factor, expert, start, column, end):  # type: ignore[no-u
             line[lane] += weight * given[lane]
 
 
-@_compile  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def _owe(into, given, factor, expert, start, first, end, stop):  # type: ignore[no-untyped-def]
     """Add what four columns, first to end, give to all later ones up to stop."""
     if end - first < 4:
@@ -90,7 +109,7 @@ def _owe(into, given, factor, expert, start, first, end, stop):  # type: ignore[
             )
 
 
-@_compile  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def _solve_extent(columns, feedback, factor, start, low, high, size, keep, first, last):  # type: ignore[no-untyped-def]
     """Least, largest and mean absolute weight of a group as the feedback of all earlier columns would move it.
 
@@ -102,82 +121,41 @@ def _solve_extent(columns, feedback, factor, start, low, high, size, keep, first
     rows = columns.shape[2]
     widths = low.shape[1] // rows
     inputs = feedback.shape[1]
-    tile = np.zeros((inputs, LANES), columns.dtype)
-    solved = np.zeros((inputs, LANES), columns.dtype)
+    gifts = np.zeros((inputs, inputs), columns.dtype)
+    solved = np.zeros((inputs, _strip(columns)), columns.dtype)
+    packed = -1
     for item in range(first, last):
-        expert, _, begin, count, offset = _tile(item, widths, rows)
-        for k in range(inputs):
-            source = feedback[expert, k, offset : offset + count]
-            into = tile[k]
+        expert, _, tile, lanes, place = tile_at(item, widths, rows)
+        if expert != packed:
+            _pack(gifts, factor, expert, start)
+            packed = expert
+        for moved in range(0, lanes, solved.shape[1]):
+            count = min(lanes - moved, solved.shape[1])
+            begin, offset = tile + moved, place + moved
+            least = low[expert, offset : offset + count]
+            largest = high[expert, offset : offset + count]
+            total = size[expert, offset : offset + count]
+            least[:] = 0
+            largest[:] = 0
+            total[:] = 0
+            extent_strip(
+                columns[expert, start : start + inputs, begin : begin + count],
+                feedback[expert, :, offset : offset + count],
+                gifts,
+                solved,
+                least,
+                largest,
+                total,
+                keep[expert, :, offset : offset + count],
+                keep.shape[1] > 0,
+                inputs,
+                count,
+            )
             for lane in range(count):
-                into[lane] = source[lane]
-        for j in range(0, inputs, 4):
-            end = min(j + 4, inputs)
-            for i in range(j, end):
-                wanted = tile[i]
-                head = solved[i]
-                for lane in range(LANES):
-                    head[lane] = -wanted[lane]
-                _give(tile, head, factor, expert, start, i, end)
-            _owe(tile, solved, factor, expert, start, j, end, inputs)
-        least = low[expert, offset : offset + count]
-        largest = high[expert, offset : offset + count]
-        total = size[expert, offset : offset + count]
-        for lane in range(count):
-            least[lane] = 0
-            largest[lane] = 0
-            total[lane] = 0
-        for k in range(inputs):
-            source = columns[expert, start + k, begin : begin + count]
-            moved = solved[k]
-            for lane in range(count):
-                moved[lane] = source[lane] - moved[lane]
-            for lane in range(count):
-                least[lane] = min(least[lane], moved[lane])
-                largest[lane] = max(largest[lane], moved[lane])
-                total[lane] += abs(moved[lane])
-        for lane in range(count):
-            total[lane] /= inputs
-        if keep.shape[1]:
-            _store(keep, solved, expert, 0, offset, count)
+                total[lane] /= inputs
 
 
-@_compile  # type: ignore[untyped-decorator]
-def _grid_errors(  # type: ignore[no-untyped-def]
-    weights, importance, scale, inverse, zero, top, magic, errors, first, last
-):
-    """Weighted sum of cubed errors of rounding to each of C grids, into errors [C, E, R]; 0 at 1 bit.
-
-    weights [E, g, N], the same at all widths, or [E, g, R]; importance [E, g]; scale, inverse, zero [C, E, R]; top [B].
-    """
-    widths = top.shape[0]
-    rows = errors.shape[2] // widths
-    shared = weights.shape[2] == rows
-    lowest = magic - magic
-    for item in range(first, last):
-        expert, width, begin, count, offset = _tile(item, widths, rows)
-        highest = top[width]
-        if not shared:
-            begin = offset
-        for grid in range(scale.shape[0]):
-            steps = scale[grid, expert, offset : offset + count]
-            inverses = inverse[grid, expert, offset : offset + count]
-            zeros = zero[grid, expert, offset : offset + count]
-            total = errors[grid, expert, offset : offset + count]
-            for lane in range(count):
-                total[lane] = 0
-            if highest == 1:
-                continue
-            for k in range(weights.shape[1]):
-                source = weights[expert, k, begin : begin + count]
-                counts = importance[expert, k]
-                for lane in range(count):
-                    rounded = (source[lane] * inverses[lane] + zeros[lane] + magic) - magic
-                    rest = source[lane] - (min(max(rounded, lowest), highest) - zeros[lane]) * steps[lane]
-                    total[lane] += counts * (rest * rest * abs(rest))
-
-
-@_compile  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def _round_block(  # type: ignore[no-untyped-def]
     columns,
     feedback,
@@ -203,42 +181,41 @@ def _round_block(  # type: ignore[no-untyped-def]
     rows = columns.shape[2]
     widths = top.shape[0] // rows
     block = feedback.shape[1]
-    target = np.zeros((block, LANES), columns.dtype)
-    left = np.zeros((block, LANES), columns.dtype)
-    made = np.zeros((block, LANES), np.uint8)
-    lowest = magic - magic
+    gifts = np.zeros((block, block), columns.dtype)
+    left = np.zeros((block, _strip(columns)), columns.dtype)
+    made = np.zeros((left.shape[1], block), np.uint8)
+    packed = -1
     for item in range(first, last):
-        expert, width, begin, count, offset = _tile(item, widths, rows)
-        highest = top[offset : offset + count]
-        _load(target, columns, feedback, expert, start, begin, offset, count)
-        for j in range(0, block, 4):
-            end = min(j + 4, block)
-            for i in range(j, end):
-                group = group_of[expert, start + i]
-                steps = scale[expert, group, offset : offset + count]
-                inverses = inverse[expert, group, offset : offset + count]
-                zeros = zero[expert, group, offset : offset + count]
-                source = columns[expert, start + i, begin : begin + count]
-                wanted = target[i]
-                rest = left[i]
-                code = made[i]
-                for lane in range(count):  # three loops, each over few enough arrays to be vectorized
-                    rounded = (wanted[lane] * inverses[lane] + zeros[lane] + magic) - magic
-                    wanted[lane] = min(max(rounded, lowest), highest[lane])
-                for lane in range(count):
-                    rest[lane] = source[lane] - (wanted[lane] - zeros[lane]) * steps[lane]
-                for lane in range(count):
-                    code[lane] = np.uint8(wanted[lane])
-                _give(target, rest, factor, expert, start, i, end)
-            _owe(target, left, factor, expert, start, j, end, block)
-        _store(residual, left, expert, start, offset, count)
-        for lane in range(count):
-            line = codes[at_expert + expert, width, at_row + begin + lane, start : start + block]
-            for k in range(block):
-                line[k] = made[k, lane]
+        expert, width, tile, lanes, place = tile_at(item, widths, rows)
+        if expert != packed:
+            _pack(gifts, factor, expert, start)
+            packed = expert
+        for moved in range(0, lanes, left.shape[1]):
+            count = min(lanes - moved, left.shape[1])
+            begin, offset = tile + moved, place + moved
+            round_strip(
+                columns[expert, start : start + block, begin : begin + count],
+                feedback[expert, :, offset : offset + count],
+                gifts,
+                left,
+                scale[expert, :, offset : offset + count],
+                inverse[expert, :, offset : offset + count],
+                zero[expert, :, offset : offset + count],
+                group_of[expert, start : start + block],
+                top[offset : offset + count],
+                residual[expert, start : start + block, offset : offset + count],
+                made,
+                magic,
+                block,
+                count,
+            )
+            for lane in range(count):
+                line = codes[at_expert + expert, width, at_row + begin + lane, start : start + block]
+                for k in range(block):
+                    line[k] = made[lane, k]
 
 
-@_compile  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def _round_nested(  # type: ignore[no-untyped-def]
     columns, feedback, factor, start, scale, inverse, zero, counts, residual, codes, at_expert, at_row, first, last
 ):
@@ -259,7 +236,7 @@ def _round_nested(  # type: ignore[no-untyped-def]
     least = np.zeros(LANES, columns.dtype)
     best = np.zeros(LANES, columns.dtype)
     for item in range(first, last):
-        expert, _, begin, count, _ = _tile(item, 1, rows)
+        expert, _, begin, count, _ = tile_at(item, 1, rows)
         for width in range(widths):
             _load(target[width], columns, feedback, expert, start, begin, width * rows + begin, count)
         for j in range(0, block, 4):
@@ -321,8 +298,10 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="moeq-sweep")
 
 
-def _in_threads(kernel: Callable[..., None], tiles: int, *arguments: Any) -> None:
+def in_threads(kernel: Callable[..., None], tiles: int, *arguments: Any) -> None:
     """Run a kernel over its tiles, in as many threads as torch has; it lets go of Python meanwhile."""
+    if not all(value.is_contiguous() for value in arguments if isinstance(value, Tensor)):
+        raise ValueError("arguments of a compiled loop must be contiguous")
     arguments = tuple(value.numpy() if isinstance(value, Tensor) else value for value in arguments)
     threads = min(torch.get_num_threads(), tiles)
     if threads == 1 or threading.current_thread() is not threading.main_thread():
@@ -334,7 +313,8 @@ def _in_threads(kernel: Callable[..., None], tiles: int, *arguments: Any) -> Non
         ended.result()
 
 
-def _tiles(experts: int, widths: int, rows: int) -> int:
+def tiles_of(experts: int, widths: int, rows: int) -> int:
+    """How many tiles `tile_at` numbers."""
     return experts * widths * -(-rows // LANES)
 
 
@@ -351,24 +331,9 @@ def extent(
     experts, rows, lanes = len(columns), columns.shape[2], feedback.shape[2]
     low, high, size = columns.new_empty(3, experts, lanes)
     kept = columns.new_empty(experts, feedback.shape[1] if keep else 0, lanes)
-    tiles = _tiles(experts, lanes // rows, rows)
-    _in_threads(_solve_extent, tiles, columns, feedback, factor, start, low, high, size, kept)
+    tiles = tiles_of(experts, lanes // rows, rows)
+    in_threads(_solve_extent, tiles, columns, feedback, factor, start, low, high, size, kept)
     return low, high, size, kept
-
-
-def grid_errors(
-    weights: Tensor, importance: Tensor, scale: Tensor, inverse: Tensor, zero: Tensor, top: Tensor
-) -> Tensor:
-    """Weighted sum of cubed errors of rounding each row of a group to each of C grids, [C, E, R]; 0 at 1 bit.
-
-    weights: [E, g, N], the same at all widths, or [E, g, R]; importance: [E, g]; scale, inverse, zero: [C, E, R]; top:
-    [B] largest codes. All of one type, float32 or float64, contiguous, in main memory.
-    """
-    errors = torch.empty_like(scale)
-    tiles = _tiles(scale.shape[1], len(top), scale.shape[2] // len(top))
-    magic = _MAGIC[weights.dtype]
-    _in_threads(_grid_errors, tiles, weights, importance, scale, inverse, zero, top, magic, errors)
-    return errors
 
 
 def round_block(
@@ -389,9 +354,9 @@ def round_block(
     group_of: [E, K] int64; residual: [E, K, R]; codes: uint8 [.., B, .., K] of all experts and rows, filled from
     expert and row `at` on. Floats of one type, float32 or float64; all contiguous, in main memory.
     """
-    tiles = _tiles(len(columns), codes.shape[1], columns.shape[2])
-    magic = _MAGIC[columns.dtype]
-    _in_threads(
+    tiles = tiles_of(len(columns), codes.shape[1], columns.shape[2])
+    magic = MAGIC[columns.dtype]
+    in_threads(
         _round_block, tiles, columns, feedback, factor, start, *grids, top, group_of, magic, residual, codes, *at
     )
 
@@ -412,5 +377,5 @@ def round_nested(
     grids: scale, its inverse and zero of the block's one group, [E, R]; counts: [B] what the square of a width's
     distance, in its own codes, counts in the choice of a code.
     """
-    tiles = _tiles(len(columns), 1, columns.shape[2])
-    _in_threads(_round_nested, tiles, columns, feedback, factor, start, *grids, counts, residual, codes, *at)
+    tiles = tiles_of(len(columns), 1, columns.shape[2])
+    in_threads(_round_nested, tiles, columns, feedback, factor, start, *grids, counts, residual, codes, *at)
