@@ -124,6 +124,9 @@ class ExpertsByRow(PackedExperts):
         for name, parameter in original.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
 
+    def through(self, hidden: Tensor, weights: Tensor) -> None:
+        """None: replicas are computed with one by one."""
+
     def by_device(self, experts: Sequence[int], home: torch.device) -> dict[torch.device, list[int]]:
         """All where the tokens are."""
         return {home: list(experts)}
