@@ -27,10 +27,9 @@ from moeq.kernels import measured
 from moeq.kernels.cpu.forms import FORMS, forms
 from moeq.kernels.cpu.kernel import CpuKernel
 from moeq.kernels.description import Kernel, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
+from moeq.kernels.names import CPU, REFERENCE, TRITON, VARIABLE
 from moeq.kernels.reference import ReferenceKernel
 
-VARIABLE = "MOEQ_KERNEL"
-REFERENCE, CPU, TRITON = "reference", "cpu", "triton"
 Policy = Literal["measured", "fixed", "reference"]
 _policy: ContextVar[Policy] = ContextVar("policy", default="measured")
 _at_once: ContextVar[bool] = ContextVar("at_once", default=True)

@@ -20,7 +20,9 @@ COMPUTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of activatio
 SEVERAL = "its experts lie on several devices"
 OFFLOADED = "its weights are offloaded and only there while it runs"
 TRAINED = "it is being trained"
-GRADIENTS = "gradients are asked for"
+GRADIENTS = "gradients are asked for, and what is between its matrices may have weights of its own"
+
+Compute = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +71,46 @@ class Puts(nn.Module):
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether accelerate brings a module's tensors in when it is called and takes them away after."""
+    """Whether accelerate brings a module's buffers in when it is called and takes them away after."""
     hook = getattr(module, "_hf_hook", None)
-    return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))
+    hooks = getattr(hook, "hooks", (hook,))
+    return any(getattr(one, "offload", False) and getattr(one, "offload_buffers", False) for one in hooks)
 
 
 def reason_at_call(module: nn.Module, *given: Tensor) -> str | None:
     """Why a call with these activations computes with the stored tensors, None if it need not."""
     if module.training:
         return TRAINED
-    if torch.is_grad_enabled() and any(one.requires_grad for one in given):
-        return GRADIENTS
-    if given[0].dtype not in COMPUTED:
-        return f"its inputs are {given[0].dtype}"
-    return None
+    return None if given[0].dtype in COMPUTED else f"its inputs are {given[0].dtype}"
+
+
+def wants_gradients(*given: Tensor) -> bool:
+    """Whether a call's output is to have a gradient."""
+    return torch.is_grad_enabled() and any(one.requires_grad for one in given)
+
+
+class _Recomputed(torch.autograd.Function):
+    """A kernel's output, whose gradient is that of the same output computed with the stored tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, fast: Compute, plain: Compute, *given: Tensor) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(*given)
+        return fast(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        wanted = ctx.needs_input_grad[2:]
+        given = [one.detach().requires_grad_(needed) for one, needed in zip(ctx.saved_tensors, wanted, strict=True)]
+        with torch.enable_grad():
+            output = ctx.plain(*given)
+        found = iter(torch.autograd.grad(output, [one for one in given if one.requires_grad], gradients))
+        return None, None, *(next(found) if needed else None for needed in wanted)
+
+
+def with_gradients(fast: Compute, plain: Compute, *given: Tensor) -> Tensor:
+    """fast(*given), a kernel's; where a gradient is asked for, that of plain(*given), which computes the same."""
+    if not wants_gradients(*given):
+        return fast(*given)
+    output: Tensor = _Recomputed.apply(fast, plain, *given)  # type: ignore[no-untyped-call]
+    return output

@@ -25,7 +25,17 @@ from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import jetmoe, numbered
 from moeq.numerics.packed import PackedWeight, packed_shapes
 from moeq.numerics.widths import NESTED_BITS, PARTS
-from moeq.runtime.arranged import OFFLOADED, SEVERAL, Arranged, Puts, is_offloaded, reason_at_call
+from moeq.runtime.arranged import (
+    GRADIENTS,
+    OFFLOADED,
+    SEVERAL,
+    Arranged,
+    Puts,
+    is_offloaded,
+    reason_at_call,
+    wants_gradients,
+    with_gradients,
+)
 
 GUARD_DTYPE = torch.float16
 DENSE = "dense"  # the buffer of a matrix of 16 bits
@@ -265,7 +275,9 @@ class PackedExperts(Puts):
 
     def through(self, hidden: Tensor, weights: Tensor) -> PreparedLayer | None:
         """The prepared layer that computes a call, None where the stored tensors do; `reason` says why."""
-        self.reason = reason_at_call(self, hidden, weights)
+        self.reason = reason_at_call(self, hidden)
+        if self.math.activation is None or self.math.finish is not None:
+            self.reason = GRADIENTS if wants_gradients(hidden, weights) else self.reason
         if self.reason is not None:
             return None
         if self.prepared is None and self.refused is None:
@@ -297,7 +309,7 @@ class PackedExperts(Puts):
         """
         prepared = self.through(hidden, weights)
         if prepared is not None:
-            result = prepared(hidden, experts, weights)
+            result = with_gradients(prepared, self._stored_sum, hidden, experts, weights)
             return self._with_identity(result, hidden, experts, weights) if self.identity_beyond else result
         home = hidden.device
         groups = self.by_device(torch.unique(experts).tolist(), home)
@@ -311,6 +323,11 @@ class PackedExperts(Puts):
         for device, (tokens, parts) in away.items():
             result.index_add_(0, tokens, self._sum_here(groups[device], *parts).to(home))
         return result
+
+    def _stored_sum(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum with the stored tensors, without experts beyond the last one."""
+        numbers = [number for number in torch.unique(experts).tolist() if number < self.num_experts]
+        return self._sum_here(numbers, hidden, experts, weights)
 
     def _with_identity(self, result: Tensor, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """The sum with what experts beyond the last one hand through."""
@@ -346,7 +363,8 @@ class PackedLlama4(PackedExperts):
             places = rows.any(-1).nonzero()
             expert, token = places[:, 0], places[:, 1]
             ones = rows.new_ones(len(places), 1)
-            result.view_as(rows)[expert, token] = prepared(rows[expert, token], expert[:, None], ones)
+            outputs = with_gradients(prepared, self._stored_sum, rows[expert, token], expert[:, None], ones)
+            result.view_as(rows)[expert, token] = outputs
             return result
         for device, numbers in self.by_device(used, rows.device).items():
             counts = [len(chosen[expert]) for expert in numbers]

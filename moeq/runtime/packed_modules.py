@@ -19,7 +19,7 @@ from moeq.kernels import choice
 from moeq.kernels.description import PreparedLinear
 from moeq.kernels.reference import some_rows, values
 from moeq.recipe.wording import refusal_of
-from moeq.runtime.arranged import OFFLOADED, is_offloaded, reason_at_call
+from moeq.runtime.arranged import OFFLOADED, is_offloaded, reason_at_call, with_gradients
 from moeq.runtime.packed_experts import GUARD_DTYPE, PackedExperts, PackedLinear
 
 GUARD_SHAPE = (1, 1)
@@ -108,7 +108,8 @@ class PackedModule(PackedLinear):
         prepared = self.through(rows)
         if prepared is None:
             return super().forward(rows)
-        return prepared(rows.flatten(0, -2)).view(*rows.shape[:-1], self.out_features)
+        output = with_gradients(prepared, super().forward, rows.flatten(0, -2))
+        return output.view(*rows.shape[:-1], self.out_features)
 
     def forward(self, rows: Tensor) -> Tensor:
         return self.product(rows)
