@@ -1,0 +1,320 @@
+"""The work of one call, compiled: tokens sorted by expert, cut into items, and done by all threads that take part.
+
+A call has one or two stages, each of the same two steps: rows of activations are laid out as the blocks read them, with
+their sums by group; then blocks of 16 output rows are multiplied with them, C matrices of an expert side by side (gate
+and up). Items are claimed with an atomic counter, so that cores are busy to the end whatever widths the experts have,
+and a thread that comes late or never costs nothing: a step ends when its items are done, not when threads arrive.
+
+What comes out does not depend on the number of threads: every number is computed by one thread, experts in order.
+
+Letters: T tokens, k experts a token, P = T*k rows, E experts, A experts with rows, S tiles (rows of one expert that one
+pass multiplies), C matrices of an expert, N output rows, K inputs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from moeq.kernels.cpu.compiled import call_block
+from moeq.kernels.cpu.memory import add_at, bits_of, float_of
+
+LANES = 16
+MOST_ROWS = 16  # of a tile
+# columns of a table of matrices [E, C, COLUMNS]
+(BITS, OFFSET, STRIDE, ROWS, SLOT, SCALES_AT, ZEROS_AT, ZERO_STRIDE, GROUPS, GROUP, LAST, UNITS, LAST_UNITS, UNIT,
+ BIAS, FILLED, ALIKE) = range(17)  # fmt: skip
+COLUMNS = 17
+# columns of tiles [S, 5]; size: the number of rows that is compiled, `PLACE` its place among those
+EXPERT, FIRST, COUNT, SIZE, PLACE = range(5)
+# what is done with the products
+PRODUCTS, WEIGHTED, SILU, GELU, GELU_TANH, RELU = range(6)
+ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH,
+               "relu": RELU}  # fmt: skip
+LINE = 8  # int64 of a cache line: every counter has its own
+
+_compile = njit(nogil=True, cache=True, error_model="numpy")
+_sums = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
+
+
+@_compile  # type: ignore[untyped-decorator]
+def route(index, starts, sizes, whole, order, tiles):  # type: ignore[no-untyped-def]
+    """Sort rows by expert; the number of tiles.
+
+    index: [P] experts of rows, E and more for none; starts [E + 1] is filled with the first row of each expert in
+    order [P], which is filled too; sizes: rows that are compiled, ascending; experts with `whole` rows and more get no
+    tiles [P, 5].
+    """
+    experts = starts.shape[0] - 1
+    starts[:] = 0
+    for row in range(index.shape[0]):
+        if 0 <= index[row] < experts:
+            starts[index[row] + 1] += 1
+    for expert in range(experts):
+        starts[expert + 1] += starts[expert]
+    at = starts[:experts].copy()
+    for row in range(index.shape[0]):
+        expert = index[row]
+        if 0 <= expert < experts:
+            order[at[expert]] = row
+            at[expert] += 1
+    most, number = sizes[-1], 0
+    for expert in range(experts):
+        first, stop = starts[expert], starts[expert + 1]
+        while first < stop and stop - starts[expert] < whole:
+            count = min(most, stop - first)
+            place = 0
+            while sizes[place] < count:
+                place += 1
+            tiles[number, EXPERT] = expert
+            tiles[number, FIRST] = first
+            tiles[number, COUNT] = count
+            tiles[number, SIZE] = sizes[place]
+            tiles[number, PLACE] = place
+            first += count
+            number += 1
+    return number
+
+
+@_compile  # type: ignore[untyped-decorator]
+def plan(tiles, table, functions, pairs, by_block, item_bytes):  # type: ignore[no-untyped-def]
+    """How a stage goes: starts [S, C, 2] of each tile in layout and sums, the lengths of these, items [I, 4] of `work`,
+    bytes of matrices that are read, and whether all functions that are needed are there.
+
+    An item is some blocks, about item_bytes of matrices: of one expert, or, by block, of all experts.
+    """
+    matrices = table.shape[1]
+    starts = np.empty((tiles.shape[0], matrices, 2), np.int64)
+    layout, sums, nbytes, spans, blocks, block_bytes = 0, 0, 0, 0, 0, 0
+    complete = True
+    cuts = np.empty((tiles.shape[0], 4), np.int64)  # first and last tile, blocks, blocks of an item
+    for tile in range(tiles.shape[0]):
+        expert, size = tiles[tile, EXPERT], tiles[tile, SIZE]
+        of_expert, high = 0, 0
+        for which in range(matrices):
+            how = table[expert, which]
+            if how[ALIKE]:
+                starts[tile, which] = starts[tile, 0]
+            else:
+                starts[tile, which, 0], starts[tile, which, 1] = layout, sums
+                layout += how[FILLED] * size // (2 if pairs else 1)
+                sums += how[GROUPS] * size
+            of_expert += how[STRIDE]
+            high = max(high, (how[ROWS] + LANES - 1) // LANES)
+            complete = complete and functions[how[SLOT], tiles[tile, PLACE]] != 0
+        if tile and tiles[tile - 1, EXPERT] == expert:
+            cuts[spans - 1, 1] = tile + 1
+            continue
+        blocks, block_bytes, nbytes = max(blocks, high), block_bytes + of_expert, nbytes + of_expert * high
+        cuts[spans, 0], cuts[spans, 1], cuts[spans, 2], cuts[spans, 3] = tile, tile + 1, high, item_bytes // of_expert
+        spans += 1
+    if by_block and spans:
+        cuts[0, 1], cuts[0, 2], cuts[0, 3] = tiles.shape[0], blocks, item_bytes // block_bytes
+        spans = 1
+    count = 0
+    for span in range(spans):
+        cuts[span, 3] = max(1, cuts[span, 3])
+        count += -(-cuts[span, 2] // cuts[span, 3])
+    items = np.empty((count, 4), np.int64)
+    number = 0
+    for span in range(spans):
+        first, last, high, step = cuts[span]
+        for block in range(0, high, step):
+            items[number, 0], items[number, 1] = first, last
+            items[number, 2], items[number, 3] = block, min(block + step, high)
+            number += 1
+    return starts, layout, sums, items, nbytes, complete
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _bf16(value):  # type: ignore[no-untyped-def]
+    """The bits of a float32 rounded to bf16, to nearest, halves to even."""
+    bits = bits_of(value)
+    if value != value:
+        return np.uint32(0x7FC0)
+    return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+
+
+@_sums  # type: ignore[untyped-decorator]
+def _lay_out(source, into, size, row, pairs, how, sums):  # type: ignore[no-untyped-def]
+    """One row of activations [K] among the `size` rows of a tile, and its sums by group [G, size].
+
+    into: uint32 by input, or by pair of inputs in bf16, the rows side by side; groups are filled up with zeros.
+    """
+    at = 0
+    for group in range(how[GROUPS]):
+        last = group == how[GROUPS] - 1
+        first, count = group * how[GROUP], how[LAST] if last else how[GROUP]
+        given = source[first : first + count]
+        total = np.float32(0)
+        if pairs:
+            for pair in range(count >> 1):
+                low, high = _bf16(given[2 * pair]), _bf16(given[2 * pair + 1])
+                total += float_of(low << np.uint32(16)) + float_of(high << np.uint32(16))
+                into[((at >> 1) + pair) * size + row] = low | high << np.uint32(16)
+            if count & 1:
+                low = _bf16(given[count - 1])
+                total += float_of(low << np.uint32(16))
+                into[((at + count) >> 1) * size + row] = low
+        else:
+            for k in range(count):
+                total += given[k]
+                into[(at + k) * size + row] = bits_of(given[k])
+        sums[group * size + row] = total
+        at += (how[LAST_UNITS] if last else how[UNITS]) * how[UNIT]
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _lay_out_tile(stage, tile, which, source, into, sums):  # type: ignore[no-untyped-def]
+    """All rows of a tile for one of its matrices."""
+    table, tiles, order, starts, per_row, pairs, _ = stage
+    how = table[tiles[tile, EXPERT], which]
+    size, first = tiles[tile, SIZE], tiles[tile, FIRST]
+    for row in range(tiles[tile, COUNT]):
+        given = source[order[first + row] // per_row if per_row else first + row]
+        own = into[starts[tile, which, 0] :]
+        _lay_out(given, own, size, row, pairs, how, sums[starts[tile, which, 1] :])
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _activated(value, kind):  # type: ignore[no-untyped-def]
+    """The activation function of one float32."""
+    if kind == SILU:
+        return value / (np.float32(1) + np.exp(-value))
+    if kind == GELU:
+        return np.float32(0.5) * value * (np.float32(1) + np.float32(math.erf(value * np.float32(math.sqrt(0.5)))))
+    if kind == GELU_TANH:
+        inner = np.float32(math.sqrt(2 / math.pi)) * (value + np.float32(0.044715) * value * value * value)
+        return np.float32(0.5) * value * (np.float32(1) + np.tanh(inner))
+    return max(value, np.float32(0))
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _finish(end, products, tile, block, stage, weights, per_token, out, biased):  # type: ignore[no-untyped-def]
+    """What is done with the products [C, size, 16] of a tile and a block."""
+    table, tiles, order = stage[:3]
+    expert, first = tiles[tile, EXPERT], tiles[tile, FIRST]
+    for row in range(tiles[tile, COUNT]):
+        for which in range(table.shape[1]):
+            begin = block * LANES
+            count = min(LANES, table[expert, which, ROWS] - begin)
+            values = products[which, row * LANES : row * LANES + LANES]
+            bias = table[expert, which, BIAS]
+            if bias >= 0:
+                for lane in range(count):
+                    values[lane] += biased[bias + begin + lane]
+            if end == PRODUCTS:
+                for lane in range(count):
+                    out[which, first + row, begin + lane] = values[lane]
+            elif end == WEIGHTED:
+                place = order[first + row]
+                weight = weights[place]
+                into = out[0, place // per_token]
+                for lane in range(count):
+                    into[begin + lane] += weight * values[lane]
+        if end > WEIGHTED:
+            for lane in range(count):
+                value = _activated(products[0, row * LANES + lane], end)
+                if table.shape[1] > 1:
+                    value *= products[1, row * LANES + lane]
+                out[0, first + row, begin + lane] = value
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _multiply(stage, item, functions, grids, layout, sums, products, end, weights, per_token, out, biased):  # type: ignore[no-untyped-def]
+    """One item: tiles from item[0] to item[1], blocks from item[2] to item[3]."""
+    table, tiles, _, starts, _, _, base = stage
+    begin = item[0]
+    while begin < item[1]:
+        expert = tiles[begin, EXPERT]
+        stop = begin + 1
+        while stop < item[1] and tiles[stop, EXPERT] == expert:
+            stop += 1
+        for block in range(item[2], item[3]):
+            for tile in range(begin, stop):
+                for which in range(table.shape[1]):
+                    how, grid = table[expert, which], grids[expert, which]
+                    if block * LANES >= how[ROWS]:
+                        continue
+                    at = base + how[OFFSET] + block * how[STRIDE]
+                    zeros = at + how[ZEROS_AT] if how[ZERO_STRIDE] else base
+                    call_block(
+                        functions[how[SLOT], tiles[tile, PLACE]],
+                        (
+                            at, at + how[SCALES_AT], zeros, how[ZERO_STRIDE], how[GROUPS], how[UNITS], how[LAST_UNITS],
+                            how[GROUP], layout.ctypes.data + starts[tile, which, 0] * 4,
+                            sums.ctypes.data + starts[tile, which, 1] * 4, products.ctypes.data + which * 1024,
+                            0, grid[0], grid[1], grid[2],
+                        ),
+                    )  # fmt: skip
+                _finish(end, products, tile, block, stage, weights, per_token, out, biased)
+        begin = stop
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _wait(counter, wanted):  # type: ignore[no-untyped-def]
+    while add_at(counter, 0) < wanted:
+        pass
+
+
+@_compile  # type: ignore[untyped-decorator]
+def work(stage, counters, source, layout, sums, items, functions, grids, end, weights, per_token, out, biased):  # type: ignore[no-untyped-def]
+    """One thread's part of a stage; it returns when all items are done, by whomever.
+
+    stage: (table [E, C, COLUMNS], tiles [S, 5], order [P], starts [S, C, 2] of each tile in layout and sums, rows of
+    order for one of source or 0 where source is in order, whether rows are pairs of bf16, address of the buffer);
+    counters: int64, 0, four of them each on a line of its own; source: [R, K] float32; layout: uint32; items [I, 4];
+    functions: addresses [slots, sizes]; grids: [E, C, 3]; end: what is done with the products; weights [P] float32 of T
+    tokens, per_token each; out: [C, R, N].
+    """
+    tiles, matrices = stage[1].shape[0], stage[0].shape[1]
+    first = counters.ctypes.data
+    steps = tiles * matrices
+    while True:
+        step = add_at(first, 1)
+        if step >= steps:
+            break
+        tile, which = divmod(step, matrices)
+        if not stage[0][stage[1][tile, EXPERT], which, ALIKE]:
+            _lay_out_tile(stage, tile, which, source, layout, sums)
+        add_at(first + 64, 1)
+    _wait(first + 64, steps)
+    products = np.empty((matrices, MOST_ROWS * LANES), np.float32)
+    while True:
+        item = add_at(first + 128, 1)
+        if item >= items.shape[0]:
+            break
+        _multiply(stage, items[item], functions, grids, layout, sums, products, end, weights, per_token, out, biased)
+        add_at(first + 192, 1)
+    _wait(first + 192, items.shape[0])
+
+
+@_compile  # type: ignore[untyped-decorator]
+def work_two(one, two):  # type: ignore[no-untyped-def]
+    """Two stages, the second reads what the first wrote; arguments of `work`, each a tuple."""
+    work(*one)
+    work(*two)
+
+
+@_compile  # type: ignore[untyped-decorator]
+def unpack(counter, how, grid, base, function, first, last, out):  # type: ignore[no-untyped-def]
+    """One thread's part of unpacking the blocks from first to last of a matrix, a row of its table, to out [K, n]."""
+    at_counter = counter.ctypes.data
+    while True:
+        block = first + add_at(at_counter, 1)
+        if block >= last:
+            break
+        at = base + how[OFFSET] + block * how[STRIDE]
+        zeros = at + how[ZEROS_AT] if how[ZERO_STRIDE] else base
+        to = out.ctypes.data + (block - first) * LANES * out.itemsize
+        call_block(
+            function,
+            (
+                at, at + how[SCALES_AT], zeros, how[ZERO_STRIDE], how[GROUPS], how[UNITS], how[LAST_UNITS],
+                how[GROUP], 0, 0, to, out.shape[1] * out.itemsize, grid[0], grid[1], grid[2],
+            ),
+        )  # fmt: skip
+        add_at(at_counter + 64, 1)
+    _wait(at_counter + 64, last - first)
