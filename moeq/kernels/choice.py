@@ -25,7 +25,6 @@ from torch import Tensor
 from moeq.errors import ModelError
 from moeq.kernels import measured
 from moeq.kernels.cpu.forms import FORMS, forms
-from moeq.kernels.cpu.kernel import CpuKernel
 from moeq.kernels.description import Kernel, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
 from moeq.kernels.names import CPU, REFERENCE, TRITON, VARIABLE
 from moeq.kernels.reference import ReferenceKernel
@@ -107,6 +106,8 @@ def _kernel(device: torch.device, policy: Policy) -> tuple[Kernel | None, str | 
 
 def _cpu(name: str | None, policy: Policy) -> Kernel:
     """A form that is named keeps its own number of rows from which on to unpack."""
+    from moeq.kernels.cpu.kernel import CpuKernel  # which loads a compiler
+
     if name in FORMS:
         return CpuKernel(name)
     if policy == "fixed":

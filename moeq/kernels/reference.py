@@ -7,7 +7,7 @@ Letters as in `description`; n experts that are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,10 +40,9 @@ def some_rows(matrix: Matrix, rows: Tensor) -> Matrix:
     return matrix[rows] if isinstance(matrix, Tensor) else matrix.map(lambda part: part[rows])
 
 
-def expert_output(
-    layer: LayerOfExperts, matrices: Mapping[str, Matrix], biases: Mapping[str, Tensor], rows: Tensor
-) -> Tensor:
+def expert_output(layer: LayerOfExperts, expert: int, rows: Tensor) -> Tensor:
     """Output [T, H] of one expert for rows [T, H]."""
+    matrices, biases = layer.matrices[expert], layer.biases[expert] if layer.biases else {}
 
     def product(projection: str, given: Tensor) -> Tensor:
         bias = biases.get(projection)
@@ -106,8 +105,7 @@ class ReferenceLayer:
         return routed_sum(used, hidden, index, weights, self._output)
 
     def _output(self, expert: int, rows: Tensor, _: Tensor) -> Tensor:
-        biases = self._layer.biases[expert] if self._layer.biases else {}
-        return expert_output(self._layer, self._layer.matrices[expert], biases, rows)
+        return expert_output(self._layer, expert, rows)
 
 
 class ReferenceLinear:

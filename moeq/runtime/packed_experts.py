@@ -254,7 +254,7 @@ class PackedExperts(Puts):
                 biases[expert][projection] = bias
         return LayerOfExperts(
             matrices=matrices,
-            biases=biases if biases[0] else [],
+            biases=biases,
             gate=self.math.gate,
             activation=self.math.activation,
             finish=self.math.finish,

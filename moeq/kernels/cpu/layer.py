@@ -198,6 +198,9 @@ class PackedLinear:
     def matrix(self) -> Matrix:
         return self.matrices.matrix(0, 0)
 
+    def some(self, rows: Tensor) -> Matrix:
+        return self.matrices.some(rows)
+
     def __call__(self, rows: Tensor) -> Tensor:
         """As `description.PreparedLinear`; ValueError for rows of another length."""
         if rows.dim() != 2 or rows.shape[1] != self.matrices.inputs:

@@ -6,7 +6,7 @@ Letters: E experts, C matrices of a stage, N rows and K inputs of a matrix, n ro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +21,7 @@ from moeq.kernels.cpu.emit import Spec
 from moeq.kernels.cpu.forms import Form
 from moeq.kernels.cpu.threads import together
 from moeq.kernels.description import LayerOfExperts, Matrix
+from moeq.kernels.reference import some_rows
 
 UNPACKED_BYTES = 4 << 20  # of values at a time where a matrix is unpacked
 Integers = NDArray[np.int64]
@@ -91,6 +92,14 @@ class Matrices:
     def matrix(self, expert: int, which: int) -> Matrix:
         shape, offset = self.shapes[expert][which], self.offsets[expert][which]
         return undo(shape, self.held[offset : offset + shape.nbytes])
+
+    def some(self, rows: Tensor) -> Matrix:
+        """Some rows [n] of the only matrix; only the blocks that have one are read."""
+        shape, offset = self.shapes[0][0], self.offsets[0][0]
+        blocks = self.held[offset : offset + shape.nbytes].view(shape.blocks, shape.stride)
+        used, place = torch.unique(rows // LANES, return_inverse=True)
+        found = undo(replace(shape, rows=len(used) * LANES), blocks[used].flatten())
+        return some_rows(found, place * LANES + rows % LANES)
 
     @cached_property
     def _functions(self) -> dict[str, Integers]:
