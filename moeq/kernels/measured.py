@@ -11,9 +11,8 @@ import contextlib
 import json
 import os
 import platform
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +30,7 @@ NAME = "kernels.json"
 ROWS, INPUTS, BITS, GROUP = 768, 2048, 4, 128
 STEPS = (16, 32, 64, 128, 256)  # rows at which the form and unpacking are compared
 NEVER = 1 << 30  # rows from which on to unpack, where the form was faster at all of them
-REPEATS = 5
+REPEATS = 9
 MOST_ENTRIES = 64
 COMPARED = 2  # forms, those expected to be fastest
 
@@ -56,12 +55,15 @@ def measure(make: Callable[[str, int], Kernel], forms: tuple[str, ...]) -> Found
     matrix, generator = _matrix(), torch.Generator().manual_seed(0)
     rows = torch.randn(STEPS[-1], INPUTS, generator=generator).bfloat16()
     compared = forms[:COMPARED]
-    seconds = {form: _seconds(make(form, NEVER), matrix, rows[:1]) for form in compared}
-    form = min(compared, key=lambda name: seconds[name])
-    fused, unpacked = make(form, NEVER), make(form, 1)
-    slower = [_seconds(fused, matrix, rows[:step]) > _seconds(unpacked, matrix, rows[:step]) for step in STEPS]
-    always = next((place for place in range(len(STEPS)) if all(slower[place:])), None)
-    return form, NEVER if always is None else STEPS[always]
+    seconds = _seconds([make(form, NEVER) for form in compared], matrix, rows[:1])
+    form = compared[seconds.index(min(seconds))]
+    ways, unpack_from = [make(form, NEVER), make(form, 1)], NEVER
+    for step in reversed(STEPS):
+        fused, unpacked = _seconds(ways, matrix, rows[:step])
+        if fused <= unpacked:
+            break
+        unpack_from = step
+    return form, unpack_from
 
 
 def _matrix() -> Matrix:
@@ -77,16 +79,17 @@ def _matrix() -> Matrix:
     )
 
 
-def _seconds(kernel: Kernel, matrix: Matrix, rows: Tensor) -> float:
-    """The median of a few calls, after one that compiles."""
-    prepared, taken = kernel.linear(matrix), []
+def _seconds(kernels: Sequence[Kernel], matrix: Matrix, rows: Tensor) -> list[float]:
+    """The shortest of a few calls of each, by turns, after one that compiles: what else runs only makes them longer."""
+    prepared = [kernel.linear(matrix) for kernel in kernels]
+    taken: list[list[float]] = [[] for _ in prepared]
     with torch.inference_mode():
-        prepared(rows)
-        for _ in range(REPEATS):
-            begin = time.perf_counter()
-            prepared(rows)
-            taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
+        for _ in range(1 + REPEATS):
+            for one, times in zip(prepared, taken, strict=True):
+                begin = time.perf_counter()
+                one(rows)
+                times.append(time.perf_counter() - begin)
+    return [min(times[1:]) for times in taken]
 
 
 def _entry(threads: int) -> str:

@@ -276,8 +276,8 @@ class PackedExperts(Puts):
     def through(self, hidden: Tensor, weights: Tensor) -> PreparedLayer | None:
         """The prepared layer that computes a call, None where the stored tensors do; `reason` says why."""
         self.reason = reason_at_call(self, hidden)
-        if self.math.activation is None or self.math.finish is not None:
-            self.reason = GRADIENTS if wants_gradients(hidden, weights) else self.reason
+        if self.reason is None and (self.math.activation is None or self.math.finish is not None):
+            self.reason = GRADIENTS if wants_gradients(hidden, weights) else None
         if self.reason is not None:
             return None
         if self.prepared is None and self.refused is None:

@@ -40,7 +40,7 @@ class Taken:
 def speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Speeds of two forms, and a cache of their own; how often was measured is in Taken."""
     monkeypatch.setenv(caches.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(measured, "_seconds", lambda kernel, _, rows: kernel.seconds(len(rows)))
+    monkeypatch.setattr(measured, "_seconds", lambda made, _, rows: [one.seconds(len(rows)) for one in made])
     Taken.measured = 0
     measured.best.cache_clear()
     yield tmp_path / "cache" / measured.NAME
@@ -96,7 +96,7 @@ def test_the_cache_lies_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_form_that_is_always_faster_is_never_unpacked(speeds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "_seconds", lambda kernel, *_: float(kernel.prefill == 1))
+    monkeypatch.setattr(measured, "_seconds", lambda made, *_: [float(one.prefill == 1) for one in made])
     assert best(("one",)) == ("one", measured.NEVER)
 
 
