@@ -3,7 +3,7 @@
 On a GPU it is Triton's. On a CPU it is one of the forms of `cpu` (instruction sets); which of them, and from how many
 rows of an expert on it is unpacked and multiplied by torch instead, depends on the policy:
 
-    measured    a short measurement, kept by CPU (see `measured`); results may differ in their last bits between machines
+    measured    a short measurement, kept by CPU (see `measured`): the last bits of results may depend on it
     fixed       by what the CPU has alone: the same bits in every process on a machine
     reference   the plain way: the bits of the dequantized model
 

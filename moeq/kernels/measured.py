@@ -42,7 +42,7 @@ def best(make: Callable[[str, int], Kernel], forms: tuple[str, ...], threads: in
     """The form and the rows from which on to unpack; make(form, rows from which on to unpack) gives a kernel."""
     entry, path = _entry(threads), caches.folder() / NAME
     kept = _read(path).get(entry)
-    if _is_found(kept, forms):
+    if kept is not None and _is_found(kept, forms):
         return str(kept[0]), int(kept[1])
     found = measure(make, forms)
     with contextlib.suppress(OSError):

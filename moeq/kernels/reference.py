@@ -116,7 +116,9 @@ class ReferenceLinear:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in _tensors(self._matrix)) + (0 if self._bias is None else self._bias.nbytes)
+        return sum(tensor.nbytes for tensor in _tensors(self._matrix)) + (
+            0 if self._bias is None else self._bias.nbytes
+        )
 
     def matrix(self) -> Matrix:
         return self._matrix

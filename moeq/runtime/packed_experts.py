@@ -228,7 +228,7 @@ class PackedExperts(Puts):
         return found
 
     def prepare(self) -> None:
-        """Have a kernel take the stored tensors, if one can; `refused` says why not. Needs the layer's bytes once more."""
+        """Have a kernel take the stored tensors, if one can; `refused` says why not. It needs their bytes once more."""
         if self.prepared is not None:
             return
         linears = self.linears()
@@ -356,16 +356,14 @@ class PackedLlama4(PackedExperts):
         """[E*T, H] -> [E*T, H]."""
         result = torch.zeros_like(hidden_states)
         rows = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
-        chosen = [tokens.any(1).nonzero().squeeze(1) for tokens in rows]
-        used = [expert for expert, tokens in enumerate(chosen) if len(tokens)]
         prepared = self.through(hidden_states, hidden_states)
         if prepared is not None:
-            places = rows.any(-1).nonzero()
-            expert, token = places[:, 0], places[:, 1]
-            ones = rows.new_ones(len(places), 1)
-            outputs = with_gradients(prepared, self._stored_sum, rows[expert, token], expert[:, None], ones)
-            result.view_as(rows)[expert, token] = outputs
+            at, token = rows.any(-1).nonzero().T
+            given = rows[at, token], at[:, None], rows.new_ones(len(at), 1)
+            result.view_as(rows)[at, token] = with_gradients(prepared, self._stored_sum, *given)
             return result
+        chosen = [tokens.any(1).nonzero().squeeze(1) for tokens in rows]
+        used = [expert for expert, tokens in enumerate(chosen) if len(tokens)]
         for device, numbers in self.by_device(used, rows.device).items():
             counts = [len(chosen[expert]) for expert in numbers]
             sent = torch.cat([rows[expert, chosen[expert]] for expert in numbers]).to(device).split(counts)

@@ -16,7 +16,6 @@ from packed_layers import matrix_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from moeq.artifacts.manifest import read_manifest
 from moeq.errors import ModelError
 from moeq.kernels import choice
 from moeq.kernels.reference import ReferenceLayer
@@ -24,7 +23,7 @@ from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.numerics.packed import PackedWeight
 from moeq.runtime.arranged import GRADIENTS, OFFLOADED, TRAINED
 from moeq.runtime.checkpoint import load_checkpoint
-from moeq.runtime.packed_experts import PACKED, PackedExperts, PackedLinear
+from moeq.runtime.packed_experts import PACKED, PackedExperts
 from moeq.runtime.packed_modules import PackedEmbedding, PackedModule, TiedHead
 
 Exported = Callable[[str], Path]

@@ -88,9 +88,7 @@ def test_a_shared_head_works_when_the_embeddings_are_on_the_disk(exported: Expor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_another_dtype_leaves_what_is_stored(
-    family: str, exported: Exported, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_dtype_leaves_what_is_stored(family: str, exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEQ_KERNEL", "reference")  # in bf16 other last bits may choose another expert
     folder = exported(family)
     model = load(folder)
