@@ -21,7 +21,8 @@ from moeq.kernels.cpu.codes import CODES, LANES, Codes
 from moeq.kernels.cpu.forms import FORMS, Form
 from moeq.kernels.cpu.lanes import F32, I64, Lanes
 
-ACCUMULATORS = 4  # sums side by side, so that one product does not wait for the last
+ACCUMULATORS = 16, 8  # sums side by side, so that no product waits for the last: of 16 lanes, and of fewer
+MOST_COPIES = 4  # of them for one row
 WORD_BYTES = 4
 LINE_BYTES = 64
 AHEAD_BYTES = 8192  # of codes that are asked for before they are needed: twice as fast as leaving it to the CPU
@@ -137,7 +138,9 @@ class _Block:
 
     def multiply(self) -> None:
         """out [M, 16] float32 = sum over groups of scale * (sum of value * activation - zero * sum of activations)."""
-        rows, copies = range(self.spec.rows), max(1, ACCUMULATORS // self.spec.rows)
+        rows = range(self.spec.rows)
+        vectors = self.spec.rows * len(self.parts)
+        copies = max(1, min(MOST_COPIES, ACCUMULATORS[len(self.parts) > 1] // vectors))
         builder, zero = self.builder, self.lanes.zero
         self.given = _Number(builder, self.argument["activations"])
         totals = [[_Number(builder, zero) for _ in self.parts] for _ in rows]
@@ -213,7 +216,7 @@ class _Block:
                         values = self.codes.single(self.lanes, words[part], *divmod(at, 2))
                         if grids:
                             values = self.builder.fmul(self.builder.fsub(values, grids[part][1]), grids[part][0])
-                        stored = self.lanes.to_bf16(values) if size == 2 else values
+                        stored = self.lanes.to_bf16(values, self.form.pairs) if size == 2 else values
                         self.lanes.store(stored, to.get(), part * self.form.lanes * size)
                     to.add(stride)
                 self._next_unit()

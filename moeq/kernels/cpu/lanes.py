@@ -129,8 +129,12 @@ class Lanes:
         stored = self.builder.store(values, self._pointer(address, offset, values.type))
         stored.align = values.type.element.width // 8 if isinstance(values.type.element, ir.IntType) else 4
 
-    def to_bf16(self, floats: Value) -> Value:
-        """Rounded to nearest, halves to even, as 16-bit words; for finite numbers."""
+    def to_bf16(self, floats: Value, native: bool) -> Value:
+        """Rounded to nearest, halves to even, as 16-bit words; for finite numbers. native: by the CPU's instruction,
+        which makes those below 2**-126 zeros."""
+        if native:
+            shorter = self.builder.fptrunc(floats, ir.VectorType(_BFloat(), self.count))
+            return self.builder.bitcast(shorter, ir.VectorType(I16, self.count))
         words = self.as_words(floats)
         odd = self.masked(self.shifted(words, 16), 1)
         rounded = self.builder.add(self.builder.add(words, odd), self._constant(0x7FFF))

@@ -23,7 +23,7 @@ from moeq.kernels.cpu.threads import together
 from moeq.kernels.description import LayerOfExperts, Matrix
 from moeq.kernels.reference import some_rows
 
-UNPACKED_BYTES = 4 << 20  # of values at a time where a matrix is unpacked
+UNPACKED_BYTES = 1 << 20  # of values at a time where a matrix is unpacked
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
@@ -125,7 +125,7 @@ class Matrices:
         multiplied by torch; float16 rows are multiplied as float32."""
         shape, dtype = self.shapes[expert][which], rows.dtype if rows.dtype == torch.bfloat16 else torch.float32
         name = str(dtype).removeprefix("torch.")
-        spec = Spec(form=form.floats.name, codes=shape.codes, unit=shape.unit, rows=0, dtype=name)
+        spec = Spec(form=form.name, codes=shape.codes, unit=shape.unit, rows=0, dtype=name)
         function, how, grid = compiled.address(spec), self.table[expert, which], self.grids[expert, which]
         step = max(1, UNPACKED_BYTES // (shape.inputs * dtype.itemsize * LANES))
         space = torch.empty(shape.inputs + shape.unit, min(step, shape.blocks) * LANES, dtype=dtype)

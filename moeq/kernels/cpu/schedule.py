@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 
 from moeq.kernels.cpu.compiled import call_block
 from moeq.kernels.cpu.memory import add_at, bits_of, float_of
@@ -33,8 +33,10 @@ EXPERT, FIRST, COUNT, SIZE, PLACE = range(5)
 PRODUCTS, WEIGHTED, SILU, GELU, GELU_TANH, RELU = range(6)
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH,
                "relu": RELU}  # fmt: skip
+PATIENCE = 1000  # looks at a counter before the core is given to another thread
 LINE = 8  # int64 of a cache line: every counter has its own
 
+_give_way = types.ExternalFunction("sched_yield", types.int32())
 _compile = njit(nogil=True, cache=True, error_model="numpy")
 _sums = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
 
@@ -138,88 +140,126 @@ def _bf16(value):  # type: ignore[no-untyped-def]
 
 
 @_sums  # type: ignore[untyped-decorator]
-def _lay_out(source, into, size, row, pairs, how, sums):  # type: ignore[no-untyped-def]
-    """One row of activations [K] among the `size` rows of a tile, and its sums by group [G, size].
-
-    into: uint32 by input, or by pair of inputs in bf16, the rows side by side; groups are filled up with zeros.
-    """
+def _lay_out(source, into, pairs, how, sums, size, row):  # type: ignore[no-untyped-def]
+    """One row of activations [K] as words, one an input or, in bf16, one a pair of them, and its sums by group among
+    those of `size` rows, [G, size]; into: uint32, 0 where groups are filled up."""
     at = 0
     for group in range(how[GROUPS]):
         last = group == how[GROUPS] - 1
         first, count = group * how[GROUP], how[LAST] if last else how[GROUP]
+        filled = (how[LAST_UNITS] if last else how[UNITS]) * how[UNIT]
         given = source[first : first + count]
         total = np.float32(0)
         if pairs:
+            own = into[at : at + filled // 2]
             for pair in range(count >> 1):
                 low, high = _bf16(given[2 * pair]), _bf16(given[2 * pair + 1])
                 total += float_of(low << np.uint32(16)) + float_of(high << np.uint32(16))
-                into[((at >> 1) + pair) * size + row] = low | high << np.uint32(16)
+                own[pair] = low | high << np.uint32(16)
             if count & 1:
-                low = _bf16(given[count - 1])
-                total += float_of(low << np.uint32(16))
-                into[((at + count) >> 1) * size + row] = low
+                own[count >> 1] = _bf16(given[count - 1])
+                total += float_of(own[count >> 1] << np.uint32(16))
         else:
+            own = into[at : at + filled]
             for k in range(count):
                 total += given[k]
-                into[(at + k) * size + row] = bits_of(given[k])
+                own[k] = bits_of(given[k])
         sums[group * size + row] = total
-        at += (how[LAST_UNITS] if last else how[UNITS]) * how[UNIT]
+        at += own.shape[0]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _lay_out_tile(stage, tile, which, source, into, sums):  # type: ignore[no-untyped-def]
-    """All rows of a tile for one of its matrices."""
+def _lay_out_tile(stage, tile, which, source, layout, sums):  # type: ignore[no-untyped-def]
+    """All rows of a tile for one of its matrices, side by side: [words of a row, size]."""
     table, tiles, order, starts, per_row, pairs, _ = stage
     how = table[tiles[tile, EXPERT], which]
-    size, first = tiles[tile, SIZE], tiles[tile, FIRST]
-    for row in range(tiles[tile, COUNT]):
+    size, first, count = tiles[tile, SIZE], tiles[tile, FIRST], tiles[tile, COUNT]
+    words = how[FILLED] // 2 if pairs else how[FILLED]
+    begin = starts[tile, which, 0]
+    into, own = layout[begin : begin + words * size], sums[starts[tile, which, 1] :]
+    rows = into if size == 1 else np.zeros(words * count, np.uint32)
+    for row in range(count):
         given = source[order[first + row] // per_row if per_row else first + row]
-        own = into[starts[tile, which, 0] :]
-        _lay_out(given, own, size, row, pairs, how, sums[starts[tile, which, 1] :])
+        _lay_out(given, rows[row * words : row * words + words], pairs, how, own, size, row)
+    if size > 1:
+        for word in range(words):
+            side = into[word * size : word * size + count]
+            for row in range(count):
+                side[row] = rows[row * words + word]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _activated(value, kind):  # type: ignore[no-untyped-def]
-    """The activation function of one float32."""
+def _exp(value):  # type: ignore[no-untyped-def]
+    """e to the power of a float32, to 2e-7 of it, in operations that vectors have; Cephes' polynomial."""
+    held = min(max(value, np.float32(-87.0)), np.float32(88.0))
+    whole = np.floor(held * np.float32(1.44269504) + np.float32(0.5))
+    rest = held - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
+    power = np.float32(1.9875691500e-4)
+    power = power * rest + np.float32(1.3981999507e-3)
+    power = power * rest + np.float32(8.3334519073e-3)
+    power = power * rest + np.float32(4.1665795894e-2)
+    power = power * rest + np.float32(1.6666665459e-1)
+    power = power * rest + np.float32(5.0000001201e-1)
+    power = power * rest * rest + rest + np.float32(1)
+    return power * float_of(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _activate(kind, values):  # type: ignore[no-untyped-def]
+    """The activation function of some float32 in their place."""
+    one, half = np.float32(1), np.float32(0.5)
     if kind == SILU:
-        return value / (np.float32(1) + np.exp(-value))
-    if kind == GELU:
-        return np.float32(0.5) * value * (np.float32(1) + np.float32(math.erf(value * np.float32(math.sqrt(0.5)))))
-    if kind == GELU_TANH:
-        inner = np.float32(math.sqrt(2 / math.pi)) * (value + np.float32(0.044715) * value * value * value)
-        return np.float32(0.5) * value * (np.float32(1) + np.tanh(inner))
-    return max(value, np.float32(0))
+        for k in range(values.shape[0]):
+            values[k] = values[k] / (one + _exp(-values[k]))
+    elif kind == GELU_TANH:
+        factor, cubed = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
+        for k in range(values.shape[0]):
+            value = values[k]
+            values[k] = value / (one + _exp(-factor * (value + cubed * value * value * value)))
+    elif kind == GELU:
+        for k in range(values.shape[0]):
+            values[k] = half * values[k] * (one + np.float32(math.erf(values[k] * np.float32(math.sqrt(0.5)))))
+    else:
+        for k in range(values.shape[0]):
+            values[k] = max(values[k], np.float32(0))
 
 
 @_compile  # type: ignore[untyped-decorator]
 def _finish(end, products, tile, block, stage, weights, per_token, out, biased):  # type: ignore[no-untyped-def]
     """What is done with the products [C, size, 16] of a tile and a block."""
     table, tiles, order = stage[:3]
-    expert, first = tiles[tile, EXPERT], tiles[tile, FIRST]
-    for row in range(tiles[tile, COUNT]):
-        for which in range(table.shape[1]):
-            begin = block * LANES
-            count = min(LANES, table[expert, which, ROWS] - begin)
-            values = products[which, row * LANES : row * LANES + LANES]
-            bias = table[expert, which, BIAS]
-            if bias >= 0:
+    expert, first, rows = tiles[tile, EXPERT], tiles[tile, FIRST], tiles[tile, COUNT]
+    begin, matrices = block * LANES, table.shape[1]
+    for which in range(matrices):
+        count, bias = min(LANES, table[expert, which, ROWS] - begin), table[expert, which, BIAS]
+        if bias >= 0:
+            added = biased[bias + begin : bias + begin + count]
+            for row in range(rows):
+                values = products[which, row * LANES : row * LANES + count]
                 for lane in range(count):
-                    values[lane] += biased[bias + begin + lane]
-            if end == PRODUCTS:
+                    values[lane] += added[lane]
+        if end == PRODUCTS:
+            for row in range(rows):
+                into = out[which, first + row, begin : begin + count]
+                values = products[which, row * LANES : row * LANES + count]
                 for lane in range(count):
-                    out[which, first + row, begin + lane] = values[lane]
-            elif end == WEIGHTED:
-                place = order[first + row]
-                weight = weights[place]
-                into = out[0, place // per_token]
-                for lane in range(count):
-                    into[begin + lane] += weight * values[lane]
-        if end > WEIGHTED:
+                    into[lane] = values[lane]
+    count = min(LANES, table[expert, 0, ROWS] - begin)
+    if end == WEIGHTED:
+        for row in range(rows):
+            place = order[first + row]
+            weight, into = weights[place], out[0, place // per_token, begin : begin + count]
+            values = products[0, row * LANES : row * LANES + count]
             for lane in range(count):
-                value = _activated(products[0, row * LANES + lane], end)
-                if table.shape[1] > 1:
-                    value *= products[1, row * LANES + lane]
-                out[0, first + row, begin + lane] = value
+                into[lane] += weight * values[lane]
+    elif end > WEIGHTED:
+        _activate(end, products[0, : rows * LANES])
+        for row in range(rows):
+            into = out[0, first + row, begin : begin + count]
+            values = products[0, row * LANES : row * LANES + count]
+            others = products[matrices - 1, row * LANES : row * LANES + count]
+            for lane in range(count):
+                into[lane] = values[lane] * others[lane] if matrices > 1 else values[lane]
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -255,8 +295,12 @@ def _multiply(stage, item, functions, grids, layout, sums, products, end, weight
 
 @_compile  # type: ignore[untyped-decorator]
 def _wait(counter, wanted):  # type: ignore[no-untyped-def]
+    """Until a counter is as high as wanted; other programs' threads come first after a while."""
+    times = 0
     while add_at(counter, 0) < wanted:
-        pass
+        times += 1
+        if times > PATIENCE:
+            _give_way()
 
 
 @_compile  # type: ignore[untyped-decorator]
