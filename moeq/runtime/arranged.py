@@ -77,6 +77,11 @@ def is_offloaded(module: nn.Module) -> bool:
     return any(getattr(one, "offload", False) and getattr(one, "offload_buffers", False) for one in hooks)
 
 
+def leave_files(module: nn.Module) -> None:
+    """Copy a module's own buffers, guards of some bytes: as read they keep a whole file of weights in memory."""
+    module._buffers.update({name: one.clone() for name, one in module._buffers.items() if one is not None})
+
+
 def reason_at_call(module: nn.Module, *given: Tensor) -> str | None:
     """Why a call with these activations computes with the stored tensors, None if it need not."""
     if module.training:

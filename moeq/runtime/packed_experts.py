@@ -32,6 +32,7 @@ from moeq.runtime.arranged import (
     Arranged,
     Puts,
     is_offloaded,
+    leave_files,
     reason_at_call,
     wants_gradients,
     with_gradients,
@@ -124,7 +125,7 @@ class PackedLinear(Puts):
         self._buffers.update(dict.fromkeys(held))  # None, which keeps their order
         self.arranged = Arranged(
             matrix=matrix,
-            bias=held.get("bias"),
+            bias=held["bias"].clone() if "bias" in held else None,
             put_back=put_back,
             device=next(iter(held.values())).device,
             dtype=following[0] if following else torch.uint8,
@@ -243,6 +244,8 @@ class PackedExperts(Puts):
         if self.prepared is not None:
             for expert, projection, linear in linears:
                 linear.hand_over(partial(self.prepared.matrix, expert, projection), self.put_back)
+            for module in self.modules():
+                leave_files(module)
 
     def _layer(self) -> LayerOfExperts:
         """What a kernel is given."""

@@ -19,7 +19,7 @@ from moeq.kernels import choice
 from moeq.kernels.description import PreparedLinear
 from moeq.kernels.reference import some_rows, values
 from moeq.recipe.wording import refusal_of
-from moeq.runtime.arranged import OFFLOADED, is_offloaded, reason_at_call, with_gradients
+from moeq.runtime.arranged import OFFLOADED, is_offloaded, leave_files, reason_at_call, with_gradients
 from moeq.runtime.packed_experts import GUARD_DTYPE, PackedExperts, PackedLinear
 
 GUARD_SHAPE = (1, 1)
@@ -88,6 +88,7 @@ class PackedModule(PackedLinear):
         self.prepared, self.refused = made
         if self.prepared is not None:
             self.hand_over(self.prepared.matrix, self.put_back)
+            leave_files(self)
 
     def put_back(self) -> None:
         self.refused = None
