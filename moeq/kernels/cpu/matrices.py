@@ -104,12 +104,16 @@ class Matrices:
 
     def compile(self, form: Form, tiles: Integers) -> None:
         """Have the blocks that the tiles need."""
-        known = self.functions(form)
         slots = self.table[tiles[:, schedule.EXPERT], :, schedule.SLOT]
         places = np.broadcast_to(tiles[:, schedule.PLACE, None], slots.shape)
         for slot, place in set(zip(slots.flatten().tolist(), places.flatten().tolist(), strict=True)):
-            codes, unit = self.kinds[slot]
-            known[slot, place] = compiled.address(Spec(form=form.name, codes=codes, unit=unit, rows=form.rows[place]))
+            self.compile_one(form, slot, place)
+
+    def compile_one(self, form: Form, slot: int, place: int) -> None:
+        """Have the block for a kind and a size."""
+        codes, unit = self.kinds[slot]
+        spec = Spec(form=form.name, codes=codes, unit=unit, rows=form.rows[place])
+        self.functions(form)[slot, place] = compiled.address(spec)
 
     def product(self, rows: Tensor, expert: int, which: int, form: Form) -> Tensor:
         """rows [T, K] times a matrix [N, K], with its bias, in the rows' dtype: it is unpacked in tiles, each
