@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import figures
@@ -100,16 +101,17 @@ class Bandwidth:
         return cls(words, np.zeros(-(-len(words) // PIECE), np.int64))
 
     def __call__(self) -> float:
-        began = time.perf_counter()
-        together(read, (self.words, np.zeros(1, np.int64), self.sums))
-        return self.words.nbytes / (time.perf_counter() - began)
+        work = partial(together, read, (self.words, np.zeros(1, np.int64), self.sums))
+        return self.words.nbytes / seconds(work, 1)
 
 
 def seconds(work: Callable[[], object], calls: int) -> float:
-    began = time.perf_counter()
+    """Of one call; with one thread the processor's, which other work on the same cores moves less."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    began = clock()
     for _ in range(calls):
         work()
-    return (time.perf_counter() - began) / calls
+    return (clock() - began) / calls
 
 
 def rounds(contenders: dict[str, Callable[[], object]], number: int, calls: int = 1) -> dict[str, float]:

@@ -197,6 +197,8 @@ class PackedLinear:
         biases: list[Mapping[str, Tensor]] = [{} if bias is None else {DOWN: bias}]
         layer = LayerOfExperts(matrices=[{DOWN: matrix}], biases=biases, gate=lambda parts: parts[DOWN])
         self.held, (self.matrices,) = flat(layer, [(DOWN,)])
+        self.held_bytes = self.held.nbytes
+        self._alone: dict[tuple[str, int], tuple[Any, ...]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -209,28 +211,27 @@ class PackedLinear:
         """As `description.PreparedLinear`; ValueError for rows of another length."""
         if rows.dim() != 2 or rows.shape[1] != self.matrices.inputs:
             raise ValueError(f"rows are {list(rows.shape)}, not [T, {self.matrices.inputs}]")
-        with torch.no_grad():
-            rows = rows.detach()
-            if len(rows) >= self.prefill:
-                return self.matrices.product(rows, 0, 0, self.form)
-            if not len(rows):
-                return rows.new_empty(0, self.matrices.rows)
-            pairs = self.form.pairs and rows.dtype == torch.bfloat16 and self.matrices.pairs
-            form, source = self.form if pairs else self.form.floats, rows.float().contiguous()
-            if len(rows) <= form.rows[-1] and _threads(self.held.nbytes, len(rows)) == 1:
-                return self._alone(source, form).to(rows.dtype)
-            routed = _Routed.of(np.zeros(len(rows), np.int64), 1, form, self.prefill)
-            return _products(self.matrices, form, routed, source, 1)[0].to(rows.dtype)
+        rows, count, dtype = rows.detach(), rows.shape[0], rows.dtype
+        if count >= self.prefill:
+            return self.matrices.product(rows, 0, 0, self.form)
+        if not count:
+            return rows.new_empty(0, self.matrices.rows)
+        pairs = self.form.pairs and dtype == torch.bfloat16 and self.matrices.pairs
+        form, source = self.form if pairs else self.form.floats, rows.float().contiguous()
+        if count <= form.rows[-1] and _threads(self.held_bytes, count) == 1:
+            out = np.empty((1, count, self.matrices.rows), np.float32)
+            schedule.alone(source.numpy(), *self._how_alone(form, bisect_left(form.rows, count)), out)
+            return torch.from_numpy(out[0]).to(dtype)
+        routed = _Routed.of(np.zeros(count, np.int64), 1, form, self.prefill)
+        return _products(self.matrices, form, routed, source, 1)[0].to(dtype)
 
-    def _alone(self, source: Tensor, form: Form) -> Tensor:
-        """The product with a few rows in this thread."""
-        matrices, place = self.matrices, bisect_left(form.rows, len(source))
-        functions = matrices.functions(form)
-        if not functions[0, place]:
-            matrices.compile_one(form, 0, place)
-        out = torch.empty(1, len(source), matrices.rows)
-        schedule.alone(
-            source.numpy(), place, form.rows[place], form.pairs, self.held.data_ptr(), matrices.table, functions,
-            matrices.grids, matrices.biases, out.numpy(),
-        )  # fmt: skip
-        return out[0]
+    def _how_alone(self, form: Form, place: int) -> tuple[Any, ...]:
+        """Arguments of `schedule.alone` that do not depend on the rows."""
+        if (form.name, place) not in self._alone:
+            self.matrices.compile_one(form, 0, place)
+            functions = self.matrices.functions(form)
+            self._alone[form.name, place] = (
+                place, form.rows[place], form.pairs, self.held.data_ptr(), self.matrices.table, functions,
+                self.matrices.grids, self.matrices.biases,
+            )  # fmt: skip
+        return self._alone[form.name, place]
