@@ -115,9 +115,7 @@ def seconds(work: Callable[[], object], calls: int) -> float:
 
 
 def rounds(contenders: dict[str, Callable[[], object]], number: int, calls: int = 1) -> dict[str, float]:
-    """Median seconds of a call of each, which take turns of some calls; everything is called once before."""
-    for work in contenders.values():
-        work()
+    """Median seconds of a call of each, which take turns of some calls; everything has been called before."""
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(number):
         for name, work in contenders.items():
@@ -126,7 +124,9 @@ def rounds(contenders: dict[str, Callable[[], object]], number: int, calls: int 
 
 
 def cycle(works: Sequence[Callable[[Tensor], object]], rows: Tensor) -> Callable[[], object]:
-    """Every call takes the next of them."""
+    """Every call takes the next of them; all have been called once."""
+    for work in works:
+        work(rows)
     place = count()
     return lambda: works[next(place) % len(works)](rows)
 
@@ -220,6 +220,8 @@ def whole_layer(results: figures.Figures, kernel: CpuKernel, threads: int) -> No
         rates: list[float] = []
         contenders = {name: with_routed(call, tokens, experts) for name, call in calls.items()}
         contenders["read"] = lambda rates=rates: rates.append(bandwidth())
+        for work in contenders.values():
+            work()
         number = results.options.rounds if tokens < PREFILL else max(2, results.options.rounds // 5)
         taken = rounds(contenders, number)
         rate = layers["4 bits"].nbytes / experts * TOP_K / taken["4 bits"] if tokens == 1 else float("nan")

@@ -21,7 +21,7 @@ from moeq.kernels.cpu.matrices import Integers, Matrices, flat
 from moeq.kernels.cpu.threads import together
 from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
 
-ITEM_BYTES = 1 << 16  # of packed matrices that a thread claims at once
+ITEM_BYTES = 1 << 18  # of packed matrices that a thread claims at once
 WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken
 GATED, ALONE = ("gate_proj", "up_proj"), ("up_proj",)
 
@@ -218,7 +218,7 @@ class PackedLinear:
             return rows.new_empty(0, self.matrices.rows)
         pairs = self.form.pairs and dtype == torch.bfloat16 and self.matrices.pairs
         form, source = self.form if pairs else self.form.floats, rows.float().contiguous()
-        if count <= form.rows[-1] and _threads(self.held_bytes, count) == 1:
+        if count <= form.rows[-1] and (torch.get_num_threads() == 1 or _threads(self.held_bytes, count)):
             out = np.empty((1, count, self.matrices.rows), np.float32)
             schedule.alone(source.numpy(), *self._how_alone(form, bisect_left(form.rows, count)), out)
             return torch.from_numpy(out[0]).to(dtype)
