@@ -21,6 +21,7 @@ from moeq.kernels.cpu.emit import Spec
 from moeq.kernels.cpu.forms import Form
 from moeq.kernels.cpu.threads import together
 from moeq.kernels.description import LayerOfExperts, Matrix
+from moeq.numerics.threads import side_by_side
 
 UNPACKED_BYTES = 1 << 20  # of values at a time where a matrix is unpacked
 Integers = NDArray[np.int64]
@@ -149,9 +150,13 @@ def flat(layer: LayerOfExperts, stages: Sequence[Sequence[str]]) -> tuple[Tensor
     ends = np.cumsum([ALIGNED, *sizes]).tolist()
     held = torch.from_numpy(np.zeros(ends[-1], np.uint8))  # in huge pages, as numpy asks for and torch does not
     offsets = [dict(zip(names, ends[n * len(names) :], strict=False)) for n in range(len(shapes))]
-    for matrices, shape, offset in zip(layer.matrices, shapes, offsets, strict=True):
+
+    def put(expert: int) -> None:
         for name in names:
-            arrange(matrices[name], shape[name], held[offset[name] : offset[name] + shape[name].nbytes])
+            shape, first = shapes[expert][name], offsets[expert][name]
+            arrange(layer.matrices[expert][name], shape, held[first : first + shape.nbytes])
+
+    side_by_side(put, range(len(shapes)))
     made = []
     for stage in stages:
         biases, where = _biases(layer.biases, stage, len(shapes))
