@@ -147,29 +147,36 @@ class Shape:
 @_compile  # type: ignore[untyped-decorator]
 def _to_words(codes, bits, planes, inputs, group, unit, words, stride):  # type: ignore[no-untyped-def]
     """Bit streams [N, B] into words [blocks * stride] of uint32, which are 0 before; group: inputs of a full one."""
-    per_unit = unit * bits // 32
+    per_unit, most = unit * bits // 32, (bits + 14) // 8
+    number = len(planes)
+    word, shift = np.empty((number, unit), np.int64), np.empty((number, unit), np.uint32)
+    left, mask = np.empty(number, np.uint32), np.empty(number, np.uint32)
+    above, base, which = bits, 0, 0
+    for plane in planes:  # where the bits of each of a unit's codes go
+        above -= plane
+        left[which], mask[which] = above, (1 << plane) - 1
+        for offset in range(unit):
+            place = offset >> 1
+            word[which, offset] = base + place // (16 // plane) * 16
+            shift[which, offset] = place % (16 // plane) * plane + 16 * (offset & 1)
+        base += unit * plane // 32 * 16
+        which += 1
     for row in range(codes.shape[0]):
         stream = codes[row]
-        lane = row % 16
-        at = row // 16 * stride
+        at = row // 16 * stride + row % 16
         for first in range(0, inputs, group):
             last = min(first + group, inputs)
             for begin in range(first, last, unit):
                 for offset in range(min(unit, last - begin)):
                     bit = (begin + offset) * bits
                     byte = bit >> 3
-                    code = np.uint32(stream[byte])
-                    for more in range(1, (bits + 7) // 8 + 1):
-                        if byte + more < stream.shape[0]:
-                            code |= np.uint32(stream[byte + more]) << np.uint32(8 * more)
+                    code = np.uint32(0)
+                    for more in range(min(most, stream.shape[0] - byte)):
+                        code |= np.uint32(stream[byte + more]) << np.uint32(8 * more)
                     code >>= np.uint32(bit & 7)
-                    left, base = bits, at
-                    for plane in planes:
-                        left -= plane
-                        word, place = divmod(offset >> 1, 16 // plane)
-                        value = (code >> np.uint32(left)) & np.uint32((1 << plane) - 1)
-                        words[base + word * 16 + lane] |= value << np.uint32(place * plane + 16 * (offset & 1))
-                        base += unit * plane // 32 * 16
+                    for which in range(number):
+                        value = (code >> left[which]) & mask[which]
+                        words[at + word[which, offset]] |= value << shift[which, offset]
                 at += per_unit * 16
 
 

@@ -25,7 +25,7 @@ ACCUMULATORS = 16, 8  # sums side by side, so that no product waits for the last
 MOST_COPIES = 4  # of them for one row
 WORD_BYTES = 4
 LINE_BYTES = 64
-AHEAD_BYTES = 8192  # of codes that are asked for before they are needed: twice as fast as leaving it to the CPU
+AHEAD_BYTES = 1 << 14  # of codes that are asked for before they are needed: twice as fast as leaving it to the CPU
 ARGUMENTS = (  # of a compiled block; those in FLOATS are float32, the others int64
     "codes", "scales", "zeros", "zero_stride", "groups", "units", "last_units", "group_inputs",
     "activations", "sums", "out", "out_stride", "scale_step", "zero_step", "zero_start",

@@ -39,9 +39,9 @@ class Form:
 FORMS = {  # the fastest first
     form.name: form
     for form in (
-        Form(name="avx512_bf16", lanes=16, pairs=True, features=("avx512f", "avx512bf16"), prefill=128),
-        Form(name="avx512", lanes=16, features=("avx512f",)),
-        Form(name="avx2", lanes=8, features=("avx2", "fma", "f16c"), rows=(1, 2, 4)),
+        Form(name="avx512_bf16", lanes=16, pairs=True, features=("avx512f", "avx512bf16"), prefill=512),
+        Form(name="avx512", lanes=16, features=("avx512f",), prefill=512),
+        Form(name="avx2", lanes=8, features=("avx2", "fma", "f16c"), rows=(1, 2, 4), prefill=256),
         Form(name="neon", lanes=4, features=("neon",), rows=(1, 2, 4)),
         Form(name="plain", lanes=1, rows=(1, 4), prefill=2),
     )

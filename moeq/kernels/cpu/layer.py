@@ -6,6 +6,7 @@ hidden size, I intermediate size, N rows and K inputs of a matrix.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,8 @@ from moeq.kernels.cpu.matrices import Integers, Matrices, flat
 from moeq.kernels.cpu.threads import together
 from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
 
-ITEM_BYTES = 1 << 16  # of packed matrices that a thread claims at once
-WAKING_BYTES = 1 << 18  # of packed matrices below which no other thread is woken
+ITEM_BYTES = 1 << 18  # of packed matrices that a thread claims at once
+WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken
 GATED, ALONE = ("gate_proj", "up_proj"), ("up_proj",)
 
 
@@ -40,6 +41,11 @@ class _Routed:
         tiles = np.empty((index.size, 5), np.int64)
         count = schedule.route(index, starts, np.array(form.rows), whole, order, tiles)
         return cls(order, starts, tiles[:count])
+
+    @property
+    def rows(self) -> float:
+        """Of an expert that has some, in the mean."""
+        return float(self.tiles[:, schedule.COUNT].sum() / np.unique(self.tiles[:, schedule.EXPERT]).size)
 
     def whole(self, whole: int) -> list[int]:
         """Experts with that many rows and more, which have no tiles."""
@@ -72,8 +78,9 @@ class _Stage:
         )  # fmt: skip
 
 
-def _run(work: Any, arguments: tuple[Any, ...], nbytes: int) -> None:
-    together(work, arguments, 1 if nbytes < WAKING_BYTES else None)
+def _threads(nbytes: int, rows: float) -> int | None:
+    """1 for what is done before another thread is awake, else None for all."""
+    return 1 if nbytes * (1 + rows / 4) < WAKING_BYTES else None
 
 
 NO_WEIGHTS = torch.empty(0)
@@ -137,7 +144,7 @@ class PackedLayer:
         inner = torch.empty(1, len(routed.order), self.first.rows)
         one = first.arguments(source, top_k, self.activation or 0, NO_WEIGHTS, 1, inner)
         two = second.arguments(inner[0], 0, schedule.WEIGHTED, share, top_k, out[None])
-        _run(schedule.work_two, (one, two), first.nbytes + second.nbytes)
+        together(schedule.work_two, (one, two), _threads(first.nbytes + second.nbytes, routed.rows))
 
     def _apart(
         self, source: Tensor, dtype: torch.dtype, form: Form, routed: _Routed, share: Tensor, top_k: int, out: Tensor
@@ -178,7 +185,7 @@ def _products(matrices: Matrices, form: Form, routed: _Routed, source: Tensor, p
     stage = _Stage(matrices, form, routed, by_block=False)
     out = torch.zeros(len(matrices.shapes[0]), len(routed.order), matrices.rows)
     arguments = stage.arguments(source, per_row, schedule.PRODUCTS, NO_WEIGHTS, 1, out)
-    _run(schedule.work, arguments, stage.nbytes)
+    together(schedule.work, arguments, _threads(stage.nbytes, routed.rows))
     return out
 
 
@@ -190,6 +197,8 @@ class PackedLinear:
         biases: list[Mapping[str, Tensor]] = [{} if bias is None else {DOWN: bias}]
         layer = LayerOfExperts(matrices=[{DOWN: matrix}], biases=biases, gate=lambda parts: parts[DOWN])
         self.held, (self.matrices,) = flat(layer, [(DOWN,)])
+        self.held_bytes = self.held.nbytes
+        self._alone: dict[tuple[str, int], tuple[Any, ...]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -205,14 +214,27 @@ class PackedLinear:
         """As `description.PreparedLinear`; ValueError for rows of another length."""
         if rows.dim() != 2 or rows.shape[1] != self.matrices.inputs:
             raise ValueError(f"rows are {list(rows.shape)}, not [T, {self.matrices.inputs}]")
-        with torch.no_grad():
-            rows = rows.detach()
-            if len(rows) >= self.prefill:
-                return self.matrices.product(rows, 0, 0, self.form)
-            if not len(rows):
-                return rows.new_empty(0, self.matrices.rows)
-            pairs = self.form.pairs and rows.dtype == torch.bfloat16 and self.matrices.pairs
-            form = self.form if pairs else self.form.floats
-            routed = _Routed.of(np.zeros(len(rows), np.int64), 1, form, self.prefill)
-            source = rows.float().contiguous()
-            return _products(self.matrices, form, routed, source, 1)[0].to(rows.dtype)
+        rows, count, dtype = rows.detach(), rows.shape[0], rows.dtype
+        if count >= self.prefill:
+            return self.matrices.product(rows, 0, 0, self.form)
+        if not count:
+            return rows.new_empty(0, self.matrices.rows)
+        pairs = self.form.pairs and dtype == torch.bfloat16 and self.matrices.pairs
+        form, source = self.form if pairs else self.form.floats, rows.float().contiguous()
+        if count <= form.rows[-1] and (torch.get_num_threads() == 1 or _threads(self.held_bytes, count)):
+            out = np.empty((1, count, self.matrices.rows), np.float32)
+            schedule.alone(source.numpy(), *self._how_alone(form, bisect_left(form.rows, count)), out)
+            return torch.from_numpy(out[0]).to(dtype)
+        routed = _Routed.of(np.zeros(count, np.int64), 1, form, self.prefill)
+        return _products(self.matrices, form, routed, source, 1)[0].to(dtype)
+
+    def _how_alone(self, form: Form, place: int) -> tuple[Any, ...]:
+        """Arguments of `schedule.alone` that do not depend on the rows."""
+        if (form.name, place) not in self._alone:
+            self.matrices.compile_one(form, 0, place)
+            functions = self.matrices.functions(form)
+            self._alone[form.name, place] = (
+                place, form.rows[place], form.pairs, self.held.data_ptr(), self.matrices.table, functions,
+                self.matrices.grids, self.matrices.biases,
+            )  # fmt: skip
+        return self._alone[form.name, place]

@@ -22,6 +22,7 @@ from moeq.kernels.cpu.forms import Form
 from moeq.kernels.cpu.threads import together
 from moeq.kernels.description import LayerOfExperts, Matrix
 from moeq.kernels.reference import some_rows
+from moeq.numerics.threads import side_by_side
 
 UNPACKED_BYTES = 1 << 20  # of values at a time where a matrix is unpacked
 Integers = NDArray[np.int64]
@@ -113,12 +114,16 @@ class Matrices:
 
     def compile(self, form: Form, tiles: Integers) -> None:
         """Have the blocks that the tiles need."""
-        known = self.functions(form)
         slots = self.table[tiles[:, schedule.EXPERT], :, schedule.SLOT]
         places = np.broadcast_to(tiles[:, schedule.PLACE, None], slots.shape)
         for slot, place in set(zip(slots.flatten().tolist(), places.flatten().tolist(), strict=True)):
-            codes, unit = self.kinds[slot]
-            known[slot, place] = compiled.address(Spec(form=form.name, codes=codes, unit=unit, rows=form.rows[place]))
+            self.compile_one(form, slot, place)
+
+    def compile_one(self, form: Form, slot: int, place: int) -> None:
+        """Have the block for a kind and a size."""
+        codes, unit = self.kinds[slot]
+        spec = Spec(form=form.name, codes=codes, unit=unit, rows=form.rows[place])
+        self.functions(form)[slot, place] = compiled.address(spec)
 
     def product(self, rows: Tensor, expert: int, which: int, form: Form) -> Tensor:
         """rows [T, K] times a matrix [N, K], with its bias, in the rows' dtype: it is unpacked in tiles, each
@@ -154,9 +159,13 @@ def flat(layer: LayerOfExperts, stages: Sequence[Sequence[str]]) -> tuple[Tensor
     ends = np.cumsum([ALIGNED, *sizes]).tolist()
     held = torch.from_numpy(np.zeros(ends[-1], np.uint8))  # in huge pages, as numpy asks for and torch does not
     offsets = [dict(zip(names, ends[n * len(names) :], strict=False)) for n in range(len(shapes))]
-    for matrices, shape, offset in zip(layer.matrices, shapes, offsets, strict=True):
+
+    def put(expert: int) -> None:
         for name in names:
-            arrange(matrices[name], shape[name], held[offset[name] : offset[name] + shape[name].nbytes])
+            shape, first = shapes[expert][name], offsets[expert][name]
+            arrange(layer.matrices[expert][name], shape, held[first : first + shape.nbytes])
+
+    side_by_side(put, range(len(shapes)))
     made = []
     for stage in stages:
         biases, where = _biases(layer.biases, stage, len(shapes))

@@ -343,6 +343,21 @@ def work_two(one, two):  # type: ignore[no-untyped-def]
 
 
 @_compile  # type: ignore[untyped-decorator]
+def alone(source, place, size, pairs, base, table, functions, grids, biased, out):  # type: ignore[no-untyped-def]
+    """What `work` does for one matrix and a single tile, in one thread and without what that costs to prepare: source
+    [R, K] and out [1, R, N] float32, size >= R rows that are compiled, `place` its place among those."""
+    tiles = np.zeros((1, 5), np.int64)
+    tiles[0, COUNT], tiles[0, SIZE], tiles[0, PLACE] = source.shape[0], size, place
+    how = table[0, 0]
+    layout = np.zeros(how[FILLED] * size // (2 if pairs else 1), np.uint32)
+    sums, products = np.zeros(how[GROUPS] * size, np.float32), np.empty((1, MOST_ROWS * LANES), np.float32)
+    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, pairs, base)
+    _lay_out_tile(stage, 0, 0, source, layout, sums)
+    item = np.array((0, 1, 0, (how[ROWS] + LANES - 1) // LANES))
+    _multiply(stage, item, functions, grids, layout, sums, products, PRODUCTS, sums, 1, out, biased)
+
+
+@_compile  # type: ignore[untyped-decorator]
 def unpack(counter, how, grid, base, function, first, last, out):  # type: ignore[no-untyped-def]
     """One thread's part of unpacking the blocks from first to last of a matrix, a row of its table, to out [K, n]."""
     at_counter = counter.ctypes.data
