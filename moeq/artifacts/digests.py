@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moeq import caches
 from moeq.artifacts.storage import storage_errors
 from moeq.errors import StorageError
 from moeq.progress import Reporter
 
-CACHE_VARIABLE = "MOEQ_CACHE"
 READ_BYTES = 1 << 20
 SMALL_BYTES = 1 << 20  # files below are never remembered
 BAR_BYTES = 128 << 20  # from so much on, reading may take two seconds and shows progress
@@ -223,9 +223,7 @@ def _entry(key: Key, part: str) -> str:
 
 def folder() -> Path:
     """Where digests are kept."""
-    own = os.environ.get(CACHE_VARIABLE)
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "moeq"
-    return base / "digests"
+    return caches.folder() / "digests"
 
 
 def _shard(key: Key) -> Path:

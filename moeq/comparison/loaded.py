@@ -64,7 +64,8 @@ def load(subject: Subject, settings: Settings) -> Loaded:
     tokenizer = loading.load_tokenizer(subject.source, trust)
     processor = corpus.load_processor(subject.source.path, trust) if settings.images else None
     if subject.checkpoint is not None:
-        return Loaded(load_checkpoint(subject.checkpoint, dtype, device, trust), tokenizer, processor, None)
+        model = load_checkpoint(subject.checkpoint, dtype, device, trust, policy="fixed")
+        return Loaded(model, tokenizer, processor, None)
     model = loading.load_model(subject.source, dtype, device, trust)
     swapped = Swapped(model, find_expert_layers(model) if subject.run is not None else ())
     return Loaded(model, tokenizer, processor, swapped)

@@ -98,10 +98,19 @@ def find_expert_layers(model: nn.Module, *, needed: bool = True) -> list[ExpertL
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertMath:
-    """What an expert computes beside its matrices: the gate, and what follows down_proj (None: nothing)."""
+    """What an expert computes beside its matrices: the gate, and what follows down_proj (None: nothing).
+
+    activation: see `Kind.gate_activation`.
+    """
 
     gate: Gate
     finish: Callable[[Tensor], Tensor] | None = None
+    activation: str | None = None
+
+    @classmethod
+    def of(cls, kind: Kind, module: nn.Module) -> ExpertMath:
+        """That of an experts module."""
+        return cls(gate=kind.gate(module), finish=kind.finish(module), activation=kind.gate_activation(module))
 
     def intermediate(self, hidden: Tensor, weights: dict[str, Tensor], biases: dict[str, Tensor]) -> Tensor:
         """hidden [T, H] through the first matrices [I, H] (with biases [I], where there are) and the gate, [T, I]."""
@@ -122,8 +131,7 @@ def first_products(hidden: Tensor, weights: dict[str, Tensor], biases: dict[str,
 
 def expert_math(model: nn.Module, layer: ExpertLayer) -> ExpertMath:
     """The layer's gate and what follows down_proj."""
-    module = model.get_submodule(layer.name)
-    return ExpertMath(gate=layer.kind.gate(module), finish=layer.kind.finish(module))
+    return ExpertMath.of(layer.kind, model.get_submodule(layer.name))
 
 
 def stacked_weights(model: nn.Module, layer: ExpertLayer, experts: slice) -> dict[str, Tensor]:

@@ -12,14 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moeq.numerics import grids
-from moeq.numerics.gptq import Quantized
 from moeq.numerics.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
 from moeq.numerics.widths import NESTED_BITS, PARTS, SUPPORTED_BITS, group_count, resolved_group_size
+
+if TYPE_CHECKING:
+    from moeq.numerics.gptq import Quantized
 
 
 def has_zeros(bits: int, symmetric: bool) -> bool:
@@ -191,6 +194,8 @@ class PackedWeight:
 
         ValueError as `check`.
         """
+        from moeq.numerics.gptq import Quantized  # which loads a compiler
+
         self.check()
         scale, zero = self._grid()
         zero = zero.float() if isinstance(zero, Tensor) else torch.full_like(scale, zero, dtype=torch.float32)

@@ -12,6 +12,7 @@ from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
 from moeq.errors import ArtifactError
+from moeq.kernels import choice
 from moeq.models.loading import compute_dtype, load_model
 from moeq.models.source import open_source
 from moeq.numerics.widths import METHOD
@@ -56,11 +57,23 @@ def verify_files(path: Path) -> None:
     sums.require_inactive(path)
 
 
-def load_checkpoint(path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
-    """Load a checkpoint that moeq exported; ArtifactError when it is not one."""
+def load_checkpoint(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    *,
+    policy: choice.Policy = "measured",
+) -> nn.Module:
+    """Load a checkpoint that moeq exported; ArtifactError when it is not one.
+
+    policy: by which its kernels are chosen; where results are recorded it must not be a measurement.
+    """
     source = open_source(str(path))
     method = (source.config.get("quantization_config") or {}).get("quant_method")
     if method != METHOD:
         what = f"not exported by moeq (quant_method {method!r})"
         raise ArtifactError(what, where=str(path / "config.json"), do="give the checkpoint directory of a moeq run")
-    return load_model(source, dtype, device, trust_remote_code)
+    choice.named()  # before anything is read
+    with choice.choosing(policy, at_once=device.type == "cpu"):
+        return load_model(source, dtype, device, trust_remote_code)

@@ -13,18 +13,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from moeq.models.experts import DOWN, ExpertLayer
+from moeq.artifacts.assignment import FULL
+from moeq.kernels import choice
+from moeq.kernels.description import LayerOfExperts, Matrix, PreparedLayer
+from moeq.kernels.names import REFERENCE
+from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds.base import Matrices
 from moeq.numerics.packed import PackedWeight
+from moeq.runtime.arranged import COMPUTED
 from moeq.runtime.packed_experts import PACKED, PackedExperts
 
 CACHE_BYTES = 4 << 30  # of dequantized replicas that are kept
+OVERHEAD = 0.2  # of scales and zero points on codes, at most, where replicas are counted beforehand
 
 
 class LastUsed:
@@ -73,13 +79,61 @@ class Rows:
         keys = self.keys[at // length, layer, expert]
         return keys if self.start is None else torch.where(at % length == 0, self.start[layer, expert], keys)
 
+    def of_choices(self, layer: int, experts: Tensor, length: int) -> Tensor:
+        """Keys [T, k] of the experts [T, k] that tokens of rows of `length` chose."""
+        token = torch.arange(len(experts), device=self.keys.device)[:, None]
+        chosen = experts.to(self.keys.device)
+        keys = self.keys[token // length, layer, chosen]
+        keys = keys if self.start is None else torch.where(token % length == 0, self.start[layer][chosen], keys)
+        return keys.to(experts.device)
+
 
 class Dequantized:
-    """Replicas as they are computed with, the last used ones kept up to a number of bytes."""
+    """Replicas as they are computed with: the last used ones dequantized, up to a number of bytes, or packed ones of a
+    whole layer with a kernel, where all of them fit into as many bytes.
 
-    def __init__(self, source: ReplicaSource, dtype: torch.dtype, device: torch.device, limit: int = CACHE_BYTES):
-        self.source, self.dtype, self.device = source, dtype, device
+    policy: by which kernels are chosen; results are recorded, so it is no measurement.
+    """
+
+    def __init__(
+        self,
+        source: ReplicaSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        limit: int = CACHE_BYTES,
+        policy: choice.Policy = "fixed",
+    ) -> None:
+        self.source, self.dtype, self.device, self.limit, self.policy = source, dtype, device, limit, policy
         self._kept = LastUsed(limit, lambda parts: sum(tensor.nbytes for part in parts for tensor in part.values()))
+        self.prepared: dict[tuple[int, int], PreparedLayer | None] = {}
+
+    @cached_property
+    def packed_widths(self) -> frozenset[int]:
+        """The widths below full precision that every expert has a replica of."""
+        return frozenset(width for width in self.source.widths() if width < FULL)
+
+    def fit(self, layers: Sequence[ExpertLayer]) -> bool:
+        """Whether kernels may hold all packed replicas of these layers; MOEQ_KERNEL=reference: they may not."""
+        bits = sum(self.packed_widths)
+        weights = sum(layer.num_experts * layer.parameters_per_expert for layer in layers)
+        plain = REFERENCE in (self.policy, choice.named()) or self.dtype not in COMPUTED
+        return not plain and weights * bits * (1 + OVERHEAD) / 8 <= self.limit
+
+    def layer(self, layer: ExpertLayer, key: int, math: ExpertMath) -> PreparedLayer | None:
+        """All experts of a layer at a packed width with a kernel; None for other replicas, or where none takes them."""
+        if key not in self.packed_widths:
+            return None
+        if (layer.index, key) not in self.prepared:
+            experts = [self.source.expert(layer, expert, key) for expert in range(layer.num_experts)]
+            described = LayerOfExperts(
+                matrices=[{name: _moved(one, self.device) for name, one in parts.items()} for parts, _ in experts],
+                biases=[{name: self._values(bias) for name, bias in biases.items()} for _, biases in experts],
+                gate=math.gate,
+                activation=math.activation,
+                finish=math.finish,
+            )
+            self.prepared[layer.index, key] = choice.prepared_layer(described, self.device, self.policy)[0]
+        return self.prepared[layer.index, key]
 
     def __call__(self, layer: ExpertLayer, expert: int, key: int) -> tuple[Matrices, Matrices]:
         """Matrices and biases of one replica, in `dtype`."""
@@ -100,6 +154,10 @@ class Dequantized:
         return stored.map(lambda part: part.to(self.device)).dequantize(self.dtype)
 
 
+def _moved(stored: Matrix, device: torch.device) -> Matrix:
+    return stored.to(device) if isinstance(stored, Tensor) else stored.map(lambda part: part.to(device))
+
+
 class ExpertsByRow(PackedExperts):
     """Mixed into the packed module of a family's kind, which says how the module is called."""
 
@@ -109,6 +167,7 @@ class ExpertsByRow(PackedExperts):
         nn.Module.__init__(self)
         self.layer, self.replicas, self.rows = layer, replicas, rows
         self.length = 0
+        self.kernels = False
         self.take_over(layer, original)
 
     def take_over(self, layer: ExpertLayer, original: nn.Module) -> None:
@@ -123,6 +182,9 @@ class ExpertsByRow(PackedExperts):
                 self.add_module(name, child)
         for name, parameter in original.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
+
+    def through(self, hidden: Tensor, weights: Tensor) -> None:
+        """None: what is left for `expert` is computed one by one."""
 
     def by_device(self, experts: Sequence[int], home: torch.device) -> dict[torch.device, list[int]]:
         """All where the tokens are."""
@@ -149,8 +211,19 @@ class ExpertsByRow(PackedExperts):
         self.length = tokens // len(self.rows().keys)
 
     def weighted_sum(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """By replica: packed ones of all experts in one call, the others one expert after the other."""
         self._measure(len(hidden))
-        return super().weighted_sum(hidden, experts, weights)
+        result, left = torch.zeros_like(hidden), experts
+        if self.kernels and not self.identity_beyond:
+            known = experts < self.num_experts
+            keys = self.rows().of_choices(self.layer.index, experts.where(known, 0), self.length)
+            for key in torch.unique(keys[known]).tolist():
+                prepared = self.replicas.layer(self.layer, key, self.math)
+                if prepared is not None:
+                    mine = known & (keys == key)
+                    result += prepared(hidden, experts.where(mine, self.num_experts), weights)
+                    left = left.where(~mine, self.num_experts)
+        return result + super().weighted_sum(hidden, left, weights)
 
 
 class Llama4ByRow(ExpertsByRow):
@@ -171,10 +244,12 @@ def by_row(
 ) -> Iterator[None]:
     """The model with experts by row; the modules that it had are back at the end."""
     before: dict[str, nn.Module] = {}
+    kernels = replicas.fit(layers)
     try:
         for layer in layers:
             original = model.get_submodule(layer.name)
             module = BY_ROW[layer.kind.name](layer, original, replicas, rows)
+            module.kernels = kernels
             before[layer.name] = original
             model.set_submodule(layer.name, module.train(original.training))
         yield

@@ -21,14 +21,14 @@ from moeq.artifacts.assignment import WIDTHS
 from moeq.artifacts.manifest import REMEDY
 from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ArtifactError
+from moeq.kernels import choice
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.source import read_header
 from moeq.numerics.widths import LAYOUT, LAYOUT_VERSION, METHOD, NESTED_VERSION, PARTS
 from moeq.runtime.hook import forget_hook
-from moeq.runtime.packed_experts import PACKED, PackedExperts, PackedLinear
-from moeq.runtime.packed_modules import OtherWidths, PackedModule, replace_modules, wrong_config
+from moeq.runtime.packed_experts import DENSE, PACKED, PackedExperts, PackedLinear
+from moeq.runtime.packed_modules import OtherWidths, PackedModule, prepare, replace_modules, wrong_config
 
-DENSE = "dense"  # the weights of a matrix of 16 bits
 FORMAT_VERSION = 1
 MIXED_VERSION = 2  # of checkpoints in which the matrices of some expert differ in width
 
@@ -121,6 +121,8 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         _warn_of_held_experts(model)
+        if choice.at_once():
+            prepare(model)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:

@@ -11,18 +11,36 @@ Letters: E experts, T tokens, H hidden size, I intermediate size, k experts a to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moeq.artifacts.assignment import FULL, Width, width_of
+from moeq.kernels import choice
+from moeq.kernels.description import LayerOfExperts, Matrix, PreparedLayer
+from moeq.kernels.reference import routed_sum, values
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import jetmoe, numbered
 from moeq.numerics.packed import PackedWeight, packed_shapes
-from moeq.numerics.widths import NESTED_BITS
+from moeq.numerics.widths import NESTED_BITS, PARTS
+from moeq.runtime.arranged import (
+    GRADIENTS,
+    OFFLOADED,
+    SEVERAL,
+    Arranged,
+    Puts,
+    is_offloaded,
+    leave_files,
+    reason_at_call,
+    wants_gradients,
+    with_gradients,
+)
 
 GUARD_DTYPE = torch.float16
+DENSE = "dense"  # the buffer of a matrix of 16 bits
+HELD = (*PARTS, DENSE, "bias")
 
 
 def guard_shapes(layer: ExpertLayer) -> dict[str, tuple[int, ...]]:
@@ -38,8 +56,11 @@ def guard_shapes(layer: ExpertLayer) -> dict[str, tuple[int, ...]]:
     }
 
 
-class PackedLinear(nn.Module):
-    """One matrix of one expert, packed or dense, and its bias where there is one."""
+class PackedLinear(Puts):
+    """One matrix of one expert, packed or dense, and its bias where there is one.
+
+    arranged: where a kernel holds them, instead of the buffers.
+    """
 
     def __init__(
         self,
@@ -56,20 +77,30 @@ class PackedLinear(nn.Module):
         self.inputs, self.bits, self.group_size, self.symmetric = inputs, bits, group_size, symmetric
         self.nested = nested and bits in NESTED_BITS
         self.biased = biased
+        self.arranged: Arranged | None = None
         if biased:
             self.register_buffer("bias", torch.empty(rows, dtype=dense_dtype))
         if bits == FULL:
-            self.register_buffer("dense", torch.empty(rows, inputs, dtype=dense_dtype))
+            self.register_buffer(DENSE, torch.empty(rows, inputs, dtype=dense_dtype))
             return
         for part, (shape, dtype) in packed_shapes(rows, inputs, bits, group_size, symmetric, nested).items():
             self.register_buffer(part, torch.empty(shape, dtype=dtype))
 
-    def stored(self) -> PackedWeight:
-        """The matrix [N, K] of a width below 16 as it is stored."""
+    @property
+    def device(self) -> torch.device:
+        """Where it lies; `meta` where accelerate brings it in when it is called."""
+        return next(self.buffers()).device if self.arranged is None else self.arranged.device
+
+    def stored(self) -> Matrix:
+        """The matrix [N, K] as it is stored, wherever it lies."""
+        if self.arranged is not None:
+            return self.arranged.matrix()
+        if self.bits == FULL:
+            return self.get_buffer(DENSE)
         return PackedWeight(
             codes=self.get_buffer("codes"),
             scales=self.get_buffer("scales"),
-            zeros=self.get_buffer("zeros") if "zeros" in self._buffers else None,
+            zeros=self._buffers.get("zeros"),
             bits=self.bits,
             group_size=self.group_size,
             inputs=self.inputs,
@@ -77,12 +108,48 @@ class PackedLinear(nn.Module):
             nested=self.nested,
         )
 
+    def offset(self) -> Tensor | None:
+        """The bias [N], None without."""
+        if not self.biased:
+            return None
+        return self.get_buffer("bias") if self.arranged is None else self.arranged.bias
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] in `dtype`."""
-        return self.get_buffer("dense").to(dtype) if self.bits == FULL else self.stored().dequantize(dtype)
+        return values(self.stored(), dtype)
+
+    def hand_over(self, matrix: Callable[[], Matrix], put_back: Callable[[], None]) -> None:
+        """Give up the buffers: a kernel has them."""
+        held = {name: tensor for name, tensor in self._buffers.items() if name in HELD and tensor is not None}
+        following = [tensor.dtype for name, tensor in held.items() if name not in PARTS]
+        self._buffers.update(dict.fromkeys(held))  # None, which keeps their order
+        self.arranged = Arranged(
+            matrix=matrix,
+            bias=held["bias"].clone() if "bias" in held else None,
+            put_back=put_back,
+            device=next(iter(held.values())).device,
+            dtype=following[0] if following else torch.uint8,
+        )
+
+    def take_back(self) -> None:
+        """Have the buffers again."""
+        if self.arranged is None:
+            return
+        matrix, bias = self.arranged.matrix(), self.arranged.bias
+        self.arranged = None
+        self._buffers.update({DENSE: matrix} if isinstance(matrix, Tensor) else matrix.parts())
+        if bias is not None:
+            self._buffers["bias"] = bias
+
+    def put_back(self) -> None:
+        if self.arranged is not None:
+            self.arranged.put_back()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """Move, but never convert what is stored: scales in another type would be other scales."""
+        if self.arranged is not None and self.arranged.stays(fn):
+            return self
+        self.put_back()
         stored = self._buffers.get("scales")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if stored is not None and (changed := self.get_buffer("scales")).dtype != stored.dtype:
@@ -91,17 +158,24 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [T, K] -> [T, N]."""
-        bias = self.get_buffer("bias").to(rows.dtype) if self.biased else None
-        return nn.functional.linear(rows, self.values(rows.dtype), bias)
+        bias = self.offset()
+        return nn.functional.linear(rows, self.values(rows.dtype), None if bias is None else bias.to(rows.dtype))
 
 
-class PackedExperts(nn.Module):
+class PackedExperts(Puts):
     """All experts of one layer, each in its own width or widths; called with hidden [T, H], indices and weights [T, k].
 
     bits: of every expert one width, or {projection: bits}; group_size and symmetric: of the grids; nested: see
     `numerics.packed`; dtype: of dense matrices and biases. What of the original module is not an expert's weight (a
     norm, a router) is taken over under its name.
+
+    prepared: the layer in a kernel's arrangement, None where the stored tensors are computed with; refused: why no
+    kernel takes the layer; reason: why the last call did not go through a kernel, None if it did.
     """
+
+    prepared: PreparedLayer | None = None
+    refused: str | None = None
+    reason: str | None = None
 
     def __init__(
         self,
@@ -115,6 +189,7 @@ class PackedExperts(nn.Module):
         nested: bool = False,
     ) -> None:
         super().__init__()
+        self.policy = choice.policy()
         self.take_over(layer, original)
         for expert, widths in enumerate(bits):
             linears = nn.ModuleDict()
@@ -128,7 +203,7 @@ class PackedExperts(nn.Module):
     def take_over(self, layer: ExpertLayer, original: nn.Module) -> None:
         """What the original module computes and holds beside its experts' weights."""
         self.num_experts = layer.num_experts
-        self.math = ExpertMath(gate=layer.kind.gate(original), finish=layer.kind.finish(original))
+        self.math = ExpertMath.of(layer.kind, original)
         self.identity_beyond = layer.kind.identity_beyond(original)
         experts = {name.split(".")[0] for name in layer.parameters}
         for name, child in original.named_children():
@@ -145,14 +220,89 @@ class PackedExperts(nn.Module):
         output: Tensor = linears[DOWN](self.math.gate(products))
         return output if self.math.finish is None else self.math.finish(output)
 
+    def linears(self) -> list[tuple[int, str, PackedLinear]]:
+        """Expert, projection and module of every matrix."""
+        found = []
+        for expert in range(self.num_experts):
+            children: dict[str, Any] = dict(self.get_submodule(str(expert)).named_children())
+            found += [(expert, projection, linear) for projection, linear in children.items()]
+        return found
+
+    def prepare(self) -> None:
+        """Have a kernel take the stored tensors, if one can; `refused` says why not. It needs their bytes once more."""
+        if self.prepared is not None:
+            return
+        linears = self.linears()
+        devices = {tensor.device for *_, linear in linears for tensor in linear.buffers()}
+        if torch.device("meta") in devices or any(is_offloaded(linear) for *_, linear in linears):
+            self.refused = OFFLOADED
+        elif len(devices) > 1:
+            self.refused = SEVERAL
+        else:
+            self.home = devices.pop()
+            self.prepared, self.refused = choice.prepared_layer(self._layer(), self.home, self.policy)
+        if self.prepared is not None:
+            for expert, projection, linear in linears:
+                linear.hand_over(partial(self.prepared.matrix, expert, projection), self.put_back)
+            for module in self.modules():
+                leave_files(module)
+
+    def _layer(self) -> LayerOfExperts:
+        """What a kernel is given."""
+        matrices: list[dict[str, Matrix]] = [{} for _ in range(self.num_experts)]
+        biases: list[dict[str, Tensor]] = [{} for _ in range(self.num_experts)]
+        for expert, projection, linear in self.linears():
+            matrices[expert][projection] = linear.stored()
+            if (bias := linear.offset()) is not None:
+                biases[expert][projection] = bias
+        return LayerOfExperts(
+            matrices=matrices,
+            biases=biases,
+            gate=self.math.gate,
+            activation=self.math.activation,
+            finish=self.math.finish,
+        )
+
+    def put_back(self) -> None:
+        self.refused = None
+        if self.prepared is not None:
+            self.prepared = None
+            for *_, linear in self.linears():
+                linear.take_back()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedExperts:
+        """What was refused where it lay may be taken where it goes."""
+        self.refused = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def through(self, hidden: Tensor, weights: Tensor) -> PreparedLayer | None:
+        """The prepared layer that computes a call, None where the stored tensors do; `reason` says why."""
+        self.reason = reason_at_call(self, hidden)
+        if self.reason is None and (self.math.activation is None or self.math.finish is not None):
+            self.reason = GRADIENTS if wants_gradients(hidden, weights) else None
+        if self.reason is not None:
+            return None
+        if self.prepared is None and self.refused is None:
+            self.prepare()
+        self.reason = self.refused
+        if self.prepared is not None and self.home != hidden.device:
+            self.reason = f"its experts lie on {self.home}, its inputs on {hidden.device}"
+        return self.prepared if self.reason is None else None
+
     def by_device(self, experts: Sequence[int], home: torch.device) -> dict[torch.device, list[int]]:
         """Experts, in order, by the device that holds them; `home` is that of experts without a place of their own."""
         places: dict[torch.device, list[int]] = {}
         for expert in experts:
-            state = None if expert >= self.num_experts else next(self.get_submodule(str(expert)).buffers())
-            offloaded = state is None or state.device.type == "meta"  # accelerate brings it in when it is called
-            places.setdefault(home if offloaded or state is None else state.device, []).append(expert)
+            place = None if expert >= self.num_experts else self._place(expert)
+            places.setdefault(home if place is None else place, []).append(expert)
         return places
+
+    def _place(self, expert: int) -> torch.device | None:
+        """Where an expert lies, None for one that accelerate brings in when it is called."""
+        linear: Any = next(self.get_submodule(str(expert)).children())
+        device: torch.device = linear.device
+        return None if device.type == "meta" else device
 
     def weighted_sum(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Sum over each token's experts of routing weight times expert output, [T, H].
@@ -160,6 +310,10 @@ class PackedExperts(nn.Module):
         To experts on another device go the tokens that need them, once, before those at home are computed; their
         weighted sum comes back once.
         """
+        prepared = self.through(hidden, weights)
+        if prepared is not None:
+            result = with_gradients(prepared, self._stored_sum, hidden, experts, weights)
+            return self._with_identity(result, hidden, experts, weights) if self.identity_beyond else result
         home = hidden.device
         groups = self.by_device(torch.unique(experts).tolist(), home)
         away = {}
@@ -173,17 +327,24 @@ class PackedExperts(nn.Module):
             result.index_add_(0, tokens, self._sum_here(groups[device], *parts).to(home))
         return result
 
+    def _stored_sum(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum with the stored tensors, without experts beyond the last one."""
+        numbers = [number for number in torch.unique(experts).tolist() if number < self.num_experts]
+        return self._sum_here(numbers, hidden, experts, weights)
+
+    def _with_identity(self, result: Tensor, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """The sum with what experts beyond the last one hand through."""
+        share = weights.masked_fill(experts < self.num_experts, 0).sum(-1, keepdim=True)
+        return result + (hidden * share).to(result.dtype)
+
     def _sum_here(self, numbers: list[int], hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of some experts alone, all on the device of their inputs."""
-        result = torch.zeros_like(hidden)
-        for expert in numbers:
-            beyond = expert >= self.num_experts
-            if beyond and not self.identity_beyond:
-                continue  # the sentinel of expert parallelism, or a token over capacity
-            token, place = torch.where(experts == expert)
-            output = hidden[token] if beyond else self.expert(expert, hidden[token], token)
-            result.index_add_(0, token, (output * weights[token, place, None]).to(result.dtype))
-        return result
+        if not self.identity_beyond:  # beyond: the sentinel of expert parallelism, or a token over capacity
+            numbers = [number for number in numbers if number < self.num_experts]
+        return routed_sum(numbers, hidden, experts, weights, self._output_or_identity)
+
+    def _output_or_identity(self, number: int, rows: Tensor, tokens: Tensor) -> Tensor:
+        return rows if number >= self.num_experts else self.expert(number, rows, tokens)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As the family's own module is called; [..., H]."""
@@ -198,6 +359,12 @@ class PackedLlama4(PackedExperts):
         """[E*T, H] -> [E*T, H]."""
         result = torch.zeros_like(hidden_states)
         rows = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
+        prepared = self.through(hidden_states, hidden_states)
+        if prepared is not None:
+            at, token = rows.any(-1).nonzero().T
+            given = rows[at, token], at[:, None], rows.new_ones(len(at), 1)
+            result.view_as(rows)[at, token] = with_gradients(prepared, self._stored_sum, *given)
+            return result
         chosen = [tokens.any(1).nonzero().squeeze(1) for tokens in rows]
         used = [expert for expert, tokens in enumerate(chosen) if len(tokens)]
         for device, numbers in self.by_device(used, rows.device).items():

@@ -15,8 +15,12 @@ from torch import Tensor, nn
 
 from moeq.artifacts.manifest import REMEDY
 from moeq.errors import ArtifactError
+from moeq.kernels import choice
+from moeq.kernels.description import PreparedLinear
+from moeq.kernels.reference import some_rows, values
 from moeq.recipe.wording import refusal_of
-from moeq.runtime.packed_experts import GUARD_DTYPE, PackedLinear
+from moeq.runtime.arranged import OFFLOADED, is_offloaded, leave_files, reason_at_call, with_gradients
+from moeq.runtime.packed_experts import GUARD_DTYPE, PackedExperts, PackedLinear
 
 GUARD_SHAPE = (1, 1)
 
@@ -53,21 +57,70 @@ class OtherWidths(BaseModel):
 
 
 class PackedModule(PackedLinear):
-    """A linear in its stored form; called as an nn.Linear is."""
+    """A linear in its stored form; called as an nn.Linear is.
+
+    prepared, refused, reason: as of PackedExperts.
+    """
+
+    prepared: PreparedLinear | None = None
+    refused: str | None = None
+    reason: str | None = None
 
     def __init__(self, original: nn.Module, bits: int, group_size: int, symmetric: bool) -> None:
         weight = original.get_parameter("weight")
         biased = getattr(original, "bias", None) is not None
         rows, inputs = weight.shape
         super().__init__(rows, inputs, bits, group_size, symmetric, weight.dtype, biased)
+        self.policy = choice.policy()
         self.out_features, self.in_features = rows, inputs
         if not biased:
             self.register_buffer("bias", None)
         self.register_buffer("weight", torch.zeros(GUARD_SHAPE, dtype=GUARD_DTYPE))
 
+    def prepare(self) -> None:
+        """Have a kernel take the stored tensors, if one can; `refused` says why not."""
+        if self.prepared is not None:
+            return
+        if self.device.type == "meta" or is_offloaded(self):
+            self.refused = OFFLOADED
+            return
+        made = choice.prepared_linear(self.stored(), self.offset(), self.device, self.policy)
+        self.prepared, self.refused = made
+        if self.prepared is not None:
+            self.hand_over(self.prepared.matrix, self.put_back)
+            leave_files(self)
+
+    def put_back(self) -> None:
+        self.refused = None
+        if self.prepared is not None:
+            self.take_back()
+            self.prepared = None
+
+    def through(self, rows: Tensor) -> PreparedLinear | None:
+        """The prepared matrix that computes a call, None where the stored one does; `reason` says why."""
+        self.reason = reason_at_call(self, rows)
+        if self.reason is None and self.prepared is None and self.refused is None:
+            self.prepare()
+        self.reason = self.reason or self.refused
+        return self.prepared if self.reason is None else None
+
+    def product(self, rows: Tensor) -> Tensor:
+        """rows [..., K] -> [..., N]."""
+        prepared = self.through(rows)
+        if prepared is None:
+            return super().forward(rows)
+        output = with_gradients(prepared, super().forward, rows.flatten(0, -2))
+        return output.view(*rows.shape[:-1], self.out_features)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.product(rows)
+
 
 class PackedEmbedding(PackedModule):
-    """An embedding in its stored form; only the rows that are looked up are dequantized."""
+    """An embedding in its stored form; only the rows that are looked up are dequantized.
+
+    A kernel takes it only where it is a head, too.
+    """
 
     def __init__(self, original: nn.Module, bits: int, group_size: int, symmetric: bool) -> None:
         super().__init__(original, bits, group_size, symmetric)
@@ -83,9 +136,11 @@ class PackedEmbedding(PackedModule):
     def forward(self, ids: Tensor, *, as_head: bool = False, bias: Tensor | None = None) -> Tensor:
         """ids [...] -> [..., K] in the model's dtype; as_head: rows [..., K] -> [..., N], as a linear's."""
         if as_head:
-            return nn.functional.linear(ids, self.values(ids.dtype), bias)
-        rows = self.stored().map(lambda part: part[ids.reshape(-1)])
-        return rows.dequantize(self.dtype).view(*ids.shape, self.inputs)
+            output = self.product(ids)
+            return output if bias is None else output + bias
+        which = ids.reshape(-1)
+        found = some_rows(self.stored(), which) if self.prepared is None else self.prepared.some(which)
+        return values(found, self.dtype).view(*ids.shape, self.inputs)
 
 
 class TiedHead(nn.Module):
@@ -98,12 +153,25 @@ class TiedHead(nn.Module):
         bias = getattr(original, "bias", None)
         self.register_buffer("bias", None if bias is None else torch.empty_like(bias, requires_grad=False))
 
+    @property
+    def embeddings(self) -> PackedEmbedding:
+        return self._embeddings[0]
+
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] -> [..., N]."""
         bias = self._buffers["bias"]
         bias = None if bias is None else bias.to(rows.dtype)
-        output: Tensor = self._embeddings[0](rows, as_head=True, bias=bias)
+        output: Tensor = self.embeddings(rows, as_head=True, bias=bias)
         return output
+
+
+def prepare(model: nn.Module) -> None:
+    """Have kernels take what is packed, one layer after the other; what none takes computes as it is stored."""
+    for module in model.modules():
+        if isinstance(module, PackedExperts) or type(module) is PackedModule:
+            module.prepare()
+        elif isinstance(module, TiedHead):
+            module.embeddings.prepare()
 
 
 def replace_modules(model: Any, widths: OtherWidths) -> None:

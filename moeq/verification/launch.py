@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moeq.errors import EvaluationError, MoeqError, RecipeError, missing
+from moeq.kernels import names
 from moeq.tables import human_seconds
 from moeq.verification import probe
 
@@ -116,8 +117,9 @@ def write_request(folder: Path, request: Request) -> None:
 
 def _environment(packages: Mapping[str, str]) -> dict[str, str]:
     """This process's, with what keeps the peers quiet and off the network; moeq itself, where it is needed, is found
-    where it is."""
+    where it is. What is recorded of moeq's own runtime are the bits of the plain way, on every machine."""
     environment = {"OMP_WAIT_POLICY": "PASSIVE", "GPTQMODEL_CPU_WORKERS": "2", **os.environ, "HF_HUB_OFFLINE": "1"}
+    environment[names.VARIABLE] = names.REFERENCE
     own = Path(probe.__file__).resolve().parents[2]
     given = [Path(path).absolute() for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if path]
     environment[probe.PARENT] = str(os.getpid())

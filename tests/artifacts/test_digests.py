@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from moeq import caches
 from moeq.artifacts import digests
 from moeq.artifacts.digests import digest_of_file, digests_of_files, remember, remembered, spent
 from moeq.artifacts.files import copy_file, place
@@ -38,7 +39,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(digests.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(caches.VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "digests"
 
 
@@ -95,7 +96,7 @@ def test_a_damaged_cache_is_ignored_and_mended(file: Path, own_cache: Path, text
 
 def test_no_place_for_a_cache_is_no_error(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "no folder").write_text("")
-    monkeypatch.setenv(digests.CACHE_VARIABLE, str(tmp_path / "no folder"))
+    monkeypatch.setenv(caches.VARIABLE, str(tmp_path / "no folder"))
     assert reads(file, cached=True) == file.stat().st_size
     assert reads(file, cached=True) == 0, "within a process it is still known"
 

@@ -32,7 +32,13 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits
 
 
-def test_each_row_computes_with_its_own_replicas(family: tuple[Any, Made]) -> None:
+@pytest.mark.parametrize("kernels", [True, False])
+def test_each_row_computes_with_its_own_replicas(
+    family: tuple[Any, Made], kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed replicas go through a kernel, but for MOEQ_KERNEL=reference and where experts are given every token."""
+    if not kernels:
+        monkeypatch.setenv("MOEQ_KERNEL", "reference")
     model, made = family
     experts = made.layers[0].num_experts
     ids = torch.randint(8, 60, (3, 7), generator=torch.Generator().manual_seed(1))
@@ -41,6 +47,9 @@ def test_each_row_computes_with_its_own_replicas(family: tuple[Any, Made]) -> No
     replicas = Dequantized(made, torch.float32, CPU)
     with by_row(model, made.layers, replicas, lambda: Rows(keys=torch.from_numpy(keys))):
         found = logits(model, ids)
+    called = kernels and made.layers[0].kind.name != "llama4"
+    assert set(replicas.prepared) == {(layer.index, 2) for layer in made.layers if called}
+    assert None not in replicas.prepared.values()
     for row in range(3):
         write(model, made, keys[row])
         wanted = logits(model, ids[row : row + 1])[0]
@@ -76,6 +85,8 @@ def test_kept_replicas_and_prefills_stay_within_their_bytes(family: tuple[Any, M
     _, made = family
     layer = made.layers[0]
     small = Dequantized(made, torch.float32, CPU, limit=1)
+    assert Dequantized(made, torch.float32, CPU).fit(made.layers)
+    assert not small.fit(made.layers)
     first = small(layer, 0, 2)[0]
     small(layer, 1, 2)
     again = small(layer, 0, 2)[0]

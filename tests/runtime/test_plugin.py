@@ -13,6 +13,7 @@ from family_models import inputs
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from moeq.errors import ArtifactError
+from moeq.runtime.arranged import OFFLOADED
 from moeq.runtime.packed_experts import PackedExperts
 
 Exported = Callable[[str], Path]
@@ -44,6 +45,11 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     )
 
 
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """A kernel's logits and those of experts that are computed with as they are stored."""
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-4)
+
+
 def layers_apart(model: Any) -> dict[str, str]:
     """A device map: the last decoder layer on the disk, all else on the CPU."""
     names = [name for name, _ in model.named_children() if name != "model"]
@@ -66,7 +72,8 @@ def test_device_maps_and_offload_change_nothing(family: str, exported: Exported,
     away = load(folder, device_map=places, offload_folder=tmp_path / "b", offload_buffers=True)
     experts = [module for module in away.modules() if isinstance(module, PackedExperts)]
     assert {tensor.device.type for tensor in experts[-1].get_submodule("0").buffers()} == {"meta"}
-    assert torch.equal(logits(away), wanted)
+    assert close(logits(away), wanted)
+    assert [module.reason for module in experts if module.reason is not None] == [OFFLOADED]
 
 
 def test_a_shared_head_works_when_the_embeddings_are_on_the_disk(exported: Exported, tmp_path: Path) -> None:
@@ -76,11 +83,13 @@ def test_a_shared_head_works_when_the_embeddings_are_on_the_disk(exported: Expor
     places |= {"model.rotary_emb": "cpu"}
     model = load(folder, device_map=places, offload_folder=tmp_path, offload_buffers=True)
     assert model.get_submodule("model.embed_tokens").codes.device.type == "meta"
-    assert torch.equal(logits(model), wanted)
+    assert close(logits(model), wanted)
+    assert model.get_submodule("model.embed_tokens").reason == OFFLOADED
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_another_dtype_leaves_what_is_stored(family: str, exported: Exported) -> None:
+def test_another_dtype_leaves_what_is_stored(family: str, exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEQ_KERNEL", "reference")  # in bf16 other last bits may choose another expert
     folder = exported(family)
     model = load(folder)
     before = stored(model)

@@ -141,11 +141,11 @@ def test_what_is_exported_is_what_was_evaluated(family: str, tmp_path: Path) -> 
         assert isinstance(here, PackedModule)
         assert torch.equal(here.values(torch.float32), values)
         if module.biased:
-            assert torch.equal(here.get_buffer("bias"), original.get_submodule(module.name).get_parameter("bias"))
+            assert torch.equal(here.state_dict()["bias"], original.get_submodule(module.name).get_parameter("bias"))
     ids = torch.randint(20, family_models.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         wanted, found = forward(original, ids).logits, forward(packed, ids).logits
-    assert float((found - wanted).norm() / wanted.norm()) < 2e-6
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5  # kernels add up in another order
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])

@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from moeq.models.kinds.activations import activation_name
+
 GATED = ("gate_proj", "up_proj", "down_proj")
 NON_GATED = ("up_proj", "down_proj")
 
@@ -110,6 +112,13 @@ class Kind(ABC):
         """What lies between the first matrices and down_proj; works on a module whose weights are elsewhere."""
         act_fn = attrgetter(self.activation)(module)
         return act_then_multiply(act_fn) if self.projections(module) == GATED else act_alone(act_fn)
+
+    def gate_activation(self, module: Experts) -> str | None:
+        """The name of `act` where the gate is exactly act(gate_proj) * up_proj, or act(up_proj) without a gate_proj.
+
+        None for a gate of another kind, and for a function without a name in `activations`.
+        """
+        return activation_name(attrgetter(self.activation)(module))
 
     def finish(self, module: Experts) -> Callable[[Tensor], Tensor] | None:
         """What is done to an expert's output [T, H] before it is weighted, None for nothing."""

@@ -70,6 +70,10 @@ class Stacked(Kind):
 
         return own_gate
 
+    def gate_activation(self, module: Experts) -> str | None:
+        own = hasattr(module, FUSED) and _gate_of(module) is not None
+        return None if own else super().gate_activation(module)
+
     def finish(self, module: Experts) -> Callable[[Tensor], Tensor] | None:
         return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
 

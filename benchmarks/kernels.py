@@ -1,0 +1,265 @@
+"""Products with packed experts on a CPU, against torch's bf16 linears of the same experts.
+
+    python benchmarks/kernels.py [--threads 1 2] [--experts 128] [--rounds 15] [--form avx512_bf16]
+
+Experts have the shape of Qwen3-30B-A3B (2048 x 768), groups of 128 and zero points; bf16 activations. Two tables: one
+matrix (2048 -> 768), and the layer with 8 experts a token as one call, gate and activation included, against the loop
+over experts that transformers runs. Weights are cold: every call takes other ones, all of them together many times the
+last level of cache, in huge pages for both sides. The contenders take turns of some calls within a round, and what is
+shown is a ratio of the medians, so that a machine that is busy with other work says about the same; the read bandwidth
+is that of the same rounds. torch's own int4 is `_weight_int4pack_mm_for_cpu`.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads do not spin on the other's core
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+import figures
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor, nn
+
+from moeq.kernels.cpu.forms import forms
+from moeq.kernels.cpu.kernel import CpuKernel
+from moeq.kernels.cpu.layer import PackedLayer
+from moeq.kernels.cpu.memory import add_at
+from moeq.kernels.cpu.threads import together
+from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
+from moeq.numerics.packed import PackedWeight
+from moeq.numerics.packing import packed_row_bytes
+
+HIDDEN, INTERMEDIATE, GROUP, TOP_K = 2048, 768, 128, 8
+SIZES = {"gate_proj": (INTERMEDIATE, HIDDEN), "up_proj": (INTERMEDIATE, HIDDEN), DOWN: (HIDDEN, INTERMEDIATE)}
+COLD_BYTES = 192 << 20  # of the matrices of one contender
+WIDTHS, ROWS, PREFILL = (2, 3, 4), (1, 4, 16), 512
+MIXED = {3: (2, 4)}  # experts of the mixed layer have these widths in turn: as many bytes as the uniform one
+BF16_GOALS = {(2, 1): 5.0, (3, 1): 3.0, (4, 1): 5.0} | dict.fromkeys([(2, 16), (3, 16), (4, 16)], 1.5)
+OTHER_GOALS = {(2, 1): 4.0, (3, 1): 2.5, (4, 1): 4.0}
+BANDWIDTH_GOAL, MIXED_GOAL, PREFILL_GOAL = 0.65, 1.10, 1.10
+CALLS = 8  # of a turn with one matrix
+PIECE = 1 << 14  # words of 64 bits that a thread reads at once
+
+
+def huge(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An empty tensor in huge pages, as the packed buffers are."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(*shape)
+
+
+def packed(rows: int, inputs: int, bits: int, random: torch.Generator) -> PackedWeight:
+    groups = inputs // GROUP
+    return PackedWeight(
+        codes=torch.randint(0, 256, (rows, packed_row_bytes(inputs, bits)), generator=random, dtype=torch.uint8),
+        scales=(torch.rand(rows, groups, generator=random) * 0.01 + 0.001).half(),
+        zeros=torch.randint(0, 256, (rows, packed_row_bytes(groups, bits)), generator=random, dtype=torch.uint8),
+        bits=bits,
+        group_size=GROUP,
+        inputs=inputs,
+        symmetric=False,
+    )
+
+
+def gate(parts: dict[str, Tensor]) -> Tensor:
+    return nn.functional.silu(parts["gate_proj"]) * parts["up_proj"]
+
+
+@njit(nogil=True, cache=True, fastmath=True)
+def read(words, counter, out):  # type: ignore[no-untyped-def]
+    """One thread's part of reading all words."""
+    while True:
+        first = add_at(counter.ctypes.data, PIECE)
+        if first >= words.shape[0]:
+            break
+        part, total = words[first : first + PIECE], np.int64(0)
+        for k in range(part.shape[0]):
+            total += part[k]
+        out[first // PIECE] = total
+
+
+@dataclass
+class Bandwidth:
+    """Reads a large buffer with all threads: bytes a second."""
+
+    words: np.ndarray
+    sums: np.ndarray
+
+    @classmethod
+    def of(cls, size: int) -> Bandwidth:
+        words = np.ones(size // 8, np.int64)
+        return cls(words, np.zeros(-(-len(words) // PIECE), np.int64))
+
+    def __call__(self) -> float:
+        work = partial(together, read, (self.words, np.zeros(1, np.int64), self.sums))
+        return self.words.nbytes / seconds(work, 1)
+
+
+def seconds(work: Callable[[], object], calls: int) -> float:
+    """Of one call; with one thread the processor's, which other work on the same cores moves less."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    began = clock()
+    for _ in range(calls):
+        work()
+    return (clock() - began) / calls
+
+
+def rounds(contenders: dict[str, Callable[[], object]], number: int, calls: int = 1) -> dict[str, float]:
+    """Median seconds of a call of each, which take turns of some calls; everything has been called before."""
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(number):
+        for name, work in contenders.items():
+            taken[name].append(seconds(work, calls))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def cycle(works: Sequence[Callable[[Tensor], object]], rows: Tensor) -> Callable[[], object]:
+    """Every call takes the next of them; all have been called once."""
+    for work in works:
+        work(rows)
+    place = count()
+    return lambda: works[next(place) % len(works)](rows)
+
+
+class Matrices:
+    """Copies of one matrix [INTERMEDIATE, HIDDEN] for each contender, more than any cache holds."""
+
+    def __init__(self, kernel: CpuKernel) -> None:
+        random = torch.Generator().manual_seed(0)
+        matrices: dict[str, Matrix] = {f"{bits} bits": packed(INTERMEDIATE, HIDDEN, bits, random) for bits in WIDTHS}
+        self.works: dict[str, list[Callable[[Tensor], object]]] = {}
+        for name, matrix in matrices.items():
+            copies = -(-COLD_BYTES // matrix.nbytes)
+            self.works[name] = [kernel.linear(matrix) for _ in range(copies)]
+        dense = huge((-(-COLD_BYTES // (2 * HIDDEN * INTERMEDIATE)), INTERMEDIATE, HIDDEN), torch.bfloat16)
+        dense[:] = (torch.randn(INTERMEDIATE, HIDDEN, generator=random) * 0.02).bfloat16()
+        self.works["bf16"] = [lambda rows, one=one: nn.functional.linear(rows, one) for one in dense]
+        codes = torch.randint(0, 16, (INTERMEDIATE, HIDDEN), generator=random, dtype=torch.int32)
+        aten = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
+        grids = torch.randn(HIDDEN // GROUP, INTERMEDIATE, 2, generator=random).bfloat16()
+        stack = huge((-(-COLD_BYTES // aten.nbytes), *aten.shape), aten.dtype)
+        stack[:] = aten
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu
+        self.works["aten int4"] = [lambda rows, one=one: product(rows, one, GROUP, grids) for one in stack]
+
+
+def one_matrix(results: figures.Figures, matrices: Matrices, goals: dict[tuple[int, int], float], threads: int) -> None:
+    names = [f"{bits} bits" for bits in WIDTHS]
+    results.table([f"one matrix, threads {threads}", "bf16, us", "aten int4", *names])
+    for rows in ROWS:
+        given = torch.randn(rows, HIDDEN).bfloat16()
+        taken = rounds(
+            {name: cycle(works, given) for name, works in matrices.works.items()}, 2 * results.options.rounds, CALLS
+        )
+        ratios = {name: taken["bf16"] / taken[name] for name in taken}
+        shown = [f"{ratios[name]:.1f}x" for name in ("aten int4", *names)]
+        results.row(f"m = {rows}", f"{taken['bf16'] * 1e6:.0f}", *shown)
+        for bits in WIDTHS if threads == 1 else ():
+            goal = {"at_least": goals[bits, rows]} if (bits, rows) in goals else {}
+            results.add(f"one matrix, {bits} bits, m = {rows}, of bf16's speed", ratios[f"{bits} bits"], "x", **goal)
+        if threads == 1:
+            ratio = taken["aten int4"] / taken["4 bits"]
+            results.add(f"one matrix, 4 bits, m = {rows}, of aten int4's speed", ratio, "x", at_least=1.0)
+
+
+def packed_layer(kernel: CpuKernel, widths: Sequence[int], experts: int) -> PackedLayer:
+    """A layer whose experts have these widths in turn."""
+    random = torch.Generator().manual_seed(1)
+    kinds = {bits: {name: packed(*size, bits, random) for name, size in SIZES.items()} for bits in set(widths)}
+    matrices = [kinds[widths[expert % len(widths)]] for expert in range(experts)]
+    return kernel.layer(LayerOfExperts(matrices=matrices, biases=[{}] * experts, gate=gate, activation="silu"))
+
+
+def dense_layer(experts: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The loop over experts that transformers runs, bf16."""
+    stacks = {name: huge((experts, *size), torch.bfloat16) for name, size in SIZES.items()}
+    for name, size in SIZES.items():
+        stacks[name][:] = (torch.randn(*size) * 0.02).bfloat16()
+
+    def call(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for expert in index.unique().tolist():
+            tokens, places = torch.where(index == expert)
+            rows = hidden[tokens]
+            parts = {name: nn.functional.linear(rows, stacks[name][expert]) for name in SIZES if name != DOWN}
+            result = nn.functional.linear(gate(parts), stacks[DOWN][expert])
+            out.index_add_(0, tokens, result * weights[tokens, places, None])
+        return out
+
+    return call
+
+
+def with_routed(call: Callable[..., Tensor], tokens: int, experts: int) -> Callable[[], object]:
+    """A call with tokens whose experts are others every time, and the same for all contenders."""
+    made, random = [], torch.Generator().manual_seed(tokens)
+    for _ in range(8):
+        index = torch.stack([torch.randperm(experts, generator=random)[:TOP_K] for _ in range(tokens)])
+        made.append((torch.randn(tokens, HIDDEN).bfloat16(), index, torch.rand(tokens, TOP_K).bfloat16()))
+    place = count()
+    return lambda: call(*made[next(place) % len(made)])
+
+
+def whole_layer(results: figures.Figures, kernel: CpuKernel, threads: int) -> None:
+    experts = results.options.experts
+    layers = {f"{bits} bits": packed_layer(kernel, [bits], experts) for bits in WIDTHS}
+    layers |= {f"mixed {bits}": packed_layer(kernel, widths, experts) for bits, widths in MIXED.items()}
+    dense, bandwidth = dense_layer(experts), Bandwidth.of(COLD_BYTES)
+    results.table([f"layer, threads {threads}", "bf16, us", *layers, "4 bits, GB/s", "read, GB/s"])
+    for tokens in (*ROWS, PREFILL):
+        calls: dict[str, Callable[..., Tensor]] = {"bf16": dense, **layers}
+        rates: list[float] = []
+        contenders = {name: with_routed(call, tokens, experts) for name, call in calls.items()}
+        contenders["read"] = lambda rates=rates: rates.append(bandwidth())
+        for work in contenders.values():
+            work()
+        number = results.options.rounds if tokens < PREFILL else max(2, results.options.rounds // 5)
+        taken = rounds(contenders, number)
+        rate = layers["4 bits"].nbytes / experts * TOP_K / taken["4 bits"] if tokens == 1 else float("nan")
+        shown = [f"{taken['bf16'] / taken[name]:.1f}x" for name in layers]
+        read_rate = statistics.median(rates)
+        ours = "" if rate != rate else f"{rate / 1e9:.1f}"
+        results.row(f"T = {tokens}", f"{taken['bf16'] * 1e6:.0f}", *shown, ours, f"{read_rate / 1e9:.1f}")
+        where = f"layer, threads {threads}, T = {tokens}"
+        if tokens == 1:
+            goal = {"at_least": BANDWIDTH_GOAL} if threads == 2 else {}
+            results.add(f"{where}, 4 bits, of the read bandwidth", rate / read_rate, **goal)
+        if tokens == PREFILL:
+            worst = max(taken[name] for name in layers) / taken["bf16"]
+            results.add(f"{where}, slowest width, of bf16's time", worst, "x", at_most=PREFILL_GOAL)
+        for bits in MIXED:
+            same = taken[f"mixed {bits}"] / taken[f"{bits} bits"]
+            results.add(f"{where}, mixed, of uniform's time at equal bytes", same, "x", at_most=MIXED_GOAL)
+
+
+def options() -> argparse.Namespace:
+    return figures.arguments(__doc__, threads=([1, 2], [2]), experts=(128, 32), rounds=(15, 5), form=forms()[0])
+
+
+def main() -> int:
+    given = options()
+    results = figures.Figures(given)
+    kernel = CpuKernel(given.form)
+    goals = BF16_GOALS if kernel.form.pairs else OTHER_GOALS
+    matrices = Matrices(kernel)
+    for threads in given.threads:
+        torch.set_num_threads(threads)
+        one_matrix(results, matrices, goals, threads)
+    del matrices
+    for threads in given.threads:
+        torch.set_num_threads(threads)
+        whole_layer(results, kernel, threads)
+    return results.report()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

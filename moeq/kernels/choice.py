@@ -1,0 +1,123 @@
+"""Which kernel computes with packed weights: by device, by what a kernel refuses, and by MOEQ_KERNEL.
+
+On a GPU it is Triton's. On a CPU it is one of the forms of `cpu` (instruction sets); which of them, and from how many
+rows of an expert on it is unpacked and multiplied by torch instead, depends on the policy:
+
+    measured    a short measurement, kept by CPU (see `measured`): the last bits of results may depend on it
+    fixed       by what the CPU has alone: the same bits in every process on a machine
+    reference   the plain way: the bits of the dequantized model
+
+MOEQ_KERNEL names a kernel for every policy but the last.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moeq.errors import ModelError
+from moeq.kernels import measured
+from moeq.kernels.cpu.forms import FORMS, forms
+from moeq.kernels.description import Kernel, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
+from moeq.kernels.names import CPU, REFERENCE, TRITON, VARIABLE
+from moeq.kernels.reference import ReferenceKernel
+
+Policy = Literal["measured", "fixed", "reference"]
+_policy: ContextVar[Policy] = ContextVar("policy", default="measured")
+_at_once: ContextVar[bool] = ContextVar("at_once", default=True)
+
+
+def policy() -> Policy:
+    """The policy of modules that are made now."""
+    return _policy.get()
+
+
+def at_once() -> bool:
+    """Whether a kernel rearranges what is loaded now as soon as it is there, not when it is first used."""
+    return _at_once.get()
+
+
+@contextmanager
+def choosing(wanted: Policy, *, at_once: bool = True) -> Iterator[None]:
+    """Modules that are made within keep to a policy; at_once: see `at_once`."""
+    tokens = _policy.set(wanted), _at_once.set(at_once)
+    try:
+        yield
+    finally:
+        _policy.reset(tokens[0])
+        _at_once.reset(tokens[1])
+
+
+def named() -> str | None:
+    """The kernel that MOEQ_KERNEL names; ModelError for one that there is not, or not on this machine."""
+    name = os.environ.get(VARIABLE, "").strip()
+    if not name:
+        return None
+    known = [REFERENCE, CPU, *FORMS, TRITON]
+    if name not in known:
+        raise ModelError(f"no kernel is called {name!r}", where=VARIABLE, do=f"take one of {', '.join(known)}")
+    if name in FORMS and name not in forms():
+        usable = [REFERENCE, CPU, *forms()]
+        raise ModelError(f"this CPU does not run {name}", where=VARIABLE, do=f"take one of {', '.join(usable)}")
+    return name
+
+
+def prepared_layer(
+    layer: LayerOfExperts, device: torch.device, policy: Policy
+) -> tuple[PreparedLayer | None, str | None]:
+    """A layer that lies on a device, in the arrangement of its kernel; or None and why no kernel takes it."""
+    kernel, why = _kernel(device, policy)
+    if kernel is not None:
+        why = kernel.refusal(layer)
+    return (None, why) if kernel is None or why is not None else (kernel.layer(layer), None)
+
+
+def prepared_linear(
+    matrix: Matrix, bias: Tensor | None, device: torch.device, policy: Policy
+) -> tuple[PreparedLinear | None, str | None]:
+    """One matrix, as `prepared_layer`."""
+    kernel, why = _kernel(device, policy)
+    if kernel is None:
+        return None, why
+    try:
+        return kernel.linear(matrix, bias), None
+    except ValueError as error:  # what a kernel cannot arrange
+        return None, str(error)
+
+
+def _kernel(device: torch.device, policy: Policy) -> tuple[Kernel | None, str | None]:
+    """The kernel of a device, or None and why there is none."""
+    name = named()
+    if REFERENCE in (name, policy):
+        return ReferenceKernel(), None
+    if name == TRITON or (name is None and device.type == "cuda"):
+        return _triton()
+    if device.type != "cpu":
+        return None, f"no kernel computes on {device.type}"
+    return _cpu(name, policy), None
+
+
+def _cpu(name: str | None, policy: Policy) -> Kernel:
+    """A form that is named keeps its own number of rows from which on to unpack."""
+    from moeq.kernels.cpu.kernel import CpuKernel  # which loads a compiler
+
+    if name in FORMS:
+        return CpuKernel(name)
+    if policy == "fixed":
+        return CpuKernel()
+    return CpuKernel(*measured.best(CpuKernel, tuple(forms()), torch.get_num_threads()))
+
+
+def _triton() -> tuple[Kernel | None, str | None]:
+    if importlib.util.find_spec("triton") is None:
+        return None, "Triton is not installed"
+    module = importlib.import_module("moeq.kernels.gpu.kernel")  # it imports Triton
+    kernel: Kernel = module.TritonKernel()
+    return kernel, None

@@ -1,0 +1,136 @@
+"""How codes become values: the plug-in of the kernels. What is beside it (layout, schedule, reading) is shared.
+
+A matrix lies in blocks of LANES rows; a lane is a row. Its codes come in words of 32 bits a lane, each half of a word
+for one input of a pair. Codes of b bits are split into planes of 1, 2, 4, 8 or 16 bits, the high bits first: 3 bits
+are a plane of 2 and one of 1. A word of a plane of p bits holds 16/p pairs, the first in the low bits of each half:
+
+    p = 4:   31..28 27..24 23..20 19..16   15..12 11..8 7..4 3..0
+    input:     7      5      3      1        6     4     2    0
+
+What a register of words becomes is a vector of `start + step * code`: an affine grid's codes are ORed into the mantissa
+of 1.0 (start 1, step 2**-b), which takes two instructions; scale and zero point come in once a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from llvmlite.ir import Value
+
+from moeq.kernels.cpu.lanes import Lanes
+
+LANES = 16  # rows of a block
+UNIT = 32  # inputs that a compiled loop takes at once, where groups are whole multiples of it
+BF16_MANTISSA, FLOAT_MANTISSA = 7, 23
+
+
+class Codes(Protocol):
+    """One kind of codes. `planes`: bits of each, the high ones first; `affine`: whether groups have scales; start and
+    step: of the values that `pair` and `single` give, by whether they are pairs of bf16."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def planes(self) -> tuple[int, ...]: ...
+    @property
+    def affine(self) -> bool: ...
+
+    def values(self, pairs: bool) -> tuple[float, float]:
+        """start and step."""
+
+    def pair(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int) -> Value:
+        """Values of the inputs 2*at and 2*at + 1 as two bf16 a lane; words: of each plane those of the unit."""
+
+    def single(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int, half: int) -> Value:
+        """Values of the input 2*at + half as one float32 a lane."""
+
+
+def field(plane: int, at: int) -> tuple[int, int]:
+    """Which word of a plane holds pair `at`, and the lowest bit of its code within each half."""
+    word, place = divmod(at, 16 // plane)
+    return word, place * plane
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Codes of a grid of scales and zero points, 1 to 8 bits."""
+
+    bits: int
+    planes: tuple[int, ...]
+    affine: bool = True
+
+    @property
+    def name(self) -> str:
+        return str(self.bits)
+
+    def values(self, pairs: bool) -> tuple[float, float]:
+        """Of 1.0 with the code in its mantissa; 8 bits do not fit into that of bf16, and are converted."""
+        return (0.0, 1.0) if pairs and self.bits > BF16_MANTISSA else (1.0, 2.0**-self.bits)
+
+    def pair(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int) -> Value:
+        if self.bits > BF16_MANTISSA:
+            return self._converted(lanes, words[0], at)
+        taken, top = None, BF16_MANTISSA
+        for plane, of_plane in zip(self.planes, words, strict=True):
+            word, low = field(plane, at)
+            top -= plane
+            mask = ((1 << plane) - 1) << top
+            part = lanes.masked(lanes.shifted(of_plane[word], low - top), mask | mask << 16)
+            taken = part if taken is None else lanes.either(taken, part)
+        return lanes.with_bits(taken, 0x3F803F80)
+
+    def single(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int, half: int) -> Value:
+        taken, top = None, FLOAT_MANTISSA
+        for plane, of_plane in zip(self.planes, words, strict=True):
+            word, low = field(plane, at)
+            top -= plane
+            shifted = lanes.shifted(of_plane[word], low + 16 * half - top)
+            part = lanes.masked(shifted, ((1 << plane) - 1) << top)
+            taken = part if taken is None else lanes.either(taken, part)
+        return lanes.as_floats(lanes.with_bits(taken, 0x3F800000))
+
+    def _converted(self, lanes: Lanes, words: Sequence[Value], at: int) -> Value:
+        """8 bits as whole numbers, which bf16 holds up to 256: the upper half of the float32."""
+        word, low = field(self.planes[0], at)
+        first, second = (
+            lanes.as_words(lanes.to_floats(lanes.masked(lanes.shifted(words[word], low + 16 * half), 255)))
+            for half in (0, 1)
+        )
+        return lanes.either(lanes.shifted(first, 16), second)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Values as the checkpoint has them, in 16 or 32 bits."""
+
+    name: str
+    planes: tuple[int, ...]
+    affine: bool = False
+
+    def values(self, pairs: bool) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def pair(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int) -> Value:
+        if self.name != "bfloat16":
+            raise ValueError(f"{self.name} is no pair of bf16")
+        return words[0][at]
+
+    def single(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int, half: int) -> Value:
+        if self.name == "float32":  # the first plane: upper halves, the second: lower ones
+            upper, lower = (lanes.shifted(plane[at], 16 * half) for plane in words)
+            return lanes.as_floats(lanes.either(lanes.shifted(upper, -16), lanes.masked(lower, 0xFFFF)))
+        word = lanes.shifted(words[0][at], 16 * half)
+        return lanes.of_halves(word) if self.name == "float16" else lanes.as_floats(lanes.shifted(word, -16))
+
+
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+_GRIDS: list[Codes] = [Affine(bits, planes) for bits, planes in PLANES.items()]
+_DENSE: list[Codes] = [Dense("bfloat16", (16,)), Dense("float16", (16,)), Dense("float32", (16, 16))]
+CODES = {codes.name: codes for codes in (*_GRIDS, *_DENSE)}
+
+
+def least_unit(planes: Sequence[int]) -> int:
+    """Inputs that fill whole words of every plane."""
+    return 32 // min(planes)

@@ -1,0 +1,78 @@
+"""Compiled blocks by what they are compiled for, kept on disk by numba; and how compiled code calls them.
+
+A block is compiled when it is first used, in one or two seconds, for the CPU of this machine; numba keeps it beside
+this file or, where that cannot be written, in the user's cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from llvmlite.ir import Value
+from numba import cfunc, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from moeq.kernels.cpu import plain
+from moeq.kernels.cpu.emit import ARGUMENTS, FLOATS, Spec, emit
+from moeq.kernels.cpu.forms import FORMS
+
+_KINDS = [types.float32 if name in FLOATS else types.int64 for name in ARGUMENTS]
+_SIGNATURE = types.void(*_KINDS)
+_blocks: dict[Spec, Any] = {}
+_lock = threading.Lock()
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _block(typing: Any, text: Any, arguments: Any) -> Any:
+    """The code of a spec's text, in place; arguments: a tuple as ARGUMENTS."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+        emit(builder, text.literal_value, cgutils.unpack_tuple(builder, given[1]))
+        return context.get_dummy_value()
+
+    return types.void(text, arguments), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_block(typing: Any, address: Any, arguments: Any) -> Any:
+    """Call the compiled block at an address; arguments: a tuple as ARGUMENTS."""
+    native = ir.FunctionType(
+        ir.VoidType(), [ir.FloatType() if name in FLOATS else ir.IntType(64) for name in ARGUMENTS]
+    )
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+        block = builder.inttoptr(given[0], native.as_pointer())
+        wanted = zip(cgutils.unpack_tuple(builder, given[1]), signature.args[1], _KINDS, strict=True)
+        builder.call(block, [context.cast(builder, value, kind, to) for value, kind, to in wanted])
+        return context.get_dummy_value()
+
+    return types.void(address, arguments), code
+
+
+def _vectors(text: str) -> Callable[..., None]:
+    def block(  # type: ignore[no-untyped-def]
+        codes, scales, zeros, zero_stride, groups, units, last_units, group_inputs,
+        activations, sums, out, out_stride, scale_step, zero_step, zero_start,
+    ):  # fmt: skip
+        given = (
+            codes, scales, zeros, zero_stride, groups, units, last_units, group_inputs,
+            activations, sums, out, out_stride, scale_step, zero_step, zero_start,
+        )  # fmt: skip
+        _block(text, given)
+
+    return block
+
+
+def address(spec: Spec) -> int:
+    """Where the compiled block of a spec lies; it is compiled, or read from the disk, when it is first asked for."""
+    with _lock:
+        if spec not in _blocks:
+            plainly = FORMS[spec.form].lanes == 1
+            block = plain.block(spec.codes, spec.unit, spec.rows, spec.dtype) if plainly else _vectors(spec.text())
+            _blocks[spec] = cfunc(_SIGNATURE, cache=True)(block)
+        found: int = _blocks[spec].address
+        return found

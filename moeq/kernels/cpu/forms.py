@@ -1,0 +1,60 @@
+"""The instruction sets that the products are compiled for, and which of them this machine has."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from functools import cache
+
+from llvmlite import binding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One way to compile the products.
+
+    lanes: 32-bit lanes of a vector, 1 for plain loops; pairs: bf16 activations are multiplied two at a time, exactly,
+    by the CPU's bf16 dot product; features: LLVM's names of what the CPU must have; rows: of activations that one pass
+    over the codes is compiled for (more need more registers than there are); prefill: rows of an expert from which it
+    is unpacked and multiplied by torch instead, unless it has been measured.
+    """
+
+    name: str
+    lanes: int
+    pairs: bool = False
+    features: tuple[str, ...] = ()
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16)
+    prefill: int = 64
+
+    @property
+    def floats(self) -> Form:
+        """The form for what is not bf16: this one, or that of the same vectors with float32 lanes."""
+        return FORMS["avx512"] if self.pairs else self
+
+    def runs_here(self) -> bool:
+        """Whether this CPU has what the form needs."""
+        return all(host_features().get(feature, False) for feature in self.features)
+
+
+FORMS = {  # the fastest first
+    form.name: form
+    for form in (
+        Form(name="avx512_bf16", lanes=16, pairs=True, features=("avx512f", "avx512bf16"), prefill=512),
+        Form(name="avx512", lanes=16, features=("avx512f",), prefill=512),
+        Form(name="avx2", lanes=8, features=("avx2", "fma", "f16c"), rows=(1, 2, 4), prefill=256),
+        Form(name="neon", lanes=4, features=("neon",), rows=(1, 2, 4)),
+        Form(name="plain", lanes=1, rows=(1, 4), prefill=2),
+    )
+}
+
+
+@cache
+def host_features() -> dict[str, bool]:
+    """LLVM's names of what this CPU has; every 64-bit ARM has NEON."""
+    found = dict(binding.get_host_cpu_features())
+    return found | {"neon": platform.machine() in ("aarch64", "arm64")}
+
+
+def forms() -> list[str]:
+    """Names of the forms that run on this machine, those expected to be fastest first."""
+    return [name for name, form in FORMS.items() if form.runs_here()]

@@ -1,0 +1,47 @@
+"""The CPU's kernel: packed matrices of any width times rows of activations, every packed byte read once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeq.kernels.cpu.arrangement import Shape
+from moeq.kernels.cpu.forms import FORMS, forms
+from moeq.kernels.cpu.layer import PackedLayer, PackedLinear
+from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
+
+
+class CpuKernel:
+    """One form of it, by default the one expected to be fastest here; see `description.Kernel`.
+
+    prefill: rows of an expert from which it is unpacked and multiplied by torch. Errors, relative to the largest
+    output, against float64 with the same codes: below 1e-6 but for the rounding of what lies between gate and down
+    (bf16 activations: bf16) and of the result to the activations' dtype.
+    """
+
+    name = "cpu"
+
+    def __init__(self, form: str | None = None, prefill: int | None = None) -> None:
+        self.form = FORMS[form or forms()[0]]
+        if not self.form.runs_here():
+            raise ValueError(f"this CPU has no {', '.join(self.form.features)}, which form {self.form.name} needs")
+        self.prefill = self.form.prefill if prefill is None else prefill
+
+    def refusal(self, layer: LayerOfExperts) -> str | None:
+        matrices = layer.matrices
+        if not matrices or any(set(one) != set(matrices[0]) or DOWN not in one for one in matrices):
+            return f"experts do not have the same matrices, {DOWN} among them"
+        try:
+            shapes = [{name: Shape.of(matrix) for name, matrix in one.items()} for one in matrices]
+        except ValueError as error:
+            return str(error)
+        sizes = {tuple((name, one[name].rows, one[name].inputs) for name in sorted(one)) for one in shapes}
+        return None if len(sizes) == 1 else f"experts of different sizes: {sorted(sizes)[:2]}"
+
+    def layer(self, layer: LayerOfExperts) -> PackedLayer:
+        why = self.refusal(layer)
+        if why is not None:
+            raise ValueError(why)
+        return PackedLayer(layer, self.form, self.prefill)
+
+    def linear(self, matrix: Matrix, bias: Tensor | None = None) -> PackedLinear:
+        return PackedLinear(matrix, bias, self.form, self.prefill)

@@ -1,0 +1,240 @@
+"""The experts of a layer, or one matrix, in one flat buffer, and their products with rows of activations.
+
+Letters: T tokens, k experts a token, P = T*k rows, E experts, A experts with rows, C matrices of a stage, S tiles, H
+hidden size, I intermediate size, N rows and K inputs of a matrix.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeq.kernels.cpu import schedule
+from moeq.kernels.cpu.forms import Form
+from moeq.kernels.cpu.matrices import Integers, Matrices, flat
+from moeq.kernels.cpu.threads import together
+from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
+
+ITEM_BYTES = 1 << 18  # of packed matrices that a thread claims at once
+WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken
+GATED, ALONE = ("gate_proj", "up_proj"), ("up_proj",)
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """Rows sorted by expert: order [P], the first of every expert [E + 1], tiles [S, 5], whose experts have no more
+    than a pass or two of rows."""
+
+    order: Integers
+    starts: Integers
+    tiles: Integers
+
+    @classmethod
+    def of(cls, index: Integers, experts: int, form: Form, whole: int) -> _Routed:
+        order, starts = np.empty(index.size, np.int64), np.empty(experts + 1, np.int64)
+        tiles = np.empty((index.size, 5), np.int64)
+        count = schedule.route(index, starts, np.array(form.rows), whole, order, tiles)
+        return cls(order, starts, tiles[:count])
+
+    @property
+    def rows(self) -> float:
+        """Of an expert that has some, in the mean."""
+        return float(self.tiles[:, schedule.COUNT].sum() / np.unique(self.tiles[:, schedule.EXPERT]).size)
+
+    def whole(self, whole: int) -> list[int]:
+        """Experts with that many rows and more, which have no tiles."""
+        return np.flatnonzero(np.diff(self.starts) >= whole).tolist()  # type: ignore[no-any-return]
+
+
+class _Stage:
+    """One stage of a call: its matrices times the rows of a source, see `schedule.work`."""
+
+    def __init__(self, matrices: Matrices, form: Form, routed: _Routed, *, by_block: bool) -> None:
+        self.matrices, self.form, self.routed = matrices, form, routed
+        self.functions = matrices.functions(form)
+        self.starts, self.words, self.sums, self.items, self.nbytes, complete = schedule.plan(
+            routed.tiles, matrices.table, self.functions, form.pairs, by_block, ITEM_BYTES
+        )
+        if not complete:
+            matrices.compile(form, routed.tiles)
+
+    def arguments(self, source: Tensor, per_row: int, end: int, weights: Tensor, per_token: int, out: Tensor) -> Any:
+        """Those of `schedule.work`; source: [R, K] float32."""
+        routed, held = self.routed, self.matrices.held
+        how = (
+            self.matrices.table, routed.tiles, routed.order, self.starts, per_row, self.form.pairs, held.data_ptr(),
+        )  # fmt: skip
+        counters = np.zeros(4 * schedule.LINE, np.int64)
+        layout, sums = np.zeros(self.words, np.uint32), np.zeros(self.sums, np.float32)
+        return (
+            how, counters, source.numpy(), layout, sums, self.items, self.functions, self.matrices.grids, end,
+            weights.numpy(), per_token, out.numpy(), self.matrices.biases,
+        )  # fmt: skip
+
+
+def _threads(nbytes: int, rows: float) -> int | None:
+    """1 for what is done before another thread is awake, else None for all."""
+    return 1 if nbytes * (1 + rows / 4) < WAKING_BYTES else None
+
+
+NO_WEIGHTS = torch.empty(0)
+
+
+class PackedLayer:
+    """The experts of a layer as they are multiplied; see `description.PreparedLayer`.
+
+    form: what it is compiled for; prefill: rows of an expert from which it is unpacked and multiplied by torch.
+    """
+
+    def __init__(self, layer: LayerOfExperts, form: Form, prefill: int) -> None:
+        self.form, self.prefill = form, prefill
+        self.gate, self.finish = layer.gate, layer.finish
+        names = [name for name in layer.matrices[0] if name != DOWN]
+        self.projections = tuple(sorted(names)) if set(names) == set(GATED) else tuple(names)
+        self.held, (self.first, self.second) = flat(layer, [self.projections, (DOWN,)])
+        known = schedule.ACTIVATIONS.get(layer.activation or "")
+        self.activation = known if self.projections in (GATED, ALONE) else None
+
+    @property
+    def nbytes(self) -> int:
+        return sum([self.held.nbytes, *(part.table.nbytes + part.biases.nbytes for part in (self.first, self.second))])
+
+    def matrix(self, expert: int, projection: str) -> Matrix:
+        if projection == DOWN:
+            return self.second.matrix(expert, 0)
+        return self.first.matrix(expert, self.projections.index(projection))
+
+    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """As `description.PreparedLayer`; ValueError for shapes that do not belong together."""
+        if hidden.dim() != 2 or hidden.shape[1] != self.first.inputs or index.shape != weights.shape:
+            given = [list(part.shape) for part in (hidden, index, weights)]
+            raise ValueError(f"hidden, index and weights are {given}, not [T, {self.first.inputs}], [T, k] and [T, k]")
+        if index.dim() != 2 or len(index) != len(hidden) or index.is_floating_point():
+            raise ValueError(f"index is {index.dtype} {list(index.shape)}, not whole numbers [{len(hidden)}, k]")
+        with torch.no_grad():
+            return self._sum(hidden.detach(), index, weights.detach())
+
+    def _sum(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        pairs = self.form.pairs and hidden.dtype == torch.bfloat16 and self.first.pairs and self.second.pairs
+        form = self.form if pairs else self.form.floats
+        flat_index = index.reshape(-1).to(torch.int64).contiguous().numpy()
+        routed = _Routed.of(flat_index, len(self.first.shapes), form, self.prefill)
+        share = weights.reshape(-1).to(torch.float32).contiguous()
+        out = torch.zeros(len(hidden), self.second.rows)
+        if len(routed.tiles):
+            source = hidden.float().contiguous()
+            if self.activation is not None and self.finish is None:
+                self._fused(source, form, routed, share, index.shape[1], out)
+            else:
+                self._apart(source, hidden.dtype, form, routed, share, index.shape[1], out)
+        for expert in routed.whole(self.prefill):
+            self._unpacked(hidden, expert, routed, share, index.shape[1], out)
+        return out.to(hidden.dtype)
+
+    def _fused(self, source: Tensor, form: Form, routed: _Routed, share: Tensor, top_k: int, out: Tensor) -> None:
+        """All in one call: the activation in the pass of gate and up, weights and sum in that of down."""
+        first = _Stage(self.first, form, routed, by_block=False)
+        second = _Stage(self.second, form, routed, by_block=True)
+        inner = torch.empty(1, len(routed.order), self.first.rows)
+        one = first.arguments(source, top_k, self.activation or 0, NO_WEIGHTS, 1, inner)
+        two = second.arguments(inner[0], 0, schedule.WEIGHTED, share, top_k, out[None])
+        together(schedule.work_two, (one, two), _threads(first.nbytes + second.nbytes, routed.rows))
+
+    def _apart(
+        self, source: Tensor, dtype: torch.dtype, form: Form, routed: _Routed, share: Tensor, top_k: int, out: Tensor
+    ) -> None:
+        """The gate, or what finishes rows, is Python's: a call before it and one after it."""
+        last = int(routed.tiles[:, schedule.FIRST : schedule.SIZE].sum(1).max())
+        first = _products(self.first, form, routed, source, top_k)[:, :last].to(dtype)
+        shapes = self.first.shapes[0]
+        parts = {name: part[:, : shape.rows] for name, part, shape in zip(self.projections, first, shapes, strict=True)}
+        inner = self.gate(parts).float().contiguous()
+        rows = _products(self.second, form, routed, inner, 0)[0, :last]
+        if self.finish is not None:
+            rows = self.finish(rows.to(dtype)).float()
+        order = torch.from_numpy(routed.order[:last])
+        kept = torch.from_numpy(np.isin(np.arange(last), _rows_of(routed.tiles)))
+        out.index_add_(0, order[kept] // top_k, rows[kept] * share[order[kept], None])
+
+    def _unpacked(self, hidden: Tensor, expert: int, routed: _Routed, share: Tensor, top_k: int, out: Tensor) -> None:
+        """One expert with many rows: its matrices as values, a tile at a time, and torch's products."""
+        order = torch.from_numpy(routed.order[routed.starts[expert] : routed.starts[expert + 1]])
+        rows = hidden[order // top_k]
+        parts = {
+            name: self.first.product(rows, expert, which, self.form) for which, name in enumerate(self.projections)
+        }
+        result = self.second.product(self.gate(parts), expert, 0, self.form)
+        result = result if self.finish is None else self.finish(result)
+        out.index_add_(0, order // top_k, result.float() * share[order, None])
+
+
+def _rows_of(tiles: Integers) -> Integers:
+    """The places of all rows of tiles among those sorted by expert."""
+    spans = [np.arange(tile[schedule.FIRST], tile[schedule.FIRST] + tile[schedule.COUNT]) for tile in tiles]
+    return np.concatenate(spans)
+
+
+def _products(matrices: Matrices, form: Form, routed: _Routed, source: Tensor, per_row: int) -> Tensor:
+    """Products [C, P, N] in float32 of a source's rows, by expert; what no tile has is 0."""
+    stage = _Stage(matrices, form, routed, by_block=False)
+    out = torch.zeros(len(matrices.shapes[0]), len(routed.order), matrices.rows)
+    arguments = stage.arguments(source, per_row, schedule.PRODUCTS, NO_WEIGHTS, 1, out)
+    together(schedule.work, arguments, _threads(stage.nbytes, routed.rows))
+    return out
+
+
+class PackedLinear:
+    """One matrix as it is multiplied; see `description.PreparedLinear`."""
+
+    def __init__(self, matrix: Matrix, bias: Tensor | None, form: Form, prefill: int) -> None:
+        self.form, self.prefill = form, prefill
+        biases: list[Mapping[str, Tensor]] = [{} if bias is None else {DOWN: bias}]
+        layer = LayerOfExperts(matrices=[{DOWN: matrix}], biases=biases, gate=lambda parts: parts[DOWN])
+        self.held, (self.matrices,) = flat(layer, [(DOWN,)])
+        self.held_bytes = self.held.nbytes
+        self._alone: dict[tuple[str, int], tuple[Any, ...]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.held.nbytes + self.matrices.table.nbytes + self.matrices.biases.nbytes
+
+    def matrix(self) -> Matrix:
+        return self.matrices.matrix(0, 0)
+
+    def some(self, rows: Tensor) -> Matrix:
+        return self.matrices.some(rows)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """As `description.PreparedLinear`; ValueError for rows of another length."""
+        if rows.dim() != 2 or rows.shape[1] != self.matrices.inputs:
+            raise ValueError(f"rows are {list(rows.shape)}, not [T, {self.matrices.inputs}]")
+        rows, count, dtype = rows.detach(), rows.shape[0], rows.dtype
+        if count >= self.prefill:
+            return self.matrices.product(rows, 0, 0, self.form)
+        if not count:
+            return rows.new_empty(0, self.matrices.rows)
+        pairs = self.form.pairs and dtype == torch.bfloat16 and self.matrices.pairs
+        form, source = self.form if pairs else self.form.floats, rows.float().contiguous()
+        if count <= form.rows[-1] and (torch.get_num_threads() == 1 or _threads(self.held_bytes, count)):
+            out = np.empty((1, count, self.matrices.rows), np.float32)
+            schedule.alone(source.numpy(), *self._how_alone(form, bisect_left(form.rows, count)), out)
+            return torch.from_numpy(out[0]).to(dtype)
+        routed = _Routed.of(np.zeros(count, np.int64), 1, form, self.prefill)
+        return _products(self.matrices, form, routed, source, 1)[0].to(dtype)
+
+    def _how_alone(self, form: Form, place: int) -> tuple[Any, ...]:
+        """Arguments of `schedule.alone` that do not depend on the rows."""
+        if (form.name, place) not in self._alone:
+            self.matrices.compile_one(form, 0, place)
+            functions = self.matrices.functions(form)
+            self._alone[form.name, place] = (
+                place, form.rows[place], form.pairs, self.held.data_ptr(), self.matrices.table, functions,
+                self.matrices.grids, self.matrices.biases,
+            )  # fmt: skip
+        return self._alone[form.name, place]

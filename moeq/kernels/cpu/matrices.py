@@ -1,0 +1,195 @@
+"""Matrices of all experts side by side in the flat buffer: the tables that compiled code reads, and unpacked products.
+
+Letters: E experts, C matrices of a stage, N rows and K inputs of a matrix, n rows of an unpacked tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeq.kernels.cpu import compiled, schedule
+from moeq.kernels.cpu.arrangement import ALIGNED, Shape, arrange, undo
+from moeq.kernels.cpu.codes import LANES
+from moeq.kernels.cpu.emit import Spec
+from moeq.kernels.cpu.forms import Form
+from moeq.kernels.cpu.threads import together
+from moeq.kernels.description import LayerOfExperts, Matrix
+from moeq.kernels.reference import some_rows
+from moeq.numerics.threads import side_by_side
+
+UNPACKED_BYTES = 1 << 20  # of values at a time where a matrix is unpacked
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrices:
+    """Those of all experts for one stage, side by side: `shapes` [E][C], places of each in the buffer.
+
+    biases: [n] float32 of all of them; where: [E][C] the first of each in it, -1 for none.
+    """
+
+    shapes: Sequence[Sequence[Shape]]
+    offsets: Sequence[Sequence[int]]
+    biases: Floats
+    where: Sequence[Sequence[int]]
+    held: Tensor
+
+    @cached_property
+    def kinds(self) -> list[tuple[str, int]]:
+        """Kinds of codes and units among them: what blocks are compiled for."""
+        return sorted({(shape.codes, shape.unit) for row in self.shapes for shape in row})
+
+    @cached_property
+    def table(self) -> Integers:
+        """[E, C, COLUMNS] as `schedule` reads it."""
+        rows = [
+            [
+                self._entry(*places, alike=n > 0 and places[0].layout == expert[0][0].layout)
+                for n, places in enumerate(zip(*expert, strict=True))
+            ]
+            for expert in zip(self.shapes, self.offsets, self.where, strict=True)
+        ]
+        return np.array(rows, np.int64)
+
+    def _entry(self, shape: Shape, offset: int, bias: int, *, alike: bool) -> list[int]:
+        full, last = shape.units
+        values = {
+            schedule.BITS: sum(shape.planes), schedule.OFFSET: offset, schedule.STRIDE: shape.stride,
+            schedule.ROWS: shape.rows, schedule.SLOT: self.kinds.index((shape.codes, shape.unit)),
+            schedule.SCALES_AT: shape.scales_at, schedule.ZEROS_AT: shape.zeros_at,
+            schedule.ZERO_STRIDE: LANES * shape.has_zeros, schedule.GROUPS: shape.groups,
+            schedule.GROUP: shape.group_inputs, schedule.LAST: shape.last_inputs, schedule.UNITS: full,
+            schedule.LAST_UNITS: last, schedule.UNIT: shape.unit, schedule.BIAS: bias,
+            schedule.FILLED: shape.filled_inputs, schedule.ALIKE: alike,
+        }  # fmt: skip
+        return [values[column] for column in range(schedule.COLUMNS)]
+
+    @cached_property
+    def grids(self) -> Floats:
+        """[E, C, 3], see `Shape.grid`."""
+        return np.array([[shape.grid() for shape in row] for row in self.shapes], np.float32)
+
+    @cached_property
+    def pairs(self) -> bool:
+        """Whether all can be multiplied as pairs of bf16."""
+        return all(codes not in ("float16", "float32") for codes, _ in self.kinds)
+
+    @cached_property
+    def inputs(self) -> int:
+        return self.shapes[0][0].inputs
+
+    @cached_property
+    def rows(self) -> int:
+        return max(shape.rows for row in self.shapes for shape in row)
+
+    def matrix(self, expert: int, which: int) -> Matrix:
+        shape, offset = self.shapes[expert][which], self.offsets[expert][which]
+        return undo(shape, self.held[offset : offset + shape.nbytes])
+
+    def some(self, rows: Tensor) -> Matrix:
+        """Some rows [n] of the only matrix; only the blocks that have one are read."""
+        shape, offset = self.shapes[0][0], self.offsets[0][0]
+        blocks = self.held[offset : offset + shape.nbytes].view(shape.blocks, shape.stride)
+        used, place = torch.unique(rows // LANES, return_inverse=True)
+        found = undo(replace(shape, rows=len(used) * LANES), blocks[used].flatten())
+        return some_rows(found, place * LANES + rows % LANES)
+
+    @cached_property
+    def _functions(self) -> dict[str, Integers]:
+        return {}
+
+    def functions(self, form: Form) -> Integers:
+        """Addresses of compiled blocks, [kinds, sizes], 0 for those that `compile` was not asked for."""
+        if form.name not in self._functions:
+            self._functions[form.name] = np.zeros((len(self.kinds), len(form.rows)), np.int64)
+        return self._functions[form.name]
+
+    def compile(self, form: Form, tiles: Integers) -> None:
+        """Have the blocks that the tiles need."""
+        slots = self.table[tiles[:, schedule.EXPERT], :, schedule.SLOT]
+        places = np.broadcast_to(tiles[:, schedule.PLACE, None], slots.shape)
+        for slot, place in set(zip(slots.flatten().tolist(), places.flatten().tolist(), strict=True)):
+            self.compile_one(form, slot, place)
+
+    def compile_one(self, form: Form, slot: int, place: int) -> None:
+        """Have the block for a kind and a size."""
+        codes, unit = self.kinds[slot]
+        spec = Spec(form=form.name, codes=codes, unit=unit, rows=form.rows[place])
+        self.functions(form)[slot, place] = compiled.address(spec)
+
+    def product(self, rows: Tensor, expert: int, which: int, form: Form) -> Tensor:
+        """rows [T, K] times a matrix [N, K], with its bias, in the rows' dtype: it is unpacked in tiles, each
+        multiplied by torch; float16 rows are multiplied as float32."""
+        shape, dtype = self.shapes[expert][which], rows.dtype if rows.dtype == torch.bfloat16 else torch.float32
+        name = str(dtype).removeprefix("torch.")
+        spec = Spec(form=form.name, codes=shape.codes, unit=shape.unit, rows=0, dtype=name)
+        function, how, grid = compiled.address(spec), self.table[expert, which], self.grids[expert, which]
+        step = max(1, UNPACKED_BYTES // (shape.inputs * dtype.itemsize * LANES))
+        space = torch.empty(shape.inputs + shape.unit, min(step, shape.blocks) * LANES, dtype=dtype)
+        values = space.view(torch.uint16).numpy() if dtype == torch.bfloat16 else space.numpy()
+        result, given = rows.new_empty(len(rows), shape.blocks * LANES), rows.to(dtype)
+        for first in range(0, shape.blocks, step):
+            last = min(first + step, shape.blocks)
+            counters = np.zeros(2 * schedule.LINE, np.int64)
+            arguments = (counters, how, grid, self.held.data_ptr(), function, first, last, values)
+            together(schedule.unpack, arguments)
+            count = (last - first) * LANES
+            result[:, first * LANES : first * LANES + count] = given @ space[: shape.inputs, :count]
+        result = result[:, : shape.rows]
+        bias = self.where[expert][which]
+        if bias >= 0:
+            result = result + torch.from_numpy(self.biases[bias : bias + shape.rows]).to(rows.dtype)
+        return result
+
+
+def flat(layer: LayerOfExperts, stages: Sequence[Sequence[str]]) -> tuple[Tensor, list[Matrices]]:
+    """All matrices of a layer in one buffer, which begins with zeros, and for each stage, which are names of
+    projections, its part. ValueError for what cannot be arranged."""
+    names = [name for stage in stages for name in stage]
+    shapes = [{name: Shape.of(matrices[name]) for name in names} for matrices in layer.matrices]
+    sizes = [shape[name].nbytes for shape in shapes for name in names]
+    ends = np.cumsum([ALIGNED, *sizes]).tolist()
+    held = torch.from_numpy(np.zeros(ends[-1], np.uint8))  # in huge pages, as numpy asks for and torch does not
+    offsets = [dict(zip(names, ends[n * len(names) :], strict=False)) for n in range(len(shapes))]
+
+    def put(expert: int) -> None:
+        for name in names:
+            shape, first = shapes[expert][name], offsets[expert][name]
+            arrange(layer.matrices[expert][name], shape, held[first : first + shape.nbytes])
+
+    side_by_side(put, range(len(shapes)))
+    made = []
+    for stage in stages:
+        biases, where = _biases(layer.biases, stage, len(shapes))
+        made.append(
+            Matrices(
+                shapes=[[shape[name] for name in stage] for shape in shapes],
+                offsets=[[offset[name] for name in stage] for offset in offsets],
+                biases=biases,
+                where=where,
+                held=held,
+            )
+        )
+    return held, made
+
+
+def _biases(
+    biases: Sequence[Mapping[str, Tensor]], stage: Sequence[str], experts: int
+) -> tuple[Floats, list[list[int]]]:
+    """All biases of a stage as float32, one after the other, and where each begins, -1 for none."""
+    parts, where, at = [np.zeros(0, np.float32)], [[-1] * len(stage) for _ in range(experts)], 0
+    for expert, of_expert in enumerate(biases):
+        for which, name in enumerate(stage):
+            if name in of_expert:
+                parts.append(of_expert[name].detach().float().contiguous().numpy())
+                where[expert][which] = at
+                at += len(parts[-1])
+    return np.concatenate(parts), where

@@ -1,0 +1,79 @@
+"""Numbers at addresses and their bits, for compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from llvmlite.ir import Value
+from numba import types
+from numba.extending import intrinsic
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_at(typing: Any, address: Any, more: Any) -> Any:
+    """Add to the int64 at an address, at once for all threads; what it was before."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+        place = builder.inttoptr(given[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", place, context.cast(builder, given[1], more, types.int64), "seq_cst")
+
+    return types.int64(address, more), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def bits_of(typing: Any, number: Any) -> Any:
+    """The 32 bits of a float32, as a whole number."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+        return builder.bitcast(given[0], ir.IntType(32))
+
+    return types.uint32(types.float32), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def float_of(typing: Any, bits: Any) -> Any:
+    """The float32 of 32 bits."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+        return builder.bitcast(given[0], ir.FloatType())
+
+    return types.float32(types.uint32), code
+
+
+def _load(native: ir.Type, kind: Any, align: int) -> Any:
+    """A number of a type at an address."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def load(typing: Any, address: Any) -> Any:
+        def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+            loaded = builder.load(builder.inttoptr(given[0], native.as_pointer()))
+            loaded.align = align
+            return loaded
+
+        return kind(types.int64), code
+
+    return load
+
+
+def _save(native: ir.Type, kind: Any, align: int) -> Any:
+    """Put a number of a type at an address."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def save(typing: Any, address: Any, number: Any) -> Any:
+        def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+            builder.store(given[1], builder.inttoptr(given[0], native.as_pointer())).align = align
+            return context.get_dummy_value()
+
+        return types.void(types.int64, kind), code
+
+    return save
+
+
+byte_at = _load(ir.IntType(8), types.uint8, 1)
+short_at = _load(ir.IntType(16), types.uint16, 2)
+word_at = _load(ir.IntType(32), types.uint32, 4)
+float_at = _load(ir.FloatType(), types.float32, 4)
+put_short = _save(ir.IntType(16), types.uint16, 2)
+put_float = _save(ir.FloatType(), types.float32, 4)

@@ -1,0 +1,127 @@
+"""A block of 16 rows in plain loops, for CPUs without the vectors that the other forms need, and as their oracle.
+
+A unit's codes become values once, one lane after the other, which are then multiplied with all rows of activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numba import njit
+
+from moeq.kernels.cpu.codes import CODES, LANES
+from moeq.kernels.cpu.memory import bits_of, byte_at, float_at, float_of, put_float, put_short, short_at, word_at
+
+_compile = njit(nogil=True, cache=True, error_model="numpy")
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _half(bits):  # type: ignore[no-untyped-def]
+    """The float32 of a finite float16."""
+    short = np.uint32(bits)
+    size = float_of((short & np.uint32(0x7FFF)) << np.uint32(13)) * np.float32(2.0**112)
+    return -size if short & np.uint32(0x8000) else size
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _bf16(value):  # type: ignore[no-untyped-def]
+    bits = bits_of(value)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint16((rounded >> np.uint32(16)) & np.uint32(0xFFFF))
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _codes(at, planes, unit, codes):  # type: ignore[no-untyped-def]
+    """The codes of one unit, [unit, 16] uint32."""
+    codes[:] = 0
+    for plane in planes:
+        mask = np.uint32((1 << plane) - 1)
+        for k in range(unit):
+            word, place = divmod(k >> 1, 16 // plane)
+            shift = np.uint32(place * plane + 16 * (k & 1))
+            for lane in range(LANES):
+                part = (word_at(at + (word * LANES + lane) * 4) >> shift) & mask
+                codes[k, lane] = codes[k, lane] << np.uint32(plane) | part
+        at += unit * plane // 32 * LANES * 4
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _values(at, planes, unit, dense, scale, zero, codes, values):  # type: ignore[no-untyped-def]
+    """The values of one unit, [unit, 16] float32; dense: 0 for codes of a grid, else as in DENSE."""
+    _codes(at, planes, unit, codes)
+    for k in range(unit):
+        for lane in range(LANES):
+            code = codes[k, lane]
+            if dense == 0:
+                values[k, lane] = (np.float32(code) - zero[lane]) * scale[lane]
+            elif dense == 16:
+                values[k, lane] = float_of(code << np.uint32(16))
+            elif dense == 17:
+                values[k, lane] = _half(code)
+            else:
+                values[k, lane] = float_of(code)
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _grid(scales, zeros, scale_step, zero_step, zero_start, scale, zero):  # type: ignore[no-untyped-def]
+    for lane in range(LANES):
+        scale[lane] = _half(short_at(scales + 2 * lane)) * scale_step
+        zero[lane] = np.float32(byte_at(zeros + lane)) * zero_step + zero_start
+
+
+DENSE = {"bfloat16": 16, "float16": 17, "float32": 32}
+
+
+def block(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
+    """The block of a spec; arguments of what it gives: as `emit.ARGUMENTS`."""
+    planes, dense, short = CODES[codes].planes, DENSE.get(codes, 0), dtype == "bfloat16"
+    unit_bytes = unit * sum(planes) // 32 * LANES * 4
+
+    def multiply(  # type: ignore[no-untyped-def]
+        at, scales, zeros, zero_stride, groups, units, last_units, group_inputs,
+        activations, sums, out, out_stride, scale_step, zero_step, zero_start,
+    ):  # fmt: skip
+        numbers, values = np.empty((unit, LANES), np.uint32), np.empty((unit, LANES), np.float32)
+        scale, zero = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+        totals = np.zeros((rows, LANES), np.float32)
+        for group in range(groups):
+            if dense == 0:
+                _grid(scales + 2 * LANES * group, zeros + zero_stride * group, scale_step, zero_step, zero_start,
+                      scale, zero)  # fmt: skip
+            for _ in range(last_units if group == groups - 1 else units):
+                _values(at, planes, unit, dense, scale, zero, numbers, values)
+                for row in range(rows):
+                    for k in range(unit):
+                        activation = float_at(activations + (k * rows + row) * 4)
+                        for lane in range(LANES):
+                            totals[row, lane] += activation * values[k, lane]
+                at += unit_bytes
+                activations += unit * rows * 4
+        for row in range(rows):
+            for lane in range(LANES):
+                put_float(out + (row * LANES + lane) * 4, totals[row, lane])
+
+    def unpack(  # type: ignore[no-untyped-def]
+        at, scales, zeros, zero_stride, groups, units, last_units, group_inputs,
+        activations, sums, out, out_stride, scale_step, zero_step, zero_start,
+    ):  # fmt: skip
+        numbers, values = np.empty((unit, LANES), np.uint32), np.empty((unit, LANES), np.float32)
+        scale, zero = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+        for group in range(groups):
+            if dense == 0:
+                _grid(scales + 2 * LANES * group, zeros + zero_stride * group, scale_step, zero_step, zero_start,
+                      scale, zero)  # fmt: skip
+            to = out + group * group_inputs * out_stride
+            for _ in range(last_units if group == groups - 1 else units):
+                _values(at, planes, unit, dense, scale, zero, numbers, values)
+                for k in range(unit):
+                    for lane in range(LANES):
+                        if short:
+                            put_short(to + 2 * lane, _bf16(values[k, lane]))
+                        else:
+                            put_float(to + 4 * lane, values[k, lane])
+                    to += out_stride
+                at += unit_bytes
+
+    return multiply if rows else unpack

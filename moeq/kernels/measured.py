@@ -1,0 +1,132 @@
+"""Which form of the CPU's kernel is fastest here, and from how many rows of an expert on unpacking is faster than it.
+
+Measured once, in some milliseconds beside compiling, on one 4-bit matrix [768, 2048]; what was found is kept in
+`kernels.json` of the cache folder (see `moeq.caches`), by CPU, number of threads and the versions of moeq, numba and
+torch. A file that is damaged or cannot be written is ignored: it is measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeq import caches
+from moeq.kernels.description import Kernel, Matrix
+from moeq.numerics.packed import PackedWeight
+from moeq.version import __version__
+
+NAME = "kernels.json"
+ROWS, INPUTS, BITS, GROUP = 768, 2048, 4, 128
+STEPS = (16, 32, 64, 128, 256)  # rows at which the form and unpacking are compared
+NEVER = 1 << 30  # rows from which on to unpack, where the form was faster at all of them
+REPEATS = 9
+MOST_ENTRIES = 64
+COMPARED = 2  # forms, those expected to be fastest
+
+Found = tuple[str, int]  # form, rows from which on to unpack
+
+
+@cache
+def best(make: Callable[[str, int], Kernel], forms: tuple[str, ...], threads: int) -> Found:
+    """The form and the rows from which on to unpack; make(form, rows from which on to unpack) gives a kernel."""
+    entry, path = _entry(threads), caches.folder() / NAME
+    kept = _read(path).get(entry)
+    if kept is not None and _is_found(kept, forms):
+        return str(kept[0]), int(kept[1])
+    found = measure(make, forms)
+    with contextlib.suppress(OSError):
+        _write(path, entry, found)
+    return found
+
+
+def measure(make: Callable[[str, int], Kernel], forms: tuple[str, ...]) -> Found:
+    """As `best`, on this machine and now."""
+    matrix, generator = _matrix(), torch.Generator().manual_seed(0)
+    rows = torch.randn(STEPS[-1], INPUTS, generator=generator).bfloat16()
+    compared = forms[:COMPARED]
+    seconds = _seconds([make(form, NEVER) for form in compared], matrix, rows[:1])
+    form = compared[seconds.index(min(seconds))]
+    ways, unpack_from = [make(form, NEVER), make(form, 1)], NEVER
+    for step in reversed(STEPS):
+        fused, unpacked = _seconds(ways, matrix, rows[:step])
+        if fused <= unpacked:
+            break
+        unpack_from = step
+    return form, unpack_from
+
+
+def _matrix() -> Matrix:
+    generator = torch.Generator().manual_seed(1)
+    return PackedWeight(
+        codes=torch.randint(0, 256, (ROWS, INPUTS * BITS // 8), generator=generator, dtype=torch.uint8),
+        scales=torch.full((ROWS, INPUTS // GROUP), 0.01, dtype=torch.float16),
+        zeros=torch.full((ROWS, INPUTS // GROUP * BITS // 8), 0x77, dtype=torch.uint8),
+        bits=BITS,
+        group_size=GROUP,
+        inputs=INPUTS,
+        symmetric=False,
+    )
+
+
+def _seconds(kernels: Sequence[Kernel], matrix: Matrix, rows: Tensor) -> list[float]:
+    """The shortest of a few calls of each, by turns, after one that compiles: what else runs only makes them longer."""
+    prepared = [kernel.linear(matrix) for kernel in kernels]
+    taken: list[list[float]] = [[] for _ in prepared]
+    with torch.inference_mode():
+        for _ in range(1 + REPEATS):
+            for one, times in zip(prepared, taken, strict=True):
+                begin = time.perf_counter()
+                one(rows)
+                times.append(time.perf_counter() - begin)
+    return [min(times[1:]) for times in taken]
+
+
+def _entry(threads: int) -> str:
+    """What the figures depend on."""
+    versions = f"moeq {__version__}, numba {version('numba')}, torch {torch.__version__}"
+    return f"{cpu_model()}, {threads} threads, {versions}"
+
+
+def cpu_model() -> str:
+    """The CPU's name and what of its vectors a form may use."""
+    from llvmlite import binding
+
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    vectors = sorted(name for name, here in dict(binding.get_host_cpu_features()).items() if here and "avx" in name)
+    return f"{name} ({binding.get_host_cpu_name()}: {' '.join(vectors)})"
+
+
+def _is_found(kept: Any, forms: tuple[str, ...]) -> bool:
+    return isinstance(kept, list) and len(kept) == 2 and kept[0] in forms and type(kept[1]) is int and kept[1] > 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What the file holds; nothing where it is missing or damaged."""
+    try:
+        entries = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def _write(path: Path, entry: str, found: Found) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    kept = {name: one for name, one in _read(path).items() if name != entry}
+    newest = dict(list(kept.items())[1 - MOST_ENTRIES :]) | {entry: list(found)}
+    unfinished = path.with_name(f"{NAME}.{os.getpid()}")
+    unfinished.write_text(json.dumps(newest), "utf-8")
+    unfinished.replace(path)

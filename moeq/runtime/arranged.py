@@ -1,0 +1,121 @@
+"""Stored tensors that a kernel has rearranged: who holds them now, and when they must be where they were.
+
+A prepared layer holds the bytes of its linears; their buffers are None meanwhile. Whatever looks at or changes buffers
+(a state dict, a move to another device or dtype, a copy, training) first has them put back, bit for bit; the next call
+rearranges them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeq.kernels.description import Matrix
+
+COMPUTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of activations that kernels take
+SEVERAL = "its experts lie on several devices"
+OFFLOADED = "its weights are offloaded and only there while it runs"
+TRAINED = "it is being trained"
+GRADIENTS = "gradients are asked for, and what is between its matrices may have weights of its own"
+
+Compute = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arranged:
+    """One linear whose stored tensors a kernel holds: how to have its matrix back, its bias, and to put all back.
+
+    device, dtype: of what is held; a dtype of whole numbers where nothing of it follows the model's.
+    """
+
+    matrix: Callable[[], Matrix]
+    bias: Tensor | None
+    put_back: Callable[[], None]
+    device: torch.device
+    dtype: torch.dtype
+
+    def stays(self, fn: Callable[[Tensor], Tensor]) -> bool:
+        """Whether what `_apply` is given leaves what is held as and where it is."""
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        return probe.device == self.device and probe.dtype == self.dtype
+
+
+class Puts(nn.Module):
+    """A module whose buffers, or those of its children, may be with a kernel."""
+
+    def put_back(self) -> None:
+        """Have the stored tensors in the buffers again."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.put_back()
+        return self.__dict__
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.put_back()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self.put_back()
+        super()._load_from_state_dict(*arguments)  # type: ignore[no-untyped-call]
+
+    def train(self, mode: bool = True) -> Any:
+        """Trained modules compute with the stored tensors."""
+        if mode:
+            self.put_back()
+        return super().train(mode)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate brings a module's buffers in when it is called and takes them away after."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    return any(getattr(one, "offload", False) and getattr(one, "offload_buffers", False) for one in hooks)
+
+
+def leave_files(module: nn.Module) -> None:
+    """Copy a module's own buffers, guards of some bytes: as read they keep a whole file of weights in memory."""
+    module._buffers.update({name: one.clone() for name, one in module._buffers.items() if one is not None})
+
+
+def reason_at_call(module: nn.Module, *given: Tensor) -> str | None:
+    """Why a call with these activations computes with the stored tensors, None if it need not."""
+    if module.training:
+        return TRAINED
+    return None if given[0].dtype in COMPUTED else f"its inputs are {given[0].dtype}"
+
+
+def wants_gradients(*given: Tensor) -> bool:
+    """Whether a call's output is to have a gradient."""
+    return torch.is_grad_enabled() and any(one.requires_grad for one in given)
+
+
+class _Recomputed(torch.autograd.Function):
+    """A kernel's output, whose gradient is that of the same output computed with the stored tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, fast: Compute, plain: Compute, *given: Tensor) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(*given)
+        return fast(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        wanted = ctx.needs_input_grad[2:]
+        given = [one.detach().requires_grad_(needed) for one, needed in zip(ctx.saved_tensors, wanted, strict=True)]
+        with torch.enable_grad():
+            output = ctx.plain(*given)
+        found = iter(torch.autograd.grad(output, [one for one in given if one.requires_grad], gradients))
+        return None, None, *(next(found) if needed else None for needed in wanted)
+
+
+def with_gradients(fast: Compute, plain: Compute, *given: Tensor) -> Tensor:
+    """fast(*given), a kernel's; where a gradient is asked for, that of plain(*given), which computes the same."""
+    if not wants_gradients(*given):
+        return fast(*given)
+    output: Tensor = _Recomputed.apply(fast, plain, *given)  # type: ignore[no-untyped-call]
+    return output

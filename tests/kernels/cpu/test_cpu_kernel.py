@@ -1,0 +1,172 @@
+"""The CPU's kernel against float64 with the same codes, in every form that runs here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from packed_layers import layer_of, matrix_of, reference, routed, silu_gate, values
+from torch import nn
+
+from moeq.kernels.cpu.forms import FORMS, Form, forms
+from moeq.kernels.cpu.kernel import CpuKernel
+from moeq.kernels.description import DOWN, LayerOfExperts
+
+MIXED = [4, 3, {"gate_proj": 2, "up_proj": 8, DOWN: 16}, 1, 16]
+TOLERANCE = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 1e-5}  # of the largest output
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(params=[name for name, form in FORMS.items() if name != "neon"])
+def form(request: pytest.FixtureRequest) -> str:
+    if request.param not in forms():
+        pytest.skip(f"this CPU has no {request.param}")
+    return str(request.param)
+
+
+def check(layer: LayerOfExperts, kernel: CpuKernel, given: list[torch.Tensor]) -> None:
+    result, wanted = kernel.layer(layer)(*given), reference(layer, *given)
+    assert result.dtype == given[0].dtype
+    assert result.shape == wanted.shape
+    if wanted.numel():
+        error = (result.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
+        assert error < TOLERANCE[given[0].dtype]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 40])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_mixed_layer_is_what_float64_gives(tokens: int, dtype: torch.dtype) -> None:
+    check(layer_of(MIXED, 96, 64), CpuKernel(), routed(tokens, len(MIXED), 2, 96, dtype))
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, BF16), (6, torch.float32)], ids=str)
+def test_every_form_gives_the_same(form: str, tokens: int, dtype: torch.dtype) -> None:
+    check(layer_of([4, 3], 96, 64), CpuKernel(form), routed(tokens, 2, 2, 96, dtype))
+
+
+def test_vectors_of_any_length_are_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NEON's four lanes, as LLVM compiles them for this CPU."""
+    monkeypatch.setattr(Form, "runs_here", lambda self: True)
+    check(layer_of([3], 32, 32), CpuKernel("neon"), routed(2, 1, 1, 32, torch.float32))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("nested", [False, True])
+def test_products_with_bf16_rows_are_exact_but_for_the_last_rounding(bits: int, nested: bool) -> None:
+    matrix = matrix_of(48, 256, bits, 64, symmetric=bits == 5, nested=nested)
+    rows = torch.randn(3, 256, generator=torch.Generator().manual_seed(bits)).to(BF16)
+    wanted = rows.double() @ values(matrix).T
+    result = CpuKernel().linear(matrix)(rows).double()
+    assert ((result - wanted).abs() <= wanted.abs() * 2.0**-8 + 1e-6 * wanted.abs().max()).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "group_size", "bits"),
+    [(30, 100, 24, 3), (5, 37, 7, 4), (17, 64, -1, 2), (16, 33, 32, 5), (1, 1, 1, 8), (40, 75, 128, 16)],
+)
+def test_ragged_shapes(rows: int, inputs: int, group_size: int, bits: int) -> None:
+    matrix, bias = matrix_of(rows, inputs, bits, group_size), torch.arange(rows, dtype=torch.float32)
+    linear = CpuKernel().linear(matrix, bias)
+    for count, dtype in ((0, BF16), (1, BF16), (2, torch.float32)):
+        given = torch.randn(count, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+        wanted = given.double() @ values(matrix).T + bias.double()
+        torch.testing.assert_close(linear(given).double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_one_expert_with_all_tokens_and_others_with_none() -> None:
+    layer, given = layer_of([2, 4, 4], 64, 32), routed(64, 3, 1, 64, BF16)
+    given[1] = torch.ones_like(given[1])
+    check(layer, CpuKernel(), given)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu", None])
+def test_activations_in_the_pass_and_outside_of_it(activation: str | None, biased: bool) -> None:
+    functions = {
+        "gelu": nn.functional.gelu,
+        "gelu_pytorch_tanh": lambda rows: nn.functional.gelu(rows, approximate="tanh"),
+        "relu": nn.functional.relu,
+    }
+    act = functions.get(activation or "", nn.functional.silu)
+    layer = layer_of([4, 4], 64, 32, biased=biased, activation=activation)
+    layer = replace(layer, gate=lambda parts: act(parts["gate_proj"]) * parts["up_proj"])
+    check(layer, CpuKernel(), routed(3, 2, 2, 64, torch.float32))
+
+
+def test_without_a_gate_projection_and_with_rows_that_are_finished() -> None:
+    layer = layer_of([4, 2], 64, 32, activation="relu")
+    matrices = [{name: one[name] for name in ("up_proj", DOWN)} for one in layer.matrices]
+    layer = replace(layer, matrices=matrices, gate=lambda parts: torch.relu(parts["up_proj"]))
+    given = routed(5, 2, 2, 64, torch.float32)
+    check(layer, CpuKernel(), given)
+    check(replace(layer, finish=lambda rows: rows * rows), CpuKernel(), given)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_many_rows_go_through_torch(dtype: torch.dtype) -> None:
+    layer = layer_of(MIXED, 96, 64, biased=True)
+    check(layer, CpuKernel(prefill=6), routed(20, len(MIXED), 2, 96, dtype))
+    check(replace(layer, finish=lambda rows: rows / 2 - 1), CpuKernel(prefill=6), routed(20, len(MIXED), 2, 96, dtype))
+
+
+def test_unpacked_values_are_those_of_the_weight(form: str) -> None:
+    for bits, nested in ((3, False), (4, True), (8, False)):
+        matrix = matrix_of(40, 72, bits, 24, nested=nested)
+        assert torch.equal(CpuKernel(form, prefill=0).linear(matrix)(torch.eye(72)), matrix.dequantize().T)
+
+
+def test_what_comes_out_does_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeq.kernels.cpu.layer.WAKING_BYTES", 0)
+    monkeypatch.setattr("moeq.kernels.cpu.layer.ITEM_BYTES", 1)
+    prepared, given = CpuKernel().layer(layer_of(MIXED, 96, 64)), routed(9, 5, 3, 96, BF16)
+    results = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        results += [prepared(*given) for _ in range(10)]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_shapes_are_checked_before_anything_is_read() -> None:
+    prepared, given = CpuKernel().layer(layer_of([4], 64, 32)), routed(2, 1, 1, 64, BF16)
+    for wrong in (
+        [given[0][:, :32], *given[1:]],
+        [given[0], given[1], given[2][:1]],
+        [given[0], given[1][:1], given[2][:1]],
+        [given[0], given[1].float(), given[2]],
+    ):
+        with pytest.raises(ValueError, match=r"hidden|index"):
+            prepared(*wrong)
+    beyond = [given[0], torch.tensor([[-1], [2**40]]), given[2]]
+    assert not prepared(*beyond).any()
+    with pytest.raises(ValueError, match="rows are"):
+        CpuKernel().linear(matrix_of(4, 64, 4))(torch.zeros(2, 63))
+
+
+def test_what_it_cannot_compute_it_refuses() -> None:
+    layer, kernel = layer_of([4, 4], 64, 32), CpuKernel()
+    assert kernel.refusal(layer) is None
+    other = [layer.matrices[0], {**layer.matrices[1], DOWN: matrix_of(32, 32, 4)}]
+    assert "different sizes" in str(kernel.refusal(replace(layer, matrices=other)))
+    lacking = [layer.matrices[0], {DOWN: layer.matrices[1][DOWN]}]
+    assert "same matrices" in str(kernel.refusal(replace(layer, matrices=lacking)))
+    whole = [{name: torch.zeros(4, 4, dtype=torch.int8) for name in layer.matrices[0]}]
+    assert "int8" in str(kernel.refusal(replace(layer, matrices=whole)))
+    with pytest.raises(ValueError, match="int8"):
+        kernel.layer(replace(layer, matrices=whole))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("group_size", [-1, 16, 24, 32, 128])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_all_widths_all_forms(form: str, group_size: int, symmetric: bool) -> None:
+    kernel = CpuKernel(form)
+    for dtype in TOLERANCE:
+        layer = layer_of([*range(1, 9), 16], 160, 72, group_size, symmetric=symmetric, dtype=dtype)
+        for tokens in (1, 2, 4, 7, 16, 33, 64):
+            check(layer, kernel, routed(tokens, 9, 4, 160, dtype, seed=tokens))
+
+
+def test_the_gate_of_the_tests_is_the_activation() -> None:
+    parts = {"gate_proj": torch.tensor([1.0]), "up_proj": torch.tensor([2.0])}
+    assert silu_gate(parts) == 2 * torch.sigmoid(torch.tensor(1.0))

@@ -1,0 +1,168 @@
+"""Which kernel is taken, and what is measured, kept and not believed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packed_layers import layer_of, matrix_of
+
+from moeq import caches
+from moeq.errors import ModelError
+from moeq.kernels import choice, measured
+from moeq.kernels.cpu.forms import FORMS, forms
+from moeq.kernels.cpu.layer import PackedLayer
+from moeq.kernels.reference import ReferenceLayer, ReferenceLinear
+
+CPU = torch.device("cpu")
+LAYER = layer_of((4, 2), 64, 32)
+
+
+class Taken:
+    """A kernel whose speed is made up; rows of 32 and more are unpacked faster."""
+
+    measured = 0
+
+    def __init__(self, form: str, prefill: int) -> None:
+        self.form, self.prefill = form, prefill
+
+    def seconds(self, rows: int) -> float:
+        Taken.measured += 1
+        slow = {"one": 2.0, "two": 1.0}[self.form]
+        return 40.0 if self.prefill == 1 else slow * rows
+
+
+@pytest.fixture
+def speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Speeds of two forms, and a cache of their own; how often was measured is in Taken."""
+    monkeypatch.setenv(caches.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(measured, "_seconds", lambda made, _, rows: [one.seconds(len(rows)) for one in made])
+    Taken.measured = 0
+    measured.best.cache_clear()
+    yield tmp_path / "cache" / measured.NAME
+    measured.best.cache_clear()
+
+
+def best(found: tuple[str, ...] = ("one", "two")) -> Any:
+    measured.best.cache_clear()
+    return measured.best(Taken, found, 1)  # type: ignore[arg-type]
+
+
+def test_the_fastest_form_is_taken_and_kept(speeds: Path) -> None:
+    assert best() == ("two", 64)
+    count = Taken.measured
+    assert count > 0
+    assert best() == ("two", 64)
+    assert Taken.measured == count, "it was kept"
+    (entry,) = json.loads(speeds.read_text("utf-8"))
+    assert measured.cpu_model() in entry
+    assert f"torch {torch.__version__}" in entry
+    assert speeds.stat().st_mode & 0o777 == 0o600 or speeds.parent.stat().st_mode & 0o777 == 0o700
+    measured.best.cache_clear()
+    measured.best(Taken, ("one", "two"), 2)  # type: ignore[arg-type]
+    assert Taken.measured == 2 * count, "another number of threads is another machine"
+    assert len(json.loads(speeds.read_text("utf-8"))) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"ENTRY": 3}', '{"ENTRY": ["three", 64]}',
+                                    '{"ENTRY": ["two", 0]}', '{"ENTRY": ["two", "64"]}', "[" * 100_000])  # fmt: skip
+def test_a_damaged_cache_is_measured_again(damage: str, speeds: Path) -> None:
+    best()
+    (entry,) = json.loads(speeds.read_text("utf-8"))
+    count = Taken.measured
+    speeds.write_text(damage.replace("ENTRY", entry), "utf-8")
+    assert best() == ("two", 64)
+    assert Taken.measured == 2 * count
+    assert json.loads(speeds.read_text("utf-8"))[entry] == ["two", 64]
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(speeds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds.parent.parent.joinpath("file").write_text("")
+    monkeypatch.setenv(caches.VARIABLE, str(speeds.parent.parent / "file" / "below"))
+    assert best() == best() == ("two", 64)
+
+
+def test_the_cache_lies_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(caches.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert caches.folder() == tmp_path / "moeq"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert caches.folder() == tmp_path / "home" / ".cache" / "moeq"
+
+
+def test_a_form_that_is_always_faster_is_never_unpacked(speeds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "_seconds", lambda made, *_: [float(one.prefill == 1) for one in made])
+    assert best(("one",)) == ("one", measured.NEVER)
+
+
+def test_what_is_measured_here_is_a_form_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(caches.VARIABLE, str(tmp_path))
+    measured.best.cache_clear()
+    prepared, why = choice.prepared_layer(LAYER, CPU, "measured")
+    assert why is None
+    assert isinstance(prepared, PackedLayer)
+    assert list(json.loads((tmp_path / measured.NAME).read_text("utf-8")).values()) == [
+        [prepared.form.name, prepared.prefill]
+    ]
+    measured.best.cache_clear()
+
+
+def test_a_fixed_choice_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "best", None)
+    prepared, why = choice.prepared_layer(LAYER, CPU, "fixed")
+    assert why is None
+    assert isinstance(prepared, PackedLayer)
+    assert (prepared.form.name, prepared.prefill) == (forms()[0], FORMS[forms()[0]].prefill)
+
+
+def test_the_reference_is_what_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(choice.prepared_layer(LAYER, CPU, "reference")[0], ReferenceLayer)
+    monkeypatch.setenv("MOEQ_KERNEL", "reference")
+    assert isinstance(choice.prepared_layer(LAYER, CPU, "measured")[0], ReferenceLayer)
+    assert isinstance(choice.prepared_linear(matrix_of(8, 16, 4), None, CPU, "fixed")[0], ReferenceLinear)
+    monkeypatch.setenv("MOEQ_KERNEL", "plain")
+    assert isinstance(choice.prepared_layer(LAYER, CPU, "reference")[0], ReferenceLayer)
+
+
+@pytest.mark.parametrize("form", forms())
+def test_every_form_can_be_named(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEQ_KERNEL", form)
+    prepared, _ = choice.prepared_layer(LAYER, CPU, "measured")
+    assert isinstance(prepared, PackedLayer)
+    assert prepared.form.name == form
+
+
+def test_a_name_that_there_is_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEQ_KERNEL", "avx")
+    wanted = r"MOEQ_KERNEL: no kernel is called 'avx'; take one of reference, cpu, avx512_bf16, .*, plain, triton$"
+    with pytest.raises(ModelError, match=wanted):
+        choice.named()
+    elsewhere = next(form for form in FORMS if form not in forms())
+    monkeypatch.setenv("MOEQ_KERNEL", elsewhere)
+    with pytest.raises(ModelError, match=f"MOEQ_KERNEL: this CPU does not run {elsewhere}; take one of reference, cpu"):
+        choice.prepared_layer(LAYER, CPU, "measured")
+
+
+def test_a_device_without_a_kernel_says_so() -> None:
+    assert choice.prepared_layer(LAYER, torch.device("xpu"), "measured") == (None, "no kernel computes on xpu")
+    assert choice.prepared_linear(matrix_of(8, 16, 4), None, torch.device("xpu"), "fixed")[0] is None
+
+
+def test_what_a_kernel_cannot_take_says_why() -> None:
+    doubles = layer_of((16, 16), 64, 32, dtype=torch.float64)
+    prepared, why = choice.prepared_layer(doubles, CPU, "fixed")
+    assert prepared is None
+    assert why is not None
+    assert "float64" in why
+    assert choice.prepared_linear(matrix_of(8, 16, 16, dtype=torch.float64), None, CPU, "fixed")[0] is None
+
+
+def test_a_policy_holds_for_what_is_made_within() -> None:
+    with choice.choosing("fixed", at_once=False):
+        assert (choice.policy(), choice.at_once()) == ("fixed", False)
+    assert (choice.policy(), choice.at_once()) == ("measured", True)

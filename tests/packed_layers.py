@@ -1,0 +1,111 @@
+"""Layers of packed experts at random, and what they give in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
+from moeq.numerics.packed import PackedWeight, grid_bits, has_zeros
+from moeq.numerics.packing import pack
+from moeq.numerics.widths import group_count
+
+
+def matrix_of(
+    rows: int,
+    inputs: int,
+    bits: int,
+    group_size: int = 32,
+    *,
+    symmetric: bool = False,
+    nested: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> Matrix:
+    """A packed matrix of any codes, scales and zero points; dense in a dtype for 16 bits."""
+    random = torch.Generator().manual_seed(seed)
+    if bits == 16:
+        return torch.randn(rows, inputs, generator=random).to(dtype)
+    groups = group_count(inputs, group_size)
+    zeros = None
+    if has_zeros(bits, symmetric):
+        width = grid_bits(bits, nested)
+        zeros = pack(torch.randint(0, 2**width, (rows, groups), generator=random), width)
+    return PackedWeight(
+        codes=pack(torch.randint(0, 2**bits, (rows, inputs), generator=random), bits),
+        scales=(torch.randn(rows, groups, generator=random) * 2.0**-bits).half(),
+        zeros=zeros,
+        bits=bits,
+        group_size=group_size,
+        inputs=inputs,
+        symmetric=symmetric,
+        nested=nested and bits in (2, 3, 4),
+    )
+
+
+def silu_gate(parts: dict[str, Tensor]) -> Tensor:
+    return nn.functional.silu(parts["gate_proj"]) * parts["up_proj"]
+
+
+def layer_of(
+    bits: Sequence[Mapping[str, int] | int],
+    hidden: int,
+    intermediate: int,
+    group_size: int = 32,
+    *,
+    biased: bool = False,
+    activation: str | None = "silu",
+    **options: object,
+) -> LayerOfExperts:
+    """A gated layer with one expert for each of `bits`, a width or {projection: width}."""
+    sizes = {"gate_proj": (intermediate, hidden), "up_proj": (intermediate, hidden), DOWN: (hidden, intermediate)}
+    random, matrices, biases = torch.Generator().manual_seed(5), [], []
+    for expert, width in enumerate(bits):
+        widths = dict.fromkeys(sizes, width) if isinstance(width, int) else width
+        matrices.append(
+            {
+                name: matrix_of(*size, widths[name], group_size, seed=3 * expert + place, **options)  # type: ignore[arg-type]
+                for place, (name, size) in enumerate(sizes.items())
+            }
+        )
+        own = {name: torch.randn(rows, generator=random) for name, (rows, _) in sizes.items()}
+        biases.append(own if biased else {})
+    return LayerOfExperts(matrices=matrices, biases=biases, gate=silu_gate, activation=activation)
+
+
+def values(matrix: Matrix) -> Tensor:
+    """In float64."""
+    return matrix.double() if isinstance(matrix, Tensor) else matrix.dequantize().double()
+
+
+def reference(layer: LayerOfExperts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """As `PreparedLayer.__call__`, in float64 throughout."""
+    rows = hidden.double()
+    out = torch.zeros(len(rows), values(layer.matrices[0][DOWN]).shape[0], dtype=torch.float64)
+    for expert, (matrices, biases) in enumerate(zip(layer.matrices, layer.biases, strict=True)):
+        tokens, places = (index == expert).nonzero(as_tuple=True)
+        bias = {name: part.double() for name, part in biases.items()}
+        products = {
+            name: nn.functional.linear(rows[tokens], values(matrix), bias.get(name))
+            for name, matrix in matrices.items()
+            if name != DOWN
+        }
+        result = nn.functional.linear(layer.gate(products), values(matrices[DOWN]), bias.get(DOWN))
+        result = result if layer.finish is None else layer.finish(result)
+        out.index_add_(0, tokens, result * weights[tokens, places, None].double())
+    return out
+
+
+def routed(tokens: int, experts: int, top_k: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """hidden, index, which has one expert too many, and weights."""
+    random = torch.Generator().manual_seed(seed)
+    index = torch.stack([torch.randperm(experts + 1, generator=random)[:top_k] for _ in range(tokens)]) if tokens else (
+        torch.zeros(0, top_k, dtype=torch.long)
+    )  # fmt: skip
+    return [
+        torch.randn(tokens, hidden, generator=random).to(dtype),
+        index,
+        torch.rand(tokens, top_k, generator=random).to(dtype),
+    ]
