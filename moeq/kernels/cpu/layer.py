@@ -21,7 +21,7 @@ from moeq.kernels.cpu.matrices import Integers, Matrices, flat
 from moeq.kernels.cpu.threads import together
 from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
 
-ITEM_BYTES = 1 << 18  # of packed matrices that a thread claims at once
+ITEM_BYTES = 1 << 19  # of packed matrices that a thread claims at once
 WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken
 GATED, ALONE = ("gate_proj", "up_proj"), ("up_proj",)
 
