@@ -28,8 +28,8 @@ GATED, ALONE = ("gate_proj", "up_proj"), ("up_proj",)
 
 @dataclass(frozen=True)
 class _Routed:
-    """Rows sorted by expert: order [P], the first of every expert [E + 1], tiles [S, 5], whose experts have no more
-    than a pass or two of rows."""
+    """Rows sorted by expert: order [P], the first of every expert [E + 1], and tiles [S, 5] of the experts that are not
+    unpacked."""
 
     order: Integers
     starts: Integers
