@@ -151,8 +151,8 @@ def _to_words(codes, bits, planes, inputs, group, unit, words, stride):  # type:
     number = len(planes)
     word, shift = np.empty((number, unit), np.int64), np.empty((number, unit), np.uint32)
     left, mask = np.empty(number, np.uint32), np.empty(number, np.uint32)
-    above, base, which = bits, 0, 0
-    for plane in planes:  # where the bits of each of a unit's codes go
+    above, base = bits, 0
+    for which, plane in enumerate(planes):  # where the bits of each of a unit's codes go
         above -= plane
         left[which], mask[which] = above, (1 << plane) - 1
         for offset in range(unit):
@@ -160,7 +160,6 @@ def _to_words(codes, bits, planes, inputs, group, unit, words, stride):  # type:
             word[which, offset] = base + place // (16 // plane) * 16
             shift[which, offset] = place % (16 // plane) * plane + 16 * (offset & 1)
         base += unit * plane // 32 * 16
-        which += 1
     for row in range(codes.shape[0]):
         stream = codes[row]
         at = row // 16 * stride + row % 16

@@ -14,7 +14,7 @@ class CpuKernel:
     """One form of it, by default the one expected to be fastest here; see `description.Kernel`.
 
     prefill: rows of an expert from which it is unpacked and multiplied by torch. Errors, relative to the largest
-    output, against float64 with the same codes: below 1e-6 but for the rounding of what lies between gate and down
+    output, against float64 with the same codes: below 1e-5 but for the rounding of what lies between gate and down
     (bf16 activations: bf16) and of the result to the activations' dtype.
     """
 

@@ -21,15 +21,15 @@ from moeq.kernels.cpu.matrices import Integers, Matrices, flat
 from moeq.kernels.cpu.threads import together
 from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
 
-ITEM_BYTES = 1 << 18  # of packed matrices that a thread claims at once
+ITEM_BYTES = 1 << 19  # of packed matrices that a thread claims at once
 WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken
 GATED, ALONE = ("gate_proj", "up_proj"), ("up_proj",)
 
 
 @dataclass(frozen=True)
 class _Routed:
-    """Rows sorted by expert: order [P], the first of every expert [E + 1], tiles [S, 5], whose experts have no more
-    than a pass or two of rows."""
+    """Rows sorted by expert: order [P], the first of every expert [E + 1], and tiles [S, 5] of the experts that are not
+    unpacked."""
 
     order: Integers
     starts: Integers
