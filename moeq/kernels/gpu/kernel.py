@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
 from moeq.kernels.gpu.settings import Settings, Shape, choose
+from moeq.kernels.gpu.swizzle import TILE
 from moeq.kernels.gpu.stored import Stored, shapes_of
 
 ACTIVATIONS = {  # in one pass with the products; names as in transformers
@@ -34,7 +35,6 @@ ACTIVATIONS = {  # in one pass with the products; names as in transformers
     "relu2": "relu2",
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-STEP = 128  # inputs: groups of whole multiples of it take the scale on sums, see codes.py
 MOST_COMPARED = 4096  # rows that are sorted by comparing each with all
 
 
@@ -101,7 +101,7 @@ class _Products:
             pairs, self.experts, len(self.stored.shapes), rows, inputs, x.stride(0), each,
             FIRST=slots[0], SECOND=slots[1] if len(slots) > 1 else -1, ACTIVATION=activation, ROUTING=how,
             EXPERTS=triton.next_power_of_2(self.experts), WIDTHS=self.stored.widths(slots),
-            FINE=not self.stored.whole_groups(slots, STEP), TAIL=inputs % 256 != 0, DTYPE=names[computed],
+            FINE=not self.stored.whole_groups(slots, TILE), TAIL=inputs % TILE != 0, DTYPE=names[computed],
             DOT=settings.dot, SPLITS=settings.splits, BLOCK_N=settings.block_n, BLOCK_M=settings.block_m,
             num_warps=settings.warps, num_stages=settings.stages,
         )  # fmt: skip

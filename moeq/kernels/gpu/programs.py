@@ -45,15 +45,16 @@ def sort_rows(index, order, starts, rows, experts, BLOCK: tl.constexpr, EVERY: t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def dense_product(total, dense, x, token, exists, n, rows, inputs, first, last, base, DTYPE: tl.constexpr, DOT: tl.constexpr):  # type: ignore[no-untyped-def]
+def dense_product(  # type: ignore[no-untyped-def]
+    total, dense, x, token, exists, n, rows, inputs, first, last, base, DTYPE: tl.constexpr, DOT: tl.constexpr
+):
     """A total plus the product of the tiles from first to last of a matrix that is not packed."""
-    c = tl.arange(0, 16)
-    for start in range(256 * first, tl.minimum(256 * last, inputs), 16):
-        k = start + c
-        inside = k < inputs
-        there = (n < rows)[:, None] & inside[None, :]
+    for number in range(first, last):
+        k = 128 * number + tl.arange(0, 128)
+        there = (n < rows)[:, None] & (k < inputs)[None, :]
         value = tl.load(dense + base + n.to(tl.int64)[:, None] * inputs + k[None, :], mask=there, other=0.0)
-        total = multiplied(value, x, k, inside, token, exists, total, DTYPE, DOT)
+        made, _ = multiplied(value, x, k, k < inputs, token, exists, DTYPE, DOT)
+        total += made
     return total
 
 
@@ -95,33 +96,27 @@ def product(  # type: ignore[no-untyped-def]
     zero_bits = tl.load(row + 4).to(tl.int32)
     group = tl.load(row + 5).to(tl.int32)
     bias = tl.load(row + 6)
-    if DOT:
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        total = tl.zeros((BLOCK_N, 16), tl.float32)
-    full = inputs // 256
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    full = inputs // 128
     for BITS in tl.static_range(1, 9):
         if (WIDTHS >> BITS) & 1:
             if width == BITS:
                 if not FINE:
                     for number in range(first, tl.minimum(last, full)):
-                        total = tile(
-                            total, words, shorts, halves, octets, x, token, exists, n, rows, inputs, 16 * number, 16,
+                        total += tile(
+                            words, shorts, halves, octets, x, token, exists, n, rows, inputs, number, 8,
                             base, scales, zeros, zero_bits, group, grid, BITS, False, DTYPE, DOT,
                         )  # fmt: skip
                 if FINE or TAIL:
                     for number in range(first if FINE else tl.maximum(first, full), last):
-                        before = 16 * number
-                        total = tile(
-                            total, words, shorts, halves, octets, x, token, exists, n, rows, inputs, before,
-                            tl.minimum(16, (inputs + 15) // 16 - before),
+                        total += tile(
+                            words, shorts, halves, octets, x, token, exists, n, rows, inputs, number,
+                            tl.minimum(8, (inputs + 15) // 16 - 8 * number),
                             base, scales, zeros, zero_bits, group, grid, BITS, True, DTYPE, DOT,
                         )  # fmt: skip
     if WIDTHS >= 1 << 16:
         if width >= 16:
             total = dense_product(total, dense, x, token, exists, n, rows, inputs, first, last, base, DTYPE, DOT)
-    if not DOT:
-        total = tl.sum(total, 1)[:, None]
     if bias >= 0:
         if first == 0:
             total += tl.load(singles + bias + n, mask=n < rows, other=0.0)[:, None]
@@ -211,7 +206,7 @@ def grouped(  # type: ignore[no-untyped-def]
     if expert < experts:
         token = (pair // each).to(tl.int64) * x_step
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        tiles = (inputs + 255) // 256
+        tiles = (inputs + 127) // 128
         share = (tiles + SPLITS - 1) // SPLITS
         split = tl.program_id(2)
         first = split * share

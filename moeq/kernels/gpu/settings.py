@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from moeq.kernels.gpu.swizzle import TILE
+
 TUNED = Path(__file__).with_name("tuned")
 MOST_SPLITS = 8
 PROGRAMS = 264  # two for each of an H100's or H200's 132 multiprocessors: fewer leave some of them idle
@@ -71,14 +73,14 @@ def _splits(shape: Shape, active: int, block_n: int) -> int:
     if shape.two:
         return 1
     programs = active * -(-shape.rows // block_n)
-    tiles = -(-shape.inputs // 256)
+    tiles = -(-shape.inputs // TILE)
     return max(1, min(MOST_SPLITS, tiles // 2, PROGRAMS // max(1, programs)))
 
 
 def candidates(shape: Shape) -> list[Settings]:
     """What `--tune` tries."""
     splits = (1,) if shape.two else (1, 2, 4, 8)
-    splits = tuple(one for one in splits if one == 1 or one <= -(-shape.inputs // 256))
+    splits = tuple(one for one in splits if one == 1 or one <= -(-shape.inputs // TILE))
     rows = [
         Settings(dot=False, block_n=block_n, block_m=1, warps=warps, splits=split)
         for block_n in (16, 32, 64)

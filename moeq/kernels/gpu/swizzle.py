@@ -1,15 +1,17 @@
 """The order of codes in the words that the GPU's kernels read, and the way back.
 
-A row's inputs are cut into tiles of 256 (the last as much shorter as K asks for, in steps of 16). A tile has 16 planes
-of C = 16 inputs (the last tile's C = ceil(rest / 16)): plane p, column c is input 256*tile + p*C + c. The codes of one
-column lie in the same words, so that a shift and a mask give a whole plane, 16 neighbouring inputs, without a shuffle.
+A row's inputs are cut into tiles of 128 (the last as much shorter as K asks for, in steps of 16). A tile has C = 8
+columns (the last C = ceil(rest / 16)) of 16 codes, the planes: plane 2j + h of column c is input 128*tile + 2*C*j + 2*c
++ h. The codes of one column lie in the same words, so that a shift and a mask give two planes, 2*C neighbouring inputs,
+without a shuffle.
 
 A width is cut into parts of 8, 4, 2 and 1 bits, the high ones first: 3 = 2 + 1. A column takes q/2 words of 32 bits in a
 part of q >= 2 bits and one of 16 bits in that of 1 bit: b bits take b/8 bytes a code whatever the width. Of a part, the
 words lie as [tile, word, N, C]: the rows of a program are one piece of memory in every tile.
 
-In words of 4 bits the eight codes are in the interleaved order of paper 002 (section 3.4.3), those of 2 bits alike: even
-codes in the low 16 bits, odd ones in the high 16, so that one AND leaves two neighbours in the places of two halves.
+In words the codes are in the interleaved order of paper 002 (section 3.4.3): of 4 bits [e0, e2, e4, e6, e1, e3, e5, e7],
+of other parts alike, even ones in the low half, odd ones in the high half. So one AND leaves two neighbours in the
+places of two float16.
 
 Letters: N rows, K inputs, C columns of a tile, q bits of a part.
 """
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 PLANES = 16
-COLUMNS = 16
+COLUMNS = 8
 TILE = PLANES * COLUMNS
 PARTS = (8, 4, 2, 1)
 
@@ -50,11 +52,8 @@ def code_bytes(rows: int, inputs: int, bits: int) -> int:
 def place(plane: int, part: int) -> tuple[int, int]:
     """Word of a column and the shift in it of a plane's field of a part of 8, 4, 2 or 1 bits."""
     if part == 1:
-        return 0, plane
-    each = 32 // part
-    word, code = divmod(plane, each)
-    if part == 8:
-        return word, 8 * code
+        return 0, plane // 2 + 8 * (plane % 2)
+    word, code = divmod(plane, 32 // part)
     return word, part * (code // 2) + 16 * (code % 2)
 
 
@@ -71,7 +70,7 @@ def _planes(codes: Tensor, columns: int) -> Tensor:
     """Codes [N, K of some tiles] as [tiles, planes, N, C]; what is missing in the last tile is 0."""
     missing = -codes.shape[1] % (PLANES * columns)
     padded = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
-    return padded.unflatten(1, (-1, PLANES, columns)).permute(1, 2, 0, 3)
+    return padded.unflatten(1, (-1, PLANES // 2, columns, 2)).permute(1, 2, 4, 0, 3).flatten(1, 2)
 
 
 def _words(fields: Tensor, part: int) -> Tensor:
@@ -107,6 +106,7 @@ def unswizzle(stored: Tensor, rows: int, inputs: int, bits: int) -> Tensor:
             words = words.view(tiles, -1, rows, columns)
             at += size
             fields = torch.stack([(words[:, word] >> shift) & (2**part - 1) for word, shift in places], 1)
-            some = fields.permute(2, 0, 1, 3).reshape(rows, -1)[:, : stop - start]
+            pairs = fields.unflatten(1, (PLANES // 2, 2))  # [tiles, j, h, N, C]
+            some = pairs.permute(3, 0, 1, 4, 2).reshape(rows, -1)[:, : stop - start]
             codes[:, start:stop] |= some.to(torch.uint8) << low
     return codes
