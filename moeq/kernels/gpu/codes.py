@@ -54,9 +54,9 @@ def two_planes(  # type: ignore[no-untyped-def]
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """An even plane and the next as numbers [N, C]: 1 + c/2**b, or c for 8 bits in bfloat16."""
-    if DTYPE == tl.float32 or (DTYPE == tl.bfloat16 and BITS == 8):
-        LOW: tl.constexpr = 23 - BITS if DTYPE == tl.float32 else 0
-        ONE: tl.constexpr = 0x3F800000 if DTYPE == tl.float32 else 0x4B000000
+    if tl.float32 == DTYPE or (tl.bfloat16 == DTYPE and BITS == 8):
+        LOW: tl.constexpr = 23 - BITS if tl.float32 == DTYPE else 0
+        ONE: tl.constexpr = 0x3F800000 if tl.float32 == DTYPE else 0x4B000000
         even = code_at(
             word80, word81, word82, word83, word40, word41, word20, word10, PLANE, BITS, LOW, False
         )  # fmt: skip
@@ -65,12 +65,12 @@ def two_planes(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         first = (even | ONE).to(tl.float32, bitcast=True)
         second = (odd | ONE).to(tl.float32, bitcast=True)
-        if DTYPE == tl.bfloat16:
+        if tl.bfloat16 == DTYPE:
             first = (first - 8388608.0).to(DTYPE)
             second = (second - 8388608.0).to(DTYPE)
     else:
-        MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7
-        ONES: tl.constexpr = 0x3C003C00 if DTYPE == tl.float16 else 0x3F803F80
+        MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
+        ONES: tl.constexpr = 0x3C003C00 if tl.float16 == DTYPE else 0x3F803F80
         both = ONES | code_at(
             word80, word81, word82, word83, word40, word41, word20, word10, PLANE, BITS, MANTISSA - BITS, True
         )  # fmt: skip
@@ -136,7 +136,7 @@ def grid_of(  # type: ignore[no-untyped-def]
     stored = tl.load(octets + zeros + group * row_bytes + bit // 8, mask=here & (zero_bits > 0), other=0).to(tl.int32)
     raw = (stored >> (bit % 8)) & ((1 << zero_bits) - 1)
     zero = raw.to(tl.float32) * tl.load(grid + 1) + tl.load(grid + 2)
-    if BITS == 8 and DTYPE == tl.bfloat16:
+    if BITS == 8 and tl.bfloat16 == DTYPE:
         return zero, scale
     return 1.0 + zero * (1.0 / 2**BITS), scale * 2**BITS
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
 from moeq.kernels.gpu.settings import Settings, Shape, choose
-from moeq.kernels.gpu.swizzle import TILE
 from moeq.kernels.gpu.stored import Stored, shapes_of
+from moeq.kernels.gpu.swizzle import TILE
 
 ACTIVATIONS = {  # in one pass with the products; names as in transformers
     "silu": "silu",

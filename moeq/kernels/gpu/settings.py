@@ -79,8 +79,8 @@ def _splits(shape: Shape, active: int, block_n: int) -> int:
 
 def candidates(shape: Shape) -> list[Settings]:
     """What `--tune` tries."""
-    splits = (1,) if shape.two else (1, 2, 4, 8)
-    splits = tuple(one for one in splits if one == 1 or one <= -(-shape.inputs // TILE))
+    most = 1 if shape.two else min(MOST_SPLITS, -(-shape.inputs // TILE))
+    splits = [one for one in (1, 2, 4, 8) if one <= most]
     rows = [
         Settings(dot=False, block_n=block_n, block_m=1, warps=warps, splits=split)
         for block_n in (16, 32, 64)

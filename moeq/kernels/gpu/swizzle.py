@@ -70,7 +70,8 @@ def _planes(codes: Tensor, columns: int) -> Tensor:
     """Codes [N, K of some tiles] as [tiles, planes, N, C]; what is missing in the last tile is 0."""
     missing = -codes.shape[1] % (PLANES * columns)
     padded = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
-    return padded.unflatten(1, (-1, PLANES // 2, columns, 2)).permute(1, 2, 4, 0, 3).flatten(1, 2)
+    pairs: Tensor = padded.unflatten(1, (-1, PLANES // 2, columns, 2))  # [N, tiles, j, C, h]
+    return pairs.permute(1, 2, 4, 0, 3).flatten(1, 2)
 
 
 def _words(fields: Tensor, part: int) -> Tensor:
