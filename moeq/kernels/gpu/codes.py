@@ -1,9 +1,10 @@
 """How a program makes values of codes: one source for all widths, which the compiler specialises.
 
 `two_planes` cuts codes out of words and makes floats of them as paper 002 does (section 3.4), two at a time: the code
-goes into the mantissa by AND and OR, nothing is converted. Here it goes to the mantissa's top under the exponent of 1: v = 1 + c/2**b,
-exact, and of the size of what is summed, so that the 1 need not be taken away of each weight: it leaves with the zero
-point, once a group, by the sum of the inputs (`tile`). Where that has too many digits (8 bits in bfloat16) v is the code.
+goes into the mantissa by AND and OR, nothing is converted. Here it goes to the mantissa's top under the exponent of 1:
+v = 1 + c/2**b, exact, and of the size of what is summed, so that the 1 need not be taken away of each weight: it leaves
+with the zero point, once a group, by the sum of the inputs (`tile`). Where that has too many digits (8 bits in
+bfloat16) v is the code.
 
 The grid, (code - zero) * scale, is `grid_of`: what v is less than it should be, and by what factor. Another way to make
 values of codes changes `two_planes` and `grid_of` alone.
@@ -19,7 +20,7 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def field(word, CODE: tl.constexpr, PART: tl.constexpr, TO: tl.constexpr, BOTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One code of a word (`swizzle.place`), moved to bit TO; BOTH: and the next one in the high half, to bit 16 + TO."""
+    """One code of a word (`swizzle.place`), moved to bit TO; BOTH: and the next, of the high half, to bit 16 + TO."""
     FROM: tl.constexpr = PART * (CODE // 2) + 16 * (CODE % 2)
     MASK: tl.constexpr = (2**PART - 1) << TO
     KEPT: tl.constexpr = MASK * 65537 if BOTH else MASK
@@ -129,7 +130,7 @@ def values(words, shorts, base, n, rows, inputs, before, columns, BITS: tl.const
 def grid_of(  # type: ignore[no-untyped-def]
     halves, octets, n, here, group, rows, scales, zeros, zero_bits, grid, BITS: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Offset and factor, float32, of rows n in groups: a weight is (v - offset) * factor; `here` says which there are."""
+    """Offset and factor, float32, of rows n in groups: a weight is (v - offset) * factor; here: which there are."""
     scale = tl.load(halves + scales + group * rows + n, mask=here, other=0.0).to(tl.float32) * tl.load(grid)
     row_bytes = (rows * zero_bits + 7) // 8
     bit = n * zero_bits

@@ -99,7 +99,7 @@ def product(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     full = inputs // 128
     for BITS in tl.static_range(1, 9):
-        if (WIDTHS >> BITS) & 1:
+        if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
             if width == BITS:
                 if not FINE:
                     for number in range(first, tl.minimum(last, full)):
@@ -114,12 +114,11 @@ def product(  # type: ignore[no-untyped-def]
                             tl.minimum(8, (inputs + 15) // 16 - 8 * number),
                             base, scales, zeros, zero_bits, group, grid, BITS, True, DTYPE, DOT,
                         )  # fmt: skip
-    if WIDTHS >= 1 << 16:
+    if WIDTHS >= 1 << 16:  # noqa: SIM102
         if width >= 16:
             total = dense_product(total, dense, x, token, exists, n, rows, inputs, first, last, base, DTYPE, DOT)
-    if bias >= 0:
-        if first == 0:
-            total += tl.load(singles + bias + n, mask=n < rows, other=0.0)[:, None]
+    if (bias >= 0) & (first == 0):
+        total += tl.load(singles + bias + n, mask=n < rows, other=0.0)[:, None]
     return total
 
 
@@ -213,16 +212,16 @@ def grouped(  # type: ignore[no-untyped-def]
         last = tl.minimum(first + share, tiles)
         at_table = (expert * slots).to(tl.int64)
         result = product(
-            words, shorts, halves, octets, dense, singles, table + (at_table + FIRST) * 8, grids + (at_table + FIRST) * 3,
-            x, token, exists, n, rows, inputs, first, last, WIDTHS, FINE, TAIL, DTYPE, DOT, BLOCK_N, BLOCK_M,
+            words, shorts, halves, octets, dense, singles, table + (at_table + FIRST) * 8,
+            grids + (at_table + FIRST) * 3, x, token, exists, n, rows, inputs, first, last, WIDTHS, FINE, TAIL, DTYPE, DOT, BLOCK_N, BLOCK_M,
         )  # fmt: skip
         if ACTIVATION != "":
             result = activated(result, ACTIVATION)
         if SECOND >= 0:
             result *= product(
                 words, shorts, halves, octets, dense, singles, table + (at_table + SECOND) * 8,
-                grids + (at_table + SECOND) * 3, x, token, exists, n, rows, inputs, first, last, WIDTHS, FINE, TAIL, DTYPE, DOT,
-                BLOCK_N, BLOCK_M,
+                grids + (at_table + SECOND) * 3, x, token, exists, n, rows, inputs, first, last, WIDTHS, FINE, TAIL,
+                DTYPE, DOT, BLOCK_N, BLOCK_M,
             )  # fmt: skip
         place = (split * pairs + pair).to(tl.int64) * rows
         kept = (n < rows)[:, None] & exists[None, :]

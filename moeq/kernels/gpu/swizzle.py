@@ -5,12 +5,12 @@ columns (the last C = ceil(rest / 16)) of 16 codes, the planes: plane 2j + h of 
 + h. The codes of one column lie in the same words, so that a shift and a mask give two planes, 2*C neighbouring inputs,
 without a shuffle.
 
-A width is cut into parts of 8, 4, 2 and 1 bits, the high ones first: 3 = 2 + 1. A column takes q/2 words of 32 bits in a
-part of q >= 2 bits and one of 16 bits in that of 1 bit: b bits take b/8 bytes a code whatever the width. Of a part, the
-words lie as [tile, word, N, C]: the rows of a program are one piece of memory in every tile.
+A width is cut into parts of 8, 4, 2 and 1 bits, the high ones first: 3 = 2 + 1. A column takes q/2 words of 32 bits in
+a part of q >= 2 bits and one of 16 bits in that of 1 bit: b bits take b/8 bytes a code whatever the width. Of a part,
+the words lie as [tile, word, N, C]: the rows of a program are one piece of memory in every tile.
 
-In words the codes are in the interleaved order of paper 002 (section 3.4.3): of 4 bits [e0, e2, e4, e6, e1, e3, e5, e7],
-of other parts alike, even ones in the low half, odd ones in the high half. So one AND leaves two neighbours in the
+In words the codes are in the interleaved order of paper 002 (section 3.4.3): of 4 bits [e0, e2, e4, e6, e1, e3, e5,
+e7], of other parts alike, even ones in the low half, odd ones in the high half. So one AND leaves two neighbours in the
 places of two float16.
 
 Letters: N rows, K inputs, C columns of a tile, q bits of a part.
