@@ -53,18 +53,22 @@ def _device_name(index: int | None) -> str | None:
     return None if index is None else torch.cuda.get_device_name(index)
 
 
-class _Products:
-    """The launches on one buffer of matrices."""
+class Stack:
+    """Matrices of the experts of a layer in one buffer, and products of rows with them."""
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
         self.device = stored.buffer.device
+        self.experts = len(stored.places)
         views = (torch.int32, torch.int16, torch.float16, torch.uint8, stored.dense or torch.float16, torch.float32)
         self.pointers = [*(stored.view(dtype) for dtype in views), stored.table, stored.grids]
-        self.experts = len(stored.places)
+
+    def elsewhere(self) -> Stack:
+        """The same in another place of the device's memory."""
+        return Stack(self.stored.copy())
 
     def settings(self, slots: Sequence[int], pairs: int) -> Settings:
-        """Settings of a launch; those of a test or of tuning where `forced` is set."""
+        """Settings of a launch, by its shape."""
         rows, inputs = self.stored.shapes[slots[0]]
         shape = Shape(
             experts=self.experts, rows=rows, inputs=inputs, widths=self.stored.widths(slots), pairs=pairs,
@@ -135,7 +139,7 @@ class TritonLayer:
         self.names = [*(name for name in layer.matrices[0] if name != DOWN), DOWN]
         self.gate, self.finish = layer.gate, layer.finish
         biases = layer.biases or [{} for _ in layer.matrices]
-        self._products = _Products(
+        self.stack = Stack(
             Stored(
                 [[expert[name] for name in self.names] for expert in layer.matrices],
                 [[expert.get(name) for name in self.names] for expert in biases],
@@ -148,10 +152,10 @@ class TritonLayer:
 
     @property
     def nbytes(self) -> int:
-        return self._products.stored.nbytes
+        return self.stack.stored.nbytes
 
     def matrix(self, expert: int, projection: str) -> Matrix:
-        return self._products.stored.matrix(expert, self.names.index(projection))
+        return self.stack.stored.matrix(expert, self.names.index(projection))
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         import triton
@@ -160,23 +164,23 @@ class TritonLayer:
 
         tokens, each = index.shape
         pairs, down = tokens * each, len(self.names) - 1
-        out = torch.empty((tokens, self._products.stored.shapes[down][0]), dtype=hidden.dtype, device=hidden.device)
+        out = torch.empty((tokens, self.stack.stored.shapes[down][0]), dtype=hidden.dtype, device=hidden.device)
         if not pairs:
             return out.zero_()
         hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
         slots = self._slots()
-        chosen = [wanted or self._products.settings(some, pairs) for some, wanted in slots]
+        chosen = [wanted or self.stack.settings(some, pairs) for some, wanted in slots]
         routing = self._routing(index.view(-1), pairs, chosen)
         inner = self._inner(hidden, pairs, each, [some for some, _ in slots[:-1]], chosen[0], routing)
         last = chosen[-1]
-        rows = self._products.product(inner, (down,), pairs, 1, routing[last.dot], last)
+        rows = self.stack.product(inner, (down,), pairs, 1, routing[last.dot], last)
         splits = last.splits
         if self.finish is not None:
             rows, splits = self.finish(rows.sum(0).to(hidden.dtype)), 1
         block = 256
         grid = (tokens, triton.cdiv(out.shape[1], block))
         weighted_sum[grid](
-            rows, index, weights, out, pairs, self._products.experts, each, out.shape[1], SPLITS=splits, BLOCK=block
+            rows, index, weights, out, pairs, self.stack.experts, each, out.shape[1], SPLITS=splits, BLOCK=block
         )
         return out
 
@@ -195,7 +199,7 @@ class TritonLayer:
         """How programs find their rows, with tensor cores (True) and without."""
         routing = {False: ("rows", index, index, index)}
         if any(one.dot for one in chosen):
-            routing[True] = ("sorted", index, *sort_by_expert(index, self._products.experts))
+            routing[True] = ("sorted", index, *sort_by_expert(index, self.stack.experts))
         return routing
 
     def _inner(
@@ -210,7 +214,7 @@ class TritonLayer:
         """What DOWN is given, [P, I]: in one launch where the activation is known, else a launch a projection."""
         settings = replace(settings, splits=1)
         made = [
-            self._products.product(
+            self.stack.product(
                 hidden, some, pairs, each, routing[settings.dot], settings, self.activation or "", hidden.dtype
             )[0]
             for some in slots
@@ -224,25 +228,25 @@ class TritonLinear:
     """A `PreparedLinear`."""
 
     def __init__(self, matrix: Matrix, bias: Tensor | None) -> None:
-        self._products = _Products(Stored([[matrix]], [[bias]]))
+        self.stack = Stack(Stored([[matrix]], [[bias]]))
         self.settings: Settings | None = None
 
     @property
     def nbytes(self) -> int:
-        return self._products.stored.nbytes
+        return self.stack.stored.nbytes
 
     def matrix(self) -> Matrix:
-        return self._products.stored.matrix(0, 0)
+        return self.stack.stored.matrix(0, 0)
 
     def __call__(self, rows: Tensor) -> Tensor:
         if not len(rows):
-            return rows.new_empty((0, self._products.stored.shapes[0][0]))
+            return rows.new_empty((0, self.stack.stored.shapes[0][0]))
         rows = rows.contiguous()
-        settings = self.settings or self._products.settings((0,), len(rows))
-        none = self._products.stored.table  # not read
+        settings = self.settings or self.stack.settings((0,), len(rows))
+        none = self.stack.stored.table  # not read
         how = "one" if settings.dot else "rows"
         index = none if settings.dot else torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
-        made = self._products.product(rows, (0,), len(rows), 1, (how, index, none, none), settings)
+        made = self.stack.product(rows, (0,), len(rows), 1, (how, index, none, none), settings)
         return made.sum(0).to(rows.dtype) if settings.splits > 1 else made[0].to(rows.dtype)
 
 

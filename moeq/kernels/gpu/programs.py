@@ -213,15 +213,16 @@ def grouped(  # type: ignore[no-untyped-def]
         at_table = (expert * slots).to(tl.int64)
         result = product(
             words, shorts, halves, octets, dense, singles, table + (at_table + FIRST) * 8,
-            grids + (at_table + FIRST) * 3, x, token, exists, n, rows, inputs, first, last, WIDTHS, FINE, TAIL, DTYPE, DOT, BLOCK_N, BLOCK_M,
+            grids + (at_table + FIRST) * 3, x, token, exists, n, rows, inputs, first, last,
+            WIDTHS, FINE, TAIL, DTYPE, DOT, BLOCK_N, BLOCK_M,
         )  # fmt: skip
         if ACTIVATION != "":
             result = activated(result, ACTIVATION)
         if SECOND >= 0:
             result *= product(
                 words, shorts, halves, octets, dense, singles, table + (at_table + SECOND) * 8,
-                grids + (at_table + SECOND) * 3, x, token, exists, n, rows, inputs, first, last, WIDTHS, FINE, TAIL,
-                DTYPE, DOT, BLOCK_N, BLOCK_M,
+                grids + (at_table + SECOND) * 3, x, token, exists, n, rows, inputs, first, last,
+                WIDTHS, FINE, TAIL, DTYPE, DOT, BLOCK_N, BLOCK_M,
             )  # fmt: skip
         place = (split * pairs + pair).to(tl.int64) * rows
         kept = (n < rows)[:, None] & exists[None, :]

@@ -10,6 +10,7 @@ Letters: E experts, S projections, N rows, K inputs, G groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,6 +55,15 @@ class Place:
         if self.zeros is None or not isinstance(self.like, PackedWeight):
             return 0
         return 1 << (grid_bits(self.like.bits, self.like.nested) - 1).bit_length()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads: codes or elements, scales and zero points."""
+        like = self.like
+        if not isinstance(like, PackedWeight):
+            return self.rows * self.inputs * like.itemsize
+        zeros = 0 if self.zeros is None else packed_row_bytes(self.rows, self.zero_bits)
+        return code_bytes(self.rows, self.inputs, like.bits) + like.scales.shape[-1] * (2 * self.rows + zeros)
 
     def row(self) -> list[int]:
         """Its row of the table."""
@@ -123,6 +133,12 @@ class Stored:
         """Whether all groups of some projections are a row or a multiple of `step` inputs."""
         places = [every[slot] for every in self.places for slot in slots]
         return all(one.group % step == 0 or one.group >= one.inputs for one in places)
+
+    def copy(self) -> Stored:
+        """The same in another place of the device's memory."""
+        made = copy(self)
+        made.buffer, made.table, made.grids = self.buffer.clone(), self.table.clone(), self.grids.clone()
+        return made
 
     def view(self, dtype: torch.dtype) -> Tensor:
         """The buffer in another unit."""

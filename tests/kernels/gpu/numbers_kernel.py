@@ -19,7 +19,7 @@ def stored(words, shorts, out, rows, inputs, BITS: tl.constexpr, DTYPE: tl.const
 
 def numbers(linear: TritonLinear, bits: int, dtype: torch.dtype) -> torch.Tensor:
     """Numbers [16, 128] of a matrix of that shape."""
-    words, shorts = linear._products.pointers[:2]
+    words, shorts = linear.stack.pointers[:2]
     out = torch.empty((16, 128), device=words.device)
     name = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
     stored[(1,)](words, shorts, out, 16, 128, BITS=bits, DTYPE=name)
