@@ -4,10 +4,10 @@
 
 Everything runs in CUDA graphs whose calls go to other copies of the weights in turn, so that none finds them in the L2
 cache; times are the median of replays. Table 1: throughput over the faster of torch's grouped product and a loop of
-matrix products, both 16 bits wide, 32 experts of 1024 x 4096, 40 tokens; int4 and int8 symmetric, a scale a row. Decode:
-whole expert layers, random routing, group 128 with zero points; the share of the rate at which this GPU copies memory
-(bytes read and written, measured in the same run) counts each active expert once. Mixed: half of the experts with 2
-bits and half with 4 beside all with 3: bytes a second over those of the uniform layer.
+matrix products, both 16 bits wide, 32 experts of 1024 x 4096, 40 tokens; int4 and int8 symmetric, a scale a row.
+Decode: whole expert layers, random routing, group 128 with zero points; the share of the rate at which this GPU copies
+memory (bytes read and written, measured in the same run) counts each active expert once. Mixed: half of the experts
+with 2 bits and half with 4 beside all with 3: bytes a second over those of the uniform layer.
 
 --tune writes moeq/kernels/gpu/tuned/DEVICE.json, the block sizes that were fastest for these shapes, first. --interpret
 runs every part once with tiny shapes in Triton's interpreter, without goals: that it works, not how fast.
@@ -260,8 +260,8 @@ def table1(bench: Bench, results: figures.Figures, experts: int, inputs: int, ro
         results.add(f"Table 1, int{bits} over 16 bits, geometric mean", statistics.geometric_mean(ratios), **goal)
 
 
-def tune(bench: Bench, models: Sequence[Model], batches: Sequence[int]) -> None:
-    """Write the fastest settings of both launches of a layer, by model, width and batch."""
+def tune(bench: Bench, models: Sequence[Model], batches: Sequence[int]) -> dict[str, Settings]:
+    """The fastest settings of both launches of a layer, by model, width and batch."""
     found: dict[str, Settings] = {}
     for model in models:
         for bits in ([2], [3], [4], [2, 4]):
@@ -271,12 +271,12 @@ def tune(bench: Bench, models: Sequence[Model], batches: Sequence[int]) -> None:
                 pairs = tokens * model.each
                 for slots, rows, inputs in (((0, 1), model.inner, model.hidden), ((2,), model.hidden, model.inner)):
                     shape = Shape(
-                        experts=model.experts, rows=rows, inputs=inputs, widths=sum({1 << one for one in bits}),
+                        experts=model.experts, rows=rows, inputs=inputs, widths=sum(1 << one for one in bits),
                         pairs=pairs, two=len(slots) > 1,
                     )  # fmt: skip
                     found[shape.key] = fastest_settings(bench, layers, model, tokens, shape)
                     print(f"{shape.key}: {found[shape.key]}", flush=True)
-    print(write(torch.cuda.get_device_name(bench.device), found))
+    return found
 
 
 def fastest_settings(bench: Bench, layers: Sequence[TritonLayer], model: Model, tokens: int, shape: Shape) -> Settings:
@@ -306,7 +306,8 @@ def main() -> int:
     models = [TINY] if options.interpret else [MODELS[name] for name in options.models]
     batches = [1, 2] if options.interpret else options.batches
     if options.tune:
-        tune(bench, models, batches)
+        found = tune(bench, models, batches)
+        print("not written" if options.interpret else write(torch.cuda.get_device_name(device), found), flush=True)
     results = figures.Figures(options)
     if options.interpret:
         results.left_out("every goal", "shapes are tiny and Triton's interpreter says nothing of speed")
