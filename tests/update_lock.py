@@ -36,7 +36,7 @@ HEADS = {
     "test": "What the tests and the loaders of other runtimes need beside run.txt.",
     "docs": "What `make docs` needs beside run.txt and test.txt.",
     "cuda": "What torch needs beside run.txt where it is PyPI's build for Linux, which is one for NVIDIA GPUs.",
-    "triton": "What runs the GPU's kernels, without a GPU in its interpreter: for the tests, and what torch's CUDA build needs.",
+    "triton": "What compiles the GPU's kernels, or interprets them: for the tests, and for torch's CUDA build.",
     "tools": "What makes and audits locks/ and writes the SBOM: an environment of its own, .tools.",
 }
 BLOCK = re.compile(r"^(?=[a-z0-9])", re.MULTILINE | re.IGNORECASE)
