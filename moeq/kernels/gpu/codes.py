@@ -158,19 +158,25 @@ def multiplied(value, x, k, inside, token, exists, DTYPE: tl.constexpr, DOT: tl.
 @triton.jit  # type: ignore[untyped-decorator]
 def tile(  # type: ignore[no-untyped-def]
     words, shorts, halves, octets, x, token, exists, n, rows, inputs, number_of_tile, columns, base, scales, zeros,
-    zero_bits, group, grid, BITS: tl.constexpr, FINE: tl.constexpr, DTYPE: tl.constexpr, DOT: tl.constexpr,
+    zero_bits, group, grid, BITS: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr, DTYPE: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """The product of one tile, float32 [N, M].
 
-    Whole tiles in one group (not FINE): nothing of a weight is rounded, offset and factor act on float32 sums. Else
-    each weight gets its own, and is rounded once.
+    A tile in one group (not FINE): nothing of a weight is rounded, offset and factor act on float32 sums. Else each
+    weight gets its own, and is rounded once. WHOLE: with all 8 columns.
     """
     CODES: tl.constexpr = DTYPE if DOT else tl.float32
     i = tl.arange(0, 128)
-    if FINE:
+    if WHOLE:
+        k = 128 * number_of_tile + i
+        inside = k < inputs
+        value = values(words, shorts, base, n, rows, inputs, 8 * number_of_tile, 8, BITS, CODES)
+    else:
         k = 128 * number_of_tile + 2 * columns * (i // 16) + i % 16
         inside = (i % 16 < 2 * columns) & (k < inputs)
         value = values(words, shorts, base, n, rows, inputs, 8 * number_of_tile, columns, BITS, CODES)
+    if FINE:
         offset, factor = grid_of(
             halves, octets, n[:, None], (n < rows)[:, None] & inside[None, :], (k // group)[None, :], rows, scales,
             zeros, zero_bits, grid, BITS, CODES,
@@ -178,11 +184,9 @@ def tile(  # type: ignore[no-untyped-def]
         product, _ = multiplied((value.to(tl.float32) - offset) * factor, x, k, inside, token, exists, DTYPE, DOT)
         return product
     else:
-        k = 128 * number_of_tile + i
-        value = values(words, shorts, base, n, rows, inputs, 8 * number_of_tile, 8, BITS, CODES)
         offset, factor = grid_of(
             halves, octets, n, n < rows, (128 * number_of_tile) // group, rows, scales, zeros, zero_bits, grid, BITS,
             CODES,
         )  # fmt: skip
-        product, inputs_sum = multiplied(value, x, k, k < inputs, token, exists, DTYPE, DOT)
+        product, inputs_sum = multiplied(value, x, k, inside, token, exists, DTYPE, DOT)
         return (product - offset[:, None] * inputs_sum[None, :]) * factor[:, None]

@@ -101,18 +101,17 @@ def product(  # type: ignore[no-untyped-def]
     for BITS in tl.static_range(1, 9):
         if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
             if width == BITS:
-                if not FINE:
-                    for number in range(first, tl.minimum(last, full)):
-                        total += tile(
-                            words, shorts, halves, octets, x, token, exists, n, rows, inputs, number, 8,
-                            base, scales, zeros, zero_bits, group, grid, BITS, False, DTYPE, DOT,
-                        )  # fmt: skip
-                if FINE or TAIL:
-                    for number in range(first if FINE else tl.maximum(first, full), last):
+                for number in range(first, tl.minimum(last, full)):
+                    total += tile(
+                        words, shorts, halves, octets, x, token, exists, n, rows, inputs, number, 8,
+                        base, scales, zeros, zero_bits, group, grid, BITS, True, FINE, DTYPE, DOT,
+                    )  # fmt: skip
+                if TAIL:
+                    for number in range(tl.maximum(first, full), last):
                         total += tile(
                             words, shorts, halves, octets, x, token, exists, n, rows, inputs, number,
-                            tl.minimum(8, (inputs + 15) // 16 - 8 * number),
-                            base, scales, zeros, zero_bits, group, grid, BITS, True, DTYPE, DOT,
+                            (inputs + 15) // 16 - 8 * number,
+                            base, scales, zeros, zero_bits, group, grid, BITS, False, FINE, DTYPE, DOT,
                         )  # fmt: skip
     if WIDTHS >= 1 << 16:  # noqa: SIM102
         if width >= 16:

@@ -65,7 +65,8 @@ def usual(shape: Shape) -> Settings:
         block_m *= 2
     active = min(shape.experts, shape.pairs)
     block_n = 64 if block_m < 64 else 128
-    return Settings(dot=True, block_n=block_n, block_m=block_m, splits=_splits(shape, active, block_n))
+    warps = 4 if block_m < 64 else 8  # more sums than 4 warps have registers for
+    return Settings(dot=True, block_n=block_n, block_m=block_m, warps=warps, splits=_splits(shape, active, block_n))
 
 
 def _splits(shape: Shape, active: int, block_n: int) -> int:
