@@ -90,8 +90,8 @@ def values(words, shorts, base, n, rows, inputs, before, columns, BITS: tl.const
     at = n[:, None] * columns + c[None, :]
     here = (n < rows)[:, None] & (c < columns)[None, :]
     each = rows * columns  # words of the tile for every word of a column
-    done = rows.to(tl.int64) * before
-    every = rows.to(tl.int64) * ((inputs + 15) // 16)
+    done = tl.cast(rows, tl.int64) * before
+    every = tl.cast(rows, tl.int64) * ((inputs + 15) // 16)
     word80, word81, word82, word83, word40, word41, word20, word10 = 0, 0, 0, 0, 0, 0, 0, 0
     start = base
     if BITS & 8:

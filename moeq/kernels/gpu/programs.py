@@ -15,7 +15,7 @@ import triton.language as tl
 from moeq.kernels.gpu.codes import multiplied, tile
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def sort_rows(index, order, starts, rows, experts, BLOCK: tl.constexpr, EVERY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows by expert, those of one expert in their order: order int32 [P]; starts int32 [E + 1].
 
@@ -139,7 +139,7 @@ def activated(value, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
         return tl.maximum(value, 0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
 def grouped(  # type: ignore[no-untyped-def]
     words,
     shorts,
@@ -200,7 +200,7 @@ def grouped(  # type: ignore[no-untyped-def]
     else:
         pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
         exists = pair < pairs
-        expert = 0
+        expert = block * 0
     if expert < experts:
         token = (pair // each).to(tl.int64) * x_step
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -228,7 +228,7 @@ def grouped(  # type: ignore[no-untyped-def]
         tl.store(out + place[None, :] + n[:, None], result.to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
 def weighted_sum(  # type: ignore[no-untyped-def]
     rows, index, weights, out, pairs, experts, each, width, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -16,35 +16,43 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from moeq.kernels.gpu.programs import grouped
+from moeq.kernels.gpu import programs
 
-widths, dtype, how, fine, tail = sys.argv[1].split("+"), sys.argv[2], sys.argv[3], sys.argv[4] == "fine", sys.argv[5]
+widths, dtype, how, fine, shape = sys.argv[1].split("+"), sys.argv[2], sys.argv[3], sys.argv[4] == "fine", sys.argv[5]
 dot = how != "rows"
-fixed = dict(
-    FIRST=0, SECOND=1, ACTIVATION="silu", ROUTING=how, EXPERTS=128, WIDTHS=sum(1 << int(w) for w in widths), FINE=fine,
-    TAIL=tail == "tail", DTYPE={"fp16": tl.float16, "bf16": tl.bfloat16}[dtype], DOT=dot, SPLITS=1, BLOCK_N=32,
-    BLOCK_M=16 if dot else 1,
-)
 kinds = dict(
     words="*i32", shorts="*i16", halves="*fp16", octets="*u8", dense="*bf16", singles="*fp32", table="*i64",
-    grids="*fp32", x="*" + dtype, index="*i64", order="*i32", starts="*i32", out="*" + dtype,
+    grids="*fp32", x="*" + dtype, index="*i64", order="*i32", starts="*i32", out="*" + dtype, weights="*fp32",
 )
-names = grouped.arg_names
-signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names}
-even = {*kinds, "rows", "inputs"}
-aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in even}
-source = ASTSource(
-    fn=grouped, signature=signature, constexprs={(names.index(name),): value for name, value in fixed.items()},
-    attrs=aligned,
+single = dict(experts=1, slots=1, each=1) | (dict(rows=1) if shape == "one row" else {}) if how == "one" else {}
+
+
+def compiled(function, kinds, **fixed):
+    names = function.arg_names
+    fixed = {name: value for name, value in (single | fixed).items() if name in names and name not in kinds}
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names}
+    even = {*kinds, "rows", "inputs"} - {*fixed}
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in even}
+    constants = {(names.index(name),): value for name, value in fixed.items()}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 2})
+    assert made.asm["cubin"]
+    assert made.metadata.shared <= 227 * 1024
+    return made.asm["ptx"]
+
+
+code = compiled(
+    programs.grouped, kinds, FIRST=0, SECOND=1 if how != "one" else -1, ACTIVATION="silu" if how != "one" else "",
+    ROUTING=how, EXPERTS=128, WIDTHS=sum(1 << int(w) for w in widths), FINE=fine, TAIL=shape != "",
+    DTYPE={"fp16": tl.float16, "bf16": tl.bfloat16}[dtype], DOT=dot, SPLITS=1, BLOCK_N=32, BLOCK_M=16 if dot else 1,
 )
-made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 2})
-assert made.asm["cubin"]
-assert made.metadata.shared <= 227 * 1024
-assert ("wgmma" in made.asm["ptx"] or "mma.sync" in made.asm["ptx"]) == dot, "tensor cores"
+assert ("wgmma" in code or "mma.sync" in code) == dot, "tensor cores"
+compiled(programs.sort_rows, kinds, BLOCK=64, EVERY=64)
+compiled(programs.weighted_sum, kinds | {"rows": "*fp32"}, SPLITS=2, BLOCK=256)
 """
-CASES = [("3+16", "bf16", "sorted", "whole groups", "tail")]
+CASES = [("3+16", "bf16", "sorted", "whole groups", "tail"), ("4", "fp16", "one", "whole groups", "one row")]
 LONG = [
-    ("2+3+4", "fp16", "sorted", "whole groups", ""), ("1+8", "bf16", "one", "fine", "tail"),
+    ("2+3+4", "fp16", "sorted", "whole groups", ""), ("1+8", "bf16", "sorted", "fine", "tail"),
     ("2+3+4", "bf16", "rows", "whole groups", ""), ("5+6+7", "fp16", "rows", "fine", "tail"),
 ]  # fmt: skip
 
