@@ -64,6 +64,9 @@ class PreparedLinear(Protocol):
     def matrix(self) -> Matrix:
         """As it was given, bit for bit."""
 
+    def some(self, rows: Tensor) -> Matrix:
+        """Some rows [n] of it, in any order and with repetitions, as they were given: what an embedding looks up."""
+
     def __call__(self, rows: Tensor) -> Tensor:
         """rows [T, K] -> [T, N] in the rows' dtype."""
 
@@ -80,4 +83,4 @@ class Kernel(Protocol):
         """Rearranged; needs at most the layer's own bytes more while it works."""
 
     def linear(self, matrix: Matrix, bias: Tensor | None = None) -> PreparedLinear:
-        """One matrix alone (attention, dense, head) through the same code."""
+        """One matrix alone (attention, dense, head) through the same code; ValueError for one that it cannot take."""

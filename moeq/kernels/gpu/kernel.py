@@ -14,7 +14,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -238,6 +237,9 @@ class TritonLinear:
     def matrix(self) -> Matrix:
         return self.stack.stored.matrix(0, 0)
 
+    def some(self, rows: Tensor) -> Matrix:
+        return self.stack.stored.matrix(0, 0, rows)
+
     def __call__(self, rows: Tensor) -> Tensor:
         if not len(rows):
             return rows.new_empty((0, self.stack.stored.shapes[0][0]))
@@ -256,25 +258,33 @@ class TritonKernel:
     name = "triton"
 
     def refusal(self, layer: LayerOfExperts) -> str | None:
-        if not has_triton():
-            return "Triton is not installed"
         every = [one for expert in layer.matrices for one in expert.values()]
-        tensors: list[Any] = [one if isinstance(one, Tensor) else one.codes for one in every]
-        if not interpreted() and not all(one.is_cuda for one in tensors):
-            return "its experts do not lie on a GPU" if torch.cuda.is_available() else "there is no CUDA device"
-        if len({one.device for one in tensors}) > 1:
-            return "its experts lie on several devices"
-        kinds = {one.dtype for one in every if isinstance(one, Tensor)}
-        if len(kinds) > 1 or not kinds <= set(DTYPES):
-            return f"its dense matrices are {' and '.join(sorted(str(kind) for kind in kinds))}"
         try:
             shapes_of([[expert[name] for name in layer.matrices[0]] for expert in layer.matrices])
         except (KeyError, ValueError):
             return "its experts differ in shape"
-        return None
+        return _refusal(every)
 
     def layer(self, layer: LayerOfExperts) -> TritonLayer:
         return TritonLayer(layer)
 
     def linear(self, matrix: Matrix, bias: Tensor | None = None) -> TritonLinear:
+        why = _refusal([matrix])
+        if why is not None:
+            raise ValueError(why)
         return TritonLinear(matrix, bias)
+
+
+def _refusal(matrices: Sequence[Matrix]) -> str | None:
+    """Why these cannot be computed with here."""
+    if not has_triton():
+        return "Triton is not installed"
+    devices = {one.device if isinstance(one, Tensor) else one.codes.device for one in matrices}
+    if len(devices) > 1:
+        return "they lie on several devices"
+    if not interpreted() and next(iter(devices)).type != "cuda":
+        return "they do not lie on a GPU" if torch.cuda.is_available() else "there is no CUDA device"
+    kinds = {one.dtype for one in matrices if isinstance(one, Tensor)}
+    if len(kinds) > 1 or not kinds <= set(DTYPES):
+        return f"dense matrices are {' and '.join(sorted(str(kind) for kind in kinds))}"
+    return None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeq.kernels.description import Matrix
-from moeq.kernels.gpu.swizzle import code_bytes, swizzle, unswizzle
+from moeq.kernels.gpu.swizzle import code_bytes, rows_of, swizzle, unswizzle
 from moeq.numerics.grids import SIGN_ZERO
 from moeq.numerics.packed import PackedWeight, grid_bits
 from moeq.numerics.packing import pack, packed_row_bytes, unpack
@@ -144,22 +144,31 @@ class Stored:
         """The buffer in another unit."""
         return self.buffer.view(dtype)
 
-    def matrix(self, expert: int, slot: int) -> Matrix:
-        """One matrix as it was given, bit for bit."""
+    def matrix(self, expert: int, slot: int, index: Tensor | None = None) -> Matrix:
+        """One matrix as it was given, bit for bit; index: some of its rows [n], in any order and with repetitions."""
         place = self.places[expert][slot]
         like, rows, inputs = place.like, place.rows, place.inputs
         if not isinstance(like, PackedWeight):
-            return self._bytes(place.codes, rows * inputs * like.itemsize).view(like).view(rows, inputs).clone()
+            dense = self._bytes(place.codes, rows * inputs * like.itemsize).view(like).view(rows, inputs)
+            return dense.clone() if index is None else dense.index_select(0, index)
         assert place.scales is not None
         groups = like.scales.shape[-1]
-        codes = unswizzle(self._bytes(place.codes, code_bytes(rows, inputs, like.bits)), rows, inputs, like.bits)
-        scales = self._bytes(place.scales, 2 * groups * rows).view(like.scales.dtype).view(groups, rows)
+        words = self._bytes(place.codes, code_bytes(rows, inputs, like.bits))
+        scales = self._bytes(place.scales, 2 * groups * rows).view(like.scales.dtype).view(groups, rows).T
         zeros = None
         if place.zeros is not None:
             row = packed_row_bytes(rows, place.zero_bits)
-            stored = self._bytes(place.zeros, groups * row).view(groups, row)
-            zeros = pack(unpack(stored, place.zero_bits, rows).T.contiguous(), grid_bits(like.bits, like.nested))
-        return replace(like, codes=pack(codes, like.bits), scales=scales.T.contiguous(), zeros=zeros)
+            zeros = unpack(self._bytes(place.zeros, groups * row).view(groups, row), place.zero_bits, rows).T
+        if index is not None:
+            words = rows_of(words, rows, inputs, like.bits, index)
+            scales, rows = scales.index_select(0, index), len(index)
+            zeros = None if zeros is None else zeros.index_select(0, index)
+        return replace(
+            like,
+            codes=pack(unswizzle(words, rows, inputs, like.bits), like.bits),
+            scales=scales.contiguous(),
+            zeros=None if zeros is None else pack(zeros.contiguous(), grid_bits(like.bits, like.nested)),
+        )
 
     def _bytes(self, at: int, size: int) -> Tensor:
         return self.buffer[at : at + size]

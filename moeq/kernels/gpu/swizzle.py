@@ -111,3 +111,16 @@ def unswizzle(stored: Tensor, rows: int, inputs: int, bits: int) -> Tensor:
             some = pairs.permute(3, 0, 1, 4, 2).reshape(rows, -1)[:, : stop - start]
             codes[:, start:stop] |= some.to(torch.uint8) << low
     return codes
+
+
+def rows_of(stored: Tensor, rows: int, inputs: int, bits: int, index: Tensor) -> Tensor:
+    """The swizzled bytes of some rows [n] of a matrix of `rows`, as those of a matrix of n rows."""
+    pieces, at = [], 0
+    for part, _ in parts_of(bits):
+        for start, stop, columns in _runs(inputs):
+            tiles = -(-(stop - start) // (PLANES * columns))
+            size = tiles * columns * rows * PLANES * part // 8
+            words = stored[at : at + size].view(torch.int16 if part == 1 else torch.int32)
+            pieces.append(words.view(tiles, -1, rows, columns).index_select(2, index).flatten().view(torch.uint8))
+            at += size
+    return torch.cat(pieces)

@@ -296,9 +296,13 @@ def test_what_it_refuses(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(layer_of(fine)) is None
     assert refusal(layer_of([*fine, {DOWN: maker.packed(64, 32, 4, -1)}])) == "its experts differ in shape"
     dense = {name: maker.rows(*size, dtype=torch.float64) for name, size in (("up_proj", (32, 64)), (DOWN, (64, 32)))}
-    assert refusal(layer_of([dense])) == "its dense matrices are torch.float64"
+    assert refusal(layer_of([dense])) == "dense matrices are torch.float64"
+    with pytest.raises(ValueError, match="float64"):
+        TritonKernel().linear(dense[DOWN])
     monkeypatch.setattr(kernel, "has_triton", lambda: False)
     assert refusal(layer_of(fine)) == "Triton is not installed"
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        TritonKernel().linear(maker.packed(8, 16, 4, -1))
 
 
 def test_without_a_gpu_and_the_interpreter_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

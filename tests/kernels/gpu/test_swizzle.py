@@ -56,6 +56,18 @@ def test_a_layer_is_undone_bit_for_bit_in_no_more_bytes() -> None:
     assert stored.nbytes <= 1.1 * (sum(one.nbytes for (one,) in matrices) + dense.nbytes)
 
 
+def test_some_rows_in_any_order() -> None:
+    maker, index = Maker(3), torch.tensor([6, 0, 6, 3])
+    kinds = [(1, 128, False), (3, 32, False), (7, 64, True), (8, -1, False)]
+    matrices = [maker.packed(7, 200, *kind) for kind in kinds] + [maker.packed(7, 200, 2, 32, nested=True)]
+    dense = maker.rows(7, 200)
+    stored = Stored([[one] for one in (*matrices, dense)], [[None]] * 6)
+    for expert, matrix in enumerate(matrices):
+        whole = matrix.map(lambda part: part[index])
+        assert same(stored.matrix(expert, 0, index), whole)
+    assert same(stored.matrix(5, 0, index), dense[index])
+
+
 def test_experts_of_other_shapes_are_refused() -> None:
     maker = Maker(2)
     with pytest.raises(ValueError, match="shapes"):
