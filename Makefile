@@ -6,7 +6,7 @@ LOCKED := -m pip install --quiet --no-deps --require-hashes
 CUDA_TORCH := from importlib.metadata import requires; exit(not any("cuda" in one for one in requires("torch")))
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-full bench fuzz drills wheel peers docs lint lock audit sbom notices clean
+.PHONY: demo test test-full bench gpu gpu-wheels fuzz drills wheel peers docs lint lock audit sbom notices clean
 
 demo: $(INSTALLED)
 	$(BIN)/moeq run recipes/demo.yaml --out demo-out
@@ -24,6 +24,12 @@ test-full: $(INSTALLED) lint
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench.py
+
+gpu:  # nothing is installed: .venv where there is one, else PYTHON, with torch, Triton and .gpu-wheels
+	$(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py
+
+gpu-wheels: $(INSTALLED)  # make gpu-wheels HAVE="numba scipy": without what the machine has
+	$(BIN)/python benchmarks/gpu_wheels.py --have $(HAVE)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python benchmarks/fuzzing.py --json benchmarks/results/fuzzing.json
@@ -62,12 +68,13 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-$(INSTALLED): pyproject.toml locks/build.txt locks/cpu.txt locks/run.txt locks/test.txt locks/cuda.txt
+$(INSTALLED): pyproject.toml locks/build.txt locks/cpu.txt locks/run.txt locks/test.txt locks/triton.txt locks/cuda.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'moeq needs Python 3.11 or later: make PYTHON=python3.11')"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python $(LOCKED) -r locks/build.txt
 	$(BIN)/python $(LOCKED) -r locks/cpu.txt || echo "torch: the CPU build of locks/cpu.txt is not to be had here, PyPI's brings CUDA: gigabytes"
 	$(BIN)/python $(LOCKED) --no-build-isolation --use-pep517 -r locks/run.txt -r locks/test.txt
+	$(BIN)/python $(LOCKED) -r locks/triton.txt
 	if $(BIN)/python -c '$(CUDA_TORCH)'; then $(BIN)/python $(LOCKED) -r locks/cuda.txt; fi
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	$(BIN)/python -m pip check

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-LOCKS = ("run", "test", "docs", "cuda")
+LOCKS = ("run", "test", "docs", "cuda", "triton")
 NAMES = 6  # of packages in a line
 
 

@@ -59,6 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("full"):
                 item.add_marker(pytest.mark.skip(reason="long sweep: make test-full"))
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="there is no CUDA device: make gpu, where there is one"))
 
 
 def pytest_collection_finish() -> None:

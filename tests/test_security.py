@@ -33,7 +33,7 @@ from moeq.models.source import open_source, read_header
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 NAMES = sorted(path.stem for path in LOCKS.glob("*.txt"))
-INSTALLED = ("build", "cpu", "run", "test", "docs", "cuda")
+INSTALLED = ("build", "cpu", "run", "test", "docs", "cuda", "triton")
 SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 CALLS = {  # what runs text, a shell or pickled code, by its dotted name
     "eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.fork", "os.posix_spawn", "torch.load",
@@ -98,7 +98,7 @@ def test_what_the_project_asks_for_is_locked() -> None:
     build, run = read("build"), read("run")
     assert build["setuptools"].requirement == run["setuptools"].requirement
     assert all(CUDA.fullmatch(name) for name in read("cuda"))
-    files = [read(name) for name in ("run", "test", "docs", "cuda")]
+    files = [read(name) for name in ("run", "test", "docs", "cuda", "triton")]
     assert sum(map(len, files)) == len({name for file in files for name in file}), "no package is in two files"
 
 

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 LOCKS = ROOT / "locks"
 EXTRAS = {"test": ("test", "peers", "sign"), "docs": ("docs",)}  # lock file: the extras whose packages it adds
-CUDA = re.compile(r"nvidia-.*|cuda-.*|triton")  # what torch's build on PyPI needs beside: nothing on CPUs
+CUDA = re.compile(r"nvidia-.*|cuda-.*")  # what torch's build on PyPI needs beside: nothing on CPUs
 CPU_TORCH = {  # builds of torch's own index, which PyPI does not serve: {file: SHA-256}
     "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl": (
         "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
@@ -36,6 +36,7 @@ HEADS = {
     "test": "What the tests and the loaders of other runtimes need beside run.txt.",
     "docs": "What `make docs` needs beside run.txt and test.txt.",
     "cuda": "What torch needs beside run.txt where it is PyPI's build for Linux, which is one for NVIDIA GPUs.",
+    "triton": "What compiles the GPU's kernels, or interprets them: for the tests, and for torch's CUDA build.",
     "tools": "What makes and audits locks/ and writes the SBOM: an environment of its own, .tools.",
 }
 BLOCK = re.compile(r"^(?=[a-z0-9])", re.MULTILINE | re.IGNORECASE)
@@ -141,15 +142,17 @@ def main(arguments: Sequence[str]) -> None:
     upgrade = "--upgrade" in arguments
     LOCKS.mkdir(exist_ok=True)
     known: dict[str, Pin] = {}
-    for name in ("run", "test", "docs", "cuda"):
+    for name in ("run", "test", "docs", "cuda", "triton"):
         known |= read(name)
     extras = [word for names in EXTRAS.values() for extra in names for word in ("--extra", extra)]
     everything = resolve(known, "pyproject.toml", *extras, upgrade=upgrade)
     write("cpu", {"torch": cpu_build(everything["torch"])})
     cuda = {name: pin for name, pin in everything.items() if CUDA.fullmatch(name)}
+    triton = {"triton": everything["triton"]}
     write("cuda", cuda)
+    write("triton", triton)
     write("build", {"setuptools": everything["setuptools"]})
-    written = cuda
+    written = cuda | triton
     for name in ("run", *EXTRAS):
         asked = [word for extra in EXTRAS.get(name, ()) for word in ("--extra", extra)]
         needed = resolve(everything, "pyproject.toml", *asked, upgrade=False)

@@ -110,7 +110,7 @@ def test_a_manifest_of_another_model_is_refused(exported: Exported) -> None:
             place(model, layers, tier_devices({}))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("family", ["mixtral", "llama4_text", "gpt_oss"])
 def test_the_gpu_tier_is_on_the_gpu(family: str, exported: Exported) -> None:
     model: Any = moeq.load(exported(family), dtype="float32", placement=True)

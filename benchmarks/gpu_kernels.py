@@ -1,0 +1,322 @@
+"""Packed experts on a GPU: paper 002's Table 1, decode shapes of two models, 2 against 4 bits, mixed against uniform.
+
+    python benchmarks/gpu_kernels.py [--batches 1 4 16 64] [--models mixtral qwen3] [--tune] [--interpret]
+
+Everything runs in CUDA graphs whose calls go to other copies of the weights in turn, so that none finds them in the L2
+cache; times are the median of replays. Table 1: throughput over the faster of torch's grouped product and a loop of
+matrix products, both 16 bits wide, 32 experts of 1024 x 4096, 40 tokens; int4 and int8 symmetric, a scale a row.
+Decode: whole expert layers, random routing, group 128 with zero points; the share of the rate at which this GPU copies
+memory (bytes read and written, measured in the same run) counts each active expert once. Mixed: half of the experts
+with 2 bits and half with 4 beside all with 3: bytes a second over those of the uniform layer.
+
+--tune writes moeq/kernels/gpu/tuned/DEVICE.json, the block sizes that were fastest for these shapes, first. --interpret
+runs every part once with tiny shapes in Triton's interpreter, without goals: that it works, not how fast.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import figures
+
+if "--interpret" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
+
+import torch  # isort: skip
+from torch import Tensor  # isort: skip
+
+from moeq.kernels.description import DOWN, LayerOfExperts  # isort: skip
+from moeq.kernels.gpu.kernel import Stack, TritonKernel, TritonLayer, sort_by_expert  # isort: skip
+from moeq.kernels.gpu.settings import Settings, Shape, candidates, usual, write  # isort: skip
+from moeq.kernels.gpu.stored import Stored  # isort: skip
+from moeq.numerics.packed import PackedWeight, packed_shapes  # isort: skip
+
+ACTIVE = (1, 4, 8, 16, 24, 32)
+TABLE1 = {4: 1.56, 8: 1.35}  # geometric means of paper 002
+COLD = 4 * 60e6  # bytes that a graph goes through before it comes back: four times an H200's L2
+SHARE, CLEARLY, MIXED = 0.60, 1.25, 0.90
+REPLAYS = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Sizes of a model's expert layers."""
+
+    name: str
+    experts: int
+    hidden: int
+    inner: int
+    each: int
+
+
+MODELS = {
+    "mixtral": Model(name="Mixtral 8x7B", experts=8, hidden=4096, inner=14336, each=2),
+    "qwen3": Model(name="Qwen3-30B-A3B", experts=128, hidden=2048, inner=768, each=8),
+}
+TINY = Model(name="tiny", experts=4, hidden=128, inner=128, each=2)
+
+
+@dataclass
+class Bench:
+    """One run. generator: of everything random; interpreted: without a GPU."""
+
+    device: torch.device
+    generator: torch.Generator
+
+    @property
+    def interpreted(self) -> bool:
+        return self.device.type == "cpu"
+
+    def seconds(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Median time of one of the calls, which are captured one after the other in a graph."""
+        for call in calls[:1] if self.interpreted else calls:
+            call()  # compiles
+        if self.interpreted:
+            started = time.perf_counter()
+            calls[0]()
+            return time.perf_counter() - started
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        taken = []
+        for _ in range(REPLAYS):
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end) / 1e3 / len(calls))
+        return statistics.median(taken[2:])
+
+    def copies(self, size: float) -> int:
+        """Copies of what is `size` bytes large that do not fit the L2 together."""
+        return 1 if self.interpreted else max(2, math.ceil(COLD / max(size, 1)))
+
+    def matrix(self, rows: int, inputs: int, bits: int, group: int, symmetric: bool) -> PackedWeight:
+        """Random codes; scales of 0.01."""
+        parts = {
+            name: torch.full(shape, 0.01, dtype=dtype, device=self.device)
+            if dtype.is_floating_point
+            else torch.randint(0, 256, shape, dtype=dtype, device=self.device, generator=self.generator)
+            for name, (shape, dtype) in packed_shapes(rows, inputs, bits, group, symmetric).items()
+        }
+        return PackedWeight(
+            codes=parts["codes"], scales=parts["scales"], zeros=parts.get("zeros"), bits=bits, group_size=group,
+            inputs=inputs, symmetric=symmetric,
+        )  # fmt: skip
+
+    def layer(self, model: Model, bits: Sequence[int]) -> TritonLayer:
+        """Experts of a model with these widths in turn."""
+        shapes = {"gate_proj": (model.inner, model.hidden), "up_proj": (model.inner, model.hidden)}
+        shapes[DOWN] = (model.hidden, model.inner)
+        matrices = [
+            {name: self.matrix(*shape, bits[expert % len(bits)], 128, False) for name, shape in shapes.items()}
+            for expert in range(model.experts)
+        ]
+        return TritonKernel().layer(
+            LayerOfExperts(matrices=matrices, biases=[], gate=lambda parts: parts["up_proj"], activation="silu")
+        )
+
+    def routing(self, model: Model, tokens: int) -> Tensor:
+        """Random experts of each token, [T, k]."""
+        scores = torch.rand(tokens, model.experts, generator=self.generator, device=self.device)
+        return scores.topk(model.each).indices
+
+    def copy_rate(self) -> float:
+        """Bytes a second, read and written, of copying memory."""
+        size = 1 << (20 if self.interpreted else 31)
+        here, there = (torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2))
+        return 2 * size / self.seconds([lambda: there.copy_(here)])
+
+
+def another(layer: TritonLayer) -> TritonLayer:
+    """The same layer elsewhere in memory."""
+    made = copy.copy(layer)
+    made.stack = layer.stack.elsewhere()
+    return made
+
+
+def layer_seconds(bench: Bench, layers: Sequence[TritonLayer], model: Model, tokens: int) -> tuple[float, float]:
+    """Time of a whole layer and bytes of the experts that it reads, each once."""
+    calls, sizes = [], []
+    for layer in layers:
+        index = bench.routing(model, tokens)
+        hidden = torch.randn(tokens, model.hidden, device=bench.device, dtype=torch.bfloat16)
+        weights = torch.rand(tokens, model.each, device=bench.device)
+        calls.append(lambda layer=layer, given=(hidden, index, weights): layer(*given))
+        experts = index.unique().tolist()
+        sizes.append(sum(place.nbytes for one in experts for place in layer.stack.stored.places[one]))
+    return bench.seconds(calls), statistics.mean(sizes)
+
+
+def decode(bench: Bench, results: figures.Figures, models: Sequence[Model], batches: Sequence[int]) -> None:
+    """Whole layers at 2, 3 and 4 bits and mixed, by batch."""
+    rate = bench.copy_rate()
+    goals = not bench.interpreted
+    results.add("memory copied, read and written", rate / 1e12, "TB/s")
+    results.table(["layer", *(f"batch {tokens}, us (share)" for tokens in batches)])
+    for model in models:
+        speed: dict[tuple[str, int], tuple[float, float]] = {}
+        for name, bits in (("2", [2]), ("3", [3]), ("4", [4]), ("2 and 4", [2, 4])):
+            first = bench.layer(model, bits)
+            some = first.nbytes * min(1.0, model.each / model.experts)
+            layers = [first, *(another(first) for _ in range(bench.copies(some) - 1))]
+            for tokens in batches:
+                speed[name, tokens] = layer_seconds(bench, layers, model, tokens)
+            taken = [speed[name, tokens] for tokens in batches]
+            shares = [size / seconds / rate for seconds, size in taken]
+            cells = [f"{1e6 * one[0]:.1f} ({100 * share:.0f} %)" for one, share in zip(taken, shares, strict=True)]
+            results.row(f"{model.name}, {name} bits", *cells)
+            if name in "234":
+                goal = {"at_least": SHARE} if goals else {}
+                results.add(f"{model.name}, {name} bits: share of the copy's rate, batch 1", shares[0], **goal)
+        least = min(batches)
+        goal = {"at_least": CLEARLY} if goals else {}
+        faster = speed["4", least][0] / speed["2", least][0]
+        results.add(f"{model.name}: time at 4 bits over 2 bits, batch {least}", faster, **goal)
+        rates = {key: size / seconds for key, (seconds, size) in speed.items()}
+        worst = min(rates["2 and 4", tokens] / rates["3", tokens] for tokens in batches)
+        goal = {"at_least": MIXED} if goals else {}
+        results.add(f"{model.name}: mixed over uniform, bytes a second, worst batch", worst, **goal)
+
+
+def groups(pairs: int, active: int, device: torch.device) -> Tensor:
+    """Experts of the rows, as even as can be."""
+    return torch.arange(pairs, device=device) % active
+
+
+def full_precision(bench: Bench, x: Tensor, weights: Tensor, index: Tensor, shift: int) -> list[Callable[[], object]]:
+    """Ways to multiply sorted rows x [P, K] with 16-bit matrices [E, K, N] of their experts, `shift` further on."""
+    experts = len(weights)
+    counts = torch.bincount(index, minlength=experts).roll(shift).tolist()
+    ends = torch.tensor(counts, device=x.device).cumsum(0).to(torch.int32)
+
+    def loop() -> None:
+        start = 0
+        for expert, count in enumerate(counts):
+            if count:
+                x[start : start + count] @ weights[expert]
+                start += count
+
+    ways: list[Callable[[], object]] = [loop]
+    product = getattr(torch, "_grouped_mm", None)
+    if product is not None and not bench.interpreted:
+        ways.append(lambda: product(x, weights, offs=ends))
+    return ways
+
+
+def table1(bench: Bench, results: figures.Figures, experts: int, inputs: int, rows: int, pairs: int) -> None:
+    """Throughput of int4 and int8 over 16 bits by the number of active experts."""
+    dtype = torch.float32 if bench.interpreted else torch.float16
+    active = [one for one in ACTIVE if one <= experts]
+    results.table(["paper 002, Table 1", *(f"{count} active" for count in active)])
+    weights = torch.randn(experts, inputs, rows, device=bench.device).to(dtype)
+    x = torch.randn(pairs, inputs, device=bench.device).to(dtype)
+    usual_seconds = []
+    for count in active:
+        index = groups(pairs, count, bench.device)
+        shifts = range(0, experts, count) if experts // count > 1 else range(2)
+        fastest = math.inf
+        for way in range(len(full_precision(bench, x, weights, index, 0))):
+            try:
+                calls = [full_precision(bench, x, weights, index, shift)[way] for shift in shifts]
+                fastest = min(fastest, bench.seconds(calls))
+            except RuntimeError as error:  # this torch's grouped product has no float16
+                results.left_out(f"16 bits, way {way}", str(error).splitlines()[0])
+        usual_seconds.append(fastest)
+    results.row("16 bits, us", *(f"{1e6 * one:.1f}" for one in usual_seconds))
+    for bits, stated in TABLE1.items():
+        matrices = [[bench.matrix(rows, inputs, bits, -1, True)] for _ in range(experts)]
+        first = Stack(Stored(matrices, [[None]] * experts))
+        taken = []
+        for count in active:
+            stacks = [
+                first,
+                *(first.elsewhere() for _ in range(bench.copies(first.stored.nbytes * count / experts) - 1)),
+            ]
+            index = groups(pairs, count, bench.device)
+            how = ("sorted", index, *sort_by_expert(index, experts))
+            chosen = first.settings((0,), pairs)
+            chosen = chosen if chosen.dot else replace(chosen, dot=True, block_m=16)
+            calls = [
+                lambda one=one, how=how, chosen=chosen: one.product(x, (0,), pairs, 1, how, chosen, dtype=dtype)
+                for one in stacks
+            ]
+            taken.append(bench.seconds(calls))
+        ratios = [before / after for before, after in zip(usual_seconds, taken, strict=True)]
+        results.row(f"int{bits}, over 16 bits", *(f"{one:.2f}" for one in ratios))
+        goal = {} if bench.interpreted else {"at_least": stated}
+        results.add(f"Table 1, int{bits} over 16 bits, geometric mean", statistics.geometric_mean(ratios), **goal)
+
+
+def tune(bench: Bench, models: Sequence[Model], batches: Sequence[int]) -> dict[str, Settings]:
+    """The fastest settings of both launches of a layer, by model, width and batch."""
+    found: dict[str, Settings] = {}
+    for model in models:
+        for bits in ([2], [3], [4], [2, 4]):
+            first = bench.layer(model, bits)
+            layers = [first, another(first)]
+            for tokens in batches:
+                pairs = tokens * model.each
+                for slots, rows, inputs in (((0, 1), model.inner, model.hidden), ((2,), model.hidden, model.inner)):
+                    shape = Shape(
+                        experts=model.experts, rows=rows, inputs=inputs, widths=sum(1 << one for one in bits),
+                        pairs=pairs, two=len(slots) > 1,
+                    )  # fmt: skip
+                    found[shape.key] = fastest_settings(bench, layers, model, tokens, shape)
+                    print(f"{shape.key}: {found[shape.key]}", flush=True)
+    return found
+
+
+def fastest_settings(bench: Bench, layers: Sequence[TritonLayer], model: Model, tokens: int, shape: Shape) -> Settings:
+    """Of the candidates for one launch of a layer, the other launch being as usual."""
+    times: dict[Settings, float] = {}
+    tried = candidates(shape)[:2] if bench.interpreted else candidates(shape)
+    for one in {usual(shape): None, **dict.fromkeys(tried)}:
+        for layer in layers:
+            layer.settings = (one, None) if shape.two else (None, one)
+        try:
+            times[one] = layer_seconds(bench, layers, model, tokens)[0]
+        except RuntimeError as error:  # too much shared memory, or too many registers
+            print(f"{one}: {figures.last_line(str(error))}", flush=True)
+    for layer in layers:
+        layer.settings = (None, None)
+    return min(times, key=times.__getitem__)
+
+
+def main() -> int:
+    options = figures.arguments(
+        __doc__, batches=[1, 4, 16, 64], models=["mixtral", "qwen3"], tune=False, interpret=False
+    )
+    if not options.interpret and not torch.cuda.is_available():
+        return figures.skipped(options, "there is no CUDA device")
+    device = torch.device("cpu" if options.interpret else f"cuda:{torch.cuda.current_device()}")
+    bench = Bench(device=device, generator=torch.Generator(device).manual_seed(0))
+    models = [TINY] if options.interpret else [MODELS[name] for name in options.models]
+    batches = [1, 2] if options.interpret else options.batches
+    if options.tune:
+        found = tune(bench, models, batches)
+        print("not written" if options.interpret else write(torch.cuda.get_device_name(device), found), flush=True)
+    results = figures.Figures(options)
+    if options.interpret:
+        results.left_out("every goal", "shapes are tiny and Triton's interpreter says nothing of speed")
+        table1(bench, results, experts=4, inputs=128, rows=128, pairs=8)
+    else:
+        table1(bench, results, experts=32, inputs=1024, rows=4096, pairs=40)
+    decode(bench, results, models, batches)
+    return results.report()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""The Triton kernel: layers of packed experts and single matrices on a GPU, or in Triton's interpreter.
+
+TRITON_INTERPRET=1, set before Triton is imported, runs the same programs on CPU tensors, slowly; there bfloat16 is
+computed in float32, since the interpreter's products of bfloat16 are wrong.
+
+Letters: E experts, T tokens, k experts a token, P = T*k rows, N rows and K inputs of a matrix, H hidden size,
+I intermediate size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
+from moeq.kernels.gpu.settings import Settings, Shape, choose
+from moeq.kernels.gpu.stored import Stored, shapes_of
+from moeq.kernels.gpu.swizzle import TILE
+
+ACTIVATIONS = {  # in one pass with the products; names as in transformers
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MOST_COMPARED = 4096  # rows that are sorted by comparing each with all
+
+
+def interpreted() -> bool:
+    """Whether Triton's programs run in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _device_name(index: int | None) -> str | None:
+    return None if index is None else torch.cuda.get_device_name(index)
+
+
+class Stack:
+    """Matrices of the experts of a layer in one buffer, and products of rows with them."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+        self.device = stored.buffer.device
+        self.experts = len(stored.places)
+        views = (torch.int32, torch.int16, torch.float16, torch.uint8, stored.dense or torch.float16, torch.float32)
+        self.pointers = [*(stored.view(dtype) for dtype in views), stored.table, stored.grids]
+
+    def elsewhere(self) -> Stack:
+        """The same in another place of the device's memory."""
+        return Stack(self.stored.copy())
+
+    def settings(self, slots: Sequence[int], pairs: int) -> Settings:
+        """Settings of a launch, by its shape."""
+        rows, inputs = self.stored.shapes[slots[0]]
+        shape = Shape(
+            experts=self.experts, rows=rows, inputs=inputs, widths=self.stored.widths(slots), pairs=pairs,
+            two=len(slots) > 1,
+        )  # fmt: skip
+        name = None if self.device.type != "cuda" else _device_name(self.device.index)
+        return choose(shape, name)
+
+    def product(
+        self,
+        x: Tensor,
+        slots: Sequence[int],
+        pairs: int,
+        each: int,
+        routing: tuple[str, Tensor, Tensor, Tensor],
+        settings: Settings,
+        activation: str = "",
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """[splits, P, N] of x [P / each, K]: slots' one matrix, or act(first) * second; rows by `routing`."""
+        import triton
+        import triton.language as tl
+
+        from moeq.kernels.gpu.programs import grouped
+
+        rows, inputs = self.stored.shapes[slots[0]]
+        how, index, order, starts = routing
+        out = torch.empty((settings.splits, pairs, rows), dtype=dtype, device=x.device)
+        blocks = pairs if how == "rows" else pairs // settings.block_m + min(self.experts, pairs)
+        computed = x.dtype if not (interpreted() and x.dtype == torch.bfloat16) else torch.float32
+        names = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+        grouped[triton.cdiv(rows, settings.block_n), blocks, settings.splits](
+            *self.pointers, x, index, order, starts, out,
+            pairs, self.experts, len(self.stored.shapes), rows, inputs, x.stride(0), each,
+            FIRST=slots[0], SECOND=slots[1] if len(slots) > 1 else -1, ACTIVATION=activation, ROUTING=how,
+            EXPERTS=triton.next_power_of_2(self.experts), WIDTHS=self.stored.widths(slots),
+            FINE=not self.stored.whole_groups(slots, TILE), TAIL=inputs % TILE != 0, DTYPE=names[computed],
+            DOT=settings.dot, SPLITS=settings.splits, BLOCK_N=settings.block_n, BLOCK_M=settings.block_m,
+            num_warps=settings.warps, num_stages=settings.stages,
+        )  # fmt: skip
+        return out
+
+
+def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Rows [P] in the order of their experts, int32, and where each expert's begin, int32 [E + 1]; on the device.
+
+    index: [P]; rows of E or more come last.
+    """
+    pairs = index.numel()
+    if pairs > MOST_COMPARED:
+        keys, order = torch.sort(index.clamp(max=experts), stable=True)
+        bounds = torch.arange(experts + 1, device=index.device, dtype=keys.dtype)
+        return order.to(torch.int32), torch.searchsorted(keys, bounds, out_int32=True)
+    from moeq.kernels.gpu.programs import sort_rows
+
+    order = torch.empty(pairs, dtype=torch.int32, device=index.device)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=index.device)
+    block = 64
+    programs = -(-pairs // block) + -(-(experts + 1) // block)
+    sort_rows[(programs,)](index, order, starts, pairs, experts, BLOCK=block, EVERY=64)
+    return order, starts
+
+
+class TritonLayer:
+    """A `PreparedLayer`. settings: of the launches before DOWN and of DOWN's, chosen by shape where None."""
+
+    def __init__(self, layer: LayerOfExperts) -> None:
+        self.names = [*(name for name in layer.matrices[0] if name != DOWN), DOWN]
+        self.gate, self.finish = layer.gate, layer.finish
+        biases = layer.biases or [{} for _ in layer.matrices]
+        self.stack = Stack(
+            Stored(
+                [[expert[name] for name in self.names] for expert in layer.matrices],
+                [[expert.get(name) for name in self.names] for expert in biases],
+            )
+        )
+        self.activation = ACTIVATIONS.get(layer.activation or "")
+        if {*self.names} not in ({"gate_proj", "up_proj", DOWN}, {"up_proj", DOWN}):
+            self.activation = None
+        self.settings: tuple[Settings | None, Settings | None] = (None, None)
+
+    @property
+    def nbytes(self) -> int:
+        return self.stack.stored.nbytes
+
+    def matrix(self, expert: int, projection: str) -> Matrix:
+        return self.stack.stored.matrix(expert, self.names.index(projection))
+
+    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        import triton
+
+        from moeq.kernels.gpu.programs import weighted_sum
+
+        tokens, each = index.shape
+        pairs, down = tokens * each, len(self.names) - 1
+        out = torch.empty((tokens, self.stack.stored.shapes[down][0]), dtype=hidden.dtype, device=hidden.device)
+        if not pairs:
+            return out.zero_()
+        hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
+        slots = self._slots()
+        chosen = [wanted or self.stack.settings(some, pairs) for some, wanted in slots]
+        routing = self._routing(index.view(-1), pairs, chosen)
+        inner = self._inner(hidden, pairs, each, [some for some, _ in slots[:-1]], chosen[0], routing)
+        last = chosen[-1]
+        rows = self.stack.product(inner, (down,), pairs, 1, routing[last.dot], last)
+        splits = last.splits
+        if self.finish is not None:
+            rows, splits = self.finish(rows.sum(0).to(hidden.dtype)), 1
+        block = 256
+        grid = (tokens, triton.cdiv(out.shape[1], block))
+        weighted_sum[grid](
+            rows, index, weights, out, pairs, self.stack.experts, each, out.shape[1], SPLITS=splits, BLOCK=block
+        )
+        return out
+
+    def _slots(self) -> list[tuple[tuple[int, ...], Settings | None]]:
+        """The projections of each launch with the settings that were asked for, DOWN last."""
+        before = list(range(len(self.names) - 1))
+        if self.activation:  # the gate first, whatever the order of the names
+            first = [tuple(sorted(before, key=lambda slot: self.names[slot] != "gate_proj"))]
+        else:
+            first = [(slot,) for slot in before]
+        return [*((one, self.settings[0]) for one in first), ((len(before),), self.settings[1])]
+
+    def _routing(
+        self, index: Tensor, pairs: int, chosen: Sequence[Settings]
+    ) -> dict[bool, tuple[str, Tensor, Tensor, Tensor]]:
+        """How programs find their rows, with tensor cores (True) and without."""
+        routing = {False: ("rows", index, index, index)}
+        if any(one.dot for one in chosen):
+            routing[True] = ("sorted", index, *sort_by_expert(index, self.stack.experts))
+        return routing
+
+    def _inner(
+        self,
+        hidden: Tensor,
+        pairs: int,
+        each: int,
+        slots: Sequence[tuple[int, ...]],
+        settings: Settings,
+        routing: dict[bool, tuple[str, Tensor, Tensor, Tensor]],
+    ) -> Tensor:
+        """What DOWN is given, [P, I]: in one launch where the activation is known, else a launch a projection."""
+        settings = replace(settings, splits=1)
+        made = [
+            self.stack.product(
+                hidden, some, pairs, each, routing[settings.dot], settings, self.activation or "", hidden.dtype
+            )[0]
+            for some in slots
+        ]
+        if self.activation:
+            return made[0]
+        return self.gate({self.names[some[0]]: one for some, one in zip(slots, made, strict=True)}).contiguous()
+
+
+class TritonLinear:
+    """A `PreparedLinear`."""
+
+    def __init__(self, matrix: Matrix, bias: Tensor | None) -> None:
+        self.stack = Stack(Stored([[matrix]], [[bias]]))
+        self.settings: Settings | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.stack.stored.nbytes
+
+    def matrix(self) -> Matrix:
+        return self.stack.stored.matrix(0, 0)
+
+    def some(self, rows: Tensor) -> Matrix:
+        return self.stack.stored.matrix(0, 0, rows)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if not len(rows):
+            return rows.new_empty((0, self.stack.stored.shapes[0][0]))
+        rows = rows.contiguous()
+        settings = self.settings or self.stack.settings((0,), len(rows))
+        none = self.stack.stored.table  # not read
+        how = "one" if settings.dot else "rows"
+        index = none if settings.dot else torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
+        made = self.stack.product(rows, (0,), len(rows), 1, (how, index, none, none), settings)
+        return made.sum(0).to(rows.dtype) if settings.splits > 1 else made[0].to(rows.dtype)
+
+
+class TritonKernel:
+    """Grouped products with any mix of widths, codes as they are stored, on one GPU."""
+
+    name = "triton"
+
+    def refusal(self, layer: LayerOfExperts) -> str | None:
+        every = [one for expert in layer.matrices for one in expert.values()]
+        try:
+            shapes_of([[expert[name] for name in layer.matrices[0]] for expert in layer.matrices])
+        except (KeyError, ValueError):
+            return "its experts differ in shape"
+        return _refusal(every)
+
+    def layer(self, layer: LayerOfExperts) -> TritonLayer:
+        return TritonLayer(layer)
+
+    def linear(self, matrix: Matrix, bias: Tensor | None = None) -> TritonLinear:
+        why = _refusal([matrix])
+        if why is not None:
+            raise ValueError(why)
+        return TritonLinear(matrix, bias)
+
+
+def _refusal(matrices: Sequence[Matrix]) -> str | None:
+    """Why these cannot be computed with here."""
+    if not has_triton():
+        return "Triton is not installed"
+    devices = {one.device if isinstance(one, Tensor) else one.codes.device for one in matrices}
+    if len(devices) > 1:
+        return "they lie on several devices"
+    if not interpreted() and next(iter(devices)).type != "cuda":
+        return "they do not lie on a GPU" if torch.cuda.is_available() else "there is no CUDA device"
+    kinds = {one.dtype for one in matrices if isinstance(one, Tensor)}
+    if len(kinds) > 1 or not kinds <= set(DTYPES):
+        return f"dense matrices are {' and '.join(sorted(str(kind) for kind in kinds))}"
+    return None

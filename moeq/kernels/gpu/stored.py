@@ -1,0 +1,231 @@
+"""All matrices of one layer in one flat buffer on the device, and the table that says where each of them lies.
+
+The table has for each expert and projection a row of whole numbers (COLUMNS) and one of three numbers that make a
+stored zero point z and scale s into those of the codes as they are: zero = z * GRID[1] + GRID[2], scale = s * GRID[0].
+That is all that tells a plain grid, a nested one, a sign grid and a symmetric one apart: (code - zero) * scale.
+
+Letters: E experts, S projections, N rows, K inputs, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moeq.kernels.description import Matrix
+from moeq.kernels.gpu.swizzle import code_bytes, rows_of, swizzle, unswizzle
+from moeq.numerics.grids import SIGN_ZERO
+from moeq.numerics.packed import PackedWeight, grid_bits
+from moeq.numerics.packing import pack, packed_row_bytes, unpack
+from moeq.numerics.widths import NESTED_BITS, resolved_group_size
+
+ALIGNMENT = 16  # bytes: the widest load of a thread
+COLUMNS = ("width", "codes", "scales", "zeros", "zero_bits", "group", "bias", "unused")
+CODES_UNIT, SCALES_UNIT, BIAS_UNIT = 4, 2, 4  # bytes that the table counts in; dense matrices in their own elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one matrix lies, in bytes from the start; None: there is no such part. like: it without its tensors."""
+
+    rows: int
+    inputs: int
+    codes: int
+    scales: int | None = None
+    zeros: int | None = None
+    bias: int | None = None
+    like: PackedWeight | torch.dtype
+
+    @property
+    def width(self) -> int:
+        return self.like.bits if isinstance(self.like, PackedWeight) else 8 * self.like.itemsize
+
+    @property
+    def group(self) -> int:
+        like = self.like
+        return resolved_group_size(self.inputs, like.group_size) if isinstance(like, PackedWeight) else self.inputs
+
+    @property
+    def zero_bits(self) -> int:
+        """Of a zero point as it lies here: 2, 4 or 8, so that none crosses a byte; 0 where none is stored."""
+        if self.zeros is None or not isinstance(self.like, PackedWeight):
+            return 0
+        return 1 << (grid_bits(self.like.bits, self.like.nested) - 1).bit_length()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads: codes or elements, scales and zero points."""
+        like = self.like
+        if not isinstance(like, PackedWeight):
+            return self.rows * self.inputs * like.itemsize
+        zeros = 0 if self.zeros is None else packed_row_bytes(self.rows, self.zero_bits)
+        return code_bytes(self.rows, self.inputs, like.bits) + like.scales.shape[-1] * (2 * self.rows + zeros)
+
+    def row(self) -> list[int]:
+        """Its row of the table."""
+        unit = CODES_UNIT if isinstance(self.like, PackedWeight) else self.like.itemsize
+        return [
+            self.width,
+            self.codes // unit,
+            (self.scales or 0) // SCALES_UNIT,
+            self.zeros or 0,
+            self.zero_bits,
+            self.group,
+            -1 if self.bias is None else self.bias // BIAS_UNIT,
+            0,
+        ]
+
+    def grid(self) -> list[float]:
+        """The factor of its scales, and the factor and shift of its zero points."""
+        like = self.like
+        if not isinstance(like, PackedWeight):
+            return [1.0, 0.0, 0.0]
+        if like.bits == 1:
+            return [1.0, 0.0, SIGN_ZERO]
+        nested = like.nested and like.bits in NESTED_BITS
+        inside = 2 ** (NESTED_BITS[-1] - like.bits) if nested else 1
+        middle = 0.0 if self.zero_bits else 2.0 ** (grid_bits(like.bits, nested) - 1)
+        return [float(inside), 1.0 / inside if self.zero_bits else 0.0, (middle - (inside - 1) / 2) / inside]
+
+
+class Stored:
+    """Matrices [S] of each of E experts in one buffer. buffer: uint8; table: int64 [E, S, 8]; grids: float32 [E, S, 3].
+
+    shapes: (N, K) of each projection, the same for all experts (else ValueError); dense: the dtype of matrices that are
+    not packed, of which there may be one (else ValueError), None where all are packed.
+    """
+
+    def __init__(self, matrices: Sequence[Sequence[Matrix]], biases: Sequence[Sequence[Tensor | None]]) -> None:
+        self.shapes = shapes_of(matrices)
+        kinds = {one.dtype for expert in matrices for one in expert if isinstance(one, Tensor)}
+        if len(kinds) > 1:
+            raise ValueError(f"dense matrices are of {len(kinds)} types")
+        self.dense = next(iter(kinds), None)
+        first = matrices[0][0]
+        device = first.device if isinstance(first, Tensor) else first.codes.device
+        self.places: list[list[Place]] = []
+        size = 0
+        for expert, added in zip(matrices, biases, strict=True):
+            self.places.append([])
+            for matrix, bias in zip(expert, added, strict=True):
+                place, size = _placed(matrix, bias, size)
+                self.places[-1].append(place)
+        self.buffer = torch.zeros(-(-size // 64) * 64, dtype=torch.uint8, device=device)
+        for expert, added, places in zip(matrices, biases, self.places, strict=True):
+            for matrix, bias, place in zip(expert, added, places, strict=True):
+                self._put(matrix, bias, place)
+        self.table = torch.tensor([[one.row() for one in every] for every in self.places], device=device)
+        self.grids = torch.tensor([[one.grid() for one in every] for every in self.places], device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.numel() * one.element_size() for one in (self.buffer, self.table, self.grids))
+
+    def widths(self, slots: Sequence[int]) -> int:
+        """The widths of some projections as bits of a whole number: 1 << 4 where any matrix has 4 bits."""
+        return sum({1 << every[slot].width for every in self.places for slot in slots})
+
+    def whole_groups(self, slots: Sequence[int], step: int) -> bool:
+        """Whether all groups of some projections are a row or a multiple of `step` inputs."""
+        places = [every[slot] for every in self.places for slot in slots]
+        return all(one.group % step == 0 or one.group >= one.inputs for one in places)
+
+    def copy(self) -> Stored:
+        """The same in another place of the device's memory."""
+        made = copy(self)
+        made.buffer, made.table, made.grids = self.buffer.clone(), self.table.clone(), self.grids.clone()
+        return made
+
+    def view(self, dtype: torch.dtype) -> Tensor:
+        """The buffer in another unit."""
+        return self.buffer.view(dtype)
+
+    def matrix(self, expert: int, slot: int, index: Tensor | None = None) -> Matrix:
+        """One matrix as it was given, bit for bit; index: some of its rows [n], in any order and with repetitions."""
+        place = self.places[expert][slot]
+        like, rows, inputs = place.like, place.rows, place.inputs
+        if not isinstance(like, PackedWeight):
+            dense = self._bytes(place.codes, rows * inputs * like.itemsize).view(like).view(rows, inputs)
+            return dense.clone() if index is None else dense.index_select(0, index)
+        assert place.scales is not None
+        groups = like.scales.shape[-1]
+        words = self._bytes(place.codes, code_bytes(rows, inputs, like.bits))
+        scales = self._bytes(place.scales, 2 * groups * rows).view(like.scales.dtype).view(groups, rows).T
+        zeros = None
+        if place.zeros is not None:
+            row = packed_row_bytes(rows, place.zero_bits)
+            zeros = unpack(self._bytes(place.zeros, groups * row).view(groups, row), place.zero_bits, rows).T
+        if index is not None:
+            words = rows_of(words, rows, inputs, like.bits, index)
+            scales, rows = scales.index_select(0, index), len(index)
+            zeros = None if zeros is None else zeros.index_select(0, index)
+        return replace(
+            like,
+            codes=pack(unswizzle(words, rows, inputs, like.bits), like.bits),
+            scales=scales.contiguous(),
+            zeros=None if zeros is None else pack(zeros.contiguous(), grid_bits(like.bits, like.nested)),
+        )
+
+    def _bytes(self, at: int, size: int) -> Tensor:
+        return self.buffer[at : at + size]
+
+    def _put(self, matrix: Matrix, bias: Tensor | None, place: Place) -> None:
+        """Write one matrix, its codes in the kernels' order, its scales and zero points [G, N] by group."""
+        if isinstance(matrix, Tensor):
+            self._write(place.codes, matrix)
+        else:
+            self._write(place.codes, swizzle(unpack(matrix.codes, matrix.bits, matrix.inputs), matrix.bits))
+            assert place.scales is not None
+            self._write(place.scales, matrix.scales.T)
+            if place.zeros is not None and matrix.zeros is not None:
+                zeros = unpack(matrix.zeros, grid_bits(matrix.bits, matrix.nested), matrix.scales.shape[-1])
+                self._write(place.zeros, pack(zeros.T.contiguous(), place.zero_bits))
+        if bias is not None and place.bias is not None:
+            self._write(place.bias, bias.float())
+
+    def _write(self, at: int, tensor: Tensor) -> None:
+        written = tensor.contiguous().flatten().view(torch.uint8)
+        self.buffer[at : at + written.numel()] = written
+
+
+def shapes_of(matrices: Sequence[Sequence[Matrix]]) -> list[tuple[int, int]]:
+    """(N, K) of each projection; ValueError where experts differ."""
+    every = {tuple(shape_of(one) for one in expert) for expert in matrices}
+    if len(every) != 1:
+        raise ValueError("experts of a layer have other shapes than each other")
+    return list(every.pop())
+
+
+def shape_of(matrix: Matrix) -> tuple[int, int]:
+    """(N, K) of one matrix."""
+    if isinstance(matrix, Tensor):
+        return matrix.shape[0], matrix.shape[1]
+    return matrix.codes.shape[0], matrix.inputs
+
+
+def _placed(matrix: Matrix, bias: Tensor | None, start: int) -> tuple[Place, int]:
+    """The place of a matrix from `start` on, and where it ends."""
+    rows, inputs = shape_of(matrix)
+    at: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    like: PackedWeight | torch.dtype
+    if isinstance(matrix, Tensor):
+        like, sizes["codes"] = matrix.dtype, rows * inputs * matrix.element_size()
+    else:
+        matrix.check()
+        like = matrix.map(lambda part: part.new_empty(part.shape, device="meta"))
+        groups = matrix.scales.shape[-1]
+        sizes |= {"codes": code_bytes(rows, inputs, matrix.bits), "scales": 2 * groups * rows}
+        if matrix.zeros is not None:
+            empty = Place(rows=rows, inputs=inputs, codes=0, zeros=0, like=like)
+            sizes["zeros"] = groups * packed_row_bytes(rows, empty.zero_bits)
+    if bias is not None:
+        sizes["bias"] = 4 * rows
+    for name, size in sizes.items():
+        at[name] = start
+        start += -(-size // ALIGNMENT) * ALIGNMENT
+    return Place(rows=rows, inputs=inputs, like=like, **at), start

@@ -1,0 +1,377 @@
+"""Products on the GPU, or in Triton's interpreter, against float64 of the dequantized matrices.
+
+Tolerances, of the largest output: float32 1e-5, float16 2e-3, bfloat16 2e-2: the rounding of what lies between the two
+products of an expert and of the result, and, where groups are no multiples of 128 inputs, of each weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from kernels.gpu.packed_matrices import Maker, Matrix, exact
+
+from moeq.kernels.description import DOWN, LayerOfExperts
+from moeq.kernels.gpu import kernel
+from moeq.kernels.gpu.kernel import TritonKernel, TritonLayer, sort_by_expert
+from moeq.kernels.gpu.settings import Settings, Shape, candidates, choose, usual, write
+
+# the interpreter's sigmoid of rows that are no token's
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+ROWS = Settings(dot=False, block_n=64, block_m=1)
+BLOCKS = Settings(dot=True, block_n=64, block_m=16)
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_pytorch_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x) ** 2,
+}
+CASES = [  # bits, group, symmetric, nested
+    (1, 128, False, False), (2, 128, False, False), (2, 128, True, False), (3, 128, False, False),
+    (4, 128, False, False), (4, -1, True, False), (5, 128, False, False), (6, -1, False, False),
+    (7, 128, True, False), (8, -1, True, False), (8, 128, False, False), (2, 128, False, True), (3, 32, False, True),
+    (4, 24, False, False), (3, 64, True, False), (1, 16, False, False), (8, 24, False, False),
+]  # fmt: skip
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference, of the largest value."""
+    assert found.shape == wanted.shape
+    assert torch.isfinite(found).all()
+    return float((found.double() - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.fixture(autouse=True)
+def _runs(place: str) -> None:
+    """Triton is there."""
+
+
+@pytest.mark.parametrize(("bits", "group", "symmetric", "nested"), CASES)
+def test_a_matrix_alone(place: str, bits: int, group: int, symmetric: bool, nested: bool) -> None:
+    maker = Maker(bits, place)
+    for inputs, dtype, settings in (
+        (256, torch.float16, BLOCKS), (200, torch.float32, ROWS), (384, torch.bfloat16, BLOCKS),
+    ):  # fmt: skip
+        matrix, bias = maker.packed(40, inputs, bits, group, symmetric, nested), maker.rows(40)
+        linear = TritonKernel().linear(matrix, bias)
+        linear.settings = settings
+        rows = maker.rows(3, inputs, dtype=dtype)
+        found = linear(rows)
+        assert found.dtype == dtype
+        assert error(found, rows.double() @ exact(matrix).T + bias.double()) < TOLERANCES[dtype]
+
+
+def test_dense_matrices_and_splits(place: str) -> None:
+    maker = Maker(0, place)
+    for matrix in (maker.rows(40, 600, dtype=torch.bfloat16), maker.rows(40, 600), maker.packed(40, 600, 3, 128)):
+        for settings in (BLOCKS, Settings(dot=True, block_n=64, block_m=16, splits=3)):
+            linear = TritonKernel().linear(matrix, None)
+            linear.settings = settings
+            rows = maker.rows(17, 600)
+            assert error(linear(rows), rows.double() @ exact(matrix).T) < TOLERANCES[torch.float32]
+    assert linear(rows[:0]).shape == (0, 40)
+
+
+def layer_of(matrices: list[dict[str, Matrix]], activation: str = "silu", named: bool = True) -> LayerOfExperts:
+    """Experts with a gate; named: whether the kernel is told its activation."""
+    act = ACTIVATIONS[activation]
+
+    def gate(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        up = parts["up_proj"]
+        if "gate_proj" not in parts:
+            return act(up.float()).to(up.dtype)
+        return act(parts["gate_proj"].float()).to(up.dtype) * up
+
+    return LayerOfExperts(matrices=matrices, biases=[], gate=gate, activation=activation if named else None)
+
+
+def reference(layer: LayerOfExperts, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The layer in float64."""
+    out = torch.zeros_like(hidden, dtype=torch.float64)
+    biases = layer.biases or [{} for _ in layer.matrices]
+    for expert, (matrices, added) in enumerate(zip(layer.matrices, biases, strict=True)):
+        for token, place in (index == expert).nonzero().tolist():
+            row = hidden[token].double()
+            product = {
+                name: exact(matrix) @ row + (added[name].double() if name in added else 0.0)
+                for name, matrix in matrices.items()
+                if name != DOWN
+            }
+            inner = layer.gate({name: one.unsqueeze(0) for name, one in product.items()}).squeeze(0).double()
+            made = exact(matrices[DOWN]) @ inner + (added[DOWN].double() if DOWN in added else 0.0)
+            made = made if layer.finish is None else layer.finish(made)
+            out[token] += weights[token, place].double() * made
+    return out
+
+
+def prepared(layer: LayerOfExperts, settings: Settings) -> TritonLayer:
+    assert TritonKernel().refusal(layer) is None
+    made = TritonKernel().layer(layer)
+    made.settings = (settings, settings)
+    return made
+
+
+def check(
+    layer: LayerOfExperts, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, settings: Settings
+) -> None:
+    found = prepared(layer, settings)(hidden, index, weights)
+    assert found.dtype == hidden.dtype
+    assert error(found, reference(layer, hidden, index, weights)) < TOLERANCES[hidden.dtype]
+
+
+def mixed(maker: Maker, hidden: int, inner: int, group: int = 128) -> list[dict[str, Matrix]]:
+    """Five experts whose matrices have widths of their own, one dense."""
+    widths = [(2, 3, 4), (8, 1, 2), (4, 4, 4), (16, 16, 16), (3, 16, 8)]
+
+    def made(rows: int, inputs: int, bits: int) -> Matrix:
+        if bits == 16:
+            return 0.1 * maker.rows(rows, inputs, dtype=torch.float16)
+        return maker.packed(rows, inputs, bits, group, symmetric=bits == 4)
+
+    return [
+        {"gate_proj": made(inner, hidden, a), "up_proj": made(inner, hidden, b), DOWN: made(hidden, inner, c)}
+        for a, b, c in widths
+    ]
+
+
+ROUTINGS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
+    "spread": lambda generator: torch.rand(6, 5, generator=generator).topk(2).indices,
+    "one expert has all": lambda _: torch.full((18, 1), 3),
+    "experts that are none": lambda generator: torch.tensor([[0, 5], [7, 2], [5, 5], [1, 2]]),
+    "one token": lambda _: torch.tensor([[4, 1]]),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_a_layer_of_mixed_widths(place: str, routing: str, dtype: torch.dtype) -> None:
+    maker = Maker(3, place)
+    hidden, inner, group = (128, 128, 128) if dtype != torch.float32 else (72, 40, 24)
+    layer = layer_of(mixed(maker, hidden, inner, group))
+    index = ROUTINGS[routing](maker.generator).to(place)
+    rows, weights = maker.rows(len(index), hidden, dtype=dtype), maker.rows(*index.shape, dtype=dtype).abs()
+    check(layer, rows, index, weights, ROWS if routing == "one token" else BLOCKS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tokens", [1, 2, 3, 15, 16, 17, 33, 64])
+@pytest.mark.parametrize("group", [128, 64, 24, -1])
+@pytest.mark.parametrize("settings", [ROWS, BLOCKS, Settings(dot=True, block_n=32, block_m=32, splits=2)])
+def test_many_tokens_groups_and_settings(place: str, tokens: int, group: int, settings: Settings) -> None:
+    maker = Maker(tokens, place)
+    layer = layer_of(mixed(maker, 200, 136, group))
+    index = torch.rand(tokens, 7, generator=maker.generator).topk(3).indices.to(place)
+    for dtype in TOLERANCES:
+        check(layer, maker.rows(tokens, 200, dtype=dtype), index, maker.rows(tokens, 3).abs(), settings)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_activations_in_the_same_pass(place: str, activation: str, gated: bool) -> None:
+    maker = Maker(4, place)
+    names = ["gate_proj", "up_proj"] if gated else ["up_proj"]
+    matrices: list[dict[str, Matrix]] = [
+        {DOWN: maker.packed(48, 32, 4, -1)} | {name: maker.packed(32, 48, 3, 16) for name in names} for _ in range(2)
+    ]
+    rows, index = 0.3 * maker.rows(2, 48), torch.tensor([[0], [1]], device=place)
+    told, untold = layer_of(matrices, activation), layer_of(matrices, activation, named=False)
+    assert prepared(told, ROWS).activation
+    assert prepared(untold, ROWS).activation is None
+    check(told, rows, index, torch.ones(2, 1, device=place), ROWS)
+    check(untold, rows, index, torch.ones(2, 1, device=place), ROWS)
+
+
+def test_biases_other_names_and_what_finishes_rows(place: str) -> None:
+    maker = Maker(5, place)
+    names = {"up_proj": (32, 48), "gate_proj": (32, 48), "third": (32, 48), DOWN: (48, 32)}
+    matrices = [{name: maker.packed(*shape, 4, -1) for name, shape in names.items()} for _ in range(3)]
+    biases = [{name: maker.rows(shape[0]) for name, shape in names.items()} for _ in range(3)]
+    layer = LayerOfExperts(
+        matrices=matrices,
+        biases=biases,
+        gate=lambda parts: torch.tanh(parts["gate_proj"]) * parts["up_proj"] + parts["third"],
+        activation="silu",  # of two of three projections: not the kernel's
+        finish=torch.sin,
+    )
+    index = torch.tensor([[0, 1], [2, 3], [1, 0]], device=place)
+    for settings in (ROWS, BLOCKS):
+        check(layer, 0.2 * maker.rows(3, 48), index, maker.rows(3, 2).abs(), settings)
+
+
+def test_no_tokens(place: str) -> None:
+    maker = Maker(6, place)
+    made = TritonKernel().layer(layer_of(mixed(maker, 64, 32)))
+    none = torch.zeros((0, 2), dtype=torch.int64, device=place)
+    assert made(maker.rows(0, 64), none, none.float()).shape == (0, 64)
+    nowhere = torch.full((2, 2), 5, device=place)
+    assert not made(maker.rows(2, 64), nowhere, torch.ones(2, 2, device=place)).any()
+
+
+@pytest.mark.parametrize("most", [0, 4096])
+@pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (70, 5), (200, 130)])
+def test_sorting(place: str, most: int, pairs: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows by expert, in order within one; as torch sorts, by comparing (4096) and by torch's own sort (0)."""
+    monkeypatch.setattr(kernel, "MOST_COMPARED", most)
+    generator = torch.Generator().manual_seed(pairs)
+    index = torch.randint(0, experts + 3, (pairs,), generator=generator).to(place)
+    order, starts = sort_by_expert(index, experts)
+    keys = index.clamp(max=experts)
+    assert order.dtype == starts.dtype == torch.int32
+    assert order.tolist() == torch.sort(keys, stable=True).indices.tolist()
+    assert starts.tolist() == [int((keys < expert).sum()) for expert in range(experts + 1)]
+
+
+class Recorded:
+    """A Triton function whose launches are counted."""
+
+    def __init__(self, function: object, launches: list[tuple[int, ...]]) -> None:
+        self.function, self.launches = function, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        self.launches.append(tuple(grid))
+        return self.function[grid]  # type: ignore[index]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    from moeq.kernels.gpu import programs
+
+    found: list[tuple[int, ...]] = []
+    for name in ("sort_rows", "grouped", "weighted_sum"):
+        monkeypatch.setattr(programs, name, Recorded(getattr(programs, name), found))
+    return found
+
+
+def test_launches_follow_from_shapes_alone(
+    place: str, launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four launches whatever the routing, as many programs; the routing's numbers are asked for nowhere."""
+    maker = Maker(7, place)
+    made = prepared(layer_of(mixed(maker, 64, 32)), BLOCKS)
+    rows, weights = maker.rows(8, 64), torch.ones(8, 2, device=place)
+    asked = []
+    for name in ("item", "tolist", "nonzero", "__bool__", "__int__", "__index__", "__len__"):
+        whole = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda *given, n=name, w=whole: (asked.append(n), w(*given))[1])
+    seen = []
+    for index in (torch.zeros((8, 2), dtype=torch.int64), torch.full((8, 2), 9), torch.arange(16).view(8, 2) % 5):
+        launches.clear()
+        made(rows, index.to(place), weights)
+        seen.append(tuple(launches))
+    assert not [name for name in asked if name != "__len__"]
+    assert len({*seen}) == 1
+    assert [len(grid) for grid in seen[0]] == [1, 3, 3, 2]
+    assert seen[0][1] == (1, 16 // 16 + 5, 1), "rows by block, and one more block an expert"
+
+
+def test_the_form_for_one_token_sorts_nothing(place: str, launches: list[tuple[int, ...]]) -> None:
+    maker = Maker(8, place)
+    made = TritonKernel().layer(layer_of(mixed(maker, 64, 32)))
+    made(maker.rows(1, 64), torch.tensor([[3, 0]], device=place), torch.ones(1, 2, device=place))
+    assert launches == [(1, 2, 1), (2, 2, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_numbers_of_codes_are_exact(place: str, bits: int, dtype: torch.dtype) -> None:
+    """1 + c / 2**b, and c for 8 bits in bfloat16, in the order of the inputs."""
+    from kernels.gpu.numbers_kernel import numbers
+
+    maker = Maker(bits, place)
+    matrix = maker.packed(16, 128, bits, -1)
+    linear = TritonKernel().linear(matrix)
+    found = numbers(linear, bits, dtype)
+    codes = matrix.unpacked().codes.view(16, 128).cpu().double()
+    whole = bits == 8 and dtype == torch.bfloat16
+    assert torch.equal(found.cpu().double(), codes if whole else 1 + codes / 2**bits)
+
+
+def test_what_it_refuses(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = Maker(9, place)
+    refusal, fine = TritonKernel().refusal, mixed(maker, 64, 32)
+    assert refusal(layer_of(fine)) is None
+    assert refusal(layer_of([*fine, {DOWN: maker.packed(64, 32, 4, -1)}])) == "its experts differ in shape"
+    dense = {name: maker.rows(*size, dtype=torch.float64) for name, size in (("up_proj", (32, 64)), (DOWN, (64, 32)))}
+    assert refusal(layer_of([dense])) == "dense matrices are torch.float64"
+    with pytest.raises(ValueError, match="float64"):
+        TritonKernel().linear(dense[DOWN])
+    monkeypatch.setattr(kernel, "has_triton", lambda: False)
+    assert refusal(layer_of(fine)) == "Triton is not installed"
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        TritonKernel().linear(maker.packed(8, 16, 4, -1))
+
+
+def test_without_a_gpu_and_the_interpreter_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert TritonKernel().refusal(layer_of(mixed(Maker(10), 64, 32))) == "there is no CUDA device"
+
+
+def test_settings_by_shape_and_from_a_tuned_table(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moeq.kernels.gpu import settings
+
+    monkeypatch.setattr(settings, "TUNED", tmp_path)
+    shape = Shape(experts=128, rows=768, inputs=2048, widths=1 << 2 | 1 << 16, pairs=48, two=True)
+    assert shape.key == "128x768x2048x2/2+16 bits/64 rows"
+    assert not usual(shape).dot
+    assert usual(shape).splits == 1, "an activation needs whole sums"
+    assert usual(Shape(experts=8, rows=1024, inputs=14336, widths=4, pairs=2, two=False)).splits == 4
+    assert usual(Shape(experts=8, rows=4096, inputs=1024, widths=4, pairs=512, two=False)).block_m == 64
+    assert choose(shape, "NVIDIA H200") == usual(shape)
+    other = Settings(dot=True, block_n=32, block_m=16)
+    assert write("NVIDIA H200", {shape.key: other}).name == "nvidia-h200.json"
+    assert choose(shape, "NVIDIA H200") == other
+    assert choose(shape, "NVIDIA H100") == choose(shape, None) == usual(shape)
+    assert other in candidates(shape)
+    with pytest.raises(ValueError, match="tensor cores"):
+        Settings(dot=True, block_n=32, block_m=1)
+
+
+@pytest.fixture
+def synchronisation_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("synchronisation_is_an_error")
+@pytest.mark.parametrize("tokens", [1, 4, 64, 4096])
+def test_a_layer_in_a_cuda_graph(tokens: int) -> None:
+    """Captured with one routing and replayed with another, without a synchronisation."""
+    torch.cuda.set_sync_debug_mode("default")
+    maker = Maker(tokens, "cuda")
+    layer = layer_of(mixed(maker, 512, 384))
+    made = TritonKernel().layer(layer)
+    index = torch.zeros((tokens, 2), dtype=torch.int64, device="cuda")
+    hidden, weights = maker.rows(tokens, 512, dtype=torch.float16), maker.rows(tokens, 2).abs()
+    torch.cuda.set_sync_debug_mode("error")
+    made(hidden, index, weights)  # compiles
+    torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = made(hidden, index, weights)
+    index.copy_(torch.rand(tokens, 7, generator=maker.generator).topk(2).indices)
+    graph.replay()
+    some = slice(0, 64)
+    wanted = reference(layer, hidden[some], index[some], weights[some])
+    assert error(out[some], wanted) < TOLERANCES[torch.float16]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 7, 64, 4096])
+def test_a_layer_on_a_gpu(tokens: int, dtype: torch.dtype) -> None:
+    """As large as real ones, with the settings that are chosen; the same bits a second time."""
+    maker = Maker(tokens, "cuda")
+    layer = layer_of(mixed(maker, 1024, 768))
+    made = TritonKernel().layer(layer)
+    index = torch.rand(tokens, 6, generator=maker.generator).topk(2).indices.cuda()
+    hidden, weights = maker.rows(tokens, 1024, dtype=dtype), maker.rows(tokens, 2).abs()
+    found, some = made(hidden, index, weights), slice(0, 64)
+    assert error(found[some], reference(layer, hidden[some], index[some], weights[some])) < TOLERANCES[dtype]
+    assert torch.equal(found, made(hidden, index, weights))
