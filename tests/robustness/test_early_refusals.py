@@ -268,6 +268,13 @@ REFUSED: dict[str, list[Case]] = {
         (("empty", "hi"), 3, "no config.json"),
         (("model", "hi", "--device", "gpu"), 2, "--device: unknown device 'gpu'"),
     ],
+    "bench": [
+        (("./nowhere",), 13, "./nowhere: no such file or directory"),
+        (("empty",), 3, "no config.json"),
+        (("model", "--device", "gpu"), 2, "--device: unknown device 'gpu'"),
+        (("model", "--gguf", "nowhere"), 13, "nowhere: no such file or directory; give a GGUF file to --gguf"),
+        (("model", "--batch", "many"), 2, "--batch"),
+    ],
     "gc": [
         ((), 2, "nothing to clean"),
         (("--out", "nowhere"), 13, "nowhere: no such file or directory"),

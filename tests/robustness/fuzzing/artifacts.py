@@ -28,6 +28,7 @@ from moeq.artifacts.stage import RECORD, read_record
 from moeq.artifacts.stage import read_model as read_artifact
 from moeq.evaluation import result_file
 from moeq.integers.artifacts import integer_report, reparam
+from moeq.kernels import measured
 from moeq.stages import estimate, quantize, refine
 
 PLAIN: dict[Any, Any] = {int: 2, float: 0.5, str: "a", bool: True, Any: 1, NoneType: None}
@@ -340,3 +341,15 @@ class DigestCache(JsonTarget):
         for name, digest in digests._read_shard(self.file("00.json", data)).items():
             assert isinstance(name, str)
             assert len(bytes.fromhex(digest)) == 32
+
+
+class KernelCache(JsonTarget):
+    """What was measured of kernels: what is damaged is measured again."""
+
+    name, refuses = "kernel_cache", False
+    value: ClassVar[Any] = {"a CPU, 2 threads": ["avx2", 64], "another, 8 threads": ["avx512", 512]}
+
+    def read(self, data: bytes) -> None:
+        for name, found in measured._read(self.file(measured.NAME, data)).items():
+            assert isinstance(name, str)
+            assert not measured._is_found(found, ("avx2", "avx512")) or found[1] > 0

@@ -1,6 +1,6 @@
 """Products with packed experts on a CPU, against torch's bf16 linears of the same experts.
 
-    python benchmarks/kernels.py [--threads 1 2] [--experts 128] [--rounds 15] [--form avx512_bf16]
+    python benchmarks/cpu_kernels.py [--threads 1 2] [--experts 128] [--rounds 15] [--form avx512_bf16]
 
 Experts have the shape of Qwen3-30B-A3B (2048 x 768), groups of 128 and zero points; bf16 activations. Two tables: one
 matrix (2048 -> 768), and the layer with 8 experts a token as one call, gate and activation included, against the loop
