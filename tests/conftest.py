@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import peers
 import pytest
@@ -33,6 +34,7 @@ import torch
 from fork_server import LIBRARIES, MOEQ, ForkServer, shared, shared_folder, unsynced
 from tiny_models import FULL, save_tiny
 
+from moeq.kernels import names
 from moeq.models.corpus import documents
 from moeq.verification import launch, probe
 
@@ -121,22 +123,23 @@ def probe_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             running = server.start(folder, program=PROBE, cwd=folder)
             yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda timeout: running.wait().code)
         elif not probes_apart and package in ("native", "transformers"):
-            probe.main(folder)
+            with patch.dict(os.environ, {names.VARIABLE: names.REFERENCE}):
+                probe.main(folder)
             yield SimpleNamespace(args=["python", "probe.py", str(folder)], wait=lambda timeout: 0)
         else:
             with fresh(wanted, python) as process:
                 yield process
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "started", started)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(launch, "started", started)
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_sync() -> Iterator[None]:
     """Nothing waits for the disk: no test can tell, whoever reads or is killed sees what the system holds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", unsynced)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(os, "fsync", unsynced)
         yield
 
 
@@ -156,8 +159,8 @@ def encoded_once() -> Iterator[None]:
             known[digest] = [array("i", ids) for ids in encode(rows, tokenizer)]
         return [ids.tolist() for ids in known[digest]]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "encode", remembered)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(documents, "encode", remembered)
         yield
 
 

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 LIBRARIES = (
     "transformers.models.mixtral.modeling_mixtral",
@@ -320,6 +321,7 @@ def _install(package: str) -> None:
 
 def _probe_here() -> None:
     """What moeq and transformers load is verified in this process; peers, which change it, in one of their own."""
+    from moeq.kernels import names
     from moeq.verification import launch, probe
 
     fresh = launch.started
@@ -332,7 +334,8 @@ def _probe_here() -> None:
             return
         with tempfile.TemporaryDirectory() as folder:
             launch.write_request(Path(folder), wanted)
-            probe.main(Path(folder))
+            with patch.dict(os.environ, {names.VARIABLE: names.REFERENCE}):
+                probe.main(Path(folder))
             yield SimpleNamespace(args=[folder], wait=lambda timeout: 0)
 
     launch.started = started  # type: ignore[assignment]

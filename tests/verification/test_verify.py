@@ -372,6 +372,7 @@ def test_an_export_that_loads_wrongly_is_no_export(
     run = tmp_path / "run"
 
     def damage(model: nn.Module) -> None:
+        model.get_submodule("model.layers.0.mlp.experts").put_back()  # type: ignore[operator]
         model.get_submodule("model.layers.0.mlp.experts.1.up_proj").scales.mul_(1.5)  # type: ignore[union-attr, operator]
 
     with monkeypatch.context() as patch:
