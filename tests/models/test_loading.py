@@ -13,7 +13,7 @@ import transformers
 from family_models import inputs, save
 from safetensors.torch import load_file, save_file
 
-from moeq.errors import ModelError
+from moeq.errors import MissingError, ModelError
 from moeq.models import loading
 from moeq.models.source import open_source
 from moeq.models.streaming import StreamedModel, blocks_of
@@ -75,6 +75,23 @@ def test_unexpected_and_missing_tensors_are_named_streamed_or_not(tmp_path: Path
         for load in (loading.load_model, StreamedModel):
             with pytest.raises(ModelError, match=match):
                 load(source, torch.float32, CPU)
+
+
+def test_a_directory_that_goes_while_it_is_loaded_is_missing(
+    tmp_path: Path, tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers takes the name of a directory that is gone for one on the hub."""
+    source = open_source(str(changed(tiny_mixtral, tmp_path / "model")))
+    whole = loading.load_config
+
+    def gone(*given: Any) -> Any:
+        config = whole(*given)
+        shutil.rmtree(tmp_path / "model")
+        return config
+
+    monkeypatch.setattr(loading, "load_config", gone)
+    with pytest.raises(MissingError, match=r"model: no such file or directory; download or make it again"):
+        loading.load_model(source, torch.float32, CPU)
 
 
 def test_a_stored_buffer_of_a_block_must_be_there(tmp_path: Path) -> None:
