@@ -16,7 +16,7 @@ from typer.main import get_command
 from moeq import cli
 from moeq.cli import ending
 from moeq.cli.usage import asks_json, wrapped
-from moeq.errors import MissingError, RecipeError, missing
+from moeq.errors import MissingError, ModelError, RecipeError, missing
 
 GROUP: Any = get_command(cli.app)
 NAMES = sorted(name for name, command in GROUP.commands.items() if not command.hidden)
@@ -246,6 +246,25 @@ def test_memory_that_runs_out_is_no_bug(
         ending.run(app)
     assert ended.value.code == 11
     assert capsys.readouterr().err.startswith("moeq: out of memory; ")
+
+
+@pytest.mark.parametrize(
+    ("behind", "code"), [(MemoryError(), 11), (ValueError("Cannot allocate memory"), 11), (KeyError(), 3)]
+)
+def test_memory_that_ran_out_behind_an_error_of_moeqs_is_told(
+    behind: Exception, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def app() -> None:
+        try:
+            raise behind
+        except Exception:
+            raise ModelError("transformers cannot load it", where="model", do="download it again") from None
+
+    monkeypatch.setattr(ending, "quiet_libraries", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        ending.run(app)
+    assert ended.value.code == code
+    assert capsys.readouterr().err.startswith("moeq: out of memory; " if code == 11 else "moeq: model: transformers")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

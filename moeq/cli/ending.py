@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import typer
@@ -80,7 +80,7 @@ def run(app: Callable[[], None]) -> None:
     except Exception as error:
         if ended_by:
             _leave(ended_by)
-        known = error if isinstance(error, MoeqError) else _as_moeq_error(error)
+        known = _as_moeq_error(error)
         if asks_json(sys.argv[1:]):
             with contextlib.suppress(OSError):
                 _print_json(as_json(known))
@@ -109,9 +109,12 @@ def _drop_output() -> None:
 
 
 def _as_moeq_error(error: Exception) -> MoeqError:
-    """An unexpected exception as one line; the traceback goes to a file."""
-    if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
+    """An error of moeq's as it is, unless memory ran out behind it; an unexpected one as one line, its traceback goes
+    to a file."""
+    if any(_says_no_memory(one) for one in _behind(error)):
         return PlanError("out of memory", do="free some or raise the limit; `moeq plan` says what every stage takes")
+    if isinstance(error, MoeqError):
+        return error
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EFBIG):
         return StorageError(error.strerror or str(error), where="standard output", do="free some space")
     if isinstance(error, OSError) and error.filename is not None:
@@ -123,3 +126,17 @@ def _as_moeq_error(error: Exception) -> MoeqError:
     return InternalError(
         f"{type(error).__name__}: {error}", where="bug in moeq", do=f"please report it with {log.name}"
     )
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it was made of, or raised while they were handled."""
+    one: BaseException | None = error
+    while one is not None:
+        yield one
+        one = one.__cause__ or one.__context__
+
+
+def _says_no_memory(error: BaseException) -> bool:
+    if isinstance(error, MoeqError):
+        return False
+    return isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
