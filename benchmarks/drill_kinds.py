@@ -170,18 +170,23 @@ def limit_files(ground: Ground, chance: random.Random, place: Path) -> Counter[s
 def limit_memory(ground: Ground, chance: random.Random, place: Path) -> Counter[str]:
     """So much address space and no more (RLIMIT_AS) beyond what is loaded when the command begins.
 
-    Where a thread finds no memory to begin, Python waits for it without end: that is ended, and told apart.
+    Where a thread finds no memory to begin, Python waits for it without end, or the C library ends the process: both
+    are told apart. What was finished before stays.
     """
     subject = subject_of(ground, chance)
     limit = int(MEMORY_BYTES * chance.random() ** 2)
     finished = ground.run(subject, place, "--quiet", more_bytes=limit)
-    hung = finished.code == -signal.SIGKILL
-    if finished.code != 0 and not hung:
-        refusal(finished, {PLAN}, subject.words(place), "out of memory")
-    if not hung:
+    row = "memory limit"
+    if finished.code == -signal.SIGKILL:
+        row += ", killed where Python waits for a thread"
+    elif finished.code == 127 and "thread-local data" in finished.stderr:
+        row += ", ended by the C library, which found none for a thread"
+    else:
+        if finished.code != 0:
+            refusal(finished, {PLAN}, subject.words(place), "out of memory")
         _nothing_half_written(place, subject)
     ground.finish_as_unbroken(subject, place)
-    return Counter({f"memory limit{', killed where Python waits for a thread' if hung else ''}": 1})
+    return Counter({row: 1})
 
 
 def _nothing_half_written(place: Path, subject: Subject) -> None:
