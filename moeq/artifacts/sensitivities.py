@@ -66,7 +66,7 @@ def write_sensitivities(path: Path, columns: Mapping[str, Sequence[Any]], model:
     """Write columns, ordered by layer and expert, atomically. model: its digest."""
     table = pa.table(dict(columns))
     metadata = {VERSION_KEY: str(SCHEMA_VERSION).encode(), MODEL_KEY: model.encode()}
-    metadata |= {COLUMNS_KEY: _digest(table, model).encode(), sealed.KEY: sealed.BLANK}
+    metadata |= {COLUMNS_KEY: columns_digest(table, model, whole=True).encode(), sealed.KEY: sealed.BLANK}
     table = table.replace_schema_metadata(metadata)
 
     def write(partial: Path) -> None:
@@ -89,7 +89,8 @@ def read_sensitivities(path: Path) -> SensitivityTable:
         raise ArtifactError(problem, where=str(path), do=REMEDY)
     read = SensitivityTable(table)
     wanted = metadata_text(table, COLUMNS_KEY, "")  # "": an earlier moeq wrote it
-    if (wanted and wanted != _digest(table, read.model)) or sealed.is_sealed(path) is False:
+    whole = sealed.is_sealed(path)
+    if whole is False or (wanted and wanted != columns_digest(table, read.model, whole=bool(whole))):
         raise ArtifactError("changed since it was written", where=str(path), do=REMEDY)
     return read
 
@@ -115,9 +116,12 @@ def _problem_with(table: pa.Table) -> str | None:
     return None
 
 
-def _digest(table: pa.Table, model: str) -> str:
-    """SHA-256 of the model's digest and the columns: their names, and their values as numpy has them."""
-    hashing = hashlib.sha256(model.encode())
+def columns_digest(table: pa.Table, model: str, *, whole: bool) -> str:
+    """SHA-256 of the model's digest and the columns: their names, and their values as numpy has them.
+
+    whole: of a table whose file has a digest of all its bytes, too; without that it is another.
+    """
+    hashing = hashlib.sha256((b"sealed\0" if whole else b"") + model.encode())
     for name in table.column_names:
         values = table[name].to_numpy()
         hashing.update(f"{name}\0{values.dtype}\0".encode())

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from moeq import cli, estimator, inspection, pipeline
 from moeq.artifacts import sealed
 from moeq.artifacts.effects import read_effects
-from moeq.artifacts.sensitivities import COLUMNS_KEY, read_sensitivities, write_sensitivities
+from moeq.artifacts.sensitivities import COLUMNS_KEY, MODEL_KEY, columns_digest, read_sensitivities, write_sensitivities
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.errors import ArtifactError, AssignmentError, EstimateError, FormatError, RecipeError
 from moeq.inspection import inspect
@@ -143,7 +143,7 @@ def test_a_changed_table_is_refused_and_made_again(finished: Context, tmp_path: 
     assert pipeline.run(context, ("assign",))[0].skipped
 
 
-@pytest.mark.parametrize("place", ["statistics", "seal", "key", "first", "last"])
+@pytest.mark.parametrize("place", ["statistics", "seal", "name of the seal", "key", "first", "last"])
 def test_any_flipped_byte_of_the_table_is_found(finished: Context, tmp_path: Path, place: str) -> None:
     """Those too that pyarrow reads over: the statistics of a column stand in the footer."""
     shutil.copytree(finished.out, tmp_path / "run")
@@ -151,7 +151,8 @@ def test_any_flipped_byte_of_the_table_is_found(finished: Context, tmp_path: Pat
     assert sealed.is_sealed(path)
     content = bytearray(path.read_bytes())
     places = {"statistics": content.rindex(sealed.KEY) - 200, "seal": content.rindex(sealed.KEY) + len(sealed.KEY) + 9,
-              "key": content.rindex(COLUMNS_KEY), "first": 0, "last": len(content) - 1}  # fmt: skip
+              "name of the seal": content.rindex(sealed.KEY), "key": content.rindex(COLUMNS_KEY),
+              "first": 0, "last": len(content) - 1}  # fmt: skip
     content[places[place]] ^= 1
     path.write_bytes(content)
     for look in (lambda: read_sensitivities(path), lambda: inspect(path.parent), lambda: inspect(path.parent.parent)):
@@ -166,6 +167,7 @@ def test_a_table_that_an_earlier_moeq_wrote_is_read_as_before(finished: Context,
     path = tmp_path / "run" / "assign" / SENSITIVITIES
     whole = pq.read_table(path)
     metadata = {key: value for key, value in whole.schema.metadata.items() if key != sealed.KEY}
+    metadata[COLUMNS_KEY] = columns_digest(whole, metadata[MODEL_KEY].decode(), whole=False).encode()
     pq.write_table(whole.replace_schema_metadata(metadata), path)
     assert sealed.is_sealed(path) is None
     assert inspect(path.parent)

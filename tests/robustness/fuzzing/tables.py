@@ -85,6 +85,7 @@ class Sensitivities(ParquetTarget):
 
         table = pq.read_table(path)
         unsealed = {key: value for key, value in table.schema.metadata.items() if key != sealed.KEY}
+        unsealed[sensitivities.COLUMNS_KEY] = sensitivities.columns_digest(table, "0" * 64, whole=False).encode()
         self.table = table.replace_schema_metadata(unsealed)  # as an earlier moeq wrote it: all else is looked at
 
     def read(self, data: bytes) -> Check:
