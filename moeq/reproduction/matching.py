@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from moeq.artifacts.digests import digest_of_file, digests_of_files
-from moeq.artifacts.provenance import MODEL, NAME, RUN, TEXT, Digests, Statement, check_subjects, read_provenance
+from moeq.artifacts.provenance import MODEL, NAME, RUN, TEXT, Digests, Statement, check_listed, read_provenance
 from moeq.artifacts.reading import inside
 from moeq.artifacts.sums import NAME as SUMS
-from moeq.artifacts.sums import check_sums
 from moeq.bounded import shortened, shown
 from moeq.errors import ArtifactError, CorpusError, ModelError, RecipeError, missing
 from moeq.models.source import ModelSource, open_source
@@ -72,17 +71,12 @@ def match(
 
 def _statement(checkpoint: Path, reporter: Reporter | None) -> tuple[Statement, str]:
     """The statement of a checkpoint that is whole, and the digest of its file."""
-    statement = read_provenance(checkpoint)
-    if statement is None:
+    if read_provenance(checkpoint) is None:  # before every file is read
         raise ArtifactError(f"no {NAME}, which says what it was made of", where=str(checkpoint), do=OLDER)
-    sums = check_sums(checkpoint, reporter=reporter)
-    if sums is None or NAME not in sums.files:
-        what = f"no {SUMS}" if sums is None else f"{SUMS} does not list {NAME}"
-        raise ArtifactError(
-            f"{what}: whether it is whole cannot be told", where=str(checkpoint), do="download it again"
-        )
-    sums.require_inactive(checkpoint)
-    check_subjects(statement, sums.files, checkpoint)
+    sums, statement = check_listed(checkpoint, reporter)
+    if sums is None or statement is None:
+        what = f"no {SUMS}: whether it is whole cannot be told"
+        raise ArtifactError(what, where=str(checkpoint), do="download it again")
     return statement, sums.files[NAME]
 
 
