@@ -23,30 +23,14 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 from os import PathLike
 
+from moeq_kernels.errors import ArtifactError as ArtifactError
+from moeq_kernels.errors import ModelError as ModelError
+from moeq_kernels.errors import MoeqError as MoeqError
+
 PATH_CHARACTERS = 400  # of a path in a message
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-
-
-class MoeqError(Exception):
-    """Base of every error that moeq raises on purpose; `str(error)` is one line for the user."""
-
-    exit_code = 1
-
-    def __init__(self, what: str, *, where: str | None = None, do: str | None = None) -> None:
-        """`what` went wrong, `where` (file, key, layer, expert, tensor), and what to `do` about it."""
-        self.what, self.where, self.do = what, where, do
-        text = f"{where}: {what}" if where else what
-        line = " ".join((f"{text}; {do}" if do else text).split())
-        super().__init__(CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", line))  # a terminal would obey them
-
-    def rename(self, old: str, new: str) -> None:
-        """Name a place by another name: an unfinished directory by that which it was to have."""
-        what, where, do = (part and part.replace(old, new) for part in (self.what, self.where, self.do))
-        MoeqError.__init__(self, str(what), where=where, do=do)
 
 
 class InternalError(MoeqError):
@@ -55,10 +39,6 @@ class InternalError(MoeqError):
 
 class RecipeError(MoeqError):
     exit_code = 2
-
-
-class ModelError(MoeqError):
-    exit_code = 3
 
 
 class CorpusError(MoeqError):
@@ -83,10 +63,6 @@ class AssignmentError(MoeqError):
 
 class BudgetError(AssignmentError):
     """A budget, or a limit of latency, that no assignment keeps."""
-
-
-class ArtifactError(MoeqError):
-    exit_code = 7
 
 
 class StorageError(MoeqError):

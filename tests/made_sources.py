@@ -20,7 +20,8 @@ from moeq.models.loading import describe, expert_keys, load_model, skeleton, sou
 from moeq.models.single import ExpertReader
 from moeq.models.source import open_source
 from moeq.numerics.gptq import quantize
-from moeq.numerics.packed import PackedWeight
+from moeq.numerics.storing import packed_of
+from moeq_kernels.packed import PackedWeight
 
 Choose = Callable[[int, int, str], int]  # layer, expert, projection -> width
 SIZES: dict[str, Any] = {
@@ -49,7 +50,7 @@ def save_model(folder: Path, family: str, **settings: Any) -> Path:
 def rounded(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> PackedWeight:
     """One matrix [N, K] rounded to the nearest codes."""
     found = quantize(weight[None], None, bits=(bits,), group_size=group_size, symmetric=symmetric)
-    packed = PackedWeight.of(found, bits, symmetric)
+    packed = packed_of(found, bits, symmetric)
     return packed.map(lambda part: part[0])
 
 

@@ -19,7 +19,7 @@ from moeq.artifacts.storage import storage_errors
 from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq
-from moeq.numerics.packed import PackedWeight
+from moeq.numerics.storing import packed_of
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, heldout_stride
 from moeq.recipe import LossesSection
@@ -134,7 +134,7 @@ def _dequantizing(sizes: Sizes) -> np.ndarray:
     rows, inputs = layer.shape(layer.projections[0])
     weight = torch.randn(1, max(1, min(rows, 2**20 // inputs)), inputs, device=device)
     codes = gptq.quantize(weight, None, bits=section.bits, group_size=section.group_size, symmetric=section.symmetric)
-    packed = [PackedWeight.of(codes, bits, section.symmetric) for bits in section.bits]
+    packed = [packed_of(codes, bits, section.symmetric) for bits in section.bits]
     return weight.numel() * len(packed) / _seconds(lambda: [made.dequantize(sizes.dtype) for made in packed], device)
 
 

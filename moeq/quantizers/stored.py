@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from moeq.errors import QuantizationError
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.packed import NotStorable, PackedWeight
+from moeq.numerics.storing import NotStorable, packed_of
 from moeq.recipe import LossesSection
+from moeq_kernels.packed import PackedWeight
 
 Packed = dict[str, dict[int, PackedWeight]]  # {projection: {bits: stack over some experts}}
 
@@ -50,5 +51,5 @@ def packed_batch(
                 f"{layer.name}, expert {expert}, {projection}, {width} bit{'s' * (width > 1)}" for expert in experts
             ]
             with stored_as(method, places.__getitem__):
-                packed[projection][width] = PackedWeight.of(quantized, width, config.symmetric, config.nested)
+                packed[projection][width] = packed_of(quantized, width, config.symmetric, config.nested)
     return packed

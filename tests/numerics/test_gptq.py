@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeq.numerics import gptq, gptq_cpu, gptq_device, grids, group_grids
+from moeq.numerics import gptq, gptq_cpu, gptq_device, group_grids
 from moeq.numerics.factor import act_order, factorize
-from moeq.numerics.packed import PackedWeight
+from moeq.numerics.storing import packed_of
+from moeq_kernels import grids
 
 BITS = (1, 2, 3, 4, 8)
 
@@ -89,7 +90,7 @@ def test_float64_codes_equal_the_oracle(inputs: int, rows: int, group: int, symm
             size = inputs if group == -1 else group
             codes, values = oracle(weight[expert], hessian[expert], bits, size, symmetric, clip)
             assert torch.equal(found.codes[expert, index], codes), bits
-            packed = PackedWeight.of(found, bits, symmetric)
+            packed = packed_of(found, bits, symmetric)
             torch.testing.assert_close(packed.dequantize()[expert].double(), values, rtol=1e-6, atol=1e-9)
 
 
@@ -100,7 +101,7 @@ def test_float32_loses_no_more_than_the_oracle(bits: int) -> None:
     assert not factor.failed.any()
     assert not factor.float64.any()
     found = gptq.quantize(weight, factor.unit_upper, bits=[bits], group_size=64)
-    values = PackedWeight.of(found, bits, symmetric=False).dequantize().double()
+    values = packed_of(found, bits, symmetric=False).dequantize().double()
 
     def loss(expert: int, candidate: Tensor) -> float:
         error = candidate - weight[expert].double()
@@ -148,7 +149,7 @@ def test_zero_weights_and_tiny_groups_stay_finite() -> None:
     weight[0, 2] = 70000.0  # its scale at 1 bit does not fit float16
     for bits in BITS:
         found = gptq.quantize(weight, None, bits=[bits], group_size=8)
-        values = PackedWeight.of(found, bits, symmetric=False).dequantize()
+        values = packed_of(found, bits, symmetric=False).dequantize()
         assert torch.isfinite(values).all()
         assert torch.equal(values[0, 0], torch.zeros(24))
 
@@ -236,7 +237,7 @@ def test_ill_conditioned_hessians_lose_no_more_than_the_oracle() -> None:
     factor = factorize(hessian.float().unsqueeze(0))
     found = gptq.quantize(weight, factor.unit_upper, bits=BITS, group_size=32)
     for index, bits in enumerate(BITS):
-        values = PackedWeight.of(found, bits, symmetric=False).dequantize()[0].double()
+        values = packed_of(found, bits, symmetric=False).dequantize()[0].double()
         _, best = oracle(weight[0], hessian, bits, 32, symmetric=False)
         losses = [float(((v - weight[0]) @ hessian * (v - weight[0])).sum()) for v in (values, best)]
         assert losses[0] <= 1.001 * losses[1], (index, bits)
@@ -252,7 +253,7 @@ def test_clipping_never_has_more_error_than_the_whole_range(symmetric: bool) -> 
     for bits in BITS:
         errors = []
         for found in (whole, clipped):
-            rest = (PackedWeight.of(found, bits, symmetric).dequantize() - weight).abs() ** 3 * importance.unsqueeze(1)
+            rest = (packed_of(found, bits, symmetric).dequantize() - weight).abs() ** 3 * importance.unsqueeze(1)
             errors.append(torch.stack([part.sum(-1) for part in rest.split(16, -1)], -1))
         assert (errors[1] <= errors[0] * 1.001).all(), bits
         assert (errors[1] < 0.9 * errors[0]).any() == (bits in (2, 3, 4)), bits

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moeq.numerics import gptq, nested
-from moeq.numerics.grids import LEAST_SCALE, beyond_float16
-from moeq.numerics.packed import PackedWeight
+from moeq.numerics.storing import packed_of
+from moeq_kernels.grids import LEAST_SCALE, beyond_float16
 
 BITS = [1, 2, 3, 4, 8]
 
@@ -24,7 +24,7 @@ def test_no_weights_become_0_or_infinite(size: float, leading: bool, clip: bool,
     else:
         made = gptq.quantize(weight, None, bits=BITS, group_size=32, symmetric=symmetric, importance=importance)
     for bits in made.bits:
-        packed = PackedWeight.of(made, bits, symmetric, leading)
+        packed = packed_of(made, bits, symmetric, leading)
         assert torch.isfinite(packed.scales).all()
         assert (packed.scales >= LEAST_SCALE).all()
         values = packed.dequantize()
@@ -39,7 +39,7 @@ def test_groups_of_zeros_keep_a_scale_of_0() -> None:
     weight[0, 1, 0] = 1e-30
     made = gptq.quantize(weight, None, bits=BITS, group_size=16)
     for bits in BITS:
-        packed = PackedWeight.of(made, bits, False)
+        packed = packed_of(made, bits, False)
         assert packed.scales[0].float().tolist() == [[0, 0], [LEAST_SCALE, 0]]
         if bits > 1:
             assert not packed.dequantize().any()

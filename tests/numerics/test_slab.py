@@ -14,13 +14,13 @@ from moeq.numerics.slab import BLOCK_BYTES, Slab
 PACKING = """
 import re, torch
 from moeq.numerics.gptq import quantize
-from moeq.numerics.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight
 from moeq.numerics.slab import Slab
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 weight = torch.randn(1, 1024, 1024)
 def packed():
-    return PackedWeight.of(quantize(weight, None, bits=[4], group_size=128), 4, False)
+    return packed_of(quantize(weight, None, bits=[4], group_size=128), 4, False)
 packed()
 slab, start = Slab(), anonymous()
 kept = [packed().map(slab.keep) for _ in range(60)]

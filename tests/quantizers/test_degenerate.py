@@ -14,7 +14,7 @@ from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.kinds import GATED
 from moeq.models.kinds.base import act_then_multiply
 from moeq.models.walk import LayerInputs
-from moeq.numerics.packed import PackedWeight
+from moeq.numerics.storing import packed_of
 from moeq.quantizers import rtn
 from moeq.quantizers.layer import LayerResult, quantize_layer
 from moeq.recipe import LossesSection
@@ -155,7 +155,7 @@ def test_without_tokens_or_borrowing_gptq_is_rounding(clip: str) -> None:
     rounded = rtn.quantize(weights, None, config)
     for name in GATED:
         for bits in BITS:
-            same = PackedWeight.of(rounded[name], bits, symmetric=False)
+            same = packed_of(rounded[name], bits, symmetric=False)
             assert torch.equal(same.codes[2], result.replicas[name][bits].codes[2])
             assert torch.equal(same.scales[2], result.replicas[name][bits].scales[2])
 

@@ -15,7 +15,7 @@ from moeq.models.non_experts import OtherModule
 from moeq.models.walk import Batch
 from moeq.numerics import gptq
 from moeq.numerics.factor import factorize
-from moeq.numerics.packed import PackedWeight
+from moeq.numerics.storing import packed_of
 from moeq.quantizers import non_experts as others
 from moeq.quantizers.non_experts import Grid, InputSums, Listener, quantize_embedding, quantize_linears, split_rows
 
@@ -139,9 +139,7 @@ def test_codes_are_those_of_the_numerics(
     for name in ("q", "k", "v"):
         weight = block.get_submodule(name).get_parameter("weight").detach()
         factor = factorize(hessian.clone(), 0.01).unit_upper
-        wanted = PackedWeight.of(
-            gptq.quantize(weight.unsqueeze(0), factor, bits=[3], group_size=16), 3, symmetric=False
-        )
+        wanted = packed_of(gptq.quantize(weight.unsqueeze(0), factor, bits=[3], group_size=16), 3, symmetric=False)
         for part, tensor in results[name].packed.parts().items():
             assert torch.equal(tensor, wanted.parts()[part]), (name, part)
         off = held @ (wanted.dequantize()[0] - weight).T
@@ -230,7 +228,7 @@ def test_embeddings_are_rounded_row_by_row(rows_at_once: int, monkeypatch: pytes
     grid = Grid(method="rtn", bits=4, group_size=16, symmetric=True, damping=0.01)
     result = quantize_embedding("table", weight, times, grid)
     wanted = gptq.quantize(weight.unsqueeze(0), None, bits=[4], group_size=16, symmetric=True)
-    assert torch.equal(result.packed.codes, PackedWeight.of(wanted, 4, symmetric=True).codes)
+    assert torch.equal(result.packed.codes, packed_of(wanted, 4, symmetric=True).codes)
     assert result.packed.zeros is None
     looked = torch.arange(30).repeat_interleave(times)
     off = (result.packed.dequantize()[0] - weight)[looked]

@@ -17,12 +17,12 @@ from moeq.models.experts import stacked_weights
 from moeq.models.kinds import GATED
 from moeq.models.loading import DTYPES, describe, load_model
 from moeq.models.source import open_source
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import unpack
+from moeq.numerics.storing import packed_of
 from moeq.progress import Reporter
 from moeq.quantizers import rtn
 from moeq.recipe import LossesSection, load_recipe
 from moeq.stages.context import Context
+from moeq_kernels.packing import unpack
 
 SETTINGS = {"methods": ["rtn"], "bits": [4, 8], "group_size": -1, "symmetric": True}
 REACH = {("narrow", 8): 127, ("narrow", 4): 7, ("full", 8): 128, ("full", 4): 8}
@@ -55,7 +55,7 @@ def test_codes_scales_and_values_are_the_papers(kept: str, bits: int) -> None:
     weight[1, :, 4] = 0
     weight[2, 7] *= 20
     config = LossesSection.model_validate(SETTINGS | {"symmetric_range": kept})
-    packed = PackedWeight.of(rtn.quantize({"up_proj": weight.mT}, None, config)["up_proj"], bits, symmetric=True)
+    packed = packed_of(rtn.quantize({"up_proj": weight.mT}, None, config)["up_proj"], bits, symmetric=True)
     integers, scales = quantize(weight, bits, kept)
     assert packed.zeros is None
     assert torch.equal(packed.scales.mT, scales)

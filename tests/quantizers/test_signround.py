@@ -17,12 +17,12 @@ from moeq.models.walk import walk
 from moeq.numerics import gptq
 from moeq.numerics.factor import factorize
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.grids import decode
-from moeq.numerics.packed import PackedWeight
+from moeq.numerics.storing import packed_of
 from moeq.quantizers.layer_data import ExpertBatch
 from moeq.quantizers.signround_expert import Training, sign_round
 from moeq.quantizers.trained_grid import TrainedGrid
 from moeq.quantizers.training_rows import Pool, Pools
+from moeq_kernels.grids import decode
 
 EXPERTS, HIDDEN, INTER = 3, 40, 24
 GROUP = 16  # the last group of either side is shorter
@@ -114,7 +114,7 @@ def test_less_loss_than_the_start_and_codes_that_can_be_stored(bits: int, symmet
             assert sum(after) < 0.9 * sum(before), method
         replaced = values(found, bits)
         for name, quantized in found.items():
-            packed = PackedWeight.of(quantized, bits, symmetric)
+            packed = packed_of(quantized, bits, symmetric)
             assert torch.equal(packed.dequantize(), replaced[name])
             assert int(quantized.codes.max()) < 2**bits
 

@@ -17,11 +17,12 @@ from moeq.errors import QuantizationError
 from moeq.models.experts import DOWN
 from moeq.numerics import gptq
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.grids import decode
-from moeq.numerics.packed import NotStorable, PackedWeight
+from moeq.numerics.storing import NotStorable, packed_of
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.refine import refine_layer
 from moeq.recipe import LossesSection, RefineSection
+from moeq_kernels.grids import decode
+from moeq_kernels.packed import PackedWeight
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_a_zero_point_that_is_not_stored_must_be_the_middle(symmetric: bool) -> 
     for bits, middle in ((1, 0.5), (4, 8)):
         if bits == 1 or symmetric:
             with pytest.raises(NotStorable, match=f"zero points other than {middle}"):
-                PackedWeight.of(moved, bits, symmetric)
+                packed_of(moved, bits, symmetric)
 
 
 def test_expert_output_is_the_familys(packings: list[tuple[Quantized, int, PackedWeight]]) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from moeq.errors import ArtifactError
 from moeq.numerics import gptq
-from moeq.numerics.packed import PackedWeight
+from moeq.numerics.storing import packed_of
 from moeq.runtime.packed_modules import (
     GUARD_SHAPE,
     OtherWidths,
@@ -20,11 +20,12 @@ from moeq.runtime.packed_modules import (
     TiedHead,
     replace_modules,
 )
+from moeq_kernels.packed import PackedWeight
 
 
 def packed_weight(weight: torch.Tensor, bits: int, symmetric: bool) -> PackedWeight:
     made = gptq.quantize(weight.detach().unsqueeze(0), None, bits=[bits], group_size=16, symmetric=symmetric)
-    return PackedWeight.of(made, bits, symmetric).map(lambda part: part[0])
+    return packed_of(made, bits, symmetric).map(lambda part: part[0])
 
 
 def fill(module: nn.Module, weight: PackedWeight) -> None:

@@ -24,7 +24,7 @@ from moeq.models.source import read_header
 from moeq.models.streaming import StreamedModel
 from moeq.numerics import gptq
 from moeq.numerics.factor import factorize
-from moeq.numerics.packed import PackedWeight
+from moeq.numerics.storing import packed_of
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
@@ -183,7 +183,7 @@ def test_codes_in_the_checkpoint_are_those_of_the_numerics(deepseek: Path, tmp_p
             weight = model.get_submodule(module.name).weight.detach().unsqueeze(0)
             of = torch.cat(rows[module.name])
             factor = factorize((of.T @ of / len(of)).unsqueeze(0), 0.05).unit_upper
-            wanted = PackedWeight.of(
+            wanted = packed_of(
                 gptq.quantize(
                     weight,
                     factor if method == "gptq" else None,

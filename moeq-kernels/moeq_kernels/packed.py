@@ -12,17 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moeq.numerics import grids
-from moeq.numerics.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
-from moeq.numerics.widths import NESTED_BITS, PARTS, SUPPORTED_BITS, group_count, resolved_group_size
-
-if TYPE_CHECKING:
-    from moeq.numerics.gptq import Quantized
+from moeq_kernels import grids
+from moeq_kernels.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
+from moeq_kernels.widths import NESTED_BITS, PARTS, SUPPORTED_BITS, group_count, resolved_group_size
 
 
 def has_zeros(bits: int, symmetric: bool) -> bool:
@@ -35,7 +31,7 @@ def grid_bits(bits: int, nested: bool) -> int:
     return NESTED_BITS[-1] if nested and bits in NESTED_BITS else bits
 
 
-def _middle(bits: int, nested: bool) -> float:
+def middle_of(bits: int, nested: bool) -> float:
     """The zero point of codes whose zero points are not stored."""
     return grids.SIGN_ZERO if bits == 1 else 2.0 ** (grid_bits(bits, nested) - 1)
 
@@ -60,41 +56,6 @@ def packed_shapes(
     return shapes
 
 
-class NotStorable(ValueError):
-    """A quantizer's result that no packed weight stands for exactly; `index`: the first of its weights that is so."""
-
-    def __init__(self, what: str, index: int) -> None:
-        super().__init__(what)
-        self.index = index
-
-
-def _refuse(wrong: Tensor, what: str) -> None:
-    """NotStorable where anything is wrong, [E, ...] bool."""
-    if bool(wrong.any()):
-        raise NotStorable(what, int(wrong.flatten(1).any(1).nonzero()[0]))
-
-
-def _packed_codes(what: str, codes: Tensor, bits: int) -> Tensor:
-    """Codes (or zero points) [E, ..., K], of any type, as they are stored; NotStorable but for 0 to 2**b - 1."""
-    if codes.is_floating_point():
-        _refuse(codes != codes.round(), f"{what} that are no whole numbers")
-        _refuse((codes < 0) | (codes >= 2**bits), f"{what} beyond 0 to {2**bits - 1}")
-        codes = codes.to(torch.uint8)
-    try:
-        return pack(codes, bits)
-    except ValueError:
-        _refuse((codes < 0) | (codes >= 2**bits), f"{what} beyond 0 to {2**bits - 1}")
-        raise
-
-
-def _stored_scales(scale: Tensor) -> Tensor:
-    """Scales [E, ...] as they are stored; NotStorable where that would change one."""
-    _refuse(~torch.isfinite(scale), "scales that are not finite")
-    half = scale.to(grids.SCALE_DTYPE)
-    _refuse(half.to(scale.dtype) != scale, "scales that float16 does not hold")
-    return half
-
-
 @dataclass(frozen=True, kw_only=True)
 class PackedWeight:
     """One weight, or a stack of weights of the same width, in its stored form.
@@ -110,34 +71,6 @@ class PackedWeight:
     inputs: int
     symmetric: bool
     nested: bool = False
-
-    @classmethod
-    def of(cls, quantized: Quantized, bits: int, symmetric: bool, nested: bool = False) -> PackedWeight:
-        """Pack one width of a `Quantized` batch: parts are [E, N, ...]; it stands for exactly the batch's values.
-
-        nested: the widths 2, 3 and 4 of the batch are what `nested.quantize` made. Raises NotStorable for what would
-        have to be rounded: codes or zero points off the grid, scales that are not finite or have too many digits.
-        """
-        index, nested = quantized.bits.index(bits), nested and bits in NESTED_BITS
-        codes, scale, zero = (part[:, index] for part in (quantized.codes, quantized.scale, quantized.zero))
-        if nested:
-            scale, zero = grids.grid_of_nested(scale, zero, bits)
-        scales, stored = _stored_scales(scale), None
-        if has_zeros(bits, symmetric):
-            stored = _packed_codes("zero points", zero, grid_bits(bits, nested))
-        else:
-            middle = _middle(bits, nested)
-            _refuse(zero != middle, f"zero points other than {middle:g}")
-        return cls(
-            codes=_packed_codes("codes", codes, bits),
-            scales=scales,
-            zeros=stored,
-            bits=bits,
-            group_size=quantized.group_size,
-            inputs=codes.shape[-1],
-            symmetric=symmetric,
-            nested=nested,
-        )
 
     def parts(self) -> dict[str, Tensor]:
         """The stored tensors by name: codes [..., N, B], scales [..., N, G] and, where there are some, zeros."""
@@ -181,7 +114,7 @@ class PackedWeight:
         for start in range(0, count, step):
             some = rows.map(lambda part: part[start : start + step])  # noqa: B023
             codes = unpack(some.codes, self.bits, self.inputs)
-            values[start : start + step] = grids.decode(codes, *some._grid(), self.group_size)
+            values[start : start + step] = grids.decode(codes, *some.grid(), self.group_size)
         return values.view(*self.codes.shape[:-1], self.inputs)
 
     def leading(self, bits: int) -> PackedWeight:
@@ -189,27 +122,9 @@ class PackedWeight:
         codes = unpack(self.codes, self.bits, self.inputs) >> (self.bits - bits)
         return replace(self, codes=pack(codes, bits), bits=bits)
 
-    def unpacked(self) -> Quantized:
-        """A stack [E, N, ...] as codes uint8 [E, 1, N, K] with scales and zero points [E, 1, N, G].
-
-        ValueError as `check`.
-        """
-        from moeq.numerics.gptq import Quantized  # which loads a compiler
-
-        self.check()
-        scale, zero = self._grid()
-        zero = zero.float() if isinstance(zero, Tensor) else torch.full_like(scale, zero, dtype=torch.float32)
-        return Quantized(
-            codes=unpack(self.codes, self.bits, self.inputs).unsqueeze(1),
-            scale=scale.float().unsqueeze(1),
-            zero=zero.unsqueeze(1),
-            bits=(self.bits,),
-            group_size=self.group_size,
-        )
-
-    def _grid(self) -> tuple[Tensor, Tensor | float]:
+    def grid(self) -> tuple[Tensor, Tensor | float]:
         """Scale and zero point of the codes as they are."""
-        zero: Tensor | float = _middle(self.bits, self.nested)
+        zero: Tensor | float = middle_of(self.bits, self.nested)
         if self.zeros is not None:
             zero = unpack(self.zeros, grid_bits(self.bits, self.nested), self.scales.shape[-1])
         if not self.nested:
