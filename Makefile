@@ -40,6 +40,7 @@ drills: $(INSTALLED)
 wheel: $(INSTALLED)
 	rm -rf dist build *.egg-info
 	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m build --outdir dist moeq-kernels
 
 docs: $(INSTALLED)
 	$(BIN)/python $(LOCKED) -r locks/docs.txt
@@ -68,7 +69,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-$(INSTALLED): pyproject.toml locks/build.txt locks/cpu.txt locks/run.txt locks/test.txt locks/triton.txt locks/cuda.txt
+$(INSTALLED): pyproject.toml moeq-kernels/pyproject.toml locks/build.txt locks/cpu.txt locks/run.txt locks/test.txt locks/triton.txt locks/cuda.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'moeq needs Python 3.11 or later: make PYTHON=python3.11')"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python $(LOCKED) -r locks/build.txt
@@ -76,7 +77,7 @@ $(INSTALLED): pyproject.toml locks/build.txt locks/cpu.txt locks/run.txt locks/t
 	$(BIN)/python $(LOCKED) --no-build-isolation --use-pep517 -r locks/run.txt -r locks/test.txt
 	$(BIN)/python $(LOCKED) -r locks/triton.txt
 	if $(BIN)/python -c '$(CUDA_TORCH)'; then $(BIN)/python $(LOCKED) -r locks/cuda.txt; fi
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e ./moeq-kernels -e .
 	$(BIN)/python -m pip check
 	touch $@
 

@@ -117,7 +117,7 @@ class Ground:
         self.folder, self.sources = folder, folder / "sources"
         self.sources.mkdir(parents=True)
         environment = {"MOEQ_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environment["PYTHONPATH"] = str(figures.ROOT)
+        environment["PYTHONPATH"] = figures.SOURCES
         if server is None:
             os.environ |= environment
         self.server = server or shared(*MOEQ)

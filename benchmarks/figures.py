@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from moeq.stages.context import Context
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = os.pathsep.join([str(ROOT), str(ROOT / "moeq-kernels")])  # PYTHONPATH of this tree
 SHARED = ROOT.parent / "shared"  # trained checkpoints and texts that are not moeq's, where there are some
 
 
@@ -240,7 +241,7 @@ class Peaks:
 
 def printed(*words: str) -> str:
     """What Python prints for these words of a command line, in a fresh process; messages go to standard error."""
-    given = os.environ | {"PYTHONPATH": str(ROOT)}
+    given = os.environ | {"PYTHONPATH": SOURCES}
     return subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True, env=given).stdout
 
 

@@ -123,7 +123,7 @@ class Taken:
 def taken(*words: str, start: Sequence[str] = ("-m", "moeq"), cwd: Path = figures.ROOT) -> Taken:
     """Run `moeq WORDS` in a fresh process; start: what Python is given before the words."""
     command = [sys.executable, *start, *words]
-    given = os.environ | {"PYTHONPATH": str(figures.ROOT), "HF_HUB_OFFLINE": "1", "PYTHONPYCACHEPREFIX": str(COMPILED)}
+    given = os.environ | {"PYTHONPATH": figures.SOURCES, "HF_HUB_OFFLINE": "1", "PYTHONPYCACHEPREFIX": str(COMPILED)}
     given.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryFile("w+") as said:
         child = subprocess.Popen(command, cwd=cwd, env=given, stdout=subprocess.DEVNULL, stderr=said)

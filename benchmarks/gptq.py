@@ -50,7 +50,7 @@ class Worker:
             "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0") if options.device == "cuda" else "",
         }
         if name in ("moeq", "products"):
-            environment["PYTHONPATH"] = str(HERE.parent)
+            environment["PYTHONPATH"] = figures.SOURCES
         command = [str(python), str(HERE / "gptq_worker.py"), name, options.device, str(options.threads)]
         self.log = Path(options.environments) / f"{name}.log"
         with self.log.open("w") as log:

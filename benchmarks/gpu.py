@@ -114,7 +114,12 @@ def main() -> int:
         print(f"{' and '.join(missing)} not installed: nothing can be run")
         return 1
     site = unpacked(options.wheels, options.to / "site")
-    paths = [str(ROOT), *([site] if site else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(ROOT),
+        str(ROOT / "moeq-kernels"),
+        *([site] if site else []),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     runs = Runs(os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"})
     said = subprocess.run([sys.executable, "-c", SEEN], capture_output=True, text=True, env=runs.environment).stdout
     torch, triton, *device = said.split(maxsplit=2)

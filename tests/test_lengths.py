@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = [
-    path.relative_to(ROOT).as_posix() for room in ("moeq", "benchmarks") for path in sorted((ROOT / room).rglob("*.py"))
+    path.relative_to(ROOT).as_posix()
+    for room in ("moeq", "moeq-kernels", "benchmarks")
+    for path in sorted((ROOT / room).rglob("*.py"))
 ]
 MOST_OF_A_FILE, MOST_OF_A_FUNCTION = 450, 60
 COMPILERS = {"jit", "njit"}  # numba's and Triton's

@@ -32,6 +32,7 @@ from moeq.models.loading import load_tokenizer
 from moeq.models.source import open_source, read_header
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+OWN = tomllib.loads((ROOT / "moeq-kernels" / "pyproject.toml").read_text("utf-8"))["project"]
 NAMES = sorted(path.stem for path in LOCKS.glob("*.txt"))
 INSTALLED = ("build", "cpu", "run", "test", "docs", "cuda", "triton")
 SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
@@ -41,6 +42,7 @@ CALLS = {  # what runs text, a shell or pickled code, by its dotted name
     "np.load", "numpy.load",
 }  # fmt: skip
 MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "telnetlib", "ftplib"}
+PACKAGES = (ROOT / "moeq", ROOT / "moeq-kernels" / "moeq_kernels")
 NETWORK = {"socket", "http", "urllib", "requests", "httpx", "httpx2", "aiohttp", "ssl", "smtplib"}
 
 
@@ -88,8 +90,14 @@ def test_what_the_project_asks_for_is_locked() -> None:
     """Every requirement of the extras that are installed, and every package that another one needs."""
     project, pins = PROJECT["project"], locked_here()
     extras = [extra for names in EXTRAS.values() for extra in names]
-    asked = [*project["dependencies"], *(one for name in extras for one in project["optional-dependencies"][name])]
+    asked = [
+        *OWN["dependencies"],
+        *project["dependencies"],
+        *(one for name in extras for one in project["optional-dependencies"][name]),
+    ]
     for one in map(Requirement, asked):
+        if one.name == OWN["name"]:
+            continue  # of this repository
         pin = pins.get(canonicalize_name(one.name))
         assert pin is not None, f"{one.name}: make lock"
         assert one.specifier.contains(pin.version), f"{one} of pyproject.toml, {pin.version} of locks/: make lock"
@@ -127,7 +135,7 @@ def test_make_installs_from_the_locks_alone() -> None:
     for name, rule in rules.items():
         assert "$(LOCKED)" in rule, name
         for line in re.findall(r"pip install (.*)", rule):
-            assert line == "--quiet --no-deps --no-build-isolation -e ."
+            assert line == "--quiet --no-deps --no-build-isolation -e ./moeq-kernels -e ."
 
 
 def test_the_notices_are_of_what_is_locked() -> None:
@@ -193,7 +201,7 @@ def test_the_sbom_is_cyclonedx_and_names_what_is_installed(tmp_path: Path) -> No
 
 
 def sources() -> list[Path]:
-    found = list((ROOT / "moeq").rglob("*.py"))
+    found = [path for package in PACKAGES for path in package.rglob("*.py")]
     assert len(found) > 300
     return found
 
@@ -226,10 +234,10 @@ def test_only_the_rooms_for_it_start_processes_and_none_opens_a_connection() -> 
     starting, connecting = set(), set()
     for path in sources():
         names = {name for node in ast.walk(ast.parse(path.read_text("utf-8"))) for name in imported(node)}
-        name = path.relative_to(ROOT / "moeq").as_posix()
+        name = path.relative_to(ROOT).as_posix()
         starting |= {name} if names & {"subprocess", "multiprocessing"} else set()
         connecting |= {name} if names & NETWORK else set()
-    assert starting == {"benching/llama_bench.py", "verification/launch.py"}
+    assert starting == {"moeq/benching/llama_bench.py", "moeq/verification/launch.py"}
     assert connecting == set()
 
 

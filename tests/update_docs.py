@@ -27,6 +27,7 @@ from moeq.runtimes import Runtime, runtimes
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moeq"
+KERNELS = ROOT / "moeq-kernels" / "moeq_kernels"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -51,7 +52,7 @@ def rooms() -> str:
     rows = []
     for number, layer in enumerate(layers, 1):
         for place, module in enumerate(re.split(r"\s*[|:]\s*", layer)):
-            path = ROOT / module.replace(".", "/")
+            path = KERNELS if module == KERNELS.name else ROOT / module.replace(".", "/")
             text = summary(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
             rows.append((str(number) if place == 0 else "", f"`{module.removeprefix('moeq.')}`", text))
     return table("| | room | |", rows)
@@ -60,10 +61,11 @@ def rooms() -> str:
 def files() -> str:
     """A line for every file of moeq/, from its docstring; a table a room."""
     found: dict[str, list[tuple[str, ...]]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        inside = path.relative_to(PACKAGE)
-        room = f"moeq/{inside.parts[0]}" if len(inside.parts) > 1 else "moeq"
-        found.setdefault(room, []).append((f"`{path.relative_to(ROOT / room).as_posix()}`", summary(path)))
+    for path in (*sorted(PACKAGE.rglob("*.py")), *sorted(KERNELS.rglob("*.py"))):
+        package = PACKAGE if path.is_relative_to(PACKAGE) else KERNELS
+        inside = path.relative_to(package.parent)
+        room = "/".join(inside.parts[:-1][:2])
+        found.setdefault(room, []).append((f"`{inside.relative_to(room).as_posix()}`", summary(path)))
     return "\n".join(f"### {room}\n{table('| file | |', rows)}" for room, rows in sorted(found.items()))
 
 

@@ -27,6 +27,7 @@ CPU_TORCH = {  # builds of torch's own index, which PyPI does not serve: {file: 
         "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
     ),
 }
+OWN = "moeq-kernels"  # of this repository, found by [tool.uv.sources]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACHINES = ("x86_64", "aarch64")
 HEADS = {
@@ -116,6 +117,7 @@ def resolve(known: Mapping[str, Pin], *asked: str, upgrade: bool) -> dict[str, P
         command = [
             find_uv_bin(), "pip", "compile", "--no-config", "--quiet", "--no-header", "--universal",
             "--generate-hashes", "--python-version", PYTHONS[0], "--constraints", "constraints.txt",
+            "--no-emit-package", OWN,
             "--output-file", str(out), *asked,
         ]  # fmt: skip
         subprocess.run([*command, *(["--upgrade"] if upgrade else [])], cwd=ROOT, check=True)

@@ -12,7 +12,8 @@ from moeq.artifacts.provenance import Builder, Resource, packages_as
 from moeq.version import __version__
 
 PACKAGES = (  # whose version may change a byte
-    "numba", "numpy", "pyarrow", "safetensors", "scikit-learn", "scipy", "tokenizers", "torch", "transformers",
+    "moeq-kernels", "numba", "numpy", "pyarrow", "safetensors", "scikit-learn", "scipy", "tokenizers", "torch",
+    "transformers",
 )  # fmt: skip
 OF_FORMATS = {"gguf": ("gguf",)}  # {format: packages that write it}
 
