@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from moeq.errors import QuantizationError
 from moeq.models.non_experts import OtherModule
 from moeq.models.walk import Batch, current_batch
+from moeq.numerics import storing
 from moeq.numerics.factor import Factor, factorize
-from moeq.numerics.storing import packed_of
 from moeq.quantizers.stored import stored_as
 from moeq.registry import QUANTIZERS
 from moeq_kernels.grids import beyond_float16
@@ -256,7 +256,7 @@ def _packed(name: str, weight: Tensor, factor: Factor | None, grid: Grid) -> Pac
     method = ROUNDING if factor is None and grid.needs_factor else grid.method
     with QUANTIZERS.blaming(method, lambda: name), stored_as(grid.method, lambda _: name):
         made = QUANTIZERS.get(method).linear(weight, factor, grid)
-        return packed_of(made, grid.bits, grid.symmetric)
+        return storing.packed_of(made, grid.bits, grid.symmetric)
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moeq.models.experts import ExpertMath
 from moeq.models.walk import LayerInputs
+from moeq.numerics import storing
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.storing import packed_of, unpacked
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround_expert import Training
 from moeq.quantizers.signround_layer import (
@@ -91,7 +91,7 @@ def refine_layer(
         for name, codes in part.matrices.items():
             places = [f"{job.inputs.layer.name}, expert {expert}, {name}" for expert in part.experts]
             with stored_as("refine", places.__getitem__):
-                stacks[name] = packed_of(codes, codes.bits[0], job.symmetric)
+                stacks[name] = storing.packed_of(codes, codes.bits[0], job.symmetric)
         for place, expert in enumerate(part.experts):
             packed[expert] = {
                 name: stack.map(lambda part: part[place].cpu().clone())  # noqa: B023
@@ -107,7 +107,7 @@ def _codes(start: Mapping[int, Packed], bits: tuple[Widths, ...], width: Widths,
 
     def stacked(name: str) -> Quantized:
         alone = (start[expert][name].map(lambda part: part.unsqueeze(0).to(device)) for expert in experts)
-        return join([unpacked(weight) for weight in alone])
+        return join([storing.unpacked(weight) for weight in alone])
 
     return WidthCodes(bits=width, experts=experts, matrices={name: stacked(name) for name in names})
 

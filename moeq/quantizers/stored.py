@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from moeq.errors import QuantizationError
 from moeq.models.experts import ExpertLayer
+from moeq.numerics import storing
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.storing import NotStorable, packed_of
 from moeq.recipe import LossesSection
 from moeq_kernels.packed import PackedWeight
 
@@ -20,7 +20,7 @@ def stored_as(method: str, place: Callable[[int], str]) -> Iterator[None]:
     """Raise what cannot be stored as a QuantizationError that names the method and, by `place`, which weight it is."""
     try:
         yield
-    except NotStorable as error:
+    except storing.NotStorable as error:
         raise QuantizationError(
             f"{method} gave {error}, which cannot be stored",
             where=place(error.index),
@@ -51,5 +51,5 @@ def packed_batch(
                 f"{layer.name}, expert {expert}, {projection}, {width} bit{'s' * (width > 1)}" for expert in experts
             ]
             with stored_as(method, places.__getitem__):
-                packed[projection][width] = packed_of(quantized, width, config.symmetric, config.nested)
+                packed[projection][width] = storing.packed_of(quantized, width, config.symmetric, config.nested)
     return packed

@@ -18,6 +18,7 @@ from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import GATED
 from moeq.models.kinds.base import act_then_multiply
 from moeq.models.walk import LayerInputs
+from moeq.numerics import storing
 from moeq.numerics.gptq import Quantized
 from moeq.quantizers.layer import LayerResult, expert_batches, made_on_demand, quantize_layer
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, RoutedTokens
@@ -122,13 +123,13 @@ def test_the_stored_values_are_the_measured_ones(
 ) -> None:
     """Bit for bit: packing changes no value, and the same products of the stored weights give the very losses."""
     packings: list[tuple[Quantized, int, PackedWeight]] = []
-    pack = PackedWeight.of
+    pack = storing.packed_of
 
     def recorded(made: Quantized, bits: int, *grid: Any) -> PackedWeight:
         packings.append((made, bits, pack(made, bits, *grid)))
         return packings[-1][2]
 
-    monkeypatch.setattr(PackedWeight, "of", recorded)
+    monkeypatch.setattr(storing, "packed_of", recorded)
     inputs, config = layer_inputs(), section(quantizer, **settings)
     result = quantize_layer(inputs, layer_weights(), SILU, config)
     assert len(packings) == len(GATED) * len(quantizer.widths)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeq.errors import QuantizationError
 from moeq.models.experts import DOWN
-from moeq.numerics import gptq
+from moeq.numerics import gptq, storing
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.storing import NotStorable, packed_of
 from moeq.quantizers.layer import quantize_layer
@@ -29,13 +29,13 @@ from moeq_kernels.packed import PackedWeight
 def packings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Quantized, int, PackedWeight]]:
     """Everything that is packed: the quantizer's result, the width, and the packed weight."""
     found: list[tuple[Quantized, int, PackedWeight]] = []
-    pack: Callable[..., PackedWeight] = PackedWeight.of
+    pack: Callable[..., PackedWeight] = storing.packed_of
 
     def recorded(quantized: Quantized, bits: int, *settings: Any) -> PackedWeight:
         found.append((quantized, bits, pack(quantized, bits, *settings)))
         return found[-1][2]
 
-    monkeypatch.setattr(PackedWeight, "of", recorded)
+    monkeypatch.setattr(storing, "packed_of", recorded)
     return found
 
 
