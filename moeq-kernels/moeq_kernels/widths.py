@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 FULL = 16  # stands for an expert or a matrix as the checkpoint has it
+WIDTHS = (1, 2, 3, 4, 8, FULL)  # of an expert, or of one of its matrices
 SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 7, 8)
 NESTED_BITS = (2, 3, 4)  # widths whose codes can be one code's leading bits, the widest last
 WORD = 32
@@ -17,6 +19,13 @@ ROUNDING: Literal["half_up"] = "half_up"
 MULTIPLIER_BITS = 16
 EXACT_BITS = 52  # whole numbers up to 2**52, and half of one more, are exact in float64
 MAX_SHIFT = 62
+
+Width = int | Mapping[str, int]  # of an expert: one for all of its matrices, or {projection: bits}
+
+
+def width_of(widths: Width, projection: str) -> int:
+    """The width of one matrix of an expert."""
+    return widths if isinstance(widths, int) else widths[projection]
 
 
 def group_count(num_inputs: int, group_size: int) -> int:

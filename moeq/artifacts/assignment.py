@@ -24,21 +24,15 @@ from pydantic import (
 from moeq.artifacts.files import write_json
 from moeq.artifacts.stage import Frozen, read_model
 from moeq_kernels.widths import FULL as FULL
+from moeq_kernels.widths import WIDTHS as WIDTHS
+from moeq_kernels.widths import Width as Width
+from moeq_kernels.widths import width_of as width_of
 
 SCHEMA_VERSION = 1
-WIDTHS = (1, 2, 3, 4, 8, FULL)
 MIXED = 0  # stands for the width of a replica whose matrices have several, where a replica is named by its width
 MIXED_NAME = "mixed"
 Tier = Literal["gpu", "ndp", "host", "disk"]
 REMEDY = "correct the file or make it anew: run `moeq assign --force`"
-
-
-Width = int | Mapping[str, int]  # of an expert: one for all of its matrices, or {projection: bits}
-
-
-def width_of(widths: Width, projection: str) -> int:
-    """The width of one matrix of an expert."""
-    return widths if isinstance(widths, int) else widths[projection]
 
 
 def matrix_widths(widths: Width) -> tuple[int, ...]:

@@ -17,20 +17,17 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moeq.artifacts.assignment import WIDTHS
 from moeq.artifacts.manifest import REMEDY
 from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.source import read_header
 from moeq.runtime.hook import forget_hook
-from moeq.runtime.packed_experts import DENSE, PACKED, PackedExperts, PackedLinear
-from moeq.runtime.packed_modules import OtherWidths, PackedModule, prepare, replace_modules, wrong_config
+from moeq.runtime.packed_experts import PACKED, PackedExperts, PackedLinear
+from moeq.runtime.packed_modules import PackedModule, prepare, replace_modules
 from moeq_kernels import choice
-from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, METHOD, NESTED_VERSION, PARTS
-
-FORMAT_VERSION = 1
-MIXED_VERSION = 2  # of checkpoints in which the matrices of some expert differ in width
+from moeq_kernels.checkpoint import DENSE, FORMAT_VERSION, Stored, wrong_config
+from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, METHOD, PARTS
 
 
 @register_quantization_config(METHOD)
@@ -54,28 +51,18 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         layout_version: int = LAYOUT_VERSION,
         **_: Any,
     ) -> None:
-        version = NESTED_VERSION if nested else LAYOUT_VERSION
-        known = format_version in (FORMAT_VERSION, MIXED_VERSION)
-        if not known or (layout, layout_version) != (LAYOUT, version):
-            raise ArtifactError(
-                f"checkpoint format {format_version}, layout {layout} {layout_version}; "
-                f"this moeq reads {FORMAT_VERSION} and {MIXED_VERSION}, {LAYOUT} {version}",
-                where="config.json",
-                do="install the moeq that wrote it, or export again",
-            )
         self.quant_method = METHOD
         self.experts = experts or {}
         self.group_size, self.symmetric, self.nested = group_size, symmetric, nested
         self.format_version, self.layout, self.layout_version = format_version, layout, layout_version
         if others:
-            OtherWidths.of(others)
             self.others = others
-        _check_widths(self)
+        Stored.of(vars(self))  # refused here, before anything is loaded
 
     @property
-    def widths(self) -> OtherWidths:
-        """The packed modules outside of the experts."""
-        return OtherWidths.of(self.others)
+    def stored(self) -> Stored:
+        """What it says, as every reader of checkpoints reads it."""
+        return Stored.of(vars(self))
 
 
 @register_quantizer(METHOD)
@@ -90,6 +77,7 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> nn.Module:
         config = self.quantization_config
+        stored: Stored = config.stored
         layers = {layer.name: layer for layer in find_expert_layers(model)}
         self.stacks = tuple(
             {f".{layer.name.rpartition('.')[2]}.{part}" for layer in layers.values() for part in layer.parameters}
@@ -113,8 +101,8 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
             model.set_submodule(name, packed)
             if layer.kind.name == "numbered":  # the family's initialization reaches for experts by name
                 setattr(model.get_submodule(name.rpartition(".")[0]), "_is_hf_initialized", True)  # noqa: B010
-        if hasattr(config, "others"):
-            replace_modules(model, config.widths)
+        if stored.others is not None:
+            replace_modules(model, stored.others)
         _check_files(model, checkpoint_files or ())
         forget_hook(model.config)
         return model
@@ -156,23 +144,6 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
             where=str(getattr(getattr(model, "config", None), "name_or_path", "") or "model"),
             do="load the original checkpoint instead",
         )
-
-
-def _check_widths(config: MoeqConfig) -> None:
-    """ArtifactError for widths or a group size that no packed weight has."""
-    group_size = config.group_size
-    wrong = None
-    if not isinstance(group_size, int) or group_size == 0 or group_size < -1:
-        wrong = "group_size is no size of a group"
-    elif not isinstance(config.experts, dict) or not all(isinstance(each, list) for each in config.experts.values()):
-        wrong = "experts is not a list of widths of every layer"
-    else:
-        experts = (widths for layer in config.experts.values() for widths in layer)
-        every = (width for widths in experts for width in (widths.values() if isinstance(widths, dict) else [widths]))
-        if any(not isinstance(width, int) or width not in WIDTHS for width in every):
-            wrong = f"widths of experts must be of {WIDTHS}"
-    if wrong is not None:
-        raise wrong_config(wrong, "quantization_config")
 
 
 def _check_files(model: nn.Module, files: Sequence[str]) -> None:

@@ -33,13 +33,13 @@ from moeq.runtime.arranged import (
     with_gradients,
 )
 from moeq_kernels import choice
+from moeq_kernels.checkpoint import DENSE
 from moeq_kernels.description import LayerOfExperts, Matrix, PreparedLayer
 from moeq_kernels.packed import PackedWeight, packed_shapes
 from moeq_kernels.reference import routed_sum, values
 from moeq_kernels.widths import NESTED_BITS, PARTS
 
 GUARD_DTYPE = torch.float16
-DENSE = "dense"  # the buffer of a matrix of 16 bits
 HELD = (*PARTS, DENSE, "bias")
 
 

@@ -7,18 +7,15 @@ so that whoever loads the checkpoint without moeq gets an error. A head that sha
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
-from moeq.artifacts.manifest import REMEDY
-from moeq.errors import ArtifactError
-from moeq.recipe.wording import refusal_of
 from moeq.runtime.arranged import OFFLOADED, is_offloaded, leave_files, reason_at_call, with_gradients
 from moeq.runtime.packed_experts import GUARD_DTYPE, PackedExperts, PackedLinear
 from moeq_kernels import choice
+from moeq_kernels.checkpoint import Others, wrong_config
 from moeq_kernels.description import PreparedLinear
 from moeq_kernels.reference import some_rows, values
 
@@ -28,32 +25,6 @@ GUARD_SHAPE = (1, 1)
 def guard_name(module: str) -> str:
     """Name of a module's guard tensor."""
     return f"{module}.weight"
-
-
-def wrong_config(what: str, place: str) -> ArtifactError:
-    """The error for a config.json that does not go with its model."""
-    return ArtifactError(what, where=f"config.json, {place}", do=REMEDY)
-
-
-class OtherWidths(BaseModel):
-    """What config.json says of packed modules outside of the experts.
-
-    bits: {module: width}; tied: {embeddings: the head that uses the same tensor}.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    bits: dict[str, Literal[2, 3, 4, 8]]
-    group_size: int
-    symmetric: bool
-    tied: dict[str, str] = {}
-
-    @classmethod
-    def of(cls, block: Any) -> OtherWidths:
-        """Read the block; ArtifactError naming what is wrong with it."""
-        try:
-            return cls.model_validate(block)
-        except ValidationError as error:
-            raise wrong_config(refusal_of(error, block).sentence(), "others") from None
 
 
 class PackedModule(PackedLinear):
@@ -174,7 +145,7 @@ def prepare(model: nn.Module) -> None:
             module.embeddings.prepare()
 
 
-def replace_modules(model: Any, widths: OtherWidths) -> None:
+def replace_modules(model: Any, widths: Others) -> None:
     """Put packed modules, without weights, into a model's place of linears and embeddings.
 
     Raises ArtifactError when the model has no such module.
@@ -183,7 +154,7 @@ def replace_modules(model: Any, widths: OtherWidths) -> None:
         original = _original(model, name)
         kind = PackedEmbedding if isinstance(original, nn.Embedding) else PackedModule
         with torch.device("meta"):
-            packed = kind(original, bits, widths.group_size, widths.symmetric)
+            packed = kind(original, bits, widths.grid.group_size, widths.grid.symmetric)
         model.set_submodule(name, packed)
     for embeddings, head in widths.tied.items():
         with torch.device("meta"):

@@ -14,12 +14,12 @@ from moeq.numerics import gptq
 from moeq.numerics.storing import packed_of
 from moeq.runtime.packed_modules import (
     GUARD_SHAPE,
-    OtherWidths,
     PackedEmbedding,
     PackedModule,
     TiedHead,
     replace_modules,
 )
+from moeq_kernels.checkpoint import Grid, Others
 from moeq_kernels.packed import PackedWeight
 
 
@@ -83,8 +83,8 @@ def test_a_tied_head_has_no_tensor_of_its_own() -> None:
     assert not list(TiedHead(nn.Linear(40, 60, bias=False), embeddings).state_dict())
 
 
-def widths(bits: dict[str, int], tied: dict[str, str] | None = None) -> OtherWidths:
-    return OtherWidths(bits=bits, group_size=16, symmetric=False, tied=tied or {})
+def widths(bits: dict[str, int], tied: dict[str, str] | None = None) -> Others:
+    return Others(bits=bits, grid=Grid(group_size=16, symmetric=False), tied=tied or {})
 
 
 def test_modules_are_put_in_place_and_no_longer_tied() -> None:

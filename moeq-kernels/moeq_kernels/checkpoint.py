@@ -1,0 +1,137 @@
+"""What a checkpoint says of its packed weights: `quantization_config` of config.json, as moeq's FORMAT.md describes it.
+
+Whoever reads a checkpoint reads it by this: transformers through moeq, and the plug-ins of other runtimes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from moeq_kernels.errors import ArtifactError
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, NESTED_BITS, NESTED_VERSION, WIDTHS, Width
+
+FORMAT_VERSION = 1
+MIXED_VERSION = 2  # of checkpoints in which the matrices of some expert differ in width
+OTHER_WIDTHS = (2, 3, 4, 8)  # of a packed module outside of the experts
+DENSE = "dense"  # the part of a matrix of 16 bits
+REMEDY = "export the checkpoint again"
+
+
+def wrong_config(what: str, place: str) -> ArtifactError:
+    """The error for a config.json that does not go with its model."""
+    return ArtifactError(what, where=f"config.json, {place}", do=REMEDY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """How codes stand for values. group_size: inputs that share a scale, -1 for all of a row."""
+
+    group_size: int
+    symmetric: bool
+    nested: bool = False
+
+    def weight(self, parts: Mapping[str, Tensor], bits: int, inputs: int) -> PackedWeight:
+        """A matrix [N, inputs] of the tensors that are stored; ValueError where they are not those of this grid."""
+        weight = PackedWeight(
+            codes=parts["codes"],
+            scales=parts["scales"],
+            zeros=parts.get("zeros"),
+            bits=bits,
+            group_size=self.group_size,
+            inputs=inputs,
+            symmetric=self.symmetric,
+            nested=self.nested and bits in NESTED_BITS,
+        )
+        weight.check()
+        return weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Others:
+    """Packed modules outside of the experts. bits: {module: width}; tied: {embeddings: the head with its tensors}."""
+
+    bits: Mapping[str, int]
+    grid: Grid
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, block: Any) -> Others:
+        """Of the block `others`; ArtifactError naming what is wrong with it."""
+        known = {"bits": dict, "group_size": int, "symmetric": bool, "tied": dict}
+        if not isinstance(block, dict):
+            raise wrong_config(f"a mapping is wanted, not {type(block).__name__}", "others")
+        for name in block:
+            if name not in known:
+                raise wrong_config(f"unknown key {name!r}", "others")
+        for name, kind in known.items():
+            if name not in block and name != "tied":
+                raise wrong_config(f"{name} is missing", "others")
+            if name in block and type(block[name]) is not kind:
+                raise wrong_config(f"{name} is {type(block[name]).__name__}, not {kind.__name__}", "others")
+        for name, bits in block["bits"].items():
+            if type(bits) is not int or bits not in OTHER_WIDTHS:
+                raise wrong_config(f"a width must be of {OTHER_WIDTHS}", f"others: {name}")
+        tied = block.get("tied", {})
+        if not all(isinstance(name, str) for name in tied.values()):
+            raise wrong_config("tied names no modules", "others")
+        _check_group_size(block["group_size"], "others")
+        return cls(
+            bits=block["bits"], grid=Grid(group_size=block["group_size"], symmetric=block["symmetric"]), tied=tied
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A checkpoint's packed weights. experts: {path of an experts module: the width of every expert}."""
+
+    experts: Mapping[str, Sequence[Width]]
+    grid: Grid
+    others: Others | None = None
+
+    @classmethod
+    def of(cls, block: Mapping[str, Any]) -> Stored:
+        """Of the block `quantization_config`; ArtifactError for a later format, and for wrong widths or groups."""
+        nested, symmetric = block.get("nested", False), block.get("symmetric", False)
+        if type(nested) is not bool or type(symmetric) is not bool:
+            raise wrong_config("nested and symmetric are true or false", "quantization_config")
+        check_version(block, nested)
+        group_size, experts = block.get("group_size", 128), block.get("experts") or {}
+        _check_group_size(group_size, "quantization_config")
+        if not isinstance(experts, dict) or not all(isinstance(each, list) for each in experts.values()):
+            raise wrong_config("experts is not a list of widths of every layer", "quantization_config")
+        every = (
+            width
+            for layer in experts.values()
+            for widths in layer
+            for width in (widths.values() if isinstance(widths, dict) else [widths])
+        )
+        if any(type(width) is not int or width not in WIDTHS for width in every):
+            raise wrong_config(f"widths of experts must be of {WIDTHS}", "quantization_config")
+        return cls(
+            experts=experts,
+            grid=Grid(group_size=group_size, symmetric=symmetric, nested=nested),
+            others=Others.of(block["others"]) if block.get("others") else None,
+        )
+
+
+def check_version(block: Mapping[str, Any], nested: bool) -> None:
+    """ArtifactError unless this package reads the block's format."""
+    version, layout = block.get("format_version", FORMAT_VERSION), block.get("layout", LAYOUT)
+    wanted, layout_version = NESTED_VERSION if nested else LAYOUT_VERSION, block.get("layout_version", LAYOUT_VERSION)
+    if version not in (FORMAT_VERSION, MIXED_VERSION) or (layout, layout_version) != (LAYOUT, wanted):
+        raise ArtifactError(
+            f"checkpoint format {version}, layout {layout} {layout_version}; "
+            f"this moeq reads {FORMAT_VERSION} and {MIXED_VERSION}, {LAYOUT} {wanted}",
+            where="config.json",
+            do="install the moeq that wrote it, or export again",
+        )
+
+
+def _check_group_size(group_size: Any, place: str) -> None:
+    if type(group_size) is not int or group_size == 0 or group_size < -1:
+        raise wrong_config("group_size is no size of a group", place)
