@@ -19,6 +19,7 @@ from moeq_kernels.checkpoint import Grid
 from moeq_kernels.choice import policy, prepared_layer
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix, PreparedLayer
 from moeq_kernels.widths import Width, width_of
+from moeq_vllm.operators import make_known, routed
 from moeq_vllm.parts import ALL_PARTS, Parts, drop, placeholder, sliced
 
 GATE, UP = "gate_proj", "up_proj"
@@ -52,6 +53,7 @@ class MoeqExperts(FusedMoEMethodBase):
             raise ValueError(f"moeq: {layer.layer_name}: {what}; export the checkpoint again")
         if not self.moe.is_act_and_mul or layer.activation == MoEActivation.SWIGLUOAI:
             raise ValueError(f"moeq: {layer.layer_name}: experts with {layer.activation.value} are not served")
+        self.name = make_known(layer.layer_name, self)
         self.dtype, self.own = params_dtype, num_experts
         ranks = self.moe.moe_parallel_config
         self.rank = ranks.tp_rank
@@ -144,10 +146,16 @@ class MoeqExperts(FusedMoEMethodBase):
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
         """x [T, H], weights and ids [T, k] -> [T, H]; the runner adds what other devices compute."""
-        assert self.prepared is not None, "called before it was loaded"
         if layer.expert_map is not None:  # global numbers; -1 for other devices' experts
             local = layer.expert_map[topk_ids.long()].long()
             topk_ids = local.masked_fill(local < 0, self.own)
         if layer.apply_router_weight_on_input:
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-        return self.prepared(x, topk_ids, topk_weights)
+        if torch.compiler.is_compiling():
+            return routed(x, topk_weights, topk_ids, self.name)
+        return self.compute(x, topk_weights, topk_ids)
+
+    def compute(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """hidden [T, H], weights and experts [T, k] -> [T, H]."""
+        assert self.prepared is not None, "called before it was loaded"
+        return self.prepared(hidden, experts, weights)

@@ -19,32 +19,8 @@ from moeq_kernels.choice import policy, prepared_linear
 from moeq_kernels.description import PreparedLinear
 from moeq_kernels.reference import values
 from moeq_kernels.widths import FULL
+from moeq_vllm.operators import looked_up, make_known, product
 from moeq_vllm.parts import ALL_PARTS, GUARD, Parts, drop, placeholder, sliced
-
-_ARRANGED: dict[int, tuple[PreparedLinear, ...]] = {}  # what the operators compute with, by a module's number
-
-
-@torch.library.custom_op("moeq::product", mutates_args=())
-def product(rows: Tensor, number: int, outputs: int) -> Tensor:
-    """rows [T, K] -> [T, outputs] of a module's matrices; an operator, which compilers do not look into."""
-    found = [matrix(rows) for matrix in _ARRANGED[number]]
-    return found[0].clone() if len(found) == 1 else torch.cat(found, -1)
-
-
-@product.register_fake
-def _(rows: Tensor, number: int, outputs: int) -> Tensor:
-    return rows.new_empty(rows.shape[0], outputs)
-
-
-@torch.library.custom_op("moeq::looked_up", mutates_args=())
-def looked_up(ids: Tensor, number: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """The rows [T, inputs] of an embedding for ids [T]."""
-    return values(_ARRANGED[number][0].some(ids), dtype)
-
-
-@looked_up.register_fake
-def _(ids: Tensor, number: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(ids.shape[0], inputs, dtype=dtype, device=ids.device)
 
 
 class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
@@ -52,6 +28,7 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
 
     def __init__(self, grid: Grid, bits: Mapping[str, int]) -> None:
         self.grid, self.bits = grid, bits
+        self.prepared: tuple[PreparedLinear, ...] = ()
 
     def create_weights(
         self,
@@ -66,6 +43,7 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
         if len(output_partition_sizes) != len(self.bits):
             what = f"{len(output_partition_sizes)} matrices, the checkpoint {len(self.bits)}: {', '.join(self.bits)}"
             raise ValueError(f"moeq: {layer.prefix} has {what}; this kind of layer is not served packed")
+        self.name = make_known(layer.prefix, self)
         self.dtype, self.outputs = params_dtype, sum(output_partition_sizes)
         self.rows = dict(zip(self.bits, output_partition_sizes, strict=True))
         self.inputs, self.all_inputs = input_size_per_partition, input_size
@@ -109,13 +87,19 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
             arranged.append(prepared)
         self.parts = {}
         drop(layer, *ALL_PARTS, GUARD)
-        _ARRANGED[id(self)] = tuple(arranged)
+        self.prepared = tuple(arranged)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N]."""
-        found: Tensor = product(x.reshape(-1, x.shape[-1]), id(self), self.outputs)
+        rows = x.reshape(-1, x.shape[-1])
+        found = product(rows, self.name, self.outputs) if torch.compiler.is_compiling() else self.compute(rows)
         found = found.view(*x.shape[:-1], self.outputs)
         return found if bias is None else found + bias
+
+    def compute(self, rows: Tensor) -> Tensor:
+        """rows [T, K] -> [T, N]."""
+        found = [matrix(rows) for matrix in self.prepared]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
 class MoeqEmbedding(MoeqLinear):
@@ -140,8 +124,14 @@ class MoeqEmbedding(MoeqLinear):
 
     def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
         """ids [...] -> [..., K]."""
-        found: Tensor = looked_up(input_.reshape(-1), id(self), self.inputs, self.dtype)
+        ids = input_.reshape(-1)
+        compiling = torch.compiler.is_compiling()
+        found = looked_up(ids, self.name, self.inputs, self.dtype) if compiling else self.look_up(ids)
         return found.view(*input_.shape, self.inputs)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """ids [T] -> [T, K]."""
+        return values(self.prepared[0].some(ids), self.dtype)
 
 
 class MoeqTiedHead(LinearMethodBase):  # type: ignore[misc]

@@ -25,11 +25,9 @@ TOKENS = 16
 
 def held(model):
     """Bytes of all that kernels have arranged in a model."""
-    from moeq_vllm.linear import _ARRANGED
-
-    methods = {id(method): method for one in model.modules() if (method := getattr(one, "quant_method", None))}
-    experts = sum(method.prepared.nbytes for method in methods.values() if getattr(method, "prepared", None))
-    return experts + sum(one.nbytes for number in methods for one in _ARRANGED.get(number, ()))
+    methods = {id(one.quant_method): one.quant_method for one in model.modules() if hasattr(one, "quant_method")}
+    prepared = [getattr(method, "prepared", None) or () for method in methods.values()]
+    return sum(one.nbytes for some in prepared for one in (some if isinstance(some, tuple) else (some,)))
 
 
 def served(checkpoint, ids, dtype):

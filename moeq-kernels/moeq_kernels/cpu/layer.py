@@ -83,7 +83,7 @@ def _threads(nbytes: int, rows: float) -> int | None:
     return 1 if nbytes * (1 + rows / 4) < WAKING_BYTES else None
 
 
-NO_WEIGHTS = torch.empty(0)
+NO_WEIGHTS = torch.empty(0, dtype=torch.float32)
 
 
 class PackedLayer:
@@ -126,7 +126,7 @@ class PackedLayer:
         flat_index = index.reshape(-1).to(torch.int64).contiguous().numpy()
         routed = _Routed.of(flat_index, len(self.first.shapes), form, self.prefill)
         share = weights.reshape(-1).to(torch.float32).contiguous()
-        out = torch.zeros(len(hidden), self.second.rows)
+        out = torch.zeros(len(hidden), self.second.rows, dtype=torch.float32)
         if len(routed.tiles):
             source = hidden.float().contiguous()
             if self.activation is not None and self.finish is None:
@@ -141,7 +141,7 @@ class PackedLayer:
         """All in one call: the activation in the pass of gate and up, weights and sum in that of down."""
         first = _Stage(self.first, form, routed, by_block=False)
         second = _Stage(self.second, form, routed, by_block=True)
-        inner = torch.empty(1, len(routed.order), self.first.rows)
+        inner = torch.empty(1, len(routed.order), self.first.rows, dtype=torch.float32)
         one = first.arguments(source, top_k, self.activation or 0, NO_WEIGHTS, 1, inner)
         two = second.arguments(inner[0], 0, schedule.WEIGHTED, share, top_k, out[None])
         together(schedule.work_two, (one, two), _threads(first.nbytes + second.nbytes, routed.rows))
@@ -183,7 +183,7 @@ def _rows_of(tiles: Integers) -> Integers:
 def _products(matrices: Matrices, form: Form, routed: _Routed, source: Tensor, per_row: int) -> Tensor:
     """Products [C, P, N] in float32 of a source's rows, by expert; what no tile has is 0."""
     stage = _Stage(matrices, form, routed, by_block=False)
-    out = torch.zeros(len(matrices.shapes[0]), len(routed.order), matrices.rows)
+    out = torch.zeros(len(matrices.shapes[0]), len(routed.order), matrices.rows, dtype=torch.float32)
     arguments = stage.arguments(source, per_row, schedule.PRODUCTS, NO_WEIGHTS, 1, out)
     together(schedule.work, arguments, _threads(stage.nbytes, routed.rows))
     return out
