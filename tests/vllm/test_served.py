@@ -17,38 +17,15 @@ import pytest
 import torch
 from made_sources import IDS, save_model
 from safetensors.torch import load_file, save_file
+from served_checkpoints import RECIPES, export
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from moeq import pipeline
-from moeq.progress import Reporter
-from moeq.recipe import load_recipe
-from moeq.stages.context import Context
 from moeq_kernels.choice import choosing
 
 PROBE = Path(__file__).parent / "peer_plugin.py"
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe")
 CLOSE = 2e-5  # of log-probabilities in float32
-BASE: dict[str, Any] = {
-    "device": "cpu", "corpus": {"sequences": 8, "sequence_length": 48, "batch_size": 4}, "export": {"verify": False},
-    "eval": {"compare": []},
-}  # fmt: skip
-RECIPES: dict[str, dict[str, Any]] = {
-    "a width for every matrix": {
-        "losses": {"bits": [1, 2, 3, 4, 8], "methods": ["rtn"], "group_size": 32},
-        "assign": {"method": "optimal", "code_bits": 2.5, "granularity": "projection", "quantizer": "rtn"},
-    },
-    "nested": {
-        "losses": {"methods": ["gptq"], "group_size": 32, "symmetric": True, "nested": True},
-        "assign": {"method": "optimal", "code_bits": 3.0},
-    },
-    "packed beside the experts": {
-        "losses": {"methods": ["rtn"], "group_size": -1},
-        "others": {"attention": 4, "embeddings": 8, "head": 3, "group_size": 16},
-        "assign": {"method": "optimal", "code_bits": 2.5, "quantizer": "rtn"},
-    },
-}
-STAGES = ("profile", "losses", "assign", "quantize", "export")
 
 
 @dataclass(frozen=True)
@@ -59,14 +36,6 @@ class Served:
     tokens: Tensor | None = None
     held: int = 0
     error: str = ""
-
-
-def export(folder: Path, model: Path, recipe: dict[str, Any]) -> Path:
-    context = Context(
-        recipe=load_recipe(BASE | recipe), model_name=str(model), out=folder, reporter=Reporter(quiet=True)
-    )
-    pipeline.run(context, STAGES)
-    return context.directory("export")
 
 
 def serve(checkpoints: list[Path], folder: Path, dtype: str = "float32") -> list[Served]:

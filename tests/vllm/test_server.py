@@ -17,7 +17,7 @@ from typing import Any
 import peers
 import pytest
 import torch
-from test_served import RECIPES, export
+from served_checkpoints import RECIPES, export
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moeq.bundled import bundled_path
@@ -34,7 +34,8 @@ import sys
 from openai import OpenAI
 client = OpenAI(base_url=sys.argv[1], api_key="none")
 model = client.models.list().data[0].id
-print(client.completions.create(model=model, prompt=sys.argv[2], max_tokens=int(sys.argv[3]), temperature=0).choices[0].text)
+answer = client.completions.create(model=model, prompt=sys.argv[2], max_tokens=int(sys.argv[3]), temperature=0)
+print(answer.choices[0].text)
 """
 
 
