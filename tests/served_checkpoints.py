@@ -23,9 +23,14 @@ RECIPES: dict[str, dict[str, Any]] = {
         "losses": {"methods": ["gptq"], "group_size": 32, "symmetric": True, "nested": True},
         "assign": {"method": "optimal", "code_bits": 3.0},
     },
-    "packed beside the experts": {
+    "packed attention": {
         "losses": {"methods": ["rtn"], "group_size": -1},
-        "others": {"attention": 4, "embeddings": 8, "head": 3, "group_size": 16},
+        "others": {"attention": 4, "group_size": 16},
+        "assign": {"method": "optimal", "code_bits": 2.5, "quantizer": "rtn"},
+    },
+    "packed embeddings": {
+        "losses": {"methods": ["rtn"], "group_size": 32},
+        "others": {"embeddings": 8, "head": 3, "group_size": 16},
         "assign": {"method": "optimal", "code_bits": 2.5, "quantizer": "rtn"},
     },
 }
