@@ -66,6 +66,19 @@ def settings_for(
     return settings if "assign.method" in kept else [*settings, *_method(asked.target, recipe)]
 
 
+def grid_settings(name: str, recipe: Recipe, said: Collection[str] | None = None) -> list[Setting]:
+    """The grid of an `assign.target` that loads no other, where the recipe does not say it; said: as `settings_for`."""
+    target, section = runtime(name).target, recipe.losses
+    kept = _given(recipe) if said is None else said
+    found = []
+    if target is not None and target.symmetric_only and not section.symmetric:
+        found.append(Setting(key="losses.symmetric", value="true", why=f"{name} reads symmetric grids only"))
+    if target is not None and target.groups is not None and section.group_size not in target.groups:
+        size = str(target.groups[0])
+        found.append(Setting(key="losses.group_size", value=size, why=f"{name} has no kernel for {section.group_size}"))
+    return [setting for setting in found if setting.key not in kept and "losses" not in kept]
+
+
 def _given(recipe: Recipe) -> set[str]:
     """Keys that a recipe was given, of its sections."""
     sections = {name: getattr(recipe, name) for name in ("losses", "others", "assign")}

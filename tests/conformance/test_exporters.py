@@ -224,7 +224,7 @@ class Spoiled(MadeSource):
 
 
 def test_what_is_no_number_is_refused_by_its_place(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
-    source = Spoiled(models["even"], lambda *place: 4)
+    source = Spoiled(models["even"], lambda *place: 4, group_size=GROUP)
     with pytest.raises(ArtifactError, match=rf"{PLACE[0]}, expert {PLACE[1]}, {PLACE[2]}.*not finite") as caught:
         write(writer.name, source, tmp_path / "out", WriteOptions())
     check_refused(caught.value, tmp_path)
