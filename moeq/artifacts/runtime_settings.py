@@ -20,7 +20,7 @@ from moeq.runtimes import NATIVE, runtime
 ASSUMED = (4096, 4096)  # rows and inputs of a matrix where no model is known
 GROUP_SIZES = (128, 64, 32, 256, -1)  # that are tried where the recipe's does not do
 WITHIN = "optimal"  # the method that decides within any target
-SCALE_BITS = 16
+SCALE_BITS = 16  # of a group
 CHOICE = 2  # widths that there should be to choose from
 WIDTHS: tuple[int, ...] = get_args(Bits)  # that replicas can have
 

