@@ -107,17 +107,23 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
         return f"zero points; {target.name} reads symmetric grids only", f"set losses.symmetric: true, or {WIDEN}"
     if target.groups is not None and grid.group_size not in target.groups:
         what = "whole rows as groups" if grid.group_size == -1 else f"groups of {grid.group_size}"
-        fits = next((size for size in target.groups if grid.inputs % size == 0), None)
-        do = ANY_GRID if fits is None else f"set losses.group_size: {fits}"
-        return f"{what}; {target.name} loads groups of {', '.join(map(str, target.groups))}", do
+        listed = ", ".join(map(str, target.groups))
+        return f"{what}; {target.name} loads groups of {listed}", _whole_groups(target, grid)
     if grid.group_size != -1 and grid.inputs % grid.group_size and not target.short_groups:
-        fits = max(size for size in (16, 32, 64, 128) if grid.inputs % size == 0 or size == 16)
         what = f"{grid.inputs} inputs in groups of {grid.group_size}; {target.name} reads whole groups only"
-        return what, f"set losses.group_size: {fits if grid.inputs % fits == 0 else -1}"
+        return what, _whole_groups(target, grid)
     for what, size in (("rows", grid.rows), ("inputs", grid.inputs)):
         if size % target.multiple:
             return f"{size} {what}; {target.name} packs multiples of {target.multiple}", ANY_GRID
     return None if target.blocks is None else _refuse_blocks(target, target.blocks, grid)
+
+
+def _whole_groups(target: Target, grid: Grid) -> str:
+    """The largest size of groups that rows are multiples of, as a setting."""
+    fits = [size for size in target.groups or (16, 32, 64, 128) if grid.inputs % size == 0]
+    if not fits and target.groups is not None:
+        return ANY_GRID
+    return f"set losses.group_size: {max(fits, default=-1)}"
 
 
 def _in_blocks(blocks: Mapping[tuple[int, bool], int], grid: Grid) -> bool:

@@ -265,7 +265,8 @@ def test_linears_that_runtimes_fuse_have_a_rule_where_their_parts_agree(mixtral:
     assert rule(declared, attention.format(1, "qkv")) is None, "q is packed, k and v are not"
 
 
-def test_vllms_gptq_has_the_familys_names_and_one_grid_a_layer(mixtral: Path, tmp_path: Path) -> None:
+def test_vllms_gptq_has_the_familys_names_and_one_grid_a_layer(tmp_path: Path) -> None:
+    mixtral = save_model(tmp_path / "model", "mixtral", intermediate_size=128)
     source = MadeSource(mixtral, lambda layer, expert, projection: (4, 16)[layer], group_size=64)
     write("vllm-gptq", source, tmp_path / "out", WriteOptions())
     names = {key.rpartition(".")[0] for key in all_tensors(tmp_path / "out") if "experts" in key}
@@ -321,6 +322,19 @@ def test_targets_say_what_they_load_and_why() -> None:
         assert refuse_matrix(target, whole) is None
     ragged = Grid(rows=128, inputs=72, bits=4, group_size=32, symmetric=True)
     assert {name for name, target in targets().items() if refuse_matrix(target, ragged) is None} == {"native"}
+
+
+def test_groups_without_a_kernel_are_refused_with_those_that_have_one() -> None:
+    asked = {"rows": 128, "bits": 4, "symmetric": True}
+    vllm = targets()["vllm"]
+    assert refuse_matrix(vllm, Grid(inputs=256, group_size=64, **asked)) is None
+    for inputs, size, why, do in (
+        (256, 32, "groups of 32; vllm loads groups of 64, 128", "set losses.group_size: 128"),
+        (192, -1, "whole rows as groups; vllm loads groups of 64, 128", "set losses.group_size: 64"),
+        (192, 128, "192 inputs in groups of 128; vllm reads whole groups only", "set losses.group_size: 64"),
+        (96, 64, "96 inputs in groups of 64; vllm reads whole groups only", "write it for native or dequantized"),
+    ):
+        assert refuse_matrix(vllm, Grid(inputs=inputs, group_size=size, **asked)) == (why, do)
 
 
 def test_a_write_that_fails_leaves_the_older_checkpoint(

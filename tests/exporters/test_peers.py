@@ -117,6 +117,18 @@ def test_widened_codes_load_right(models: dict[str, Path], tmp_path: Path) -> No
     assert difference(found, reference_logits(source)) < RIGHT
 
 
+def test_gptqmodel_does_not_find_experts_by_the_familys_names(tmp_path: Path) -> None:
+    """Why its checkpoints have names of their own, and vLLM's others. Notices when it gets better."""
+    peers.interpreter("gptqmodel")
+    source = MadeSource(save_model(tmp_path / "model", "mixtral", intermediate_size=128), uniform(4), group_size=64)
+    for name in ("gptqmodel", "vllm-gptq"):
+        write(name, source, tmp_path / name, WriteOptions())
+    own, familys = logits_of("gptqmodel", "gptqmodel", [tmp_path / "gptqmodel", tmp_path / "vllm-gptq"], tmp_path)
+    assert difference(own, reference_logits(source)) < RIGHT
+    assert isinstance(familys, str)
+    assert "Missing required quantized weights" in familys
+
+
 def forced(name: str, source: MadeSource, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write what would be refused."""
     with monkeypatch.context() as patch:
