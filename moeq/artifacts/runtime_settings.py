@@ -74,8 +74,8 @@ def grid_settings(name: str, recipe: Recipe, said: Collection[str] | None = None
     if target is not None and target.symmetric_only and not section.symmetric:
         found.append(Setting(key="losses.symmetric", value="true", why=f"{name} reads symmetric grids only"))
     if target is not None and target.groups is not None and section.group_size not in target.groups:
-        size = str(target.groups[0])
-        found.append(Setting(key="losses.group_size", value=size, why=f"{name} has no kernel for {section.group_size}"))
+        why = f"{name} has no kernel for groups of {section.group_size}"
+        found.append(Setting(key="losses.group_size", value=str(target.groups[0]), why=why))
     return [setting for setting in found if setting.key not in kept and "losses" not in kept]
 
 

@@ -92,8 +92,8 @@ def context_of(asked: RunOptions, command: str) -> Context:
     elif recipe.assign.target is not None and not (out / LOSSES).exists():
         needed = runtime_changes(context, start, recipe.assign.target, only_grid=True)
     else:
-        return context
-    return replace(context, recipe=replace(start, changes=[*start.changes, *needed]).recipe())
+        needed = []
+    return replace(context, recipe=replace(start, changes=[*start.changes, *needed]).recipe()) if needed else context
 
 
 def runtime_changes(context: Context, start: Start, name: str, *, only_grid: bool = False) -> list[str]:
