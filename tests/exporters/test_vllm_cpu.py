@@ -85,11 +85,13 @@ CASES = {
     "gptq by the family's names, 8 and 4 bits by expert": Case("vllm-gptq", by_expert(8, 8, 4), TOO_LARGE, forced=True),
     "gptq by the family's names, plain experts": Case("vllm-gptq", by_expert(4, 4, 16), NO_ROOM, forced=True),
     "gptq, zero points": Case("gptqmodel", uniform(4), NO_ZEROS, symmetric=False),
+    "gptq, zero points by layer": Case("gptqmodel", by_layer(4, 8), NO_ZEROS, symmetric=False),
     "gptq, zero points by expert": Case("gptqmodel", by_expert(4, 2), NO_ZEROS, symmetric=False),
     "auto-round, 4 bits": Case("auto-round", uniform(4), NO_PACKED),
     "auto-round, 4 and 8 bits by layer": Case("auto-round", by_layer(4, 8), NO_PACKED),
     "auto-round, 4 and 2 bits by expert": Case("auto-round", by_expert(4, 4, 2), NO_PACKED),
     "auto-round, zero points": Case("auto-round", uniform(4), NO_PACKED, symmetric=False),
+    "auto-round, zero points by expert": Case("auto-round", by_expert(4, 2), NO_PACKED, symmetric=False),
 }
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=48", "losses.methods=[rtn]", "assign.quantizer=rtn",
