@@ -109,8 +109,9 @@ class Found:
 
 
 def refused(case: Case, family: str) -> str | None:
-    """Whatever the grid, Mixtral's experts under gptqmodel's names are not found where the buffers can be made."""
-    named = case.runtime == "gptqmodel" and family == "mixtral" and case.refused in (None, TOO_LARGE, NO_ROOM)
+    """Whatever the grid, Mixtral's experts are not found by the names that gptqmodel needs."""
+    before = (NO_WIDTH, NO_ZEROS)  # said of the configuration, before names are looked up
+    named = case.runtime == "gptqmodel" and family == "mixtral" and case.refused not in before
     return IN_MEMORY if named else case.refused
 
 
