@@ -8,6 +8,7 @@ on disk. gptqmodel rounds scales to the type that the model is loaded in: float1
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
     from moeq.exporters.gptq_layout import Modules
 
 GPTQMODEL, VERSION = "gptqmodel", "7.6.0"
+ON_DISK = re.compile(r"\.block_sparse_moe\.experts\.|\.experts\.\d+\.w[123]\.")  # Mixtral's, and of what is like it
 VLLM_GPTQ = replace(VLLM, name="vllm-gptq")
 
 
 def loader_of(source: Any) -> Loader:
-    """vLLM where experts are called otherwise than in memory: gptqmodel does not find them."""
-    experts = tuple(f"{layer.name}." for layer in source.layers)
-    return EXPORTER.loaders[0] if any(key.startswith(experts) for key in source.source.tensors) else VLLM_GPTQ
+    """vLLM where experts are called as no model has them in memory: gptqmodel does not find them."""
+    on_disk = any(ON_DISK.search(key) for key in source.source.tensors)
+    return VLLM_GPTQ if on_disk else EXPORTER.loaders[0]
 
 
 def write(draft: Draft) -> None:
