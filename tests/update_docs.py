@@ -126,12 +126,18 @@ def loaded(target: Target) -> str:
         "layer": f"one width of {{}} for {'each projection' if target.stacks else 'all experts'} of a layer",
         "model": "one width of {} for all experts",
     }[target.granularity]
-    grid = "symmetric" if target.symmetric_only else "with or without zero points"
+    grid = ("symmetric" if target.symmetric_only else "with or without zero points") + sized(target)
     if not target.proof.startswith("tests/"):
         grid += f" ({target.proof})"
     if target.blocks is not None:
         grid = "in the grids and families of [formats](docs/formats.md#gguf)"
     return f"{how.format(f'{spans(target.widths)} bits')}, {grid}"
+
+
+def sized(target: Target) -> str:
+    """Which groups it takes, where it does not take any."""
+    *most, last = target.groups or (None,)
+    return "" if last is None else f", in groups of {', '.join(map(str, most))} and {last}"
 
 
 def spans(widths: Sequence[int]) -> str:
@@ -149,6 +155,7 @@ def targets() -> str:
         if (target := one.target) is None:
             continue
         grid = "symmetric" if target.symmetric_only else "symmetric, zero points" if target.blocks is None else "below"
+        grid += sized(target)
         matrices = "matrix of a layer" if target.stacks else "matrix" if target.granularity == "projection" else None
         rows.append((f"`{one.name}`", target.listed(), matrices or target.granularity, grid, target.proof))
     return table(f"| runtime | bits ({FULL}: plain) | one width for every | grids | shown by |", rows)

@@ -5,8 +5,9 @@ It follows from what the runtime's target declares, and from the shapes of the m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import product
 from typing import get_args
 
@@ -19,6 +20,7 @@ from moeq_kernels.widths import FULL
 ASSUMED = (4096, 4096)  # rows and inputs of a matrix where no model is known
 GROUP_SIZES = (128, 64, 32, 256, -1)  # that are tried where the recipe's does not do
 WITHIN = "optimal"  # the method that decides within any target
+SCALE_BITS = 16  # of a group
 CHOICE = 2  # widths that there should be to choose from
 WIDTHS: tuple[int, ...] = get_args(Bits)  # that replicas can have
 
@@ -59,7 +61,22 @@ def settings_for(
     kept = _given(recipe) if said is None else said
     grid, placed = _grid(asked.target, recipe, layers, kept), _placed(asked.target, recipe)
     settings += [setting for setting in (*grid, *placed) if setting.key not in kept]
+    if not {f"assign.{key}" for key in BUDGETS} & set(kept):
+        settings += _budget(asked.target, recipe, layers, {one.key: one.value for one in settings})
     return settings if "assign.method" in kept else [*settings, *_method(asked.target, recipe)]
+
+
+def grid_settings(name: str, recipe: Recipe, said: Collection[str] | None = None) -> list[Setting]:
+    """The grid of an `assign.target` that loads no other, where the recipe does not say it; said: as `settings_for`."""
+    target, section = runtime(name).target, recipe.losses
+    kept = _given(recipe) if said is None else said
+    found = []
+    if target is not None and target.symmetric_only and not section.symmetric:
+        found.append(Setting(key="losses.symmetric", value="true", why=f"{name} reads symmetric grids only"))
+    if target is not None and target.groups is not None and section.group_size not in target.groups:
+        why = f"{name} has no kernel for groups of {section.group_size}"
+        found.append(Setting(key="losses.group_size", value=str(target.groups[0]), why=why))
+    return [setting for setting in found if setting.key not in kept and "losses" not in kept]
 
 
 def _given(recipe: Recipe) -> set[str]:
@@ -91,6 +108,24 @@ def _grid(target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collect
         if widths != sorted(section.bits):
             value = f"[{', '.join(map(str, widths))}]"
             yield Setting(key="losses.bits", value=value, why=f"{target.name} loads too few of {section.bits}")
+
+
+def _budget(target: Target, recipe: Recipe, layers: Sequence[Sized], changed: Mapping[str, str]) -> Iterator[Setting]:
+    """The least budget at which the target loads anything, where the recipe's own lies below it.
+
+    changed: values that keys of the recipe have taken.
+    """
+    asked = recipe.assign.bits_per_weight
+    if asked is None:
+        return
+    size = int(changed.get("losses.group_size", recipe.losses.group_size))
+    zeros = changed.get("losses.symmetric", str(recipe.losses.symmetric).lower()) == "false"
+    inputs = min((layer.shape(name)[1] for layer in layers for name in layer.projections), default=ASSUMED[1])
+    bits = min(target.widths)
+    least = bits + Fraction(SCALE_BITS + zeros * bits, size if size != -1 else inputs)
+    if Fraction(asked) < least:
+        why = f"{target.name} loads nothing narrower than {bits} bits"
+        yield Setting(key="assign.bits_per_weight", value=str(least), why=why)
 
 
 def _loaded(

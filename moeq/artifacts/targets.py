@@ -39,10 +39,11 @@ class Target:
 
     granularity: what shares one width; reads: where that comes from; multiple: of what a matrix's rows and inputs must
     be; others: whether modules beside the experts may be packed; short_groups: whether a row's last group may be
-    shorter; nested: whether codes may be the leading bits of wider ones; stacks: whether, where the experts of a layer
-    share a width, their matrices may differ; blocks: {(bits, symmetric): of what a row and its groups must be
-    multiples}, where only these grids have a type at all; proof: the test or source behind the row; called, snippet:
-    the runtime in words and how it loads, where they are not its exporter's.
+    shorter; groups: sizes of groups that it has kernels for, None: any; nested: whether codes may be the leading bits
+    of wider ones; stacks: whether, where the experts of a layer share a width, their matrices may differ; blocks:
+    {(bits, symmetric): of what a row and its groups must be multiples}, where only these grids have a type at all;
+    proof: the test or source behind the row; called, snippet: the runtime in words and how it loads, where they are
+    not its exporter's.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Target:
     multiple: int = 1
     others: bool = True
     short_groups: bool = False
+    groups: tuple[int, ...] | None = None
     nested: bool = False
     stacks: bool = False
     blocks: Mapping[tuple[int, bool], int] | None = None
@@ -103,14 +105,25 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
         return f"{grid.bits} bits; {target.name} loads {target.listed()}", do
     if target.symmetric_only and not grid.symmetric:
         return f"zero points; {target.name} reads symmetric grids only", f"set losses.symmetric: true, or {WIDEN}"
+    if target.groups is not None and grid.group_size not in target.groups:
+        what = "whole rows as groups" if grid.group_size == -1 else f"groups of {grid.group_size}"
+        listed = ", ".join(map(str, target.groups))
+        return f"{what}; {target.name} loads groups of {listed}", _whole_groups(target, grid)
     if grid.group_size != -1 and grid.inputs % grid.group_size and not target.short_groups:
-        fits = max(size for size in (16, 32, 64, 128) if grid.inputs % size == 0 or size == 16)
         what = f"{grid.inputs} inputs in groups of {grid.group_size}; {target.name} reads whole groups only"
-        return what, f"set losses.group_size: {fits if grid.inputs % fits == 0 else -1}"
+        return what, _whole_groups(target, grid)
     for what, size in (("rows", grid.rows), ("inputs", grid.inputs)):
         if size % target.multiple:
             return f"{size} {what}; {target.name} packs multiples of {target.multiple}", ANY_GRID
     return None if target.blocks is None else _refuse_blocks(target, target.blocks, grid)
+
+
+def _whole_groups(target: Target, grid: Grid) -> str:
+    """The largest size of groups that rows are multiples of, as a setting."""
+    fits = [size for size in target.groups or (16, 32, 64, 128) if grid.inputs % size == 0]
+    if not fits and target.groups is not None:
+        return ANY_GRID
+    return f"set losses.group_size: {max(fits, default=-1)}"
 
 
 def _in_blocks(blocks: Mapping[tuple[int, bool], int], grid: Grid) -> bool:

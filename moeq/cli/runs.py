@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 RUNS = "moeq-out"  # where runs without --out lie
 RECIPE_COPY = "recipe.yaml"  # in a run's directory
+LOSSES = "losses"  # what a run has measured of a grid
 
 
 def start_of(asked: RunOptions, path: Path | None, preset: str | None, model: str | None) -> Start:
@@ -86,20 +87,29 @@ def context_of(asked: RunOptions, command: str) -> Context:
     if isinstance(asked, BuildOptions) and asked.text and not asked.eval_text and BUNDLED_TEXT not in asked.text:
         said = "what is lost is measured on bundled text, not on --text; on other text by --eval-text"
         context.reporter.say(f"[dim]{said}[/dim]")
-    if asked.for_ is None:
-        return context
-    needed = runtime_changes(context, start, asked.for_)
-    return replace(context, recipe=replace(start, changes=[*start.changes, *needed]).recipe())
+    if asked.for_ is not None:
+        needed = runtime_changes(context, start, asked.for_)
+    elif recipe.assign.target is not None and not (out / LOSSES).exists():
+        needed = runtime_changes(context, start, recipe.assign.target, only_grid=True)
+    else:
+        needed = []
+    return replace(context, recipe=replace(start, changes=[*start.changes, *needed]).recipe()) if needed else context
 
 
-def runtime_changes(context: Context, start: Start, name: str) -> list[str]:
-    """What --for changes of a run's recipe, told in a line each; of a preset all but what was asked for may change."""
+def runtime_changes(context: Context, start: Start, name: str, *, only_grid: bool = False) -> list[str]:
+    """What --for changes of a run's recipe, told in a line each; of a preset all but what was asked for may change.
+
+    only_grid: as assign.target alone has it: the grid, where the runtime loads no other.
+    """
     from rich.markup import escape
 
-    from moeq.artifacts.runtime_settings import settings_for
+    from moeq.artifacts.runtime_settings import grid_settings, settings_for
 
     said = None if start.path is not None else {change.partition("=")[0].strip() for change in start.changes}
-    settings = settings_for(name, context.recipe, context.given().model.layers, said)
+    if only_grid:
+        settings = grid_settings(name, context.recipe, said)
+    else:
+        settings = settings_for(name, context.recipe, context.given().model.layers, said)
     for setting in settings:
         context.reporter.say(escape(f"for {name}: {setting}"))
     return [setting.change for setting in settings]

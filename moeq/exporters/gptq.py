@@ -1,16 +1,19 @@
-"""For gptqmodel: AutoGPTQ's layout with `dynamic`, a rule for every width beside the common one.
+"""For gptqmodel, and for vLLM: AutoGPTQ's layout with `dynamic`, a rule for every grid beside the common one.
 
 Symmetric grids are written in the first format (checkpoint_format gptq); grids with zero points in the second
 (gptq_v2), which stores them as they are: in the first a zero point of 0 carries into its neighbour when it is loaded.
-Tensors are called as they are in memory, since gptqmodel does not rename them. It rounds scales to the type that the
-model is loaded in: float16 keeps them.
+For gptqmodel tensors are called as they are in memory, since it does not rename them; for vLLM as the family has them
+on disk. gptqmodel rounds scales to the type that the model is loaded in: float16 keeps them.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Target
+from moeq.exporters.compressed_tensors import VLLM, VLLM_GROUPS, VLLM_PROOF, VLLM_SNIPPET
 from moeq.exporters.exporter import Exporter, Loader, later
 from moeq_kernels.widths import FULL
 
@@ -18,14 +21,23 @@ if TYPE_CHECKING:
     from moeq.exporters.foreign import Draft
     from moeq.exporters.gptq_layout import Modules
 
-VERSION = "7.6.0"
+GPTQMODEL, VERSION = "gptqmodel", "7.6.0"
+ON_DISK = re.compile(r"\.block_sparse_moe\.experts\.|\.experts\.\d+\.w[123]\.")  # Mixtral's, and of what is like it
+VLLM_GPTQ = replace(VLLM, name="vllm-gptq")
+
+
+def loader_of(source: Any) -> Loader:
+    """vLLM where experts are called as no model has them in memory: gptqmodel does not find them."""
+    on_disk = any(ON_DISK.search(key) for key in source.source.tensors)
+    return VLLM_GPTQ if on_disk else EXPORTER.loaders[0]
 
 
 def write(draft: Draft) -> None:
-    """FormatError for what gptqmodel would not load as it is meant."""
+    """FormatError for what the runtime would not load as it is meant."""
     from moeq.exporters.gptq_layout import write_gptq
 
-    write_gptq(draft, configuration, ordered=True, as_in_memory=True)
+    in_memory = draft.target.name == GPTQMODEL
+    write_gptq(draft, configuration, ordered=True, naming="memory" if in_memory else "family")
 
 
 def configuration(modules: Modules) -> dict[str, Any]:
@@ -57,17 +69,32 @@ from gptqmodel import GPTQModel  # pip install gptqmodel
 model = GPTQModel.load("THIS_DIRECTORY", dtype=torch.float16)  # bfloat16 would round the scales""",
     targets=(
         Target(
-            name="gptqmodel",
+            name=GPTQMODEL,
             widths=(2, 3, 4, 8, FULL),
             reads="dynamic rules, a pattern a layer and width; experts are unfused; zero points as gptq_v2 has them",
             multiple=32,
             short_groups=True,
             proof=f"tests/exporters/test_peers.py, gptqmodel {VERSION}",
         ),
+        Target(
+            name=VLLM_GPTQ.name,
+            widths=(4, FULL),
+            granularity="layer",
+            symmetric_only=True,
+            groups=VLLM_GROUPS,
+            others=False,
+            reads="AutoGPTQ's first format under the family's own names; dynamic rules of a layer's fused experts",
+            multiple=32,
+            proof=VLLM_PROOF,
+            called="vLLM, which reads AutoGPTQ's layout",
+            snippet=VLLM_SNIPPET,
+        ),
     ),
     separate=True,
     layout=later("moeq.exporters.readers.gptq:Gptq"),
     loaders=(
-        Loader(name="gptqmodel", packages={"gptqmodel": f"pip install gptqmodel=={VERSION}"}, load="gptqmodel_model"),
+        Loader(name=GPTQMODEL, packages={"gptqmodel": f"pip install gptqmodel=={VERSION}"}, load="gptqmodel_model"),
+        VLLM_GPTQ,
     ),
+    loader_of=loader_of,
 )

@@ -18,6 +18,9 @@ class Layer:
         return 256, self.inputs
 
 
+VLLM = ("vllm", "vllm-cuda", "vllm-gptq")
+
+
 def found(widths: list[list[int]], inputs: int = 256, **more: object) -> LoadsIn:
     layers = [Layer(f"layers.{number}", inputs) for number in range(len(widths))]
     return loads_in(widths, **({"group_size": 128, "symmetric": True, "layers": layers} | more))  # type: ignore[arg-type]
@@ -31,19 +34,25 @@ def reasons(where: LoadsIn) -> dict[str, str]:
     ("widths", "more", "wanted"),
     [
         ([[4, 4], [4, 4]], {}, {}),
-        ([[4, 4], [8, 8]], {}, {"transformers": "mixed widths"}),
+        (
+            [[4, 4], [8, 8]],
+            {},
+            {"transformers": "mixed widths"} | dict.fromkeys(("vllm", "vllm-gptq"), "8-bit"),
+        ),
         (
             [[4, 8], [4, 4]],
             {},
-            {"transformers": "mixed widths", "vllm": "mixed widths in a layer", "llama.cpp": "mixed widths in a layer"},
+            {"transformers": "mixed widths"} | dict.fromkeys(("vllm", "vllm-gptq"), "8-bit")
+            | dict.fromkeys(("vllm-cuda", "llama.cpp"), "mixed widths in a layer"),
         ),
         (
             [[4, 4], [4, 4]],
             {"symmetric": False},
-            {"transformers": "zero points", "vllm": "zero points", "llama.cpp": "4 bits with zero points of 256 inputs "
-             "in groups of 128"},
+            dict.fromkeys(("transformers", *VLLM), "zero points")
+            | {"llama.cpp": "4 bits with zero points of 256 inputs in groups of 128"},
         ),
-        ([[4, 4]], {"others": True}, dict.fromkeys(("transformers", "vllm"), "packed modules beside the experts")),
+        ([[4, 4]], {"others": True}, dict.fromkeys(("transformers", *VLLM), "packed modules beside the experts")),
+        ([[4, 4]], {"group_size": 256}, dict.fromkeys(VLLM, "groups of 256")),
         ([[4, 4]], {"inputs": 40}, {}),
     ],
 )  # fmt: skip
@@ -63,18 +72,19 @@ def test_one_bit_is_only_native() -> None:
     where = found([[1, 4], [1, 4]])
     told = reasons(where)
     assert told.pop("llama.cpp") == "mixed widths in a layer"
-    assert told == dict.fromkeys(("auto-round", "transformers", "vllm", "gptqmodel"), "1-bit")
+    assert told == dict.fromkeys(("auto-round", "transformers", *VLLM, "gptqmodel"), "1-bit")
     assert where["gptqmodel"] is not None
     where["gptqmodel"]["price"] = 0.042
     text = line(where)
     assert text.startswith("loads in: native; not in auto-round (1-bit), ")
-    assert text.endswith("gptqmodel (1-bit; +4.2 % loss)")
+    assert "gptqmodel (1-bit; +4.2 % loss)" in text
     assert line(found([[4, 4]])).count("not in") == 0
 
 
 def test_without_shapes_the_widths_speak() -> None:
     where = loads_in([[2, 4]], group_size=128, symmetric=True, names=["layers.0"])
-    assert reasons(where)["vllm"] == "mixed widths in a layer"
+    assert reasons(where)["vllm-cuda"] == "mixed widths in a layer"
+    assert reasons(where)["vllm"] == "2-bit"
     assert where["auto-round"] is None
 
 

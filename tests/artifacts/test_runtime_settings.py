@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moeq import pipeline
-from moeq.artifacts.runtime_settings import settings_for
+from moeq.artifacts.runtime_settings import grid_settings, settings_for
 from moeq.artifacts.targets import targets
 from moeq.cli.runs import context_of
 from moeq.options import StageOptions
@@ -23,7 +23,8 @@ SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=48", "losses.methods=[rtn]", "assign.quantizer=rtn",
     "assign.bits_per_weight=3", "eval.compare=[]",
 )  # fmt: skip
-SYMMETRIC = ("transformers", "vllm", "llama.cpp")
+SYMMETRIC = ("transformers", "vllm", "vllm-cuda", "vllm-gptq", "llama.cpp")
+NARROW = 4  # bits a weight that some runtimes cannot store it in
 
 
 def recipe_for(name: str, *given: str) -> tuple[Recipe, dict[str, str]]:
@@ -43,14 +44,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Context:
 
 @pytest.mark.parametrize("name", runtimes())
 def test_what_is_assigned_is_what_the_runtime_loads(measured: Context, name: str) -> None:
-    settings = settings_for(name, measured.recipe, measured.model.layers)
-    given = [*SMALL, "losses.symmetric=true"]
+    target = runtimes()[name].target
+    most = 3 if target is None or min(target.widths) < NARROW else 5
+    given = [*SMALL, "losses.symmetric=true", f"assign.bits_per_weight={most}"]
+    settings = settings_for(name, load_recipe(None, given), measured.model.layers)
     context = replace(measured, recipe=load_recipe(None, [*given, *(one.change for one in settings)]))
     export.check(context)
     made = assign.decide(assign.inputs_of(context, context.recipe.assign, "asked"))
     export.check_formats(context, made)
     assert made.code_bits() is not None
-    assert assign.summarize(context, made)["bits_per_weight_all"] <= 3
+    assert assign.summarize(context, made)["bits_per_weight_all"] <= most
     where = where_it_loads(context, made)
     assert name == "dequantized" or where[name] is None
 
@@ -67,20 +70,21 @@ def test_settings_follow_from_the_target() -> None:
         given = "assign.method=prefix-split"
         changes = [one.change for one in settings_for(name, load_recipe(None, [given]), said=())]
         assert ("assign.method=optimal" in changes) == decides, "prefix-split has fixed widths"
-        assert load_recipe(None, [given, *changes]).assign.bits_per_weight == "9/4"
+        least = "9/4" if min(target.widths) < NARROW else "33/8"
+        assert load_recipe(None, [given, *changes]).assign.bits_per_weight == least
     assert recipe_for("dequantized")[1] == {"assign.target": "dequantized", "export.formats": "[dequantized]"}
 
 
 def test_what_is_given_stays_and_what_does_not_fit_goes() -> None:
-    assert "losses.symmetric" not in recipe_for("vllm", "losses.symmetric=false")[1]
+    assert "losses.symmetric" not in recipe_for("vllm-cuda", "losses.symmetric=false")[1]
     few = (
         "losses.bits=[1, 3]",
         "losses.symmetric=false",
         "eval.compare=[]",
         "assign={method: optimal, bits_per_weight: 3}",
     )
-    assert "losses.bits" not in recipe_for("vllm", *few)[1]
-    every = settings_for("vllm", load_recipe(None, few), said=())
+    assert "losses.bits" not in recipe_for("vllm-cuda", *few)[1]
+    every = settings_for("vllm-cuda", load_recipe(None, few), said=())
     assert {"losses.bits=[1, 2, 3, 4, 8]", "losses.symmetric=true"} <= {one.change for one in every}
     odd = ["others.attention=4", "assign={method: prefix-split, gpu_experts: 1, bits_per_weight: 3}"]
     recipe = load_recipe(None, odd)
@@ -89,6 +93,22 @@ def test_what_is_given_stays_and_what_does_not_fit_goes() -> None:
     assert settings["assign.gpu_experts"] == "0"
     assert all(str(one).count("\n") == 0 and one.why for one in settings_for("transformers", recipe, said=()))
     assert recipe_for("llama.cpp", "losses.symmetric=true")[1]["losses.group_size"] == "256", "blocks of 2 and 3 bits"
+
+
+def test_the_budget_is_the_least_that_loads() -> None:
+    """Unless it was given: what the runtime cannot hold in it is refused then."""
+    settings = {one.key: one for one in settings_for("vllm", load_recipe(None), said=())}
+    assert settings["assign.bits_per_weight"].value == "33/8"
+    assert settings["assign.bits_per_weight"].why == "vllm loads nothing narrower than 4 bits"
+    asked = ["assign.bits_per_weight=3"]
+    said = {"assign.bits_per_weight"}
+    assert "assign.bits_per_weight" not in {
+        one.key for one in settings_for("vllm", load_recipe(None, asked), said=said)
+    }
+    wide = load_recipe(None, ["assign.bits_per_weight=5", "losses.group_size=32"])
+    settings = {one.key: one for one in settings_for("vllm", wide, said=())}
+    assert "assign.bits_per_weight" not in settings
+    assert settings["losses.group_size"].value in ("64", "128"), "no kernel for groups of 32"
 
 
 def test_groups_follow_from_the_models_matrices() -> None:
@@ -110,6 +130,27 @@ def test_the_option_changes_the_recipe_and_tells_it(tmp_path: Path, capsys: pyte
     told = capsys.readouterr().err.replace("\n", " ")
     for words in ("assign.target: vllm", "losses.symmetric: true (it reads symmetric grids only)"):
         assert words in told
+
+
+def test_a_target_alone_chooses_its_grid_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = {"model": "bundled:tiny-mixtral", "out": tmp_path / "run"}
+    asked = StageOptions(set_=["assign.target=vllm", "assign.bits_per_weight=5"], **made)
+    recipe = context_of(asked, "run").recipe
+    assert recipe.losses.symmetric
+    assert recipe.export.formats == []
+    told = capsys.readouterr().err.replace("\n", " ")
+    assert "for vllm: losses.symmetric: true (vllm reads symmetric grids only)" in told
+    small = load_recipe(None, ["losses.group_size=32", "losses.symmetric=true"])
+    assert [one.change for one in grid_settings("vllm", small, said=())] == ["losses.group_size=64"]
+    assert grid_settings("vllm", small) == grid_settings("llama.cpp", small, said=()) == []
+    given = StageOptions(set_=["assign.target=vllm", "losses.symmetric=false"], **made)
+    assert not context_of(given, "run").recipe.losses.symmetric
+    other = StageOptions(set_=["assign.target=auto-round"], **made)
+    assert not context_of(other, "run").recipe.losses.symmetric
+    (tmp_path / "run" / "losses").mkdir(parents=True)
+    assert not context_of(asked, "run").recipe.losses.symmetric, "what is measured stays"
 
 
 @pytest.mark.full

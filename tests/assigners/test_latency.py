@@ -142,7 +142,7 @@ def test_experts_on_the_gpu_take_no_time_of_the_ndp() -> None:
     assert 1e3 * latency.achieved(kept, assign(kept)) <= 1.01 * least
 
 
-@pytest.mark.parametrize("target", ["vllm", "transformers", "gptqmodel"])
+@pytest.mark.parametrize("target", ["vllm-cuda", "transformers", "gptqmodel"])
 def test_it_holds_within_a_target(target: str) -> None:
     inputs = inputs_of(11, 3, 6, symmetric=True, method="uniform", bits=2)
     free = timed(inputs, method="optimal", code_bits=4, target=target)

@@ -230,7 +230,7 @@ def test_one_width_for_a_matrix_of_all_of_a_layers_experts() -> None:
     assert refusal(targets()["llama.cpp"], found.expert_widths(), inputs.profile.layers, symmetric=True) is None
     prices = {price.target: price for price in report.prices(inputs, found)}
     assert objective(inputs, found) == pytest.approx(prices["llama.cpp"].objective)
-    assert prices["llama.cpp"].objective <= prices["vllm"].objective
+    assert prices["llama.cpp"].objective <= prices["vllm-cuda"].objective
     tables = [list(one.values()) for one in matrix_tables(inputs)]
     widths = sorted(set(tables[0][0]) & set(targets()["llama.cpp"].widths) - {16})
     best = min(
@@ -241,7 +241,7 @@ def test_one_width_for_a_matrix_of_all_of_a_layers_experts() -> None:
     assert objective(inputs, found) == pytest.approx(best)
 
 
-@pytest.mark.parametrize("target", ["vllm", "transformers"])
+@pytest.mark.parametrize("target", ["vllm-cuda", "transformers"])
 def test_targets_refuse_widths_of_matrices(target: str) -> None:
     inputs = with_matrices(7, 2, 4, symmetric=True, method="optimal", code_bits="5/2", granularity="projection")
     found = assign(inputs)

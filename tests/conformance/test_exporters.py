@@ -42,6 +42,7 @@ from moeq_kernels.packed import PackedWeight, packed_bytes
 from moeq_kernels.widths import FULL, SUPPORTED_BITS
 
 WRITTEN = [*written(), "strangers-runtime"]
+GROUP = 64  # that every runtime reads
 ODD = {"hidden_size": 72, "intermediate_size": 40}
 PLACE = ("model.layers.1.mlp.experts", 2, "up_proj")  # of what is spoiled
 QUIET = Reporter(quiet=True)
@@ -79,7 +80,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def source_of(model: Path, choose: Choose = lambda *place: 4, **grid: Any) -> MadeSource:
-    return MadeSource(model, choose, **{"group_size": 32} | grid)
+    return MadeSource(model, choose, **{"group_size": GROUP} | grid)
 
 
 def refused(name: str, source: MadeSource) -> tuple[str, str] | None:
@@ -138,7 +139,7 @@ def shared_widths(widths: list[int], granularity: str) -> list[Choose]:
 def test_what_is_written_is_read_back_at_every_width(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
     target = writer.target
     declared = set(target.widths) if target is not None else {*SUPPORTED_BITS, FULL}
-    group = -1 if target is not None and target.blocks is not None else 32
+    group = -1 if target is not None and target.blocks is not None else GROUP
     written: set[int] = set()
     for symmetric in (True, False):
         grid = {"symmetric": symmetric, "group_size": group}
@@ -223,7 +224,7 @@ class Spoiled(MadeSource):
 
 
 def test_what_is_no_number_is_refused_by_its_place(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
-    source = Spoiled(models["even"], lambda *place: 4)
+    source = Spoiled(models["even"], lambda *place: 4, group_size=GROUP)
     with pytest.raises(ArtifactError, match=rf"{PLACE[0]}, expert {PLACE[1]}, {PLACE[2]}.*not finite") as caught:
         write(writer.name, source, tmp_path / "out", WriteOptions())
     check_refused(caught.value, tmp_path)
@@ -238,9 +239,9 @@ def test_it_is_as_large_as_it_says(writer: Runtime, models: dict[str, Path], tmp
     for layer in source.layers:
         for projection in layer.projections:
             rows, inputs = layer.shape(projection)
-            grids = grids_of(layer, projection, [4], group_size=32, symmetric=True)
+            grids = grids_of(layer, projection, [4], group_size=GROUP, symmetric=True)
             stacks.append((layer.num_experts * rows * inputs, tuple(grids), False))
-            packed += layer.num_experts * packed_bytes(rows, inputs, 4, 32, True)
+            packed += layer.num_experts * packed_bytes(rows, inputs, 4, GROUP, True)
     sizes = ExportSizes(
         plain=sum(header.bytes for header in every.values()), rest=sum(every[key].bytes for key in rest), packed=0,
         experts=packed, stacks=tuple(stacks), widen=False,

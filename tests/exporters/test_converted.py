@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import family_models
 import pytest
@@ -20,9 +21,11 @@ from moeq.artifacts.targets import Grid, refuse_matrix, targets
 from moeq.errors import ArtifactError, FormatError, RecipeError
 from moeq.exporters import write
 from moeq.exporters.dequantized import plain_dtype
+from moeq.exporters.exporter import of_method, read_by
 from moeq.exporters.foreign import WriteOptions
-from moeq.exporters.gptq_layout import patterns
+from moeq.exporters.gptq_layout import _common, patterns
 from moeq.exporters.packed_source import Matrices
+from moeq.exporters.readers import open_packed
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import describe, expert_keys, load_model
@@ -217,6 +220,74 @@ def test_widen_stores_the_same_values(mixtral: Path, tmp_path: Path) -> None:
             assert tensors[f"{stem}weight_shape"].tolist() == list(matrix.dequantize().shape)
 
 
+def by_fused_layer(layer: int, expert: int, projection: str) -> int:
+    """The first layer at 4 bits, the second mixed, the third in full precision."""
+    return (4, (8, 16, 2)[expert % 3], 16)[layer]
+
+
+def rule(declared: dict[str, Any], name: str) -> Any:
+    """What vLLM finds for a module in `dynamic` or `extra_config`; None where it takes what is declared for all."""
+    for pattern, found in (declared.get("dynamic") or declared["extra_config"]).items():
+        if re.match(pattern.removeprefix("+:").removeprefix("-:"), name):
+            return found.get("bits", 16)
+    return None
+
+
+@pytest.mark.parametrize("name", ["auto-round", "gptqmodel"])
+def test_what_is_declared_for_all_makes_room_for_the_least(name: str, tmp_path: Path) -> None:
+    """A runtime that asks for no rule, or for that of the fused experts alone, has no buffer larger than a tensor."""
+    model = save_model(tmp_path / "model", "mixtral", num_hidden_layers=3)
+    write(name, MadeSource(model, by_fused_layer), tmp_path / "out", WriteOptions())
+    declared = quantization_of(tmp_path / "out")
+    assert (declared["bits"], declared["group_size"]) == (2, 32)
+    called = ["mlp.experts"] if name == "gptqmodel" else ["mlp.experts", "block_sparse_moe.experts"]
+    for experts in called:
+        assert [rule(declared, f"model.layers.{layer}.{experts}") for layer in range(3)] == [4, None, 16]
+        leaves = [rule(declared, f"model.layers.1.{experts}.{expert}.up_proj") for expert in range(3)]
+        assert leaves == [8, 16, None]
+    assert rule(declared, "model.layers.1.self_attn.qkv_proj") == 16
+    assert rule(declared, "model.layers.1.self_attn.q_proj") == 16
+
+
+def test_the_common_grid_is_the_least() -> None:
+    assert _common({(4, 128): 0, (2, 32): 0}) == (2, 128)
+    assert _common({(8, 64): 0, (4, -1): 0, (4, 64): 0}) == (4, -1), "a whole row is the largest group"
+    assert _common({}) == (4, 128)
+
+
+def test_linears_that_runtimes_fuse_have_a_rule_where_their_parts_agree(mixtral: Path, tmp_path: Path) -> None:
+    attention = "model.layers.{}.self_attn.{}_proj"
+    others = {attention.format(0, part): 8 for part in "qkv"} | {attention.format(1, "q"): 8}
+    source = MadeSource(mixtral, lambda layer, expert, projection: 4, others=others)
+    write("gptqmodel", source, tmp_path / "out", WriteOptions())
+    declared = quantization_of(tmp_path / "out")
+    assert rule(declared, attention.format(0, "qkv")) == rule(declared, attention.format(0, "q")) == 8
+    assert rule(declared, attention.format(1, "qkv")) is None, "q is packed, k and v are not"
+
+
+def test_vllms_gptq_has_the_familys_names_and_one_grid_a_layer(tmp_path: Path) -> None:
+    mixtral = save_model(tmp_path / "model", "mixtral", intermediate_size=128)
+    source = MadeSource(mixtral, lambda layer, expert, projection: (4, 16)[layer], group_size=64)
+    write("vllm-gptq", source, tmp_path / "out", WriteOptions())
+    names = {key.rpartition(".")[0] for key in all_tensors(tmp_path / "out") if "experts" in key}
+    on_disk = {key.rpartition(".")[0] for key in source.source.tensors if "experts" in key}
+    assert names == on_disk
+    assert any(name.endswith("block_sparse_moe.experts.0.w1") for name in names)
+    declared = quantization_of(tmp_path / "out")
+    prefix = "model.layers.{}.block_sparse_moe.experts"
+    assert (declared["bits"], [rule(declared, prefix.format(layer)) for layer in (0, 1)]) == (4, [None, 16])
+    exporter = of_method("gptq")
+    assert exporter is not None
+    assert read_by(exporter, open_packed(tmp_path / "out")) == ["vllm-gptq"]
+    others = MadeSource(mixtral, lambda *place: 4, group_size=64, others={"model.layers.0.self_attn.q_proj": 4})
+    for choose, why in (((4, 16), "full precision beside 4 bits"), ((16, 4), "4 bits beside full precision")):
+        mixed = MadeSource(mixtral, lambda layer, expert, part, bits=choose: bits[expert % 2], group_size=64)
+        with pytest.raises(FormatError, match=rf"for vllm-gptq: .*{why}.*one scheme for all experts of a layer"):
+            write("vllm-gptq", mixed, tmp_path / "no", WriteOptions())
+    with pytest.raises(FormatError, match=r"for vllm-gptq: model\.layers\.0.*modules outside of the experts"):
+        write("vllm-gptq", others, tmp_path / "no", WriteOptions())
+
+
 def test_patterns_match_exactly_what_they_name() -> None:
     every = [
         f"model.layers.{layer}.mlp.experts.{expert}.{leaf}"
@@ -247,10 +318,23 @@ def test_names_on_disk_are_the_familys(family: str, tmp_path: Path) -> None:
 def test_targets_say_what_they_load_and_why() -> None:
     for target in targets().values():
         assert target.proof
-        whole = Grid(rows=128, inputs=128, bits=4, group_size=32, symmetric=True)
+        whole = Grid(rows=128, inputs=128, bits=4, group_size=64, symmetric=True)
         assert refuse_matrix(target, whole) is None
     ragged = Grid(rows=128, inputs=72, bits=4, group_size=32, symmetric=True)
     assert {name for name, target in targets().items() if refuse_matrix(target, ragged) is None} == {"native"}
+
+
+def test_groups_without_a_kernel_are_refused_with_those_that_have_one() -> None:
+    asked = {"rows": 128, "bits": 4, "symmetric": True}
+    vllm = targets()["vllm"]
+    assert refuse_matrix(vllm, Grid(inputs=256, group_size=64, **asked)) is None
+    for inputs, size, why, do in (
+        (256, 32, "groups of 32; vllm loads groups of 64, 128", "set losses.group_size: 128"),
+        (192, -1, "whole rows as groups; vllm loads groups of 64, 128", "set losses.group_size: 64"),
+        (192, 128, "192 inputs in groups of 128; vllm reads whole groups only", "set losses.group_size: 64"),
+        (96, 64, "96 inputs in groups of 64; vllm reads whole groups only", "write it for native or dequantized"),
+    ):
+        assert refuse_matrix(vllm, Grid(inputs=inputs, group_size=size, **asked)) == (why, do)
 
 
 def test_a_write_that_fails_leaves_the_older_checkpoint(
@@ -272,6 +356,8 @@ def test_a_write_that_fails_leaves_the_older_checkpoint(
 
 def test_unknown_formats_are_refused(mixtral: Path, tmp_path: Path) -> None:
     source = MadeSource(mixtral, lambda layer, expert, projection: 4)
-    with pytest.raises(RecipeError, match=r"unknown runtime 'awq'; use one of auto-round, transformers, vllm, "):
+    with pytest.raises(
+        RecipeError, match=r"unknown runtime 'awq'; use one of auto-round, transformers, vllm, vllm-cuda, "
+    ):
         write("awq", source, tmp_path / "out", WriteOptions())
     assert "awq" not in written()

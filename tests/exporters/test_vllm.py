@@ -26,10 +26,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "mixtral", "mixtral", hidden_size=64, intermediate_size=64)
 
 
-def written(model: Path, out: Path, first: int, second: int, *, widen: bool = False) -> Path:
+def written(model: Path, out: Path, first: int, second: int, *, widen: bool = False, name: str = "vllm-cuda") -> Path:
     """Two layers, each at a width."""
-    source = MadeSource(model, lambda layer, expert, projection: (first, second)[layer], group_size=32)
-    write("vllm", source, out, WriteOptions(widen=widen))
+    source = MadeSource(model, lambda layer, expert, projection: (first, second)[layer], group_size=64)
+    write(name, source, out, WriteOptions(widen=widen))
     return out
 
 
@@ -61,19 +61,19 @@ def test_every_layer_has_a_scheme_and_the_rest_none(model: Path, tmp_path: Path)
 
 
 def test_a_layer_has_one_width(model: Path, tmp_path: Path) -> None:
-    mixed = MadeSource(model, lambda layer, expert, projection: 2 if expert == 1 else 4, group_size=32)
+    mixed = MadeSource(model, lambda layer, expert, projection: 2 if expert == 1 else 4, group_size=64)
     with pytest.raises(
-        FormatError, match=r"for vllm: .*2 bits beside 4 bits of .*; vllm takes one scheme for all exper"
+        FormatError, match=r"for vllm-cuda: .*2 bits beside 4 bits of .*; vllm-cuda takes one scheme for all exper"
     ):
-        write("vllm", mixed, tmp_path / "out", WriteOptions())
-    half = MadeSource(model, lambda layer, expert, projection: 16 if expert == 1 else 4, group_size=32)
+        write("vllm-cuda", mixed, tmp_path / "out", WriteOptions())
+    half = MadeSource(model, lambda layer, expert, projection: 16 if expert == 1 else 4, group_size=64)
     with pytest.raises(FormatError, match="full precision beside 4 bits of"):
-        write("vllm", half, tmp_path / "out", WriteOptions())
-    write("vllm", mixed, tmp_path / "out", WriteOptions(widen=True))
+        write("vllm-cuda", half, tmp_path / "out", WriteOptions())
+    write("vllm-cuda", mixed, tmp_path / "out", WriteOptions(widen=True))
     assert schemes(tmp_path / "out", EXPERTS.format(0)) == [4]
-    odd = MadeSource(model, lambda layer, expert, projection: (3, 2)[layer], group_size=32)
-    write("vllm", odd, tmp_path / "odd", WriteOptions(widen=True))
-    assert [schemes(tmp_path / "odd", EXPERTS.format(layer)) for layer in (0, 1)] == [[4], [2]]
+    odd = MadeSource(model, lambda layer, expert, projection: (3, 2)[layer], group_size=64)
+    write("vllm-cuda", odd, tmp_path / "odd", WriteOptions(widen=True))
+    assert [schemes(tmp_path / "odd", EXPERTS.format(layer)) for layer in (0, 1)] == [[3], [2]]
 
 
 def test_transformers_does_not_load_what_only_vllm_reads(model: Path, tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_transformers_does_not_load_what_only_vllm_reads(model: Path, tmp_path: 
     for first, second in ((2, 8), (16, 4), (4, 4)):
         out = written(model, tmp_path / f"{first}-{second}", first, second)
         readers[first, second] = read_by(exporter, open_packed(out))
-    assert readers == {(2, 8): ["vllm"], (16, 4): ["vllm"], (4, 4): ["transformers"]}
-    with pytest.raises(NotInstalledError, match="moeq cannot run vllm itself"):
+    assert readers == {(2, 8): ["vllm-cuda"], (16, 4): ["vllm"], (4, 4): ["transformers"]}
+    with pytest.raises(NotInstalledError, match="moeq cannot run vllm-cuda itself"):
         verify(tmp_path / "2-8", Options(), Reporter(quiet=True))
 
 

@@ -1,0 +1,77 @@
+"""What a checkpoint must be like where a runtime takes one grid for all experts of a layer, or of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moeq.artifacts.targets import Grid
+from moeq.errors import FormatError
+from moeq.exporters.foreign import Draft
+from moeq.models.experts import ExpertLayer
+from moeq_kernels.packed import PackedWeight, symmetric_bits
+from moeq_kernels.widths import FULL
+
+
+def refuse_others(draft: Draft) -> None:
+    """FormatError for packed modules beside the experts, where the target loads these in full precision only."""
+    others = [] if draft.target.others else draft.source.other_names()
+    if others:
+        raise FormatError(
+            "modules outside of the experts are loaded in full precision only",
+            where=f"for {draft.runtime.name}: {others[0]}",
+            do="run without `others`, or write it for auto-round or gptqmodel",
+        )
+
+
+class Scheme:
+    """What all experts of a layer, or of the model, share: what the first of their matrices has."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._first: tuple[str, Grid | None] | None = None  # None: full precision
+
+    def check(self, name: str, matrix: PackedWeight | Tensor) -> None:
+        """FormatError where a matrix differs from the first in what one scheme says."""
+        plain = isinstance(matrix, Tensor)
+        if plain and FULL not in self._draft.target.widths:
+            raise self._mixed(name, "full precision", "packed experts")
+        grid = None if plain else self._draft.grids[name]
+        first_name, first = self._first = self._first or (name, grid)
+        if grid is None:
+            if first is not None:
+                raise self._mixed(name, "full precision", f"{first.bits} bits of {first_name}")
+        elif first is None:
+            raise self._mixed(name, f"{grid.bits} bits", f"full precision of {first_name}")
+        elif grid.bits != first.bits:
+            raise self._mixed(name, f"{grid.bits} bits", f"{first.bits} bits of {first_name}")
+        elif grid.group_size != first.group_size:
+            raise self._mixed(name, f"groups of {grid.group_size}", f"groups of {first.group_size} of {first_name}")
+
+    def _mixed(self, name: str, what: str, other: str) -> FormatError:
+        target = self._draft.target
+        of = "all experts of the model" if target.granularity == "model" else "all experts of a layer"
+        return FormatError(
+            f"{what} beside {other}; {target.name} takes one scheme for {of}",
+            where=f"for {target.name}: {name}",
+            do=f"assign one width (assign.target: {target.name}), or store all codes in one wider grid "
+            "(export.widen: true, --widen)",
+        )
+
+
+def common_width(draft: Draft, layers: Sequence[ExpertLayer]) -> int | None:
+    """The least width of symmetric codes that holds every expert's of some layers, None where none is packed.
+
+    All of these experts are read for it.
+    """
+    widths = [
+        symmetric_bits(matrix)
+        for layer in layers
+        for expert in range(layer.num_experts)
+        for matrix in draft.source.expert(layer, expert)[0].values()
+        if isinstance(matrix, PackedWeight)
+    ]
+    if not widths:
+        return None
+    return min((width for width in draft.target.widths if max(widths) <= width < FULL), default=max(widths))
