@@ -36,7 +36,7 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     experts: {module path: [bits of expert 0, 1, ...]}, 16 meaning dense, and {projection: bits} for an expert whose
     matrices differ (format version 2); others: packed modules outside of the experts,
-    with a grid of their own (see OtherWidths), absent where there are none.
+    with a grid of their own (see `moeq_kernels.checkpoint.Others`), absent where there are none.
     """
 
     def __init__(
