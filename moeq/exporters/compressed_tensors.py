@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import ANY_GRID, Grid, Target
 from moeq.errors import FormatError
-from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader, later
+from moeq.exporters.exporter import SGLANG, TRANSFORMERS, VLLM, Exporter, Loader, later
 from moeq.numerics.widths import FULL
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ CONFIG_VERSION = "0.19.0"  # of the package whose config.json this is; 0.20.0 re
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight")
 LAYERS_EXPERTS = r"\.experts\..*"  # the end of a pattern of a layer's experts
 BESIDE = r"re:^(?!.*\.experts(\.|$))"  # every module that is not below one called experts
-VLLM = Loader(name="vllm", packages={"vllm": "pip install vllm"}, load=None)
 
 
 def loader_of(source: Any) -> Loader:
@@ -245,7 +244,7 @@ model = LLM("THIS_DIRECTORY")""",
     ),
     separate=True,
     layout=later("moeq.exporters.readers.compressed:CompressedTensors"),
-    loaders=(TRANSFORMERS, VLLM),
+    loaders=(TRANSFORMERS, VLLM, SGLANG),
     loader_of=loader_of,
     needs={"compressed_tensors": "pip install compressed-tensors"},
 )
