@@ -26,6 +26,8 @@ from moeq.artifacts.provenance import (
     check_listed,
     files_as,
 )
+from moeq.artifacts.sums import NAME as SUMS
+from moeq.artifacts.sums import Sums
 from moeq.errors import ArtifactError
 from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
@@ -71,8 +73,8 @@ def convert(
         do = "make a packed one of it with `moeq run`"
         raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)
     sides, origin = find_side_files(source.source.path, source.config, trust_remote_code), read_origin(checkpoint)
-    said = [line for line in (sides.said(), origin.said()) if line is not None]
     sums, statement = check_listed(checkpoint, verify)
+    said = [line for line in (sides.said(), origin.said(), _unlisted(sums)) if line is not None]
     model = _model(source, statement, origin)
     made = _making(checkpoint, name, widen, model, _digests(checkpoint) if sums is None else sums.files)
     options = WriteOptions(
@@ -104,6 +106,11 @@ def convert(
 def convertible() -> tuple[str, ...]:
     """Names of the runtimes for which another's checkpoint can be written."""
     return (NATIVE, *written())
+
+
+def _unlisted(sums: Sums | None) -> str | None:
+    """One line on files that nobody's digest covers, or None."""
+    return f"{SUMS} does not list {', '.join(sums.unlisted)}" if sums is not None and sums.unlisted else None
 
 
 def _model(source: PackedSource, statement: Statement | None, origin: Origin) -> NamedModel:

@@ -25,6 +25,11 @@ def _loaders() -> list[str]:
 
 def inspect(
     path: Annotated[Path, Argument(help="Checkpoint, run directory, model directory, or any file moeq writes.")],
+    placement_for: Annotated[
+        Literal["llama.cpp", "ktransformers", "sglang"] | None,
+        Option(help="Say instead how this runtime is told where a native checkpoint's experts live."),
+    ] = None,
+    out: Annotated[Path | None, Option(help="File to write with --placement-for: .pt, or .json for sglang.")] = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -33,6 +38,14 @@ def inspect(
     from moeq import preflight
 
     preflight.check_path(path)
+    if placement_for is not None:
+        from moeq import terminal
+        from moeq.exporters import placements
+
+        show(placements.told(path, placement_for, out), terminal.print_summary, json=json, quiet=quiet)
+        return
+    if out is not None:
+        raise RecipeError("a file, and nothing is written to it", where="--out", do="give --placement-for too")
     from moeq import inspection, terminal
     from moeq.progress import Reporter
 

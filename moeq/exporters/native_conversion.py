@@ -129,7 +129,11 @@ def _modules(draft: Draft) -> dict[str, OtherModule]:
     known = {module.name: module for module in found.modules}
     for name in draft.source.other_names():
         if name not in known or known[name].tied is not None:
-            why = "one tensor with another module" if name in known else found.left.get(name, ("", "no linear of a kind"))[1]
+            why = (
+                "one tensor with another module"
+                if name in known
+                else found.left.get(name, ("", "no linear of a kind"))[1]
+            )
             raise FormatError(f"packed, and {why}", where=f"for native: {name}", do=ELSEWHERE)
     return {name: known[name] for name in draft.source.other_names()}
 
@@ -250,7 +254,10 @@ def _inputs(
         expert_keys=set(),
         expert_files=[],
         quantizers={
-            layer.name: [{choice.key: _method(draft)} if choice.bits != FULL or choice.projections else {} for choice in layer.experts]
+            layer.name: [
+                {choice.key: _method(draft)} if choice.bits != FULL or choice.projections else {}
+                for choice in layer.experts
+            ]
             for layer in assignment.layers
         },
         max_shard_bytes=draft.options.max_shard_bytes,

@@ -169,9 +169,7 @@ def listed_code(sides: SideFiles, own_code: bool) -> tuple[CodeFile, ...]:
     return (*hook, *own)
 
 
-def native_manifest(
-    inputs: ExportInputs, headers: dict[str, TensorHeader], sides: SideFiles
-) -> PlacementManifest:
+def native_manifest(inputs: ExportInputs, headers: dict[str, TensorHeader], sides: SideFiles) -> PlacementManifest:
     """The manifest of the tensors of all files."""
     own, by_expert = inputs.assignment, dict[str, list[str]]()
     names = {layer.name for layer in inputs.layers}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import peers
 import pytest
 import torch
 from made_sources import MadeSource, rounded, save_model
@@ -58,6 +59,8 @@ def equal(first: PackedWeight | torch.Tensor, second: PackedWeight | torch.Tenso
 @pytest.mark.parametrize("runtime", FORMATS)
 def test_what_moeq_wrote_for_others_comes_back(runtime: str, mixtral: Path, tmp_path: Path) -> None:
     """Codes, scales and zero points are those that were exported, and the manifest has their digests."""
+    if runtime == "llama.cpp":
+        peers.module("gguf")
     source = MadeSource(mixtral, lambda *_: FORMATS[runtime])
     write(runtime, source, tmp_path / "theirs", WriteOptions())
     convert(tmp_path / "theirs", "native", tmp_path / "native")
@@ -94,6 +97,7 @@ def test_a_mix_with_zero_points_and_packed_modules_comes_back(runtime: str, mixt
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_gguf_comes_back_with_its_groups(symmetric: bool, tmp_path: Path) -> None:
     """Groups wider than a block, zero points, modules beside the experts, one of them with its rows turned."""
+    peers.module("gguf")
     model = save_model(tmp_path / "model", "mixtral", hidden_size=512, intermediate_size=256, sliding_window=None)
     others = {"model.layers.0.self_attn.q_proj": 8, "model.layers.1.self_attn.v_proj": 8}
     source = MadeSource(
@@ -176,11 +180,15 @@ def test_what_cannot_be_carried_is_refused_by_its_name(mixtral: Path, tmp_path: 
     with pytest.raises(FormatError, match=r"experts\.3\.up_proj: scales that float16 does not hold"):
         convert(tmp_path / "router", "native", tmp_path / "none")
     convert(tmp_path / "six" / "theirs", "native", tmp_path / "wide", widen=True)
-    assert {weight.bits for layer in NativeReader(tmp_path / "wide").manifest.layers for weight in layer.experts} == {4, 8}
+    assert {weight.bits for layer in NativeReader(tmp_path / "wide").manifest.layers for weight in layer.experts} == {
+        4,
+        8,
+    }
 
 
 def test_blocks_that_no_grid_holds_are_refused(tmp_path: Path) -> None:
     """Of llama.cpp's own Q4_K, whose scales are products."""
+    peers.module("gguf")
     model = save_model(tmp_path / "model", "qwen3_moe", hidden_size=256, moe_intermediate_size=256, norm_topk_prob=True)
     source = MadeSource(model, lambda *_: 4, group_size=256, symmetric=False)
     write("llama.cpp", source, tmp_path / "theirs", WriteOptions())

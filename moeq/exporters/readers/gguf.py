@@ -77,7 +77,9 @@ class Gguf:
             tensor = self.file.tensors[piece.name]
             if piece.split or len(tensor.shape) != 2:
                 where = f"{self.file.path}, {piece.name}"
-                raise FormatError(f"{tensor.type.name} that is a part of {self._others[module]}", where=where, do=PLAINER)
+                raise FormatError(
+                    f"{tensor.type.name} that is a part of {self._others[module]}", where=where, do=PLAINER
+                )
             rows, inputs = tensor.shape
             weight = self._packed(tensor, tensor.offset, tensor.bytes, (rows, inputs), piece.name)
             order = piece.rows
@@ -198,9 +200,7 @@ def _with_tensors(opened: Gguf) -> Gguf:
         shape, whole = tuple(shapes[key]), parts[0].type.name in FLOATS
         kind = parts[0].type.name if whole else "F32"
         size = math.prod(shape) * parts[0].type.bytes if whole else sum(tensor.bytes for tensor in parts)
-        tensors[key] = TensorHeader(
-            file=opened.file.path, dtype=kind, shape=shape, offset=parts[0].offset, bytes=size
-        )
+        tensors[key] = TensorHeader(file=opened.file.path, dtype=kind, shape=shape, offset=parts[0].offset, bytes=size)
     config = opened.config | {"quantization_config": {"quant_method": METHOD}}
     opened.source = replace(opened.source, config=config, tensors=tensors, read=opened.read)
     return opened
