@@ -1,7 +1,7 @@
 """moeq convert: a packed checkpoint for another runtime, uncalibrated; codes and scales are taken over exactly.
 
-The name of the model, its licence and what it is of its base model are those that the checkpoint's own card, manifest or
-provenance say; its card goes along as README.source.md.
+The name of the model, its licence and what it is of its base model are those that the checkpoint's own card, manifest
+or provenance say; its card goes along as README.source.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from moeq.stages import model_card
 from moeq.tables import human_bytes
 from moeq.verification.written import check_written
 
-
 SHARD = 5 * 10**9  # bytes
 
 
@@ -61,8 +60,8 @@ def convert(
     """Write `checkpoint` to `out` for the runtime `name`, which appears when it is whole and right.
 
     max_shard: bytes of a file of what is not packed; verify: where to tell what the runtime's own loader makes of it;
-    None: it is not loaded. Returns what was written. Raises EvaluationError where it loads wrongly or holds other values,
-    RecipeError for an unknown runtime or an `out` that is there, StorageError while another process writes it,
+    None: it is not loaded. Returns what was written. Raises EvaluationError where it loads wrongly or holds other
+    values, RecipeError for an unknown runtime or an `out` that is there, StorageError while another process writes it,
     ArtifactError for a directory that is no packed checkpoint of moeq's or of another tool's, FormatError for what the
     runtime would not load as it is meant.
     """

@@ -43,8 +43,8 @@ class Loader:
     packages: {module that must be there: how it is installed}; load: the function that gives the model and what was
     complained about, of verification/probe.py or, as "module:function", of another package; None: moeq cannot run it.
     environment: variables of that process. logits_only: it gives the logits alone; normalized: it gives logarithms of
-    probabilities instead, which are logits up to a constant a position; rounding: of one that rounds activations, how far
-    the median position's logits may be off, relative.
+    probabilities instead, which are logits up to a constant a position; rounding: of one that rounds activations, how
+    far the median position's logits may be off, relative.
     """
 
     name: str

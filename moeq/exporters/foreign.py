@@ -45,8 +45,8 @@ Tensors = Callable[[str, PackedWeight | Tensor], Mapping[str, Tensor]]  # of a m
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
     """max_shard_bytes: of plain tensors; widen: whether what a target cannot read is stored in a wider symmetric grid
-    of the same values; model_name: for the model card; converted: whether the source's own card goes along; settings: the
-    exporter's own keys, None: their defaults; making: what the provenance says, None: there is none."""
+    of the same values; model_name: for the model card; converted: whether the source's own card goes along; settings:
+    the exporter's own keys, None: their defaults; making: what the provenance says, None: there is none."""
 
     max_shard_bytes: int = 5 * 10**9
     widen: bool = False

@@ -140,8 +140,8 @@ def front_matter(name: str, library: str, origin: Origin, *, converted: bool = F
     """The lines that the hub reads, marks included.
 
     name: the model that was quantized. The base model is named where it has a name on the hub, this one or that of its
-    own card: the hub refuses names that are none of its own, or takes them for somebody else's. converted: the card is of
-    a packed checkpoint, which is to its base model what it was, whatever format it is in now.
+    own card: the hub refuses names that are none of its own, or takes them for somebody else's. converted: the card is
+    of a packed checkpoint, which is to its base model what it was, whatever format it is in now.
     """
     base = on_the_hub([name]) or on_the_hub(one_line(model, NAME_CHARACTERS) for model in origin.base_model)
     languages = list(origin.language)

@@ -26,7 +26,7 @@ STACKS = r"ffn_(gate|up|down)_exps\.weight"  # what llama.cpp calls the matrices
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """How a runtime is told. arguments: of its command line, file: its place among them is FILE; contents: of that file;
+    """How a runtime is told. arguments: of its command line, FILE among them where it reads one; contents: of that file;
     left: experts of the GPU's tier that stay in memory."""
 
     arguments: tuple[str, ...]

@@ -65,10 +65,10 @@ def decode(name: str, data: Tensor, inputs: int) -> Tensor:
 
 
 def packed(name: str, data: Tensor, inputs: int) -> PackedWeight:
-    """The weight [N, K] that the uint8 [N, L] of a type are, whoever wrote them: the same codes, and exactly their values.
+    """The weight [N, K] that the uint8 [N, L] of a type are, whoever wrote them: the same codes and exactly the values.
 
-    Groups that are alike all along are joined, two by two. ValueError where no grid of moeq's holds them: where a block's
-    multiplier of a scale makes a number that float16 lacks, or what is taken off is no whole number of steps.
+    Groups that are alike all along are joined, two by two. ValueError where no grid of moeq's holds them: where a
+    block's multiplier of a scale makes a number that float16 lacks, or what is taken off is no whole number of steps.
     """
     blocks = data.contiguous().view(len(data), -1, TYPES[name].bytes)
     parts = blocks.split(_DECODERS[name][0], -1)

@@ -1,7 +1,7 @@
 """GGUF files with config.json beside them, such as moeq writes for llama.cpp, tensor by tensor.
 
-Read by moeq's own code from the header and the blocks: as values, so that `moeq verify` has something to compare loaders
-with, or as codes, scales and zero points, where a grid of moeq's holds them exactly.
+Read by moeq's own code from the header and the blocks: as values, so that `moeq verify` has something to compare
+loaders with, or as codes, scales and zero points, where a grid of moeq's holds them exactly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PLAINER = "make it from the model with `moeq run`, or convert it to dequantized"
 @dataclass(kw_only=True)
 class Gguf:
     """A PackedSource over one GGUF file. as_values: matrices come as their values in float32, and what is packed outside
-    of the experts is of the rest; without it they come packed, and those that no grid of moeq's holds are refused."""
+    of the experts is of the rest; else they come packed, and those that no grid of moeq's holds are refused."""
 
     source: ModelSource
     config: dict[str, Any]
