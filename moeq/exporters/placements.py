@@ -26,8 +26,8 @@ STACKS = r"ffn_(gate|up|down)_exps\.weight"  # what llama.cpp calls the matrices
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """How a runtime is told. arguments: of its command line, FILE among them where it reads one; contents: of that file;
-    left: experts of the GPU's tier that stay in memory."""
+    """How a runtime is told. arguments: of its command line, FILE among them where it reads one; contents: of that
+    file; left: experts of the GPU's tier that stay in memory."""
 
     arguments: tuple[str, ...]
     contents: Any = None

@@ -38,8 +38,8 @@ PLAINER = "make it from the model with `moeq run`, or convert it to dequantized"
 
 @dataclass(kw_only=True)
 class Gguf:
-    """A PackedSource over one GGUF file. as_values: matrices come as their values in float32, and what is packed outside
-    of the experts is of the rest; else they come packed, and those that no grid of moeq's holds are refused."""
+    """A PackedSource over one GGUF file. as_values: matrices come as their values in float32, and what is packed
+    outside of the experts is of the rest; else they come packed, and those that no grid of moeq's holds are refused."""
 
     source: ModelSource
     config: dict[str, Any]
