@@ -1,4 +1,8 @@
-"""moeq convert: a packed checkpoint for another runtime, uncalibrated; codes and scales are taken over exactly."""
+"""moeq convert: a packed checkpoint for another runtime, uncalibrated; codes and scales are taken over exactly.
+
+The name of the model, its licence and what it is of its base model are those that the checkpoint's own card, manifest
+or provenance say; its card goes along as README.source.md.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from typing import Any
 
 from moeq.artifacts import making
 from moeq.artifacts.digests import digests_of_files
-from moeq.artifacts.files import building, claimed
+from moeq.artifacts.files import building, claimed, write_text
+from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.provenance import (
     CHECKPOINT,
     CONVERSION,
@@ -17,20 +22,29 @@ from moeq.artifacts.provenance import (
     NamedModel,
     Parameters,
     RunDetails,
+    Statement,
     check_listed,
     files_as,
 )
+from moeq.artifacts.sums import NAME as SUMS
+from moeq.artifacts.sums import Sums
 from moeq.errors import ArtifactError
 from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
-from moeq.exporters.front_matter import read_origin
+from moeq.exporters.front_matter import CARD, Origin, read_origin
+from moeq.exporters.native_reader import NativeReader
+from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.models.side_files import find_side_files
 from moeq.preflight import check_absent
 from moeq.progress import Reporter
-from moeq.runtimes import named, runtimes, written
+from moeq.runtimes import NATIVE, named, runtimes, written
+from moeq.stages import model_card
 from moeq.tables import human_bytes
 from moeq.verification.written import check_written
+from moeq_kernels.widths import METHOD
+
+SHARD = 5 * 10**9  # bytes
 
 
 def convert(
@@ -39,39 +53,73 @@ def convert(
     out: Path,
     *,
     widen: bool = False,
+    max_shard: int = SHARD,
     trust_remote_code: bool = False,
     verify: Reporter | None = None,
 ) -> dict[str, Any]:
     """Write `checkpoint` to `out` for the runtime `name`, which appears when it is whole and right.
 
-    verify: where to tell what the runtime's own loader makes of it; None: it is not loaded. Returns what was written.
-    Raises EvaluationError where it loads wrongly or holds other values, RecipeError for an unknown runtime or an `out`
-    that is there, StorageError while another process writes it, ArtifactError for a directory that is no packed
-    checkpoint of moeq's or of another tool's, FormatError for what the runtime would not load as it is meant.
+    max_shard: bytes of a file of what is not packed; verify: where to tell what the runtime's own loader makes of it;
+    None: it is not loaded. Returns what was written. Raises EvaluationError where it loads wrongly or holds other
+    values, RecipeError for an unknown runtime or an `out` that is there, StorageError while another process writes it,
+    ArtifactError for a directory that is no packed checkpoint of moeq's or of another tool's, FormatError for what the
+    runtime would not load as it is meant.
     """
-    name = named(name, written(), "--to")
+    name = named(name, convertible(), "--to")
     check_absent(out)
     source = open_packed(checkpoint, trust_remote_code=trust_remote_code)
     if format_of(source.source) == PLAIN:
         do = "make a packed one of it with `moeq run`"
         raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)
-    sides = find_side_files(source.source.path, source.config, trust_remote_code)
-    said = [line for line in (sides.said(), read_origin(source.source.path).said()) if line is not None]
-    sums, _ = check_listed(checkpoint, verify)
-    made = _making(checkpoint, name, widen, _digests(checkpoint) if sums is None else sums.files)
-    options = WriteOptions(widen=widen, trust_remote_code=trust_remote_code, making=made)
+    sides, origin = find_side_files(source.source.path, source.config, trust_remote_code), read_origin(checkpoint)
+    sums, statement = check_listed(checkpoint, verify)
+    said = [line for line in (sides.said(), origin.said(), _unlisted(sums)) if line is not None]
+    model = _model(source, statement, origin)
+    made = _making(checkpoint, name, widen, model, _digests(checkpoint) if sums is None else sums.files)
+    options = WriteOptions(
+        max_shard_bytes=max_shard,
+        widen=widen,
+        trust_remote_code=trust_remote_code,
+        model_name=model.name,
+        converted=True,
+        making=made,
+    )
     verdict = None
     with claimed(out):
         check_absent(out)  # who had the claim before has made it
         with building(out) as unfinished:
             write(name, source, unfinished, options)
+            if name == NATIVE:
+                card = model_card.render(read_manifest(unfinished), source.config, [], origin, converted=True)
+                write_text(unfinished / CARD, card)
             if verify is not None:
-                verdict = check_written(unfinished, verify, against=checkpoint, trust_remote_code=trust_remote_code)
+                against = source if name == NATIVE else checkpoint
+                verdict = check_written(unfinished, verify, against=against, trust_remote_code=trust_remote_code)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     summary = {"for": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}
     summary |= {"notes": said} if said else {}
     verified = {} if verdict is None else {"verified_with": verdict.target, "logits_error": verdict.logits_error}
     return summary | verified | {"loads_in": {name: None}}
+
+
+def convertible() -> tuple[str, ...]:
+    """Names of the runtimes for which another's checkpoint can be written."""
+    return (NATIVE, *written())
+
+
+def _unlisted(sums: Sums | None) -> str | None:
+    """One line on files that nobody's digest covers, or None."""
+    return f"{SUMS} does not list {', '.join(sums.unlisted)}" if sums is not None and sums.unlisted else None
+
+
+def _model(source: PackedSource, statement: Statement | None, origin: Origin) -> NamedModel:
+    """The model that a checkpoint was made of, as its manifest, provenance or card calls it, else the checkpoint."""
+    if isinstance(source, NativeReader):
+        stamp = source.manifest.model
+        return NamedModel(name=stamp.name, revision=stamp.revision)
+    if statement is not None and statement.parameters.model is not None:
+        return statement.parameters.model
+    return NamedModel(name=next(iter(origin.base_model), source.source.name))
 
 
 def _digests(checkpoint: Path) -> dict[str, str]:
@@ -81,9 +129,11 @@ def _digests(checkpoint: Path) -> dict[str, str]:
     return {path.name: digest for path, digest in taken.items() if path.name not in NO_SUBJECTS}
 
 
-def _making(checkpoint: Path, name: str, widen: bool, digests: dict[str, str]) -> Making:
+def _making(checkpoint: Path, name: str, widen: bool, model: NamedModel, digests: dict[str, str]) -> Making:
     """How a checkpoint is made from another one of these files, for its provenance."""
-    given = Parameters(runtime=name, checkpoint=NamedModel(name=checkpoint.resolve().name), widen=widen)
+    runtime = METHOD if name == NATIVE else name
+    asked = NamedModel(name=checkpoint.resolve().name)
+    given = Parameters(runtime=runtime, model=model, checkpoint=asked, widen=widen)
     dependencies = [*files_as(CHECKPOINT, digests), *making.packages(runtimes()[name].exporter.name)]
     definition = BuildDefinition(build_type=CONVERSION, parameters=given, dependencies=dependencies)
     return Making(definition=definition, details=RunDetails(builder=making.builder()))

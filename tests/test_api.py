@@ -50,6 +50,9 @@ def test_again_nothing_is_done_and_the_recipe_is_that_of_the_directory(done: moe
 def test_stages_assignments_and_plans(done: moeq.Run, tiny_mixtral: Path, tmp_path: Path) -> None:
     recipe = moeq.Recipe.model_validate({**KEYS, "assign": {"method": "uniform", "bits": 2}})
     moeq.stage("profile", recipe, model=tiny_mixtral, out=tmp_path / "run", quiet=True)
+    left = moeq.load_recipe(tmp_path / "run" / "recipe.yaml")
+    assert (left.assign, left.losses, left.model) == (recipe.assign, recipe.losses, str(tiny_mixtral))
+    assert moeq.stage("profile", out=tmp_path / "run", quiet=True).skipped  # by that recipe alone
     with pytest.raises(ArtifactError, match="moeq losses"):
         moeq.assign(recipe, model=tiny_mixtral, out=tmp_path / "run", quiet=True)
     moeq.stage("losses", recipe, model=tiny_mixtral, out=tmp_path / "run", quiet=True)

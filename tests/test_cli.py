@@ -36,7 +36,8 @@ FLAGS = {
     "bench": {"checkpoint", "--dense", "--batch", "--prompt-tokens", "--new-tokens", "--repeat", "--grid", "--beams"}
     | {"--peers", "--gguf", "--dtype", "--out", "--device", "--trust-remote-code", "--json", "--quiet"},
     "export": STAGE | DEVICE | {"--format", "--widen", "--verify"},
-    "convert": {"checkpoint", "--to", "--out", "--widen", "--verify", "--trust-remote-code", "--json", "--quiet"},
+    "convert": {"checkpoint", "--to", "--out", "--max-shard", "--widen", "--verify", "--trust-remote-code", "--json"}
+    | {"--quiet"},
     "report": STAGE | {"--analysis", "--maps"},
     "losses": STAGE | DEVICE | {"--quantizer"},
     "quantize": STAGE | DEVICE | {"--refine"},
@@ -45,7 +46,7 @@ FLAGS = {
     | BUDGET
     | {"--method", "--quantizer", "--bits-per-weight", "--expert-bytes", "--target", "--price"}
     | {"--for", "--frontier", "--average-bits", "--granularity", "--ndp-latency", "--hardware", "--force"},
-    "inspect": {"path", "--trust-remote-code", "--json", "--quiet"},
+    "inspect": {"path", "--placement-for", "--out", "--trust-remote-code", "--json", "--quiet"},
     "families": {"name", "--json", "--quiet"},
     "verify": {
         "checkpoint",

@@ -11,7 +11,7 @@ from typer import Argument, Option
 from moeq.cli.ending import refuse, show
 from moeq.errors import RecipeError
 from moeq.options import DeviceOption, JsonOption, QuietOption, TrustOption, VerifyOption, WidenOption, among
-from moeq.runtimes import named, written
+from moeq.runtimes import NATIVE, named, written
 
 PROMPT_BYTES = 1 << 24  # most that is read of a prompt
 
@@ -25,6 +25,11 @@ def _loaders() -> list[str]:
 
 def inspect(
     path: Annotated[Path, Argument(help="Checkpoint, run directory, model directory, or any file moeq writes.")],
+    placement_for: Annotated[
+        Literal["llama.cpp", "ktransformers", "sglang"] | None,
+        Option(help="Say instead how this runtime is told where a native checkpoint's experts live."),
+    ] = None,
+    out: Annotated[Path | None, Option(help="File to write with --placement-for: .pt, or .json for sglang.")] = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -33,6 +38,14 @@ def inspect(
     from moeq import preflight
 
     preflight.check_path(path)
+    if placement_for is not None:
+        from moeq import terminal
+        from moeq.exporters import placements
+
+        show(placements.told(path, placement_for, out), terminal.print_summary, json=json, quiet=quiet)
+        return
+    if out is not None:
+        raise RecipeError("a file, and nothing is written to it", where="--out", do="give --placement-for too")
     from moeq import inspection, terminal
     from moeq.progress import Reporter
 
@@ -42,19 +55,24 @@ def inspect(
 
 def convert(
     checkpoint: Annotated[Path, Argument(help="A packed checkpoint.")],
-    to: Annotated[str, Option(help=f"Runtime that is to load it: {', '.join(written())}.")],
+    to: Annotated[str, Option(help=f"Runtime that is to load it: {', '.join((NATIVE, *written()))}.")],
     out: Annotated[Path, Option(help="Directory to write, which must not be there yet.")],
+    max_shard: Annotated[str, Option(help="Largest size of a file of what is not packed, such as 2GB.")] = "5GB",
     widen: WidenOption = False,
     verify: VerifyOption = True,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Write a packed checkpoint for another runtime, without calibration; codes are taken over exactly."""
+    """Write a packed checkpoint for another runtime, without calibration; codes are taken over exactly.
+
+    For native also checkpoints of other tools: gptq, auto-round, compressed-tensors, GGUF.
+    """
     from moeq import preflight
     from moeq.models.source import check_there
+    from moeq.recipe.types import bytes_of
 
-    to = named(to, written(), "--to")
+    to, shard = named(to, (NATIVE, *written()), "--to"), bytes_of(max_shard, "--max-shard")
     preflight.check_absent(out)
     if not checkpoint.is_file():
         check_there(str(checkpoint))
@@ -62,7 +80,9 @@ def convert(
     from moeq.progress import Reporter
 
     reporter = Reporter(quiet=quiet or json) if verify else None
-    summary = conversion.convert(checkpoint, to, out, widen=widen, trust_remote_code=trust_remote_code, verify=reporter)
+    summary = conversion.convert(
+        checkpoint, to, out, widen=widen, max_shard=shard, trust_remote_code=trust_remote_code, verify=reporter
+    )
     show(summary, terminal.print_summary, json=json, quiet=quiet)
 
 

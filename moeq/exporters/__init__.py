@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moeq.runtimes import named, runtimes, written
+from moeq.runtimes import NATIVE, named, runtimes, written
 
 if TYPE_CHECKING:
     from moeq.exporters.foreign import WriteOptions
@@ -19,6 +19,6 @@ def write(name: str, source: PackedSource, directory: Path, options: WriteOption
     """
     from moeq.exporters.foreign import drafting
 
-    runtime = runtimes()[named(name, written())]
+    runtime = runtimes()[named(name, (NATIVE, *written()))]
     with drafting(runtime, source, directory, options) as draft:
         runtime.exporter.write(draft)

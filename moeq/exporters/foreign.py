@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.artifacts.files import filling, sync, write_json, write_text
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import copy_file, filling, sync, write_json, write_text
 from moeq.artifacts.provenance import Making
 from moeq.artifacts.sums import write_sums
 from moeq.artifacts.targets import ANY_GRID, Grid, Target, loadable_grid, refuse_matrix
@@ -30,8 +31,8 @@ from moeq.exporters.plain import METADATA, write_index, write_plain
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import describe
-from moeq.models.side_files import SideFiles, find_side_files
-from moeq.models.source import ModelSource
+from moeq.models.side_files import SOURCE_CARD, SideFiles, find_side_files
+from moeq.models.source import ModelSource, check_part
 from moeq.runtimes import Runtime
 from moeq.version import __version__
 from moeq_kernels.packed import PackedWeight, widened
@@ -44,13 +45,14 @@ Tensors = Callable[[str, PackedWeight | Tensor], Mapping[str, Tensor]]  # of a m
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
     """max_shard_bytes: of plain tensors; widen: whether what a target cannot read is stored in a wider symmetric grid
-    of the same values; model_name: for the model card; settings: the exporter's own keys, None: their defaults; making:
-    what the provenance says, None: there is none."""
+    of the same values; model_name: for the model card; converted: whether the source's own card goes along; settings:
+    the exporter's own keys, None: their defaults; making: what the provenance says, None: there is none."""
 
     max_shard_bytes: int = 5 * 10**9
     widen: bool = False
     trust_remote_code: bool = False
     model_name: str = ""
+    converted: bool = False
     settings: Any = None
     making: Making | None = None
 
@@ -213,13 +215,17 @@ class Draft:
         self.where |= rest
         write_index(self.directory, self.where)
         block = {} if quantization is None else {"quantization_config": dict(quantization)}
-        self.complete(self.source.config | block)
+        self.complete(self.sides.config(self.source.config | block))
 
     def complete(self, config: Mapping[str, Any]) -> None:
         """Write config.json, the side files, the model card, the provenance and the digests of all files."""
-        write_json(self.directory / "config.json", self.sides.config(config))
+        write_json(self.directory / "config.json", config)
         self.sides.copy(self.directory)
         write_text(self.directory / CARD, card(self))
+        own = self.source.source.path / CARD
+        if self.options.converted and own.is_file():
+            check_part(own.parent, CARD)
+            copy_file(own, self.directory / SOURCE_CARD, digest_of_file(own))
         for file in self.unsynced:
             file.result()
         if self.options.making is not None:
@@ -298,7 +304,7 @@ def card(draft: Draft) -> str:
     counted = ", ".join(f"{count} at {bits} code bits" for bits, count in sorted(widths.items())) or "none"
     return "\n".join(
         [
-            *front_matter(name, exporter.library, read_origin(source.path)),
+            *front_matter(name, exporter.library, read_origin(source.path), converted=draft.options.converted),
             f"# {markdown(name)} for {called}",
             "",
             f"Written by moeq {__version__} for {called}.",

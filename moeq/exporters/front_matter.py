@@ -25,6 +25,7 @@ MOST_EVENTS, MOST_DEPTH = 4096, 16
 MOST_VALUES = 200  # of a list, as of languages
 NAME_CHARACTERS, LINK_CHARACTERS = 200, 500
 _FRONT = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", re.DOTALL)
+RELATIONS = ("adapter", "finetune", "merge", "quantized")  # that the hub knows
 _NULL = {"", "~", "null", "Null", "NULL"}
 _MARKUP = re.compile(r"[\\`*\[\]<>|#~&!]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.|@")
 _BASE_MODEL = re.compile(r"^base_model(_relation)?:.*\n([ \t]*-.*\n)*", re.MULTILINE)
@@ -33,9 +34,11 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a source's card says of it; problem: why it could not be read, where it is there."""
+    """What a source's card says of it; relation: what it is of its base model; problem: why it could not be read, where
+    it is there."""
 
     base_model: tuple[str, ...] = ()
+    relation: str | None = None
     license: str | None = None
     license_name: str | None = None
     license_link: str | None = None
@@ -73,8 +76,10 @@ def read_origin(directory: Path) -> Origin:
         names = (one_line(each, NAME_CHARACTERS) for each in ([value] if isinstance(value, str) else value))
         return tuple(name for name in names if name)[:MOST_VALUES]
 
+    relation = one("base_model_relation", NAME_CHARACTERS)
     return Origin(
         base_model=several("base_model"),
+        relation=relation if relation in RELATIONS else None,
         license=one("license", NAME_CHARACTERS),
         license_name=one("license_name", NAME_CHARACTERS),
         license_link=one("license_link", LINK_CHARACTERS),
@@ -131,18 +136,19 @@ def _place(values: dict[str, str | list[str]], key: str | None, depth: int, even
     return key
 
 
-def front_matter(name: str, library: str, origin: Origin) -> list[str]:
+def front_matter(name: str, library: str, origin: Origin, *, converted: bool = False) -> list[str]:
     """The lines that the hub reads, marks included.
 
     name: the model that was quantized. The base model is named where it has a name on the hub, this one or that of its
-    own card: the hub refuses names that are none of its own, or takes them for somebody else's.
+    own card: the hub refuses names that are none of its own, or takes them for somebody else's. converted: the card is
+    of a packed checkpoint, which is to its base model what it was, whatever format it is in now.
     """
     base = on_the_hub([name]) or on_the_hub(one_line(model, NAME_CHARACTERS) for model in origin.base_model)
     languages = list(origin.language)
     front = {
         "library_name": library,
         "base_model": base[0] if len(base) == 1 else base or None,
-        "base_model_relation": "quantized" if base else None,
+        "base_model_relation": ((converted and origin.relation) or "quantized") if base else None,
         "license": origin.license,
         "license_name": origin.license_name,
         "license_link": origin.license_link,

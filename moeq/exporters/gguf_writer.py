@@ -186,7 +186,7 @@ def write(draft: Draft) -> None:
                 writer.add(piece.name, *_packed_module(draft, name, piece, weight))
         writer.finish()
     read_back(draft.directory / FILE, writer.start, writer.crc)
-    draft.complete(source.config)
+    draft.complete(draft.sides.config(source.config))
 
 
 def _fields(draft: Draft, family: Family) -> dict[str, Value]:

@@ -1,4 +1,7 @@
-"""moeq: the native format, any mix of widths, which a run writes (native_writer.py) and `import moeq` loads."""
+"""moeq: the native format, any mix of widths, which `import moeq` loads.
+
+A run writes it (native_writer.py); of another tool's checkpoint it is made by native_conversion.py.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,11 @@ EXPORTER = Exporter(
     name="moeq",
     label="moeq",
     help="the native format: any mix of widths, placement, and every replica that was asked for",
-    write=None,
+    write=later("moeq.exporters.native_conversion:write"),
     runtime="transformers with `import moeq`",
+    snippet="""import moeq  # registers the format with transformers
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
     targets=(
         Target(
             name="native",

@@ -109,18 +109,22 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
             key: header for path in unfinished.glob("*.safetensors") for key, header in read_header(path).items()
         }
         write_index(unfinished, where)
-        plain = sides.config(inputs.source.config)
-        config = plain if inputs.own_code else hooked(plain)
-        write_json(unfinished / "config.json", config | {"quantization_config": _quantization(inputs)})
+        write_json(unfinished / "config.json", native_config(inputs, sides.config(inputs.source.config)))
         sides.copy(unfinished)
         if not inputs.own_code:
             write_text(unfinished / HOOK_FILE, HOOK_TEXT)
-        manifest = _manifest(inputs, headers, sides)
+        manifest = native_manifest(inputs, headers, sides)
         write_manifest(unfinished, manifest)
         if inputs.making is not None:
             inputs.making.write(unfinished)
         write_sums(unfinished)
     return manifest
+
+
+def native_config(inputs: ExportInputs, config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json holds; config: the model's own, as it goes along."""
+    plain = config if inputs.own_code else hooked(config)
+    return plain | {"quantization_config": _quantization(inputs)}
 
 
 def _quantization(inputs: ExportInputs) -> dict[str, Any]:
@@ -165,7 +169,8 @@ def listed_code(sides: SideFiles, own_code: bool) -> tuple[CodeFile, ...]:
     return (*hook, *own)
 
 
-def _manifest(inputs: ExportInputs, headers: dict[str, TensorHeader], sides: SideFiles) -> PlacementManifest:
+def native_manifest(inputs: ExportInputs, headers: dict[str, TensorHeader], sides: SideFiles) -> PlacementManifest:
+    """The manifest of the tensors of all files."""
     own, by_expert = inputs.assignment, dict[str, list[str]]()
     names = {layer.name for layer in inputs.layers}
     for key in headers:

@@ -47,6 +47,18 @@ def _wanted(key: str, value: Any) -> str | None:
     return None
 
 
+def experts_a_token(config: Mapping[str, Any]) -> int:
+    """How many experts of a layer a token chooses, as a checked configuration says; ModelError where it does not."""
+    for _, part in _parts(config):
+        for key in TOP_K:
+            chosen = part.get(key)
+            if isinstance(chosen, list) and chosen:
+                return int(max(chosen))
+            if isinstance(chosen, int):
+                return chosen
+    raise ModelError("it does not say how many experts a token chooses", where="config.json", do=f"add {TOP_K[0]}")
+
+
 def check_top_k(config: Mapping[str, Any], num_experts: int, file: Path) -> None:
     """ModelError naming file and key where a token is to choose no expert, or more than a layer has."""
     for path, part in _parts(config):

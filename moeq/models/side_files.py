@@ -19,6 +19,7 @@ from moeq.artifacts.files import copy_file, write_json
 from moeq.models.source import CONFIG, SIDE_FILES, VOCABULARIES, check_part, read_settings
 
 HOOK_FILE = "configuration_moeq.py"
+SOURCE_CARD = "README.source.md"  # the card of the checkpoint that one was converted from
 DATA = frozenset(SIDE_FILES) | {  # what the tokenizers and processors of transformers are made of
     "audio_tokenizer_config.json", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json", "normalizer.json",
     "target_vocab.json", "vocab-src.json", "vocab-tgt.json", "word_pronunciation.json", "word_shape.json", "bpe.codes",
@@ -30,8 +31,8 @@ DATA_PATTERN = re.compile(
 CODE_SUFFIXES = {".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".sh"}
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"}
 UNSAID = re.compile(  # what an export has of its own, or needs no mention
-    r"\..*|README\.md|.*\.safetensors|.*\.safetensors\.index\.json|config\.json|SHA256SUMS|stage\.json|model\.gguf"
-    r"|placement(\.schema)?\.json|provenance\.json|model\.sig"
+    r"\..*|README(\.source)?\.md|.*\.safetensors|.*\.safetensors\.index\.json|config\.json|SHA256SUMS|stage\.json"
+    r"|model\.gguf|placement(\.schema)?\.json|provenance\.json|model\.sig"
 )  # fmt: skip
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})  # of JSON files: what they name is imported and run
 NO_SETTINGS = VOCABULARIES | {name for name in DATA if "vocab" in name or name.startswith("word_")}

@@ -13,7 +13,7 @@ from torch import Tensor
 from moeq.numerics.ggml_types import HOLDS, TYPES
 from moeq_kernels.grids import SCALE_DTYPE
 from moeq_kernels.packed import PackedWeight
-from moeq_kernels.packing import unpack
+from moeq_kernels.packing import pack, unpack
 from moeq_kernels.widths import resolved_group_size
 
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -62,6 +62,48 @@ def decode(name: str, data: Tensor, inputs: int) -> Tensor:
     blocks = data.contiguous().view(len(data), -1, TYPES[name].bytes)
     sizes, values = _DECODERS[name]
     return values(*blocks.split(sizes, -1)).reshape(len(data), inputs)
+
+
+def packed(name: str, data: Tensor, inputs: int) -> PackedWeight:
+    """The weight [N, K] that the uint8 [N, L] of a type are, whoever wrote them: the same codes and exactly the values.
+
+    Groups that are alike all along are joined, two by two. ValueError where no grid of moeq's holds them: where a
+    block's multiplier of a scale makes a number that float16 lacks, or what is taken off is no whole number of steps.
+    """
+    blocks = data.contiguous().view(len(data), -1, TYPES[name].bytes)
+    parts = blocks.split(_DECODERS[name][0], -1)
+    bits, grid = _GRIDS[name]
+    codes, steps, least = grid(*parts)
+    scales = _half(steps.flatten(1))
+    zeros = torch.full(scales.shape, 2.0 ** (bits - 1), dtype=torch.float64)
+    if least is not None:
+        zeros = _whole_steps(scales.double(), least.flatten(1), bits)
+    size = inputs // scales.shape[1]
+    while scales.shape[1] > 1 and _alike(scales) and _alike(zeros):
+        scales, zeros, size = scales[:, ::2], zeros[:, ::2], size * 2
+    symmetric = bits == 1 or bool((zeros == 2 ** (bits - 1)).all())
+    return PackedWeight(
+        codes=pack(codes.flatten(1), bits),
+        scales=scales.contiguous(),
+        zeros=None if symmetric else pack(zeros.to(torch.uint8).contiguous(), bits),
+        bits=bits,
+        group_size=-1 if scales.shape[1] == 1 else size,
+        inputs=inputs,
+        symmetric=symmetric,
+    )
+
+
+def _whole_steps(scales: Tensor, least: Tensor, bits: int) -> Tensor:
+    """Zero points of grids with these scales that begin at -least; ValueError where one is no code."""
+    zeros = torch.where(scales == 0, 0.0, (least / scales).round())
+    if not torch.equal(zeros * scales, least) or bool(((zeros < 0) | (zeros >= 2**bits)).any()):
+        raise ValueError(f"a zero point that is no whole number from 0 to {2**bits - 1}")
+    return zeros
+
+
+def _alike(groups: Tensor) -> bool:
+    """Whether every second of the groups [N, G] is as the one before it."""
+    return torch.equal(groups[:, : groups.shape[1] // 2 * 2 : 2], groups[:, 1::2])
 
 
 def _half(scales: Tensor) -> Tensor:
@@ -182,10 +224,15 @@ def _q2_k(steps: Tensor, codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     return _spread(up, 16) * _pairs(codes).float() - _spread(down, 16)
 
 
-def _q3_k(high: Tensor, low: Tensor, steps: Tensor, scale: Tensor) -> Tensor:
+def _sixteen(steps: Tensor) -> Tensor:
+    """The sixteen multipliers [N, B, 12] that a block of Q3_K has, in float32."""
     lower = _shifted(steps[..., :8], 8, (0, 4), 15)
     upper = _shifted(steps[..., 8:], 4, (0, 2, 4, 6), 3)
-    up = _scale(scale) * ((lower | upper << 4).float() - 32)
+    return (lower | upper << 4).float() - 32
+
+
+def _q3_k(high: Tensor, low: Tensor, steps: Tensor, scale: Tensor) -> Tensor:
+    up = _scale(scale) * _sixteen(steps)
     return _spread(up, 16) * ((_pairs(low) | _bits_across(high) << 2).float() - 4)
 
 
@@ -217,4 +264,51 @@ _DECODERS: dict[str, tuple[tuple[int, ...], Callable[..., Tensor]]] = {  # bytes
         ),
     ),
     "Q6_K": ((128, 64, 16, 2), _q6_k),
+}
+
+
+# Grids: blocks, split likewise, become codes uint8 [N, B, length], steps float64 [N, B, s] of as many equal runs of a
+# block, and what is taken off each; None: half of the codes.
+
+
+def _affine_grid(scale: Tensor, least: Tensor, steps: Tensor, codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    up, down = _eight(steps)
+    return codes, (_scale(scale) * up).double(), (_scale(least) * down).double()
+
+
+def _q2_k_grid(steps: Tensor, codes: Tensor, scale: Tensor, least: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    up, down = _scale(scale) * (steps & 15).float(), _scale(least) * (steps >> 4).float()
+    return _pairs(codes), up.double(), down.double()
+
+
+def _q3_k_grid(high: Tensor, low: Tensor, steps: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, None]:
+    return _pairs(low) | _bits_across(high) << 2, (_scale(scale) * _sixteen(steps)).double(), None
+
+
+_Made = tuple[Tensor, Tensor, Tensor | None]
+_GRIDS: dict[str, tuple[int, Callable[..., _Made]]] = {  # bits, and the grid of all parts
+    "Q1_0": (1, lambda scale, signs: (_bits_in_a_row(signs), 2 * _scale(scale).double(), None)),
+    "Q2_K": (2, _q2_k_grid),
+    "Q3_K": (3, _q3_k_grid),
+    "Q4_0": (4, lambda scale, low: (_nibbles(low, 16), _scale(scale).double(), None)),
+    "Q4_K": (4, lambda scale, least, steps, low: _affine_grid(scale, least, steps, _nibbles(low, 32))),
+    "Q5_0": (
+        5,
+        lambda scale, high, low: (_nibbles(low, 16) | _bits_in_a_row(high) << 4, _scale(scale).double(), None),
+    ),
+    "Q5_K": (
+        5,
+        lambda scale, least, steps, high, low: _affine_grid(
+            scale, least, steps, _nibbles(low, 32) | _bits_across(high) << 4
+        ),
+    ),
+    "Q6_K": (
+        6,
+        lambda low, high, steps, scale: (
+            _nibbles(low, 64) | _pairs(high) << 4,
+            (_scale(scale) * _signed(steps)).double(),
+            None,
+        ),
+    ),
+    "Q8_0": (8, lambda scale, codes: (codes ^ 128, _scale(scale).double(), None)),
 }

@@ -8,8 +8,20 @@ from contextlib import suppress
 from fractions import Fraction
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+
+from moeq.bounded import shown
+from moeq.errors import RecipeError
 
 MOST = 2**63 - 1
 SIZE = re.compile(r"([0-9.]{1,24})\s{0,8}([A-Za-z]{0,24})")
@@ -60,6 +72,14 @@ Rational = Annotated[
     BeforeValidator(_parse_rational),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "pattern": rf"^\s*{_NUMBER}(/[0-9]+)?\s*$"}]}),
 ]
+
+
+def bytes_of(text: str, where: str) -> int:
+    """A size such as 2GB, given on a command line; RecipeError for what is none."""
+    try:
+        return TypeAdapter(Bytes).validate_python(text)
+    except ValidationError:
+        raise RecipeError(f"no size: {shown(text)}", where=where, do="give a number of bytes, such as 2GB") from None
 
 
 def check_group_size(size: int | None) -> None:

@@ -13,8 +13,16 @@ from moeq.recipe.used import parameters_text
 from moeq.tables import human_bytes, human_size
 
 
-def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[dict[str, Any]], origin: Origin) -> str:
-    """Markdown with the front matter that the hub reads; origin: what the model's own card says of it.
+def render(
+    manifest: PlacementManifest,
+    config: dict[str, Any],
+    figures: list[dict[str, Any]],
+    origin: Origin,
+    *,
+    converted: bool = False,
+) -> str:
+    """Markdown with the front matter that the hub reads; origin: what the model's own card says of it; converted: it is
+    that of a packed checkpoint.
 
     figures: rows name, bits_per_weight, expert_bytes, perplexity, accuracy, kl and same_top (against the original); of
     image classifiers cross_entropy and logit_error too.
@@ -28,7 +36,7 @@ def render(manifest: PlacementManifest, config: dict[str, Any], figures: list[di
     made = f"{markdown(assignment['name'])}: {markdown(assignment['method'])} ({markdown(parameters)})"
     grid = "symmetric" if manifest.layout["symmetric"] else "asymmetric"
     lines = [
-        *front_matter(manifest.model.name, "transformers", origin),
+        *front_matter(manifest.model.name, "transformers", origin, converted=converted),
         f"# {name}, experts packed by moeq {manifest.moeq_version}",
         "",
         f"Routed experts of {markdown(config.get('model_type'))} quantized one by one; {_rest(manifest)}.",

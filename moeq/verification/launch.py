@@ -33,7 +33,8 @@ BYTES_PER_SECOND = 10e6  # of a checkpoint, that the slowest loader on a slow di
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the probe is to do; target: the loader's name; packages, load, logits_only: see `exporters.exporter.Loader`;
+    """What the probe is to do; target: the loader's name; packages, load, environment, logits_only: see
+    `exporters.exporter.Loader`;
     loading: what from_pretrained is told beside; inputs: tokens or pixels by the names of the model's arguments;
     stored: the type of most weights; layers: {experts module: number of experts}, and hidden: their rows' length; rows:
     of experts alone."""
@@ -42,6 +43,7 @@ class Request:
     target: str
     packages: Mapping[str, str]
     load: str
+    environment: Mapping[str, str]
     logits_only: bool
     loading: Mapping[str, str]
     method: str
@@ -86,7 +88,7 @@ def started(request: Request, python: str | None) -> Iterator[subprocess.Popen[b
                     cwd=folder,  # gptqmodel leaves logs where it is run
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=_environment(request.packages),
+                    env=_environment(request.packages) | dict(request.environment),
                 )
             except FileNotFoundError:
                 raise missing(f"--python {python}", "give a Python interpreter") from None

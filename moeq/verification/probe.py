@@ -145,6 +145,72 @@ def llama_logits(request: dict[str, Any]) -> tuple[Any, None]:
     return torch.stack(logits), None
 
 
+def vllm_logits(request: dict[str, Any]) -> tuple[Any, None]:
+    """The logarithms of the probabilities that vLLM computes; it shows nothing of its layers."""
+    from vllm import LLM, SamplingParams
+
+    rows = request["inputs"]["input_ids"]
+    longest = max(map(len, rows)) + 1
+    model = LLM(
+        model=request["checkpoint"],
+        dtype=request["dtype"],
+        trust_remote_code=request["trust_remote_code"],
+        enforce_eager=True,
+        max_model_len=longest,
+        max_num_seqs=len(rows),
+        max_num_batched_tokens=max(512, longest),
+        gpu_memory_utilization=0.1,
+        max_logprobs=-1,  # all
+    )
+    asked = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, prompt_logprobs=-1)
+    outputs = model.generate([{"prompt_token_ids": row} for row in rows], asked, use_tqdm=False)
+    found = [[*output.prompt_logprobs[1:], output.outputs[0].logprobs[0]] for output in outputs]
+    each = ([{token: one.logprob for token, one in place.items()} for place in row] for row in found)
+    return whole_distributions(each), None
+
+
+def sglang_logits(request: dict[str, Any]) -> tuple[Any, None]:
+    """The logarithms of the probabilities that SGLang computes; it shows nothing of its layers."""
+    import sglang
+
+    rows = request["inputs"]["input_ids"]
+    config = json.loads(Path(request["checkpoint"], "config.json").read_text("utf-8"))
+    engine = sglang.Engine(
+        model_path=request["checkpoint"],
+        dtype=request["dtype"],
+        trust_remote_code=request["trust_remote_code"],
+        skip_tokenizer_init=True,
+        disable_cuda_graph=True,
+        disable_radix_cache=True,
+    )
+    try:
+        outputs = engine.generate(
+            input_ids=rows,
+            sampling_params={"temperature": 0, "max_new_tokens": 1},
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=config["vocab_size"],
+        )
+    finally:
+        engine.shutdown()
+    said = [output["meta_info"] for output in outputs]
+    found = [[*one["input_top_logprobs"][1:], one["output_top_logprobs"][0]] for one in said]
+    return whole_distributions([{token: value for value, token, *_ in place} for place in row] for row in found), None
+
+
+def whole_distributions(rows: Any) -> Any:
+    """[B, S, V] of {token: value} of every position; ValueError where one lacks some of the V tokens."""
+    import torch
+
+    rows = list(rows)
+    size = len(rows[0][0])
+    for row in rows:
+        for place in row:
+            if sorted(place) != list(range(size)):
+                raise ValueError(f"{len(place)} tokens have a probability at a position, {size} at the first one")
+    return torch.tensor([[[place[token] for token in range(size)] for place in row] for row in rows])
+
+
 def load(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]] | None]:
     """The model in the wanted type, or its logits, and what its loader complained about (None: it does not say)."""
     module, _, name = request["load"].rpartition(":")

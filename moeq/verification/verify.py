@@ -137,6 +137,8 @@ def verify(path: Path, options: Options, reporter: Reporter, made_of: PackedSour
         answer = launch.answer(process, request)
         layers, wanted = _compare(reference, packed, answer, request, reporter)
         logits = answer.logits()
+    if loaders()[request.target].normalized:
+        logits = as_logits(logits, wanted)
     rounding = loaders()[request.target].rounding
     error = relative(logits, wanted) if rounding is None else typical(logits, wanted)
     distance = None
@@ -193,6 +195,11 @@ def resident_bytes(packed: PackedSource) -> int:
     return sum(header.bytes for header in tensors.values()) + 4 * whole
 
 
+def as_logits(normalized: Tensor, wanted: Tensor) -> Tensor:
+    """Logarithms of probabilities [..., V] as logits: the constant that each position lacks is the wanted ones'."""
+    return normalized - (normalized.mean(-1, keepdim=True) - wanted.mean(-1, keepdim=True))
+
+
 def typical(logits: Tensor, wanted: Tensor) -> float:
     """The median of the positions' relative errors [B, S, V]: where activations are rounded, a router now and then
     chooses another expert, which changes one position wholly; what is loaded wrongly changes all."""
@@ -219,6 +226,7 @@ def _request(path: Path, packed: PackedSource, method: str, options: Options) ->
         target=loader.name,
         packages={**loader.packages, **needs},
         load=loader.load,
+        environment=loader.environment,
         logits_only=loader.logits_only,
         loading={} if exporter is None else exporter.loading,
         method=method,

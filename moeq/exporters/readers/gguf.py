@@ -1,10 +1,12 @@
-"""GGUF files with config.json beside them, such as moeq writes for llama.cpp: their values, tensor by tensor.
+"""GGUF files with config.json beside them, such as moeq writes for llama.cpp, tensor by tensor.
 
-Read by moeq's own code from the header and the blocks, so that `moeq verify` has something to compare loaders with.
+Read by moeq's own code from the header and the blocks: as values, so that `moeq verify` has something to compare
+loaders with, or as codes, scales and zero points, where a grid of moeq's holds them exactly.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from moeq.artifacts.gguf_file import GgufFile, GgufTensor
 from moeq.artifacts.reading import TensorHeader
-from moeq.errors import ArtifactError
+from moeq.errors import ArtifactError, FormatError
 from moeq.exporters.gguf import FILE
 from moeq.exporters.gguf_families import Family, Piece, family_of, pieces, restored, stack_name, stack_shapes
 from moeq.exporters.packed_source import Matrices
@@ -31,11 +33,13 @@ from moeq_kernels.packed import PackedWeight
 
 METHOD = "gguf"
 AGAIN = "export or download it again"
+PLAINER = "make it from the model with `moeq run`, or convert it to dequantized"
 
 
 @dataclass(kw_only=True)
 class Gguf:
-    """A PackedSource over one GGUF file; matrices come as their values in float32."""
+    """A PackedSource over one GGUF file. as_values: matrices come as their values in float32, and what is packed
+    outside of the experts is of the rest; else they come packed, and those that no grid of moeq's holds are refused."""
 
     source: ModelSource
     config: dict[str, Any]
@@ -43,28 +47,47 @@ class Gguf:
     family: Family
     model: nn.Module
     layers: list[ExpertLayer]
+    as_values: bool = True
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
         """Matrices of one expert; its biases are none."""
         matrices: Matrices = {}
         for projection in layer.projections:
-            stack = self.file.tensors[stack_name(layer, projection)]
+            name = stack_name(layer, projection)
+            stack = self.file.tensors[name]
             size = stack.bytes // stack.shape[0]
             offset = stack.offset + expert * size
-            matrices[projection] = self._values(stack, offset, size, layer.shape(projection))
+            shape, what = layer.shape(projection), f"expert {expert} of {name}"
+            if self.as_values:
+                matrices[projection] = self._values(stack, offset, size, shape)
+            elif stack.type.name in FLOATS:
+                matrices[projection] = self._bytes(offset, size).view(ggml.FLOAT_DTYPES[stack.type.name]).view(shape)
+            else:
+                matrices[projection] = self._packed(stack, offset, size, shape, what)
         return matrices, {}
 
     def other_names(self) -> list[str]:
-        """None, as `others` says."""
-        return []
+        """Names in memory of the packed modules outside of the experts."""
+        return sorted(self._others)
 
     def others(self) -> Iterator[tuple[str, PackedWeight]]:
-        """None: what is packed outside of the experts comes as values too."""
-        return iter(())
+        """Packed modules outside of the experts, in the order of their rows that the checkpoint has."""
+        for module in self.other_names():
+            piece = self._pieces[self._others[module]][0]
+            tensor = self.file.tensors[piece.name]
+            if piece.split or len(tensor.shape) != 2:
+                where = f"{self.file.path}, {piece.name}"
+                raise FormatError(
+                    f"{tensor.type.name} that is a part of {self._others[module]}", where=where, do=PLAINER
+                )
+            rows, inputs = tensor.shape
+            weight = self._packed(tensor, tensor.offset, tensor.bytes, (rows, inputs), piece.name)
+            order = piece.rows
+            yield module, weight if order is None else weight.map(lambda part: part[order.argsort()])  # noqa: B023
 
     def rest(self) -> list[str]:
-        """Keys of `source.tensors` that are not of experts."""
-        return sorted(self._pieces)
+        """Keys of `source.tensors` that are neither of experts nor of packed modules."""
+        return sorted(set(self._pieces) - set(self._others.values()))
 
     def check(self) -> None:
         """ArtifactError unless the file holds every tensor of the model, in its shape, and no other."""
@@ -80,6 +103,16 @@ class Gguf:
         """A tensor that is not of an expert as the checkpoint has it."""
         parts = [self._stored(self.file.tensors[piece.name], piece) for piece in self._pieces[key]]
         return restored(self._pieces[key][0], parts, self.source.tensors[key].shape)
+
+    @cached_property
+    def _others(self) -> dict[str, str]:
+        """{module in memory: key} of what is packed outside of the experts; none where all comes as values."""
+        if self.as_values:
+            return {}
+        names = DiskNames(self.model)
+        types = {key: self.file.tensors[parts[0].name].type.name for key, parts in self._pieces.items()}
+        packed = [key for key, name in types.items() if name not in FLOATS]
+        return {names.in_memory(key).removesuffix(".weight"): key for key in packed}
 
     @cached_property
     def _pieces(self) -> dict[str, list[Piece]]:
@@ -109,6 +142,14 @@ class Gguf:
             raise ArtifactError("a value that is not finite", where=f"{self.file.path}, byte {offset}", do=AGAIN)
         return values
 
+    def _packed(self, tensor: GgufTensor, offset: int, size: int, shape: tuple[int, int], what: str) -> PackedWeight:
+        """A matrix as codes; FormatError naming it where no grid of moeq's holds its blocks."""
+        try:
+            return ggml.packed(tensor.type.name, self._bytes(offset, size).view(shape[0], -1), shape[1])
+        except ValueError as error:
+            where = f"{self.file.path}, {what}"
+            raise FormatError(f"{tensor.type.name} with {error}", where=where, do=PLAINER) from None
+
     def _bytes(self, offset: int, size: int) -> Tensor:
         with self.file.path.open("rb") as stream:
             stream.seek(offset)
@@ -132,8 +173,8 @@ def check_tensors(file: GgufFile, wanted: dict[str, tuple[int, ...]]) -> None:
             raise ArtifactError(f"tensor {name} is no part of the model", where=where, do=AGAIN)
 
 
-def open_gguf(path: Path, trust_remote_code: bool = False) -> Gguf:
-    """Open a directory with model.gguf and config.json.
+def open_gguf(path: Path, trust_remote_code: bool = False, *, as_values: bool = True) -> Gguf:
+    """Open a directory with model.gguf and config.json; as_values: see `Gguf`.
 
     Raises ArtifactError for a damaged file, FormatError for a family that moeq does not know in GGUF, ModelError.
     """
@@ -145,7 +186,8 @@ def open_gguf(path: Path, trust_remote_code: bool = False) -> Gguf:
     if file.fields.get("general.architecture") != family.arch:
         arch = str(file.fields.get("general.architecture"))[:60]
         raise ArtifactError(f"architecture {arch!r}, config.json says {family.arch}", where=str(where), do=AGAIN)
-    return _with_tensors(Gguf(source=bare, config=config, file=file, family=family, model=model, layers=layers))
+    opened = Gguf(source=bare, config=config, file=file, family=family, model=model, layers=layers, as_values=as_values)
+    return _with_tensors(opened)
 
 
 def _with_tensors(opened: Gguf) -> Gguf:
@@ -153,21 +195,17 @@ def _with_tensors(opened: Gguf) -> Gguf:
     opened.check()
     tensors = {name: opened.source.tensors[name] for name in stack_shapes(opened.layers)}
     shapes = {DiskNames(opened.model).renamed(name): part.shape for name, part in opened.model.state_dict().items()}
-    for key in opened.rest():
+    for key in opened._pieces:
         parts = [opened.file.tensors[piece.name] for piece in opened._pieces[key]]
-        kind = parts[0].type.name if parts[0].type.name in FLOATS else "F32"
-        size = sum(tensor.bytes for tensor in parts)
-        tensors[key] = TensorHeader(
-            file=opened.file.path, dtype=kind, shape=tuple(shapes[key]), offset=parts[0].offset, bytes=size
-        )
+        shape, whole = tuple(shapes[key]), parts[0].type.name in FLOATS
+        kind = parts[0].type.name if whole else "F32"
+        size = math.prod(shape) * parts[0].type.bytes if whole else sum(tensor.bytes for tensor in parts)
+        tensors[key] = TensorHeader(file=opened.file.path, dtype=kind, shape=shape, offset=parts[0].offset, bytes=size)
     config = opened.config | {"quantization_config": {"quant_method": METHOD}}
     opened.source = replace(opened.source, config=config, tensors=tensors, read=opened.read)
     return opened
 
 
 def opened(path: Path, trust_remote_code: bool, as_values: bool) -> Gguf:
-    """As `open_gguf`; ArtifactError for who needs more than values."""
-    if not as_values:
-        do = "convert the checkpoint that it was made of"
-        raise ArtifactError("GGUF is read by `moeq verify` only", where=str(path / FILE), do=do)
-    return open_gguf(path, trust_remote_code)
+    """As `open_gguf`."""
+    return open_gguf(path, trust_remote_code, as_values=as_values)
