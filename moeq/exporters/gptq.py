@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Target
-from moeq.exporters.compressed_tensors import VLLM, VLLM_GROUPS, VLLM_PROOF, VLLM_SNIPPET
-from moeq.exporters.exporter import Exporter, Loader, later
+from moeq.exporters.compressed_tensors import VLLM_GROUPS, VLLM_PROOF, VLLM_SNIPPET
+from moeq.exporters.exporter import VLLM, Exporter, Loader, later
 from moeq_kernels.widths import FULL
 
 if TYPE_CHECKING:

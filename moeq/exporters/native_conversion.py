@@ -31,8 +31,9 @@ from moeq.models.non_experts import OtherModule, find_others
 from moeq.models.source import read_header
 from moeq.models.streaming import blocks_of
 from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, has_own_code
-from moeq.runtime.packed_experts import DENSE, GUARD_DTYPE, guard_shapes
+from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
+from moeq_kernels.checkpoint import DENSE
 from moeq_kernels.grids import SCALE_DTYPE
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack, unpack
