@@ -19,7 +19,7 @@ import numpy as np
 
 from moeq.assigners.online import decide
 from moeq.numerics.knapsack import solve
-from moeq.numerics.packed import packed_bytes
+from moeq_kernels.packed import packed_bytes
 
 SPLIT_GOAL, OPTIMAL_GOAL = 0.020, 5.0
 AVERAGES = ("3/2", "2", "5/2", "3", "7/2")

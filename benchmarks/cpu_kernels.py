@@ -31,14 +31,14 @@ import torch
 from numba import njit
 from torch import Tensor, nn
 
-from moeq.kernels.cpu.forms import forms
-from moeq.kernels.cpu.kernel import CpuKernel
-from moeq.kernels.cpu.layer import PackedLayer
-from moeq.kernels.cpu.memory import add_at
-from moeq.kernels.cpu.threads import together
-from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import packed_row_bytes
+from moeq_kernels.cpu.forms import forms
+from moeq_kernels.cpu.kernel import CpuKernel
+from moeq_kernels.cpu.layer import PackedLayer
+from moeq_kernels.cpu.memory import add_at
+from moeq_kernels.cpu.threads import together
+from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packing import packed_row_bytes
 
 HIDDEN, INTERMEDIATE, GROUP, TOP_K = 2048, 768, 128, 8
 SIZES = {"gate_proj": (INTERMEDIATE, HIDDEN), "up_proj": (INTERMEDIATE, HIDDEN), DOWN: (HIDDEN, INTERMEDIATE)}

@@ -64,8 +64,8 @@ def make_experts(folder: Path, model: Path, widths: tuple[int, ...]) -> None:
     from moeq.exporters.native_writer import layer_name
     from moeq.models.loading import describe
     from moeq.models.source import open_source
-    from moeq.numerics.packed import packed_shapes
     from moeq.runtime.packed_experts import guard_shapes
+    from moeq_kernels.packed import packed_shapes
 
     for layer in describe(open_source(str(model)))[1]:
         tensors = {f"{layer.name}.{name}": torch.zeros(shape, dtype=torch.float16)

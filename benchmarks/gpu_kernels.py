@@ -9,7 +9,7 @@ Decode: whole expert layers, random routing, group 128 with zero points; the sha
 memory (bytes read and written, measured in the same run) counts each active expert once. Mixed: half of the experts
 with 2 bits and half with 4 beside all with 3: bytes a second over those of the uniform layer.
 
---tune writes moeq/kernels/gpu/tuned/DEVICE.json, the block sizes that were fastest for these shapes, first. --interpret
+--tune writes moeq-kernels/moeq_kernels/gpu/tuned/DEVICE.json, the block sizes that were fastest for these shapes, first. --interpret
 runs every part once with tiny shapes in Triton's interpreter, without goals: that it works, not how fast.
 """
 
@@ -34,11 +34,11 @@ import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
 import torch  # isort: skip
 from torch import Tensor  # isort: skip
 
-from moeq.kernels.description import DOWN, LayerOfExperts  # isort: skip
-from moeq.kernels.gpu.kernel import Stack, TritonKernel, TritonLayer, sort_by_expert  # isort: skip
-from moeq.kernels.gpu.settings import Settings, Shape, candidates, usual, write  # isort: skip
-from moeq.kernels.gpu.stored import Stored  # isort: skip
-from moeq.numerics.packed import PackedWeight, packed_shapes  # isort: skip
+from moeq_kernels.description import DOWN, LayerOfExperts  # isort: skip
+from moeq_kernels.gpu.kernel import Stack, TritonKernel, TritonLayer, sort_by_expert  # isort: skip
+from moeq_kernels.gpu.settings import Settings, Shape, candidates, usual, write  # isort: skip
+from moeq_kernels.gpu.stored import Stored  # isort: skip
+from moeq_kernels.packed import PackedWeight, packed_shapes  # isort: skip
 
 ACTIVE = (1, 4, 8, 16, 24, 32)
 TABLE1 = {4: 1.56, 8: 1.35}  # geometric means of paper 002

@@ -23,8 +23,8 @@ from moeq.models.experts import DOWN, ExpertLayer, ExpertMath, expert_math, firs
 from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq, nested
 from moeq.numerics.factor import Factor, factorize
-from moeq.numerics.grids import decode
-from moeq.numerics.widths import group_count
+from moeq_kernels.grids import decode
+from moeq_kernels.widths import group_count
 
 MIN_TOKENS = 64
 PLANES, AFFINE = "two planes", "affine, clipped, finer"

@@ -34,9 +34,9 @@ import torch
 from fork_server import LIBRARIES, MOEQ, ForkServer, shared, shared_folder, unsynced
 from tiny_models import FULL, save_tiny
 
-from moeq.kernels import names
 from moeq.models.corpus import documents
 from moeq.verification import launch, probe
+from moeq_kernels import names
 
 LONGEST_FIRST = (  # so that no process is left with one of them at the end
     "robustness/test_kill_resume.py", "robustness/test_bad_input.py", "test_docs.py", "stages/test_families.py",

@@ -321,8 +321,8 @@ def _install(package: str) -> None:
 
 def _probe_here() -> None:
     """What moeq and transformers load is verified in this process; peers, which change it, in one of their own."""
-    from moeq.kernels import names
     from moeq.verification import launch, probe
+    from moeq_kernels import names
 
     fresh = launch.started
 

@@ -20,7 +20,7 @@ from moeq.models.loading import describe, expert_keys, load_model, skeleton, sou
 from moeq.models.single import ExpertReader
 from moeq.models.source import open_source
 from moeq.numerics.gptq import quantize
-from moeq.numerics.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight
 
 Choose = Callable[[int, int, str], int]  # layer, expert, projection -> width
 SIZES: dict[str, Any] = {

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
-from moeq.numerics.packed import PackedWeight, grid_bits, has_zeros
-from moeq.numerics.packing import pack
-from moeq.numerics.widths import group_count
+from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
+from moeq_kernels.packed import PackedWeight, grid_bits, has_zeros
+from moeq_kernels.packing import pack
+from moeq_kernels.widths import group_count
 
 
 def matrix_of(

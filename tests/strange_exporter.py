@@ -16,7 +16,7 @@ class Settings(BaseModel):
 
 def write(draft):
     """The parts of every matrix; its grid goes into config.json."""
-    from moeq.numerics.packed import PackedWeight
+    from moeq_kernels.packed import PackedWeight
 
     for name in draft.source.other_names():
         raise FormatError("packed", where=f"format strangers: {name}", do="run without `others`")
@@ -48,7 +48,7 @@ class Layout:
     def check(self, headers, grid, rows, inputs):
         from moeq.artifacts.tensor_files import dtype_name
         from moeq.exporters.readers.layout import expect
-        from moeq.numerics.packed import packed_shapes
+        from moeq_kernels.packed import packed_shapes
 
         shapes = packed_shapes(rows, inputs, grid.bits, grid.group_size, grid.symmetric)
         for part, (shape, dtype) in shapes.items():
@@ -56,7 +56,7 @@ class Layout:
 
     def read(self, parts, grid, rows, inputs):
         from moeq.exporters.readers.layout import Stored
-        from moeq.numerics.packed import PackedWeight
+        from moeq_kernels.packed import PackedWeight
 
         found = {"zeros": None, **parts, **vars(grid)}
         return Stored(weight=PackedWeight(inputs=inputs, **found))

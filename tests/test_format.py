@@ -9,8 +9,8 @@ import torch
 from manifest_reader import matrix
 
 from moeq.artifacts.manifest import PlacementManifest
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import pack
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packing import pack
 
 TEXT = (files("moeq") / "FORMAT.md").read_text("utf-8")
 

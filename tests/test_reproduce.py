@@ -20,8 +20,6 @@ from moeq.artifacts.sums import write_sums
 from moeq.artifacts.tensor_files import write_tensors
 from moeq.cli import app
 from moeq.errors import CorpusError, GateError, RecipeError
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import pack
 from moeq.pipeline import run
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -29,6 +27,8 @@ from moeq.reproduction import again
 from moeq.reproduction.differences import _difference, _keys
 from moeq.reproduction.matching import _texts
 from moeq.stages.context import Context
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packing import pack
 
 MAKING = ("reparam", "profile", "losses", "assign", "quantize", "export")
 QUIET = Reporter(quiet=True)

@@ -23,7 +23,7 @@ from pydantic import (
 
 from moeq.artifacts.files import write_json
 from moeq.artifacts.stage import Frozen, read_model
-from moeq.numerics.widths import FULL as FULL
+from moeq_kernels.widths import FULL as FULL
 
 SCHEMA_VERSION = 1
 WIDTHS = (1, 2, 3, 4, 8, FULL)

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeq import caches
 from moeq.artifacts.storage import storage_errors
 from moeq.errors import StorageError
 from moeq.progress import Reporter
+from moeq_kernels import caches
 
 READ_BYTES = 1 << 20
 SMALL_BYTES = 1 << 20  # files below are never remembered

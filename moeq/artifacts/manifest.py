@@ -21,8 +21,8 @@ from moeq.artifacts.reading import PlainName, inside, tensor_bytes
 from moeq.artifacts.stage import Frozen, ModelStamp, read_model
 from moeq.bounded import shown
 from moeq.errors import ArtifactError
-from moeq.numerics.widths import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
 from moeq.version import __version__
+from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
 
 SCHEMA_VERSION = 1
 NAME = "placement.json"

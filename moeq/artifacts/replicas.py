@@ -32,10 +32,10 @@ from moeq.artifacts.reading import NAME_BYTES, PlainName, TensorHeader, parse_js
 from moeq.artifacts.stage import Frozen, check_schema_version, read_model
 from moeq.artifacts.tensor_files import dtype_name, layout_of, stored_chunks, tensor_bytes, write_in_chunks
 from moeq.errors import ArtifactError
-from moeq.numerics.widths import PARTS
+from moeq_kernels.widths import PARTS
 
 if TYPE_CHECKING:
-    from moeq.numerics.packed import PackedWeight
+    from moeq_kernels.packed import PackedWeight
 
 SCHEMA_VERSION = 2
 REMEDY = "run `moeq losses` again"
@@ -234,7 +234,7 @@ class LayerReplicas:
         """
         if entry not in self.entries or projection not in self.entries[entry]["projections"]:
             raise ArtifactError(f"no replicas {entry} of {projection}", where=str(self.path), do=REMEDY)
-        from moeq.numerics.packed import PackedWeight  # what lies in a store is known without torch
+        from moeq_kernels.packed import PackedWeight  # what lies in a store is known without torch
 
         self._check_stack(entry, projection, expert)
         if entry not in self._read:
@@ -251,7 +251,7 @@ class LayerReplicas:
 
     def _check_stack(self, entry: str, projection: str, expert: int) -> None:
         """ArtifactError unless a projection's tensors are a stack of what its entry says, with this expert in it."""
-        from moeq.numerics.packed import packed_shapes
+        from moeq_kernels.packed import packed_shapes
 
         stated = self.entries[entry]
         codes = self.tensors.get(f"{entry}.{projection}.codes")

@@ -11,10 +11,10 @@ from itertools import product
 from typing import get_args
 
 from moeq.artifacts.targets import FINENESS, Grid, Sized, Target, refuse_matrix
-from moeq.numerics.widths import FULL
 from moeq.recipe import BUDGETS, SHARED, Bits, Recipe
 from moeq.registry import ALLOCATORS
 from moeq.runtimes import NATIVE, runtime
+from moeq_kernels.widths import FULL
 
 ASSUMED = (4096, 4096)  # rows and inputs of a matrix where no model is known
 GROUP_SIZES = (128, 64, 32, 256, -1)  # that are tried where the recipe's does not do

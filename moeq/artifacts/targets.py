@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from moeq.errors import FormatError
-from moeq.numerics.widths import FULL
 from moeq.runtimes import NATIVE, runtimes
+from moeq_kernels.widths import FULL
 
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Width

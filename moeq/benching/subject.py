@@ -22,10 +22,10 @@ from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.forward import takes_images
 from moeq.models.loading import compute_dtype, load_config, load_model, model_class, skeleton
 from moeq.models.source import ModelSource, open_source
-from moeq.numerics.widths import METHOD
 from moeq.progress import Reporter
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.packed_modules import TiedHead
+from moeq_kernels.widths import METHOD
 
 STATM, PAGE = Path("/proc/self/statm"), os.sysconf("SC_PAGE_SIZE")
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.models.experts import ExpertLayer
-from moeq.numerics.packed import PackedWeight
 from moeq.recipe import DEFAULT_QUANTIZER
 from moeq.stages.context import Context
 from moeq.stages.replicas import Replicas, load_losses
+from moeq_kernels.packed import PackedWeight
 
 
 def run_widths(run: Context) -> frozenset[int]:

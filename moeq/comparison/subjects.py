@@ -23,13 +23,13 @@ from moeq.comparison.refusals import assignments_of, split_run
 from moeq.errors import EvaluationError
 from moeq.evaluation.context_options import ContextOptions
 from moeq.models.source import ModelSource, open_source
-from moeq.numerics.widths import METHOD
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.recipe.labels import labels
 from moeq.stages import assign, quantize
 from moeq.stages.context import Context
 from moeq.stages.evaluate import ORIGINAL
+from moeq_kernels.widths import METHOD
 
 ASSIGNMENT_KEYS = {"method", "layers", "group_size"}  # of an assignment, not of results
 

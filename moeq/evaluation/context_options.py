@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moeq.errors import EvaluationError, RecipeError, hint
-from moeq.numerics.widths import FULL
 from moeq.recipe import Rational
 from moeq.recipe.earlier import CODE_BITS, EARLIER
 from moeq.recipe.wording import refusal_of
+from moeq_kernels.widths import FULL
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Target
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader, later
-from moeq.numerics.widths import FULL
+from moeq_kernels.widths import FULL
 
 if TYPE_CHECKING:
     from moeq.exporters.foreign import Draft

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from moeq.artifacts.targets import ANY_GRID, Grid, Target
 from moeq.errors import FormatError
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader, later
-from moeq.numerics.widths import FULL
+from moeq_kernels.widths import FULL
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.exporters.foreign import Draft
     from moeq.models.experts import ExpertLayer
-    from moeq.numerics.packed import PackedWeight
+    from moeq_kernels.packed import PackedWeight
 
 NAME, VERSION = "compressed-tensors", "0.20.0"
 CONFIG_VERSION = "0.19.0"  # of the package whose config.json this is; 0.20.0 reads it
@@ -125,7 +125,7 @@ def common_width(draft: Draft, layers: Sequence[ExpertLayer]) -> int | None:
 
     All of these experts are read for it.
     """
-    from moeq.numerics.packed import PackedWeight, symmetric_bits
+    from moeq_kernels.packed import PackedWeight, symmetric_bits
 
     widths = [
         symmetric_bits(matrix)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moeq.exporters.foreign import Draft
     from moeq.exporters.packed_source import PackedSource
     from moeq.models.experts import ExpertLayer
-    from moeq.numerics.packed import PackedWeight
+    from moeq_kernels.packed import PackedWeight
 
 
 def write(draft: Draft) -> None:
@@ -67,7 +67,7 @@ def _values(
 
 def value_of(matrix: PackedWeight | Tensor, dtype: torch.dtype) -> Tensor:
     """The values of a matrix, packed or not."""
-    from moeq.numerics.packed import PackedWeight
+    from moeq_kernels.packed import PackedWeight
 
     return matrix.dequantize(dtype) if isinstance(matrix, PackedWeight) else matrix.to(dtype)
 

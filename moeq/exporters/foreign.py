@@ -32,9 +32,9 @@ from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import describe
 from moeq.models.side_files import SideFiles, find_side_files
 from moeq.models.source import ModelSource
-from moeq.numerics.packed import PackedWeight, widened
 from moeq.runtimes import Runtime
 from moeq.version import __version__
+from moeq_kernels.packed import PackedWeight, widened
 
 AHEAD = 4  # tensors that may wait to be written
 Names = dict[tuple[int, str], str]  # {(expert, projection): key of the matrix}

@@ -11,7 +11,7 @@ from typing import Any
 from moeq.artifacts.targets import Grid, Target, loadable_grid, widest_of
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, ExportSizes, Loader, later
 from moeq.numerics.ggml_types import HOLDS, LENGTHS, TYPES
-from moeq.numerics.widths import FULL
+from moeq_kernels.widths import FULL
 
 VERSION = "0.19.0"
 FILE = "model.gguf"

@@ -45,8 +45,8 @@ from moeq.models.source import ModelSource
 from moeq.models.weights import plain_chunks, plain_header
 from moeq.numerics import ggml
 from moeq.numerics.ggml_types import FLOATS, HOLDS, TYPES
-from moeq.numerics.packed import PackedWeight
 from moeq.version import __version__
+from moeq_kernels.packed import PackedWeight
 
 WHERE = "format gguf"
 ALIGNMENT = 32

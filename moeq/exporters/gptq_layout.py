@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from moeq.artifacts.targets import ANY_GRID
 from moeq.errors import FormatError
 from moeq.exporters.foreign import OTHERS_FILE, Draft, Tensors
-from moeq.numerics.grids import SCALE_DTYPE
 from moeq.numerics.layouts import column_words, zero_words
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import unpack
+from moeq_kernels.grids import SCALE_DTYPE
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packing import unpack
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moeq.artifacts.targets import Target
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader, later
-from moeq.numerics.widths import FULL
+from moeq_kernels.widths import FULL
 
 EXPORTER = Exporter(
     name="moeq",

@@ -20,11 +20,11 @@ from moeq.exporters.packed_source import Matrices
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import describe
 from moeq.models.source import ModelSource, TensorHeader, open_source, read_header
-from moeq.numerics.packed import PackedWeight, packed_shapes
-from moeq.numerics.widths import NESTED_BITS, PARTS
 from moeq.runtime.hook import unhooked
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name
+from moeq_kernels.packed import PackedWeight, packed_shapes
+from moeq_kernels.widths import NESTED_BITS, PARTS
 
 REMEDY = "export the checkpoint again"
 ALL_REPLICAS = "export with quantize.replicas: all"

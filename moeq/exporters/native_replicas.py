@@ -10,7 +10,7 @@ from torch import Tensor
 from moeq.artifacts.assignment import MIXED
 from moeq.exporters.native_reader import NativeReader
 from moeq.models.experts import ExpertLayer
-from moeq.numerics.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight
 
 
 class CheckpointReplicas:

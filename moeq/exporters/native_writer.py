@@ -43,11 +43,11 @@ from moeq.models.declared import scale_keys
 from moeq.models.experts import ExpertLayer
 from moeq.models.side_files import SideFiles, find_side_files
 from moeq.models.source import ModelSource, TensorHeader, read_header
-from moeq.numerics.widths import METHOD, NESTED_BITS, PARTS
 from moeq.runtime.hf_quantizer import FORMAT_VERSION, MIXED_VERSION
 from moeq.runtime.hook import HOOK_FILE, HOOK_SHA256, HOOK_TEXT, hooked
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name
+from moeq_kernels.widths import METHOD, NESTED_BITS, PARTS
 
 _EXTRA = "replicas-"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource
-from moeq.numerics.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight
 
 Matrices = dict[str, PackedWeight | Tensor]  # {projection: a matrix, packed or (16 bits) in the checkpoint's type}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from moeq.errors import ModelError
 from moeq.models.source import ModelSource
-from moeq.numerics.widths import METHOD, PARTS
+from moeq_kernels.widths import METHOD, PARTS
 
 DEQUANTIZED = ("fp8", "mxfp4")  # quant_method of what is dequantized while it is loaded
 PACKED = {"F8_E4M3": 1, "I8": 2, "U8": 2}  # weights in a byte, by the dtype that headers name

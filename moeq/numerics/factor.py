@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moeq.numerics.slab import large_empty, transposed
-from moeq.numerics.threads import side_by_side
+from moeq_kernels.threads import side_by_side
 
 FACTOR_BLOCK = 256  # columns that are factored at once
 MAX_DAMPING = 1.0

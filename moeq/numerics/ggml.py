@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moeq.numerics.ggml_types import HOLDS, TYPES
-from moeq.numerics.grids import SCALE_DTYPE
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import unpack
-from moeq.numerics.widths import resolved_group_size
+from moeq_kernels.grids import SCALE_DTYPE
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packing import unpack
+from moeq_kernels.widths import resolved_group_size
 
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ONES_Q3 = (0x11,) * 8 + (0xAA,) * 4  # sixteen scales of 6 bits, each 33, which stands for 1

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from moeq.numerics import gptq_cpu, gptq_device
-from moeq.numerics.grids import Symmetry, encode, inverse_scale, max_codes
 from moeq.numerics.group_grids import stacked, static_grids
-from moeq.numerics.widths import resolved_group_size
+from moeq_kernels.grids import Symmetry, encode, inverse_scale, max_codes
+from moeq_kernels.widths import resolved_group_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from moeq.numerics import sweep
 from moeq.numerics.factor import feedback
-from moeq.numerics.grids import Symmetry, extent, inverse_scale, max_codes
 from moeq.numerics.group_grids import group_grid, stacked, static_grids
 from moeq.numerics.slab import large_empty, transposed
 from moeq.numerics.sweep import BLOCK
-from moeq.numerics.threads import side_by_side
+from moeq_kernels.grids import Symmetry, extent, inverse_scale, max_codes
+from moeq_kernels.threads import side_by_side
 
 LANES_AT_ONCE = 2048  # rows times widths that a thread works on together
 SPAN = 256  # columns whose feedback from all columns before them is one matrix product

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from moeq.numerics.factor import feedback
-from moeq.numerics.grids import Symmetry, encode, fit_clipped_grid, fit_grid, inverse_scale, max_codes
 from moeq.numerics.group_grids import stacked, static_grids
 from moeq.numerics.sweep import BLOCK
+from moeq_kernels.grids import Symmetry, encode, fit_clipped_grid, fit_grid, inverse_scale, max_codes
 
 SUB_BLOCK = 16  # columns updated by rank-1 steps inside a block
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moeq.numerics import compiled_grids
-from moeq.numerics.grids import (
+from moeq_kernels.grids import (
     SHRINKS,
     Symmetry,
     extent,

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeq.numerics.packing import pack, packed_row_bytes, unpack
-from moeq.numerics.widths import SUPPORTED_BITS, WORD
+from moeq_kernels.packing import pack, packed_row_bytes, unpack
+from moeq_kernels.widths import SUPPORTED_BITS, WORD
 
 
 def row_words(codes: Tensor) -> Tensor:

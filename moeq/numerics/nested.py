@@ -19,7 +19,9 @@ from moeq.numerics import compiled_grids, sweep
 from moeq.numerics.factor import feedback
 from moeq.numerics.gptq import Quantized
 from moeq.numerics.gptq_cpu import LANES_AT_ONCE
-from moeq.numerics.grids import (
+from moeq.numerics.group_grids import stacked
+from moeq.numerics.sweep import BLOCK
+from moeq_kernels.grids import (
     SHRINKS,
     Symmetry,
     encode,
@@ -28,9 +30,7 @@ from moeq.numerics.grids import (
     max_codes,
     nested_grid,
 )
-from moeq.numerics.group_grids import stacked
-from moeq.numerics.sweep import BLOCK
-from moeq.numerics.widths import NESTED_BITS, resolved_group_size
+from moeq_kernels.widths import NESTED_BITS, resolved_group_size
 
 LANES_A_THREAD = 1024  # rows times widths, at least
 WIDEST = NESTED_BITS[-1]

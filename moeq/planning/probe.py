@@ -19,13 +19,13 @@ from moeq.artifacts.storage import storage_errors
 from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq
-from moeq.numerics.packed import PackedWeight
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, heldout_stride
 from moeq.recipe import LossesSection
 from moeq.registry import QUANTIZERS
 from moeq.stages.needs import Rates, Sizes
 from moeq.stages.needs_losses import expert_tokens, losses_operations
+from moeq_kernels.packed import PackedWeight
 
 SECONDS = 0.4  # of each measurement, about
 SLICE_BYTES = 64 << 20  # read of the checkpoint and written beside the run

@@ -83,8 +83,8 @@ def memory(sizes: BatchSizes) -> list[int]:
     """
     import torch
 
-    from moeq.numerics.widths import resolved_group_size
     from moeq.quantizers.layer_data import row_bytes
+    from moeq_kernels.widths import resolved_group_size
 
     hidden, inner, widths = sizes.layer.hidden_size, sizes.layer.intermediate_size, len(sizes.settings.bits)
     wide = sizes.experts * (len(sizes.layer.projections) - 1) * inner * hidden

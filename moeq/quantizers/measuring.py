@@ -15,11 +15,11 @@ from torch import Tensor
 from moeq.artifacts.losses import WHOLE
 from moeq.errors import QuantizationError
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath, first_products
-from moeq.numerics.grids import beyond_float16
 from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens, thin
 from moeq.quantizers.statistics import Note
 from moeq.quantizers.stored import Packed
 from moeq.recipe import LossesSection
+from moeq_kernels.grids import beyond_float16
 
 
 @dataclass(frozen=True, kw_only=True)

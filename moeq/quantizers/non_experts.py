@@ -21,10 +21,10 @@ from moeq.errors import QuantizationError
 from moeq.models.non_experts import OtherModule
 from moeq.models.walk import Batch, current_batch
 from moeq.numerics.factor import Factor, factorize
-from moeq.numerics.grids import beyond_float16
-from moeq.numerics.packed import PackedWeight, joined
 from moeq.quantizers.stored import stored_as
 from moeq.registry import QUANTIZERS
+from moeq_kernels.grids import beyond_float16
+from moeq_kernels.packed import PackedWeight, joined
 
 ROUNDING = "rtn"  # what quantizes embeddings, and linears of whose inputs too little is known
 ROWS_AT_ONCE = 4096  # output rows of a large matrix that are quantized and measured together

@@ -14,7 +14,6 @@ from torch import Tensor
 from moeq.models.experts import ExpertMath
 from moeq.models.walk import LayerInputs
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.packed import PackedWeight
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround_expert import Training
 from moeq.quantizers.signround_layer import (
@@ -28,6 +27,7 @@ from moeq.quantizers.signround_layer import (
 from moeq.quantizers.stored import stored_as
 from moeq.quantizers.trained_grid import join
 from moeq.recipe import RefineSection
+from moeq_kernels.packed import PackedWeight
 
 BATCH_ROWS = 256  # of an expert in a step, on average
 MISFIT = 0.1  # of the energy of what has moved, that a link may leave unexplained

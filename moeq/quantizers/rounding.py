@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moeq.numerics import gptq, nested
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.widths import NESTED_BITS
 from moeq.recipe import LossesSection
+from moeq_kernels.widths import NESTED_BITS
 
 
 def rounded(

@@ -41,7 +41,7 @@ def memory(sizes: BatchSizes) -> list[int]:
     """The matrices before as codes, one input-major, its codes, and a group of them in float32 and 8 bits; blocks that
     lie in the heap of a CPU leave gaps there."""
     from moeq.models.experts import DOWN
-    from moeq.numerics.widths import resolved_group_size
+    from moeq_kernels.widths import resolved_group_size
 
     rows, inputs = sizes.layer.shape(DOWN)
     stack = sizes.experts * rows * inputs

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from moeq.models.experts import DOWN, ExpertMath
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.grids import decode
-from moeq.numerics.widths import FULL
 from moeq.quantizers.signround_expert import CHECKS, WEIGHT_BYTES, Training, check_start
 from moeq.quantizers.trained_grid import State, TrainedGrid, join, quantized, select
 from moeq.quantizers.training_rows import SEED_STRIDE, Deck, evenly
+from moeq_kernels.grids import decode
+from moeq_kernels.widths import FULL
 
 CHECK_TOKENS = 2048
 BLOCK_ROWS = 4096  # of an expert at once outside of training

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from moeq.errors import QuantizationError
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.packed import NotStorable, PackedWeight
 from moeq.recipe import LossesSection
+from moeq_kernels.packed import NotStorable, PackedWeight
 
 Packed = dict[str, dict[int, PackedWeight]]  # {projection: {bits: stack over some experts}}
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.grids import inverse_scale, storable
-from moeq.numerics.widths import group_count, resolved_group_size
+from moeq_kernels.grids import inverse_scale, storable
+from moeq_kernels.widths import group_count, resolved_group_size
 
 MAX_OFFSET = 0.5
 START_MARGIN = 0.1  # of a code: nearer the edges of their cells, weights would leave the start in the first steps

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.kernels.description import Matrix
+from moeq_kernels.description import Matrix
 
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of activations that kernels take
 SEVERAL = "its experts lie on several devices"

@@ -12,11 +12,11 @@ from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
 from moeq.errors import ArtifactError
-from moeq.kernels import choice
 from moeq.models.loading import compute_dtype, load_model
 from moeq.models.source import open_source
-from moeq.numerics.widths import METHOD
 from moeq.runtime.tiers import place, tier_devices
+from moeq_kernels import choice
+from moeq_kernels.widths import METHOD
 
 CARD = "README.md"
 

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from moeq.artifacts.assignment import FULL
-from moeq.kernels import choice
-from moeq.kernels.description import LayerOfExperts, Matrix, PreparedLayer
-from moeq.kernels.names import REFERENCE
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds.base import Matrices
-from moeq.numerics.packed import PackedWeight
 from moeq.runtime.arranged import COMPUTED
 from moeq.runtime.packed_experts import PACKED, PackedExperts
+from moeq_kernels import choice
+from moeq_kernels.description import LayerOfExperts, Matrix, PreparedLayer
+from moeq_kernels.names import REFERENCE
+from moeq_kernels.packed import PackedWeight
 
 CACHE_BYTES = 4 << 30  # of dequantized replicas that are kept
 OVERHEAD = 0.2  # of scales and zero points on codes, at most, where replicas are counted beforehand

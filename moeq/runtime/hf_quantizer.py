@@ -21,13 +21,13 @@ from moeq.artifacts.assignment import WIDTHS
 from moeq.artifacts.manifest import REMEDY
 from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ArtifactError
-from moeq.kernels import choice
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.source import read_header
-from moeq.numerics.widths import LAYOUT, LAYOUT_VERSION, METHOD, NESTED_VERSION, PARTS
 from moeq.runtime.hook import forget_hook
 from moeq.runtime.packed_experts import DENSE, PACKED, PackedExperts, PackedLinear
 from moeq.runtime.packed_modules import OtherWidths, PackedModule, prepare, replace_modules, wrong_config
+from moeq_kernels import choice
+from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, METHOD, NESTED_VERSION, PARTS
 
 FORMAT_VERSION = 1
 MIXED_VERSION = 2  # of checkpoints in which the matrices of some expert differ in width

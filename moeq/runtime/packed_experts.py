@@ -18,13 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from moeq.artifacts.assignment import FULL, Width, width_of
-from moeq.kernels import choice
-from moeq.kernels.description import LayerOfExperts, Matrix, PreparedLayer
-from moeq.kernels.reference import routed_sum, values
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import jetmoe, numbered
-from moeq.numerics.packed import PackedWeight, packed_shapes
-from moeq.numerics.widths import NESTED_BITS, PARTS
 from moeq.runtime.arranged import (
     GRADIENTS,
     OFFLOADED,
@@ -37,6 +32,11 @@ from moeq.runtime.arranged import (
     wants_gradients,
     with_gradients,
 )
+from moeq_kernels import choice
+from moeq_kernels.description import LayerOfExperts, Matrix, PreparedLayer
+from moeq_kernels.packed import PackedWeight, packed_shapes
+from moeq_kernels.reference import routed_sum, values
+from moeq_kernels.widths import NESTED_BITS, PARTS
 
 GUARD_DTYPE = torch.float16
 DENSE = "dense"  # the buffer of a matrix of 16 bits

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from moeq.artifacts.manifest import REMEDY
 from moeq.errors import ArtifactError
-from moeq.kernels import choice
-from moeq.kernels.description import PreparedLinear
-from moeq.kernels.reference import some_rows, values
 from moeq.recipe.wording import refusal_of
 from moeq.runtime.arranged import OFFLOADED, is_offloaded, leave_files, reason_at_call, with_gradients
 from moeq.runtime.packed_experts import GUARD_DTYPE, PackedExperts, PackedLinear
+from moeq_kernels import choice
+from moeq_kernels.description import PreparedLinear
+from moeq_kernels.reference import some_rows, values
 
 GUARD_SHAPE = (1, 1)
 

@@ -14,10 +14,10 @@ from moeq.exporters.native_writer import layer_name
 from moeq.exporters.packed_source import Matrices
 from moeq.models.declared import scale_keys, scales_of
 from moeq.models.experts import ExpertLayer
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.widths import NESTED_BITS, PARTS
 from moeq.stages import non_experts as others
 from moeq.stages.context import Context
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.widths import NESTED_BITS, PARTS
 
 REMEDY = "run `moeq quantize` again"
 

@@ -31,8 +31,6 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
 from moeq.models.source import CONFIG, INDEX, ModelSource
 from moeq.models.weights import plain_header
-from moeq.numerics.packed import packed_shapes
-from moeq.numerics.widths import NESTED_BITS
 from moeq.recipe import BEST, DEFAULT_QUANTIZER, AssignSection, Recipe
 from moeq.recipe.labels import labels
 from moeq.registry import ALLOCATORS
@@ -44,6 +42,8 @@ from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 from moeq.stages.non_expert_sizes import Others
 from moeq.stages.recorded import MODEL_FILES
+from moeq_kernels.packed import packed_shapes
+from moeq_kernels.widths import NESTED_BITS
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 SPARE_BYTES = 400  # an expert: what is counted beyond what is written

@@ -8,8 +8,8 @@ from typing import Protocol
 from moeq.artifacts.assignment import FULL, Assignment, Tier, Width, width_of
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
-from moeq.numerics.packed import packed_bytes
 from moeq.stages.context import Context
+from moeq_kernels.packed import packed_bytes
 
 
 class PackedGrid(Protocol):

@@ -8,8 +8,6 @@ from moeq.artifacts import effects, expert_effects, replicas
 from moeq.artifacts.losses import NAME
 from moeq.artifacts.tensor_files import safetensors_bytes
 from moeq.models.experts import ExpertLayer
-from moeq.numerics.packed import packed_shapes
-from moeq.numerics.widths import NESTED_BITS
 from moeq.quantizers.layer import expert_batches
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, heldout_stride, part_rows, row_bytes
 from moeq.quantizers.memory import working_memory
@@ -21,6 +19,8 @@ from moeq.stages.expert_bytes import store_bytes
 from moeq.stages.expert_effects import AT_ONCE
 from moeq.stages.needs import CAPTURED, PACKED_CALLS, STATES, Needs, Rates, Sizes
 from moeq.stages.replicas import entries
+from moeq_kernels.packed import packed_shapes
+from moeq_kernels.widths import NESTED_BITS
 
 SET = "0" * 64  # stands for the digest that names a set in the store
 ROW = 1300  # bytes of one row of the loss table as a Python dictionary

@@ -17,11 +17,11 @@ from moeq.artifacts.tensor_files import dtype_name, safetensors_bytes
 from moeq.exporters.native_writer import others_name
 from moeq.exporters.plain import METADATA
 from moeq.models.non_experts import OtherModule, by_block
-from moeq.numerics.packed import packed_shapes
 from moeq.runtime.packed_experts import GUARD_DTYPE
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
 from moeq.stages import non_experts as stage
 from moeq.stages.context import Context
+from moeq_kernels.packed import packed_shapes
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 DIGEST = "1" * 64  # of a set in the store, unlike that of the experts'

@@ -28,7 +28,6 @@ from moeq.models.non_experts import EMBEDDINGS, HEAD, OtherModule, by_block, wei
 from moeq.models.streaming import blocks_of
 from moeq.models.walk import end_batch
 from moeq.models.weights import plain_header
-from moeq.numerics.packed import PackedWeight, packed_bytes
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.quantizers.non_experts import (
     ROUNDING,
@@ -42,6 +41,7 @@ from moeq.recipe import Recipe
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_weights
 from moeq.stages.replicas import lacking
+from moeq_kernels.packed import PackedWeight, packed_bytes
 
 REVISION = 1  # raised when the same inputs give other codes or figures
 

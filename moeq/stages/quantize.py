@@ -21,7 +21,6 @@ from moeq.artifacts.tensor_files import safetensors_bytes, write_tensors
 from moeq.exporters.native_writer import extra_name, layer_name, others_name
 from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer
-from moeq.numerics.packed import PackedWeight
 from moeq.numerics.slab import Slab, return_memory
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, on_demand
@@ -37,6 +36,7 @@ from moeq.stages.expert_bytes import store_bytes
 from moeq.stages.needs import CAPTURED, STATES, Moment, Needs, Rates, Sizes
 from moeq.stages.non_experts import Stored
 from moeq.stages.replicas import Replicas, load_losses
+from moeq_kernels.packed import PackedWeight
 
 NAME = "quantizers.json"
 SCHEMA_VERSION = 1

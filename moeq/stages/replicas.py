@@ -19,12 +19,12 @@ from moeq.artifacts.replicas import LayerReplicas, Made, MadeType, ReplicaIndex
 from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
-from moeq.numerics.packed import PackedWeight
 from moeq.quantizers.layer import made_on_demand
 from moeq.recipe import BEST, DEFAULT_QUANTIZER, LossesSection
 from moeq.registry import QUANTIZERS
 from moeq.runtime.swapping import Replacement
 from moeq.stages.context import Context
+from moeq_kernels.packed import PackedWeight
 
 REVISION = 4  # raised when the same inputs give other replicas: also for what lies in stores
 ROWS_REVISION = 2  # raised when the same replicas give other rows

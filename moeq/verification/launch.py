@@ -18,9 +18,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moeq.errors import EvaluationError, MoeqError, RecipeError, missing
-from moeq.kernels import names
 from moeq.tables import human_seconds
 from moeq.verification import probe
+from moeq_kernels import names
 
 
 class NotInstalledError(RecipeError):

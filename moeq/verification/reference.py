@@ -21,7 +21,7 @@ from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers.foreign import Foreign
 from moeq.models.experts import ExpertLayer, set_expert_biases, set_expert_weights
 from moeq.models.streaming import StreamedModel
-from moeq.numerics.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight
 
 CPU = torch.device("cpu")
 GROUP_BYTES = 128 << 20  # of experts in float32 that lie in memory at a time

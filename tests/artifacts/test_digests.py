@@ -15,13 +15,13 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from moeq import caches
 from moeq.artifacts import digests
 from moeq.artifacts.digests import digest_of_file, digests_of_files, remember, remembered, spent
 from moeq.artifacts.files import copy_file, place
 from moeq.artifacts.tensor_files import TensorFile, write_in_chunks, write_tensors
 from moeq.errors import ArtifactError, StorageError
 from moeq.progress import Reporter
+from moeq_kernels import caches
 
 BYTES = digests.SMALL_BYTES + 300
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from moeq.artifacts import replicas
 from moeq.artifacts.replicas import LayerReplicas, add_replicas, add_rows, drop_replicas, layer_file, read_rows
 from moeq.errors import ArtifactError
-from moeq.numerics.packed import PackedWeight, packed_shapes
+from moeq_kernels.packed import PackedWeight, packed_shapes
 
 PROJECTIONS = {"gate_proj": (24, 40), "down_proj": (40, 24)}
 EXPERTS = 3

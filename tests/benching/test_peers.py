@@ -107,7 +107,7 @@ def test_what_kernels_hold_is_counted_and_named() -> None:
     assert subject.computes(module) == "no kernel: unpacked, then multiplied"
     module.refused = "several devices"
     assert subject.computes(module) == "no kernel: unpacked, then multiplied (several devices)"
-    kind = type("PackedLayer", (), {"__module__": "moeq.kernels.cpu.layer", "nbytes": 100})
+    kind = type("PackedLayer", (), {"__module__": "moeq_kernels.cpu.layer", "nbytes": 100})
     module.prepared = kind()
     assert subject._held([module]) == 132
     assert subject.computes(module) == "cpu"

@@ -31,8 +31,6 @@ from moeq.exporters.packed_source import Checkable, Matrices
 from moeq.exporters.readers import open_packed
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource
-from moeq.numerics.packed import PackedWeight, packed_bytes
-from moeq.numerics.widths import FULL, SUPPORTED_BITS
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.registry import EXPORTERS
@@ -40,6 +38,8 @@ from moeq.runtimes import Runtime, runtimes, written
 from moeq.verification import probe
 from moeq.verification.against import differences
 from moeq.verification.reference import values
+from moeq_kernels.packed import PackedWeight, packed_bytes
+from moeq_kernels.widths import FULL, SUPPORTED_BITS
 
 WRITTEN = [*written(), "strangers-runtime"]
 ODD = {"hidden_size": 72, "intermediate_size": 40}

@@ -19,13 +19,13 @@ from moeq.models.kinds import GATED
 from moeq.models.kinds.base import act_then_multiply
 from moeq.models.walk import LayerInputs
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.grids import decode
-from moeq.numerics.packed import PackedWeight
 from moeq.quantizers.layer import LayerResult, expert_batches, made_on_demand, quantize_layer
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, RoutedTokens
 from moeq.quantizers.quantizer import BatchSizes, Quantizer
 from moeq.recipe import LossesSection, load_recipe
 from moeq.registry import QUANTIZERS
+from moeq_kernels.grids import decode
+from moeq_kernels.packed import PackedWeight
 
 LAYER = ExpertLayer(index=3, name="layers.3.experts", num_experts=4, hidden_size=37, intermediate_size=23)
 DEAD, RARE = 2, 3  # experts without a token, and with one to calibrate on

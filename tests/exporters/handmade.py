@@ -15,8 +15,8 @@ from tiny_models import save_tiny
 from torch import Tensor
 
 from moeq.numerics.layouts import column_words, row_words, zero_words
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import pack, unpack
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packing import pack, unpack
 
 SIZES = {
     "hidden_size": 64, "vocab_size": 128, "num_attention_heads": 4, "head_dim": 16, "bos_token_id": 0,

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from moeq.conversion import convert
 from moeq.errors import FormatError
 from moeq.exporters.readers import open_packed
-from moeq.numerics.packed import PackedWeight
 from moeq.verification.reference import values
+from moeq_kernels.packed import PackedWeight
 
 
 @pytest.fixture(scope="module")

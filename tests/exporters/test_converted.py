@@ -28,9 +28,9 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.loading import describe, expert_keys, load_model
 from moeq.models.source import open_source
 from moeq.numerics.layouts import column_stream, zeros_of
-from moeq.numerics.packed import PackedWeight, symmetric_bits, widened
-from moeq.numerics.packing import unpack
 from moeq.runtimes import written
+from moeq_kernels.packed import PackedWeight, symmetric_bits, widened
+from moeq_kernels.packing import unpack
 
 MIX = (2, 3, 4, 8, 16, 4)
 

@@ -33,11 +33,11 @@ from moeq.exporters.gguf_families import block_of, stack_name
 from moeq.exporters.readers import open_packed
 from moeq.models.disk_names import DiskNames
 from moeq.numerics.ggml_types import HOLDS
-from moeq.numerics.packed import PackedWeight
 from moeq.progress import Reporter
 from moeq.registry import EXPORTERS
 from moeq.verification.verify import Options, typical, verify
 from moeq.verification.written import check_written
+from moeq_kernels.packed import PackedWeight
 
 RIGHT = 0.002
 ROUNDED = 0.05  # of the median position, where activations are rounded to 8 bits
@@ -360,8 +360,8 @@ def test_packed_modules_that_are_turned(tmp_path: Path) -> None:
 
 def half_zero_points(weight: PackedWeight) -> Tensor:
     """Q4_1: the zero point times the scale in float16, which has too few digits for it."""
-    from moeq.numerics.packing import unpack
-    from moeq.numerics.widths import resolved_group_size
+    from moeq_kernels.packing import unpack
+    from moeq_kernels.widths import resolved_group_size
 
     zeros = unpack(weight.zeros, 4, weight.scales.shape[-1])
     least = -(zeros.half() * weight.scales)

@@ -14,7 +14,7 @@ from tiny_models import FULL
 from torch import Tensor
 
 from moeq.numerics.layouts import column_stream, column_words, row_stream, row_words, zero_words, zeros_of
-from moeq.numerics.packing import SUPPORTED_BITS, pack, unpack
+from moeq_kernels.packing import SUPPORTED_BITS, pack, unpack
 
 SCRIPT = Path(__file__).parent / "peer_pack.py"
 CASES = 400 if FULL else 60

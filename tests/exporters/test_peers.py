@@ -22,7 +22,7 @@ from moeq.artifacts.targets import loaded_by
 from moeq.exporters import compressed_tensors, foreign, gptq_layout, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.numerics.layouts import row_words
-from moeq.numerics.packing import pack, unpack
+from moeq_kernels.packing import pack, unpack
 
 RIGHT = 0.002
 WRONG = 0.02

@@ -17,8 +17,8 @@ from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import open_other, open_packed
 from moeq.models import loading
 from moeq.models.source import open_source
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import unpack
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packing import unpack
 
 SHORT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 

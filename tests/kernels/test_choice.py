@@ -11,12 +11,11 @@ import pytest
 import torch
 from packed_layers import layer_of, matrix_of
 
-from moeq import caches
 from moeq.errors import ModelError
-from moeq.kernels import choice, measured
-from moeq.kernels.cpu.forms import FORMS, forms
-from moeq.kernels.cpu.layer import PackedLayer
-from moeq.kernels.reference import ReferenceLayer, ReferenceLinear
+from moeq_kernels import caches, choice, measured
+from moeq_kernels.cpu.forms import FORMS, forms
+from moeq_kernels.cpu.layer import PackedLayer
+from moeq_kernels.reference import ReferenceLayer, ReferenceLinear
 
 CPU = torch.device("cpu")
 LAYER = layer_of((4, 2), 64, 32)

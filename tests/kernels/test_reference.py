@@ -8,9 +8,9 @@ import pytest
 import torch
 from packed_layers import layer_of, matrix_of, reference, routed
 
-from moeq.kernels.description import Matrix
-from moeq.kernels.reference import ReferenceKernel
-from moeq.numerics.packed import PackedWeight
+from moeq_kernels.description import Matrix
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.reference import ReferenceKernel
 
 MIXED = (2, {"gate_proj": 1, "up_proj": 3, "down_proj": 16}, 4, 8, 16)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moeq.numerics import ggml
 from moeq.numerics.ggml_types import BY_NUMBER, FLOATS, HOLDS, TYPES
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import pack, unpack
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packing import pack, unpack
 
 PACKED = [name for name in TYPES if name not in FLOATS]
 NOT_READ_BY_GGUF = {"Q1_0"}  # by the package; llama.cpp reads it

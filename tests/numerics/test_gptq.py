@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeq.numerics import gptq, gptq_cpu, gptq_device, grids, group_grids
+from moeq.numerics import gptq, gptq_cpu, gptq_device, group_grids
 from moeq.numerics.factor import act_order, factorize
-from moeq.numerics.packed import PackedWeight
+from moeq_kernels import grids
+from moeq_kernels.packed import PackedWeight
 
 BITS = (1, 2, 3, 4, 8)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moeq.numerics import gptq, nested
-from moeq.numerics.grids import LEAST_SCALE, beyond_float16
-from moeq.numerics.packed import PackedWeight
+from moeq_kernels.grids import LEAST_SCALE, beyond_float16
+from moeq_kernels.packed import PackedWeight
 
 BITS = [1, 2, 3, 4, 8]
 

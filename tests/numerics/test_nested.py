@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moeq.numerics import nested
 from moeq.numerics.factor import factorize
-from moeq.numerics.grids import decode
+from moeq_kernels.grids import decode
 
 BITS = (2, 3, 4)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import FULL
 
-from moeq.numerics.packing import SUPPORTED_BITS, pack, packed_row_bytes, unpack
+from moeq_kernels.packing import SUPPORTED_BITS, pack, packed_row_bytes, unpack
 
 
 def pack_bit_by_bit(row: list[int], bits: int) -> list[int]:

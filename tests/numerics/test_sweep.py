@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moeq.numerics import sweep
 from moeq.numerics.compiled_grids import grids_between
-from moeq.numerics.grids import SHRINKS, Symmetry, grid_between, inverse_scale
 from moeq.numerics.slab import ALIGNMENT, large_empty, transposed
+from moeq_kernels.grids import SHRINKS, Symmetry, grid_between, inverse_scale
 
 FUSES = "+fma" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 INPUTS, START = 60, 20

@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from moeq.numerics.threads import side_by_side
+from moeq_kernels.threads import side_by_side
 
 
 @pytest.fixture(params=[1, 2, 3])

@@ -14,10 +14,10 @@ from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.kinds import GATED
 from moeq.models.kinds.base import act_then_multiply
 from moeq.models.walk import LayerInputs
-from moeq.numerics.packed import PackedWeight
 from moeq.quantizers import rtn
 from moeq.quantizers.layer import LayerResult, quantize_layer
 from moeq.recipe import LossesSection
+from moeq_kernels.packed import PackedWeight
 
 LAYER = ExpertLayer(index=0, name="layers.0.experts", num_experts=3, hidden_size=20, intermediate_size=12)
 SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))

@@ -14,12 +14,12 @@ from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.kinds import GATED, KINDS
 from moeq.models.kinds.base import act_then_multiply
 from moeq.models.walk import LayerInputs
-from moeq.numerics.packed import packed_bytes
 from moeq.quantizers.layer import LayerResult, expert_batches, quantize_layer
 from moeq.recipe import LossesSection, load_recipe
 from moeq.stages import losses as losses_stage
 from moeq.stages.context import Context
 from moeq.stages.replicas import load_losses
+from moeq_kernels.packed import packed_bytes
 
 LAYER = ExpertLayer(index=0, name="layers.0.experts", num_experts=5, hidden_size=40, intermediate_size=24)
 SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))

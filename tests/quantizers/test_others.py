@@ -15,9 +15,9 @@ from moeq.models.non_experts import OtherModule
 from moeq.models.walk import Batch
 from moeq.numerics import gptq
 from moeq.numerics.factor import factorize
-from moeq.numerics.packed import PackedWeight
 from moeq.quantizers import non_experts as others
 from moeq.quantizers.non_experts import Grid, InputSums, Listener, quantize_embedding, quantize_linears, split_rows
+from moeq_kernels.packed import PackedWeight
 
 HELDOUT = torch.tensor([False, True, False, False])
 

@@ -17,12 +17,12 @@ from moeq.models.experts import stacked_weights
 from moeq.models.kinds import GATED
 from moeq.models.loading import DTYPES, describe, load_model
 from moeq.models.source import open_source
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import unpack
 from moeq.progress import Reporter
 from moeq.quantizers import rtn
 from moeq.recipe import LossesSection, load_recipe
 from moeq.stages.context import Context
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packing import unpack
 
 SETTINGS = {"methods": ["rtn"], "bits": [4, 8], "group_size": -1, "symmetric": True}
 REACH = {("narrow", 8): 127, ("narrow", 4): 7, ("full", 8): 128, ("full", 4): 8}

@@ -11,9 +11,9 @@ from moeq.models.kinds import GATED
 from moeq.models.kinds.base import act_then_multiply
 from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq
-from moeq.numerics.packed import PackedWeight
 from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
 from moeq.recipe import RefineSection
+from moeq_kernels.packed import PackedWeight
 
 EXPERTS, HIDDEN, INTER, TOKENS, GROUP = 4, 24, 16, 200, 8
 BITS = (2, 16, 1, 3)

@@ -17,12 +17,12 @@ from moeq.models.walk import walk
 from moeq.numerics import gptq
 from moeq.numerics.factor import factorize
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.grids import decode
-from moeq.numerics.packed import PackedWeight
 from moeq.quantizers.layer_data import ExpertBatch
 from moeq.quantizers.signround_expert import Training, sign_round
 from moeq.quantizers.trained_grid import TrainedGrid
 from moeq.quantizers.training_rows import Pool, Pools
+from moeq_kernels.grids import decode
+from moeq_kernels.packed import PackedWeight
 
 EXPERTS, HIDDEN, INTER = 3, 40, 24
 GROUP = 16  # the last group of either side is shorter

@@ -13,7 +13,6 @@ from moeq.models.experts import DOWN, ExpertMath
 from moeq.models.kinds import GATED
 from moeq.models.kinds.base import act_then_multiply
 from moeq.numerics import gptq
-from moeq.numerics.grids import decode
 from moeq.quantizers import signround_expert
 from moeq.quantizers.signround_expert import Training
 from moeq.quantizers.signround_layer import (
@@ -24,6 +23,7 @@ from moeq.quantizers.signround_layer import (
     quantized_widths,
     sign_round_layer,
 )
+from moeq_kernels.grids import decode
 
 EXPERTS, HIDDEN, INTER, TOKENS = 5, 40, 24, 300
 GROUP = 16

@@ -17,11 +17,11 @@ from moeq.errors import QuantizationError
 from moeq.models.experts import DOWN
 from moeq.numerics import gptq
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.grids import decode
-from moeq.numerics.packed import NotStorable, PackedWeight
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.refine import refine_layer
 from moeq.recipe import LossesSection, RefineSection
+from moeq_kernels.grids import decode
+from moeq_kernels.packed import NotStorable, PackedWeight
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from moeq.exporters.native_reader import NativeReader
 from moeq.models.source import INDEX
-from moeq.numerics.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight
 
 __all__ = ["models"]  # the fixture
 

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from moeq.errors import ModelError
-from moeq.kernels import choice
-from moeq.kernels.reference import ReferenceLayer
 from moeq.models.experts import ExpertLayer, find_expert_layers
-from moeq.numerics.packed import PackedWeight
 from moeq.runtime.arranged import GRADIENTS, OFFLOADED, TRAINED
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.packed_experts import PACKED, PackedExperts
 from moeq.runtime.packed_modules import PackedEmbedding, PackedModule, TiedHead
+from moeq_kernels import choice
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.reference import ReferenceLayer
 
 Exported = Callable[[str], Path]
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ from torch import nn
 
 from moeq.errors import ArtifactError
 from moeq.numerics import gptq
-from moeq.numerics.packed import PackedWeight
 from moeq.runtime.packed_modules import (
     GUARD_SHAPE,
     OtherWidths,
@@ -20,6 +19,7 @@ from moeq.runtime.packed_modules import (
     TiedHead,
     replace_modules,
 )
+from moeq_kernels.packed import PackedWeight
 
 
 def packed_weight(weight: torch.Tensor, bits: int, symmetric: bool) -> PackedWeight:

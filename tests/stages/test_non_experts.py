@@ -24,7 +24,6 @@ from moeq.models.source import read_header
 from moeq.models.streaming import StreamedModel
 from moeq.numerics import gptq
 from moeq.numerics.factor import factorize
-from moeq.numerics.packed import PackedWeight
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
@@ -35,6 +34,7 @@ from moeq.stages import non_experts as others
 from moeq.stages import non_experts as others_stage
 from moeq.stages.context import Context
 from moeq.stages.replicas import load_index
+from moeq_kernels.packed import PackedWeight
 from stages.test_families import check_export
 
 CPU = torch.device("cpu")

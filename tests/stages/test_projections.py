@@ -20,13 +20,13 @@ from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, AssignmentError, MoeqError, RecipeError
 from moeq.models.forward import forward
 from moeq.models.kinds import GATED
-from moeq.numerics.packed import packed_bytes
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import assign, evaluate, quantize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import total_bytes
 from moeq.stages.replicas import load_index, load_losses, open_layer
+from moeq_kernels.packed import packed_bytes
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.bits=[1,2,3,4]",

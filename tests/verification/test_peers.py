@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moeq.errors import EvaluationError
 from moeq.exporters.readers import open_packed
-from moeq.numerics.packed import PackedWeight
 from moeq.progress import Reporter
 from moeq.verification.verify import Options, Verdict, require, verify
+from moeq_kernels.packed import PackedWeight
 
 MAKER = Path(__file__).parent / "peer_make.py"
 FAMILIES = ("qwen3_moe", "mixtral")

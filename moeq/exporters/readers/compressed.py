@@ -24,7 +24,7 @@ from moeq.exporters.readers.layout import (
     read_back,
 )
 from moeq.models.source import TensorHeader
-from moeq.numerics.widths import WORD, group_count
+from moeq_kernels.widths import WORD, group_count
 
 FORMAT = "pack-quantized"
 LINEAR = "Linear"
@@ -75,7 +75,7 @@ class CompressedTensors:
         if parts["weight_shape"].tolist() != [rows, inputs]:
             raise ValueError(f"weight_shape says {parts['weight_shape'].tolist()}, the matrix is {[rows, inputs]}")
         from moeq.numerics.layouts import row_stream
-        from moeq.numerics.packing import unpack
+        from moeq_kernels.packing import unpack
 
         zeros = None
         if "weight_zero_point" in parts:

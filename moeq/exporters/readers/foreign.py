@@ -22,7 +22,7 @@ from moeq.models import loading
 from moeq.models.experts import ExpertLayer
 from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource, TensorHeader
-from moeq.numerics.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight
 
 AGAIN = "make or download the checkpoint again"
 

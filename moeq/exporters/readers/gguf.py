@@ -27,7 +27,7 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource
 from moeq.numerics import ggml
 from moeq.numerics.ggml_types import FLOATS
-from moeq.numerics.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight
 
 METHOD = "gguf"
 AGAIN = "export or download it again"

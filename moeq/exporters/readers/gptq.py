@@ -24,7 +24,7 @@ from moeq.exporters.readers.layout import (
     read_back,
 )
 from moeq.models.source import TensorHeader
-from moeq.numerics.widths import SUPPORTED_BITS, WORD, group_count
+from moeq_kernels.widths import SUPPORTED_BITS, WORD, group_count
 
 FIRST, SECOND = "gptq", "gptq_v2"
 FULL_BITS = 16  # and more: a module that config.json leaves as it is

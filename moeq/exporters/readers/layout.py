@@ -16,12 +16,12 @@ from moeq.artifacts.reading import is_count
 from moeq.bounded import shown
 from moeq.errors import ArtifactError, first_line
 from moeq.models.source import TensorHeader
-from moeq.numerics.widths import WORD, group_count, resolved_group_size
+from moeq_kernels.widths import WORD, group_count, resolved_group_size
 
 if TYPE_CHECKING:  # torch is imported where tensors are read: headers are looked at without it
     from torch import Tensor
 
-    from moeq.numerics.packed import PackedWeight
+    from moeq_kernels.packed import PackedWeight
 
 Parts = Mapping[str, "Tensor"]
 SECONDS = 1.0  # that a pattern may take for a name
@@ -47,7 +47,7 @@ class Stored:
 
     def values(self) -> Tensor:
         """Values float32 [N, K]."""
-        from moeq.numerics.packing import unpack
+        from moeq_kernels.packing import unpack
 
         if self.groups is None:
             return self.weight.dequantize()
@@ -99,9 +99,9 @@ def read_back(
     """
     import torch
 
-    from moeq.numerics.grids import SCALE_DTYPE
-    from moeq.numerics.packed import PackedWeight
-    from moeq.numerics.packing import pack
+    from moeq_kernels.grids import SCALE_DTYPE
+    from moeq_kernels.packed import PackedWeight
+    from moeq_kernels.packing import pack
 
     size, half = group_length(grid, inputs), scales.to(SCALE_DTYPE)
     middle = zeros is None or bool((zeros == 2 ** (grid.bits - 1)).all())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeq.errors import QuantizationError
-from moeq.numerics.widths import MAX_SHIFT, MULTIPLIER_BITS
+from moeq_kernels.widths import MAX_SHIFT, MULTIPLIER_BITS
 
 ACCUMULATOR_BITS = 32
 OCTAVE_STEPS = 256  # entries of the table of 2**-x

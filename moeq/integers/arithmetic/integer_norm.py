@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moeq.errors import QuantizationError
 from moeq.integers.arithmetic.fixed_point import isqrt, saturated, shift_half_up
-from moeq.numerics.widths import EXACT_BITS
+from moeq_kernels.widths import EXACT_BITS
 
 RECIPROCAL_BITS = 50
 UNIT_BITS = 18  # fractional bits of the normalized row

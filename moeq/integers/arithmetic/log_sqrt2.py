@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moeq.errors import QuantizationError
 from moeq.integers.arithmetic.fixed_point import ACCUMULATOR_BITS, Dyadic, bits_of, scaled, shift_half_up
-from moeq.numerics.widths import EXACT_BITS
+from moeq_kernels.widths import EXACT_BITS
 
 Logarithm = Literal["log-sqrt2", "log2"]
 STEPS: dict[str, int] = {"log-sqrt2": 2, "log2": 1}  # codes an octave

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from moeq.artifacts.files import write_json
 from moeq.artifacts.reading import PlainName
 from moeq.artifacts.stage import FileStamp, ModelStamp, read_model
-from moeq.numerics.widths import EXACT_BITS, MAX_SHIFT, MULTIPLIER_BITS, ROUNDING
 from moeq.version import __version__
+from moeq_kernels.widths import EXACT_BITS, MAX_SHIFT, MULTIPLIER_BITS, ROUNDING
 
 SCHEMA_VERSION = 1
 FORMAT = "moeq-integer"

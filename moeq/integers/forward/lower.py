@@ -22,8 +22,8 @@ from moeq.integers.artifacts.integer import Attribute, Value
 from moeq.integers.forward.builder import HEADROOM, Builder
 from moeq.integers.forward.description import Activation, Block, Mixture, Norm, ViT
 from moeq.integers.forward.program import Program
-from moeq.numerics.widths import EXACT_BITS, MAX_SHIFT
 from moeq.recipe import IntegerSection
+from moeq_kernels.widths import EXACT_BITS, MAX_SHIFT
 
 TABLE_BITS = 10
 END_BITS = 8  # of the weights of patch embedding, router and head, the sensitive ends

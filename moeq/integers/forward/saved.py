@@ -28,7 +28,7 @@ from moeq.integers.artifacts.integer import (
     write_manifest,
 )
 from moeq.integers.forward.program import Program
-from moeq.numerics.widths import MAX_SHIFT
+from moeq_kernels.widths import MAX_SHIFT
 
 ROLE_TYPES = {"weight": "I8", "table": "I8", "shift": "U8"}  # of constants; others are I32, wider ones I64
 

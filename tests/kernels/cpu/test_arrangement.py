@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from packed_layers import layer_of, matrix_of
 
-from moeq.kernels.cpu.arrangement import Shape, arrange, undo
-from moeq.kernels.cpu.codes import CODES, field
-from moeq.kernels.cpu.kernel import CpuKernel
-from moeq.kernels.description import DOWN, Matrix
-from moeq.numerics.packed import PackedWeight
+from moeq_kernels.cpu.arrangement import Shape, arrange, undo
+from moeq_kernels.cpu.codes import CODES, field
+from moeq_kernels.cpu.kernel import CpuKernel
+from moeq_kernels.description import DOWN, Matrix
+from moeq_kernels.packed import PackedWeight
 
 
 def same(one: Matrix, other: Matrix) -> bool:
@@ -87,6 +87,6 @@ def test_pairs_lie_as_drawn() -> None:
 
 
 def test_the_description_needs_no_compiler() -> None:
-    program = "import sys, moeq.kernels.description; print('numba' in sys.modules)"
+    program = "import sys, moeq_kernels.description; print('numba' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"

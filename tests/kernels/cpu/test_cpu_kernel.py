@@ -9,9 +9,9 @@ import torch
 from packed_layers import layer_of, matrix_of, reference, routed, silu_gate, values
 from torch import nn
 
-from moeq.kernels.cpu.forms import FORMS, Form, forms
-from moeq.kernels.cpu.kernel import CpuKernel
-from moeq.kernels.description import DOWN, LayerOfExperts
+from moeq_kernels.cpu.forms import FORMS, Form, forms
+from moeq_kernels.cpu.kernel import CpuKernel
+from moeq_kernels.description import DOWN, LayerOfExperts
 
 MIXED = [4, 3, {"gate_proj": 2, "up_proj": 8, DOWN: 16}, 1, 16]
 TOLERANCE = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 1e-5}  # of the largest output
@@ -117,8 +117,8 @@ def test_unpacked_values_are_those_of_the_weight(form: str) -> None:
 
 
 def test_what_comes_out_does_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moeq.kernels.cpu.layer.WAKING_BYTES", 0)
-    monkeypatch.setattr("moeq.kernels.cpu.layer.ITEM_BYTES", 1)
+    monkeypatch.setattr("moeq_kernels.cpu.layer.WAKING_BYTES", 0)
+    monkeypatch.setattr("moeq_kernels.cpu.layer.ITEM_BYTES", 1)
     prepared, given = CpuKernel().layer(layer_of(MIXED, 96, 64)), routed(9, 5, 3, 96, BF16)
     results = []
     for threads in (1, 3):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-WRITTEN_IN_TRITON = ("moeq.kernels.gpu.codes", "moeq.kernels.gpu.programs", "kernels.gpu.numbers_kernel")
+WRITTEN_IN_TRITON = ("moeq_kernels.gpu.codes", "moeq_kernels.gpu.programs", "kernels.gpu.numbers_kernel")
 
 
 def forget(*packages: str) -> None:

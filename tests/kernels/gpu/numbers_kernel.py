@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moeq.kernels.gpu.codes import values
-from moeq.kernels.gpu.kernel import TritonLinear
+from moeq_kernels.gpu.codes import values
+from moeq_kernels.gpu.kernel import TritonLinear
 
 
 @triton.jit

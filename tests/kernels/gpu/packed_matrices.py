@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from moeq.numerics.packed import PackedWeight, grid_bits, has_zeros
-from moeq.numerics.packing import pack
-from moeq.numerics.widths import group_count
+from moeq_kernels.packed import PackedWeight, grid_bits, has_zeros
+from moeq_kernels.packing import pack
+from moeq_kernels.widths import group_count
 
 Matrix = PackedWeight | torch.Tensor
 

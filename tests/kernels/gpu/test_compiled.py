@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from moeq.kernels.gpu import programs
+from moeq_kernels.gpu import programs
 
 widths, dtype, how, fine, shape = sys.argv[1].split("+"), sys.argv[2], sys.argv[3], sys.argv[4] == "fine", sys.argv[5]
 dot = how != "rows"

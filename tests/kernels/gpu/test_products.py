@@ -12,10 +12,10 @@ import pytest
 import torch
 from kernels.gpu.packed_matrices import Maker, Matrix, exact
 
-from moeq.kernels.description import DOWN, LayerOfExperts
-from moeq.kernels.gpu import kernel
-from moeq.kernels.gpu.kernel import TritonKernel, TritonLayer, sort_by_expert
-from moeq.kernels.gpu.settings import Settings, Shape, candidates, choose, usual, write
+from moeq_kernels.description import DOWN, LayerOfExperts
+from moeq_kernels.gpu import kernel
+from moeq_kernels.gpu.kernel import TritonKernel, TritonLayer, sort_by_expert
+from moeq_kernels.gpu.settings import Settings, Shape, candidates, choose, usual, write
 
 # the interpreter's sigmoid of rows that are no token's
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -238,7 +238,7 @@ class Recorded:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    from moeq.kernels.gpu import programs
+    from moeq_kernels.gpu import programs
 
     found: list[tuple[int, ...]] = []
     for name in ("sort_rows", "grouped", "weighted_sum"):
@@ -312,7 +312,7 @@ def test_without_a_gpu_and_the_interpreter_it_refuses(monkeypatch: pytest.Monkey
 
 
 def test_settings_by_shape_and_from_a_tuned_table(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moeq.kernels.gpu import settings
+    from moeq_kernels.gpu import settings
 
     monkeypatch.setattr(settings, "TUNED", tmp_path)
     shape = Shape(experts=128, rows=768, inputs=2048, widths=1 << 2 | 1 << 16, pairs=48, two=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from kernels.gpu.packed_matrices import Maker, same
 
-from moeq.kernels.gpu.stored import Stored
-from moeq.kernels.gpu.swizzle import code_bytes, place, swizzle, unswizzle
+from moeq_kernels.gpu.stored import Stored
+from moeq_kernels.gpu.swizzle import code_bytes, place, swizzle, unswizzle
 
 
 def test_the_nibbles_of_a_word_are_in_paper_002s_order() -> None:

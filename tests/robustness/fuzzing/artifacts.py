@@ -28,8 +28,8 @@ from moeq.artifacts.stage import RECORD, read_record
 from moeq.artifacts.stage import read_model as read_artifact
 from moeq.evaluation import result_file
 from moeq.integers.artifacts import integer_report, reparam
-from moeq.kernels import measured
 from moeq.stages import estimate, quantize, refine
+from moeq_kernels import measured
 
 PLAIN: dict[Any, Any] = {int: 2, float: 0.5, str: "a", bool: True, Any: 1, NoneType: None}
 

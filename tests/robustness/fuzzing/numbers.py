@@ -13,8 +13,8 @@ from robustness.fuzzing.tensors import made_weight
 
 from moeq.errors import ArtifactError
 from moeq.numerics import layouts
-from moeq.numerics.packed import PackedWeight
-from moeq.numerics.packing import SUPPORTED_BITS, pack, packed_row_bytes, unpack
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packing import SUPPORTED_BITS, pack, packed_row_bytes, unpack
 
 
 class NumbersTarget(Target):

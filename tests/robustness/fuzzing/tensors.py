@@ -19,7 +19,7 @@ from moeq.artifacts.tensor_files import write_tensors
 from moeq.artifacts.trace import HEADER, RoutingTrace, is_trace, read_trace, write_trace
 from moeq.errors import ArtifactError
 from moeq.models.source import read_header
-from moeq.numerics.packed import PackedWeight, packed_shapes
+from moeq_kernels.packed import PackedWeight, packed_shapes
 
 
 def made_weight(bits: int) -> PackedWeight:

@@ -17,9 +17,9 @@ from typing import Any
 from llvmlite import ir
 from llvmlite.ir import Value
 
-from moeq.kernels.cpu.codes import CODES, LANES, Codes
-from moeq.kernels.cpu.forms import FORMS, Form
-from moeq.kernels.cpu.lanes import F32, I64, Lanes
+from moeq_kernels.cpu.codes import CODES, LANES, Codes
+from moeq_kernels.cpu.forms import FORMS, Form
+from moeq_kernels.cpu.lanes import F32, I64, Lanes
 
 ACCUMULATORS = 16, 8  # sums side by side, so that no product waits for the last: of 16 lanes, and of fewer
 MOST_COPIES = 4  # of them for one row

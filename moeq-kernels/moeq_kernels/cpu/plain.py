@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
-from moeq.kernels.cpu.codes import CODES, LANES
-from moeq.kernels.cpu.memory import bits_of, byte_at, float_at, float_of, put_float, put_short, short_at, word_at
+from moeq_kernels.cpu.codes import CODES, LANES
+from moeq_kernels.cpu.memory import bits_of, byte_at, float_at, float_of, put_float, put_short, short_at, word_at
 
 _compile = njit(nogil=True, cache=True, error_model="numpy")
 

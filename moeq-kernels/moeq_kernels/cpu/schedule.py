@@ -18,8 +18,8 @@ import math
 import numpy as np
 from numba import njit, types
 
-from moeq.kernels.cpu.compiled import call_block
-from moeq.kernels.cpu.memory import add_at, bits_of, float_of
+from moeq_kernels.cpu.compiled import call_block
+from moeq_kernels.cpu.memory import add_at, bits_of, float_of
 
 LANES = 16
 MOST_ROWS = 16  # of a tile

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moeq.numerics import grids
-from moeq.numerics.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
-from moeq.numerics.widths import NESTED_BITS, PARTS, SUPPORTED_BITS, group_count, resolved_group_size
+from moeq_kernels import grids
+from moeq_kernels.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
+from moeq_kernels.widths import NESTED_BITS, PARTS, SUPPORTED_BITS, group_count, resolved_group_size
 
 if TYPE_CHECKING:
     from moeq.numerics.gptq import Quantized

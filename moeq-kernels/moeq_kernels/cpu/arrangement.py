@@ -17,12 +17,12 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from moeq.kernels.cpu.codes import CODES, LANES, UNIT, least_unit
-from moeq.kernels.description import Matrix
-from moeq.numerics import grids
-from moeq.numerics.packed import PackedWeight, grid_bits, has_zeros
-from moeq.numerics.packing import pack, packed_row_bytes, unpack
-from moeq.numerics.widths import NESTED_BITS, group_count, resolved_group_size
+from moeq_kernels import grids
+from moeq_kernels.cpu.codes import CODES, LANES, UNIT, least_unit
+from moeq_kernels.description import Matrix
+from moeq_kernels.packed import PackedWeight, grid_bits, has_zeros
+from moeq_kernels.packing import pack, packed_row_bytes, unpack
+from moeq_kernels.widths import NESTED_BITS, group_count, resolved_group_size
 
 ALIGNED = 64  # bytes, of every block
 DENSE = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}

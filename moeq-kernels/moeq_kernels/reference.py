@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
+from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 
 ALIGNED = 64  # bytes
 Expert = Callable[[int, Tensor, Tensor], Tensor]  # expert, its rows [T, H], which tokens they are [T] -> [T, H]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moeq.kernels.cpu.arrangement import Shape
-from moeq.kernels.cpu.forms import FORMS, forms
-from moeq.kernels.cpu.layer import PackedLayer, PackedLinear
-from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
+from moeq_kernels.cpu.arrangement import Shape
+from moeq_kernels.cpu.forms import FORMS, forms
+from moeq_kernels.cpu.layer import PackedLayer, PackedLinear
+from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 
 
 class CpuKernel:

@@ -18,10 +18,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
-from moeq.kernels.gpu.settings import Settings, Shape, choose
-from moeq.kernels.gpu.stored import Stored, shapes_of
-from moeq.kernels.gpu.swizzle import TILE
+from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
+from moeq_kernels.gpu.settings import Settings, Shape, choose
+from moeq_kernels.gpu.stored import Stored, shapes_of
+from moeq_kernels.gpu.swizzle import TILE
 
 ACTIVATIONS = {  # in one pass with the products; names as in transformers
     "silu": "silu",
@@ -91,7 +91,7 @@ class Stack:
         import triton
         import triton.language as tl
 
-        from moeq.kernels.gpu.programs import grouped
+        from moeq_kernels.gpu.programs import grouped
 
         rows, inputs = self.stored.shapes[slots[0]]
         how, index, order, starts = routing
@@ -121,7 +121,7 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         keys, order = torch.sort(index.clamp(max=experts), stable=True)
         bounds = torch.arange(experts + 1, device=index.device, dtype=keys.dtype)
         return order.to(torch.int32), torch.searchsorted(keys, bounds, out_int32=True)
-    from moeq.kernels.gpu.programs import sort_rows
+    from moeq_kernels.gpu.programs import sort_rows
 
     order = torch.empty(pairs, dtype=torch.int32, device=index.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=index.device)
@@ -159,7 +159,7 @@ class TritonLayer:
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         import triton
 
-        from moeq.kernels.gpu.programs import weighted_sum
+        from moeq_kernels.gpu.programs import weighted_sum
 
         tokens, each = index.shape
         pairs, down = tokens * each, len(self.names) - 1

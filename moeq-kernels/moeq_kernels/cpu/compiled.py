@@ -16,9 +16,9 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moeq.kernels.cpu import plain
-from moeq.kernels.cpu.emit import ARGUMENTS, FLOATS, Spec, emit
-from moeq.kernels.cpu.forms import FORMS
+from moeq_kernels.cpu import plain
+from moeq_kernels.cpu.emit import ARGUMENTS, FLOATS, Spec, emit
+from moeq_kernels.cpu.forms import FORMS
 
 _KINDS = [types.float32 if name in FLOATS else types.int64 for name in ARGUMENTS]
 _SIGNATURE = types.void(*_KINDS)

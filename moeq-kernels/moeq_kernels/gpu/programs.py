@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moeq.kernels.gpu.codes import multiplied, tile
+from moeq_kernels.gpu.codes import multiplied, tile
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]

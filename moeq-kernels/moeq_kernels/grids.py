@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moeq.numerics.widths import NESTED_BITS, resolved_group_size
+from moeq_kernels.widths import NESTED_BITS, resolved_group_size
 
 Symmetry = bool | Literal["narrow", "full"]
 SIGN_ZERO = 0.5

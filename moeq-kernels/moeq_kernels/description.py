@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moeq.numerics.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight
 
 Matrix = PackedWeight | Tensor  # [N, K]; a tensor is dense: 16 bits, or as the checkpoint has it
 Gate = Callable[[dict[str, Tensor]], Tensor]

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from moeq.errors import ModelError
-from moeq.kernels import measured
-from moeq.kernels.cpu.forms import FORMS, forms
-from moeq.kernels.description import Kernel, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
-from moeq.kernels.names import CPU, REFERENCE, TRITON, VARIABLE
-from moeq.kernels.reference import ReferenceKernel
+from moeq_kernels import measured
+from moeq_kernels.cpu.forms import FORMS, forms
+from moeq_kernels.description import Kernel, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
+from moeq_kernels.names import CPU, REFERENCE, TRITON, VARIABLE
+from moeq_kernels.reference import ReferenceKernel
 
 Policy = Literal["measured", "fixed", "reference"]
 _policy: ContextVar[Policy] = ContextVar("policy", default="measured")
@@ -106,7 +106,7 @@ def _kernel(device: torch.device, policy: Policy) -> tuple[Kernel | None, str | 
 
 def _cpu(name: str | None, policy: Policy) -> Kernel:
     """A form that is named keeps its own number of rows from which on to unpack."""
-    from moeq.kernels.cpu.kernel import CpuKernel  # which loads a compiler
+    from moeq_kernels.cpu.kernel import CpuKernel  # which loads a compiler
 
     if name in FORMS:
         return CpuKernel(name)
@@ -118,6 +118,6 @@ def _cpu(name: str | None, policy: Policy) -> Kernel:
 def _triton() -> tuple[Kernel | None, str | None]:
     if importlib.util.find_spec("triton") is None:
         return None, "Triton is not installed"
-    module = importlib.import_module("moeq.kernels.gpu.kernel")  # it imports Triton
+    module = importlib.import_module("moeq_kernels.gpu.kernel")  # it imports Triton
     kernel: Kernel = module.TritonKernel()
     return kernel, None

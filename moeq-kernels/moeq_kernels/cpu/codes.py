@@ -19,7 +19,7 @@ from typing import Protocol
 
 from llvmlite.ir import Value
 
-from moeq.kernels.cpu.lanes import Lanes
+from moeq_kernels.cpu.lanes import Lanes
 
 LANES = 16  # rows of a block
 UNIT = 32  # inputs that a compiled loop takes at once, where groups are whole multiples of it

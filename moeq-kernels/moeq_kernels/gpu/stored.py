@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moeq.kernels.description import Matrix
-from moeq.kernels.gpu.swizzle import code_bytes, rows_of, swizzle, unswizzle
-from moeq.numerics.grids import SIGN_ZERO
-from moeq.numerics.packed import PackedWeight, grid_bits
-from moeq.numerics.packing import pack, packed_row_bytes, unpack
-from moeq.numerics.widths import NESTED_BITS, resolved_group_size
+from moeq_kernels.description import Matrix
+from moeq_kernels.gpu.swizzle import code_bytes, rows_of, swizzle, unswizzle
+from moeq_kernels.grids import SIGN_ZERO
+from moeq_kernels.packed import PackedWeight, grid_bits
+from moeq_kernels.packing import pack, packed_row_bytes, unpack
+from moeq_kernels.widths import NESTED_BITS, resolved_group_size
 
 ALIGNMENT = 16  # bytes: the widest load of a thread
 COLUMNS = ("width", "codes", "scales", "zeros", "zero_bits", "group", "bias", "unused")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from moeq.kernels.gpu.swizzle import TILE
+from moeq_kernels.gpu.swizzle import TILE
 
 TUNED = Path(__file__).with_name("tuned")
 MOST_SPLITS = 8

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from moeq.numerics.widths import SUPPORTED_BITS
+from moeq_kernels.widths import SUPPORTED_BITS
 
 # of a matrix at a time on a CPU, so that what comes between, 8 bytes a value, stays in its cache
 BLOCK_VALUES = 1 << 18

@@ -1,7 +1,7 @@
 """Which form of the CPU's kernel is fastest here, and from how many rows of an expert on unpacking is faster than it.
 
 Measured once, in some milliseconds beside compiling, on one 4-bit matrix [768, 2048]; what was found is kept in
-`kernels.json` of the cache folder (see `moeq.caches`), by CPU, number of threads and the versions of moeq, numba and
+`kernels.json` of the cache folder (see `moeq_kernels.caches`), by CPU, number of threads and the versions of moeq, numba and
 torch. A file that is damaged or cannot be written is ignored: it is measured again.
 """
 
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeq import caches
-from moeq.kernels.description import Kernel, Matrix
-from moeq.numerics.packed import PackedWeight
 from moeq.version import __version__
+from moeq_kernels import caches
+from moeq_kernels.description import Kernel, Matrix
+from moeq_kernels.packed import PackedWeight
 
 NAME = "kernels.json"
 ROWS, INPUTS, BITS, GROUP = 768, 2048, 4, 128

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeq.kernels.cpu import schedule
-from moeq.kernels.cpu.forms import Form
-from moeq.kernels.cpu.matrices import Integers, Matrices, flat
-from moeq.kernels.cpu.threads import together
-from moeq.kernels.description import DOWN, LayerOfExperts, Matrix
+from moeq_kernels.cpu import schedule
+from moeq_kernels.cpu.forms import Form
+from moeq_kernels.cpu.matrices import Integers, Matrices, flat
+from moeq_kernels.cpu.threads import together
+from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 
 ITEM_BYTES = 1 << 19  # of packed matrices that a thread claims at once
 WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken

@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeq.kernels.cpu import compiled, schedule
-from moeq.kernels.cpu.arrangement import ALIGNED, Shape, arrange, undo
-from moeq.kernels.cpu.codes import LANES
-from moeq.kernels.cpu.emit import Spec
-from moeq.kernels.cpu.forms import Form
-from moeq.kernels.cpu.threads import together
-from moeq.kernels.description import LayerOfExperts, Matrix
-from moeq.kernels.reference import some_rows
-from moeq.numerics.threads import side_by_side
+from moeq_kernels.cpu import compiled, schedule
+from moeq_kernels.cpu.arrangement import ALIGNED, Shape, arrange, undo
+from moeq_kernels.cpu.codes import LANES
+from moeq_kernels.cpu.emit import Spec
+from moeq_kernels.cpu.forms import Form
+from moeq_kernels.cpu.threads import together
+from moeq_kernels.description import LayerOfExperts, Matrix
+from moeq_kernels.reference import some_rows
+from moeq_kernels.threads import side_by_side
 
 UNPACKED_BYTES = 1 << 20  # of values at a time where a matrix is unpacked
 Integers = NDArray[np.int64]
