@@ -74,14 +74,21 @@ def print_verdict(verdict: Verdict) -> None:
         console.print(f"signed   {verdict.signature}", markup=False)
     console.print(f"loader   {versions}: {', '.join(complaints) or keys}")
     how = "median position, activations of 8 bits" if verdict.rounds else verdict.dtype
-    console.print(f"logits   {verdict.logits_error:.2g} relative, tolerance {verdict.tolerance:g} ({how})")
+    tied = f"; routers chose the other of two equals {verdict.ties} times" if verdict.ties else ""
+    console.print(
+        f"logits   {verdict.logits_error:.2g} relative, tolerance {verdict.tolerance:g} ({how}), "
+        f"KL {verdict.kl:.2g} nats a token{tied}"
+    )
     if (distance := verdict.distance) is not None:
         console.print(
             f"against  {distance.model}: KL {distance.kl:.3g} nats a token, logits {distance.logits_error:.2g}, "
             f"experts' weights {distance.weights_error:.2g} relative; {distance.equal} other tensors equal byte for "
-            f"byte, {len(distance.changed)} not",
+            f"byte, {len(distance.changed)} not; {distance.recorded} matrices as far from the weights as is written "
+            f"down; configuration and {distance.files - 1} files compared",
             markup=False,
         )
+        for note in distance.notes:
+            console.print(f"note     {note}", markup=False)
     for problem in verdict.problems:
         console.print(f"wrong    {problem}", style="red", markup=False)
     judged = f"{sum(check.error is not None for check in verdict.layers)} of {len(verdict.layers)} layers compared"

@@ -58,6 +58,13 @@ def matrix(
     return (codes - zero) * scales
 
 
+def relative_error(values: np.ndarray, exact: np.ndarray) -> float:
+    """How far a matrix is from the weights that it was made of, as the manifest writes it down."""
+    wanted = exact.astype(np.float32)
+    difference = (values.astype(np.float32) - wanted).astype(np.float64)
+    return float(np.sqrt((difference**2).sum() / (wanted.astype(np.float64) ** 2).sum()))
+
+
 def read_expert(folder: Path, layer: dict[str, Any], replica: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
     """The matrices {projection: [rows, inputs]} and biases {projection.bias: [rows]} of one replica.
 

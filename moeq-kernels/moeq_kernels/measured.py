@@ -61,7 +61,8 @@ def measure(make: Callable[[str, int], Kernel], forms: tuple[str, ...]) -> Found
     seconds = _seconds([make(form, NEVER) for form in compared], matrix, rows[:1])
     fastest = min(seconds)
     form = compared[0 if seconds[0] <= CLEARLY * fastest else seconds.index(fastest)]
-    ways, slower = [make(form, NEVER), make(form, 1)], []
+    ways = [make(form, NEVER), make(form, 1)]
+    slower: list[int] = []
     for step in STEPS:
         fused, unpacked = _seconds(ways, matrix, rows[:step])
         slower = [*slower, step] if fused > unpacked else []

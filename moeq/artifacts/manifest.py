@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -53,6 +53,9 @@ LAYOUT_TEXT = (
 )
 
 
+Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class TensorStamp(Frozen):
     name: str
     dtype: str
@@ -81,6 +84,8 @@ class Replica(Frozen):
     stored; None: the checkpoint's own weights, matrices of several widths, or not written down.
     leading_bits_of: the width of the stored replica whose tensors this one reads, None when it has its own; `bytes` and
     `sha256` are then that one's.
+    errors: {projection: relative error of its packed matrix against the model's own weights, refined or not}, which
+    whoever has the model can measure again; None: it has no tensors of its own, or not written down.
     """
 
     bits: int
@@ -88,6 +93,7 @@ class Replica(Frozen):
     placed: bool
     quantizer: str | None = None
     loss: float | None = Field(None, ge=0, allow_inf_nan=False)
+    errors: dict[str, Error] | None = None
     file: PlainName
     key_prefix: str
     index: int | None = None
@@ -165,7 +171,8 @@ class PlacedLayer(Frozen):
 class PlacedModule(Frozen):
     """A packed module outside of the experts: a linear, or an embedding of `rows` vectors, with a grid of its own.
 
-    kind: attention, dense, shared, embeddings or head; tied: a head that uses the same tensors.
+    kind: attention, dense, shared, embeddings or head; tied: a head that uses the same tensors; error: as a replica's
+    `errors`.
     """
 
     name: str
@@ -177,6 +184,7 @@ class PlacedModule(Frozen):
     rows: int
     inputs: int
     tied: str | None = None
+    error: Error | None = None
     file: PlainName
     key_prefix: str
     tensors: tuple[TensorStamp, ...]
@@ -209,8 +217,16 @@ class CodeFile(Frozen):
     origin: Literal["moeq", "model"]
 
 
+class StoredTensor(TensorStamp):
+    """A tensor that is neither of an expert nor of a packed module, or a guard; sha256: of its bytes."""
+
+    file: PlainName
+    sha256: str
+
+
 class PlacementManifest(Frozen):
-    """code: every Python file of the checkpoint; empty in those made before moeq wrote it down."""
+    """tensors: every one that is no expert's and no packed module's; code: every Python file of the checkpoint; both
+    empty in those made before moeq wrote them down."""
 
     schema_version: int = SCHEMA_VERSION
     moeq_version: str = __version__
@@ -219,6 +235,7 @@ class PlacementManifest(Frozen):
     layout: dict[str, Any]
     layers: tuple[PlacedLayer, ...]
     others: tuple[PlacedModule, ...] = ()
+    tensors: tuple[StoredTensor, ...] = ()
     totals: Totals
     inputs: dict[str, str]
     code: tuple[CodeFile, ...] = ()
@@ -240,7 +257,7 @@ class PlacementManifest(Frozen):
         return 8 * self.totals.placed_expert_bytes / max(1, sum(layer.weights for layer in self.layers))
 
     def files(self) -> set[str]:
-        """Names of the files that hold what the manifest describes."""
+        """Names of the files that hold experts, packed modules and code."""
         experts = (expert for layer in self.layers for expert in layer.experts)
         of_experts = {replica.file for expert in experts for replica in expert.replicas}
         return of_experts | {module.file for module in self.others} | {code.file for code in self.code}
@@ -265,13 +282,14 @@ def write_manifest(directory: Path, manifest: PlacementManifest) -> None:
 
 
 def manifest_json(manifest: PlacementManifest) -> dict[str, Any]:
-    """What placement.json holds; without what is empty (packed modules outside of the experts, code), as older versions
-    write and read it."""
+    """What placement.json holds; without what is empty (packed modules outside of the experts, other tensors, code), as
+    older versions write and read it."""
     written = manifest.model_dump(mode="json", exclude_none=True)
     if not manifest.others:
         del written["others"], written["totals"]["packed_module_bytes"]
-    if not manifest.code:
-        del written["code"]
+    for name in ("tensors", "code"):
+        if not written[name]:
+            del written[name]
     return written
 
 
@@ -285,7 +303,7 @@ def read_manifest(directory: Path) -> PlacementManifest:
         what = f"layout {shown(stated[0])} {shown(stated[1])}, this moeq ({__version__}) reads {known[0]} {known[1]}"
         raise ArtifactError(what, where=str(directory / NAME), do="install the moeq that wrote it, or export again")
     try:
-        for name in sorted(manifest.files()):
+        for name in sorted(manifest.files() | {tensor.file for tensor in manifest.tensors}):
             inside(directory, name)
     except ValueError as error:
         raise ArtifactError(str(error), where=str(directory / NAME), do=REMEDY) from None

@@ -14,9 +14,9 @@ SHA256SUMS                       of all files; README.md, the model card, which 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from moeq.artifacts.manifest import (
     PlacedModule,
     PlacementManifest,
     Replica,
+    StoredTensor,
     TensorStamp,
     layout,
     totals,
@@ -75,7 +76,8 @@ class ExportInputs:
     loses, {layer: [{bits: loss} of every expert]}, where all replicas are exported. others: the packed modules
     outside of the experts, and other_keys: the tensors on disk that they replace. own_code: the model is made by code
     that the checkpoint brings along, not by a class of transformers. trust_remote_code: whether code of the source's
-    own goes along. making: what the provenance says, None: there is none.
+    own goes along. errors: {layer: [{bits, or MIXED: {projection: relative error}} of every expert]} and module_errors:
+    {packed module: relative error}, where they were measured. making: what the provenance says, None: there is none.
     """
 
     source: ModelSource
@@ -86,6 +88,8 @@ class ExportInputs:
     expert_files: list[Path]
     quantizers: dict[str, list[dict[int, str]]]
     losses: dict[str, list[dict[int, float]]] | None = None
+    errors: Mapping[str, Sequence[Mapping[int, Mapping[str, float]]]] = field(default_factory=dict)
+    module_errors: Mapping[str, float] = field(default_factory=dict)
     max_shard_bytes: int
     stamp: Any
     digests: dict[str, str]
@@ -180,7 +184,9 @@ def native_manifest(inputs: ExportInputs, headers: dict[str, TensorHeader], side
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes most of the time, and lets the others run
         each = zip(inputs.layers, own.layers, inputs.top_k, strict=True)
         layers = list(pool.map(lambda layer: _placed_layer(inputs, by_expert, headers, *layer), each))
-    others = () if inputs.others is None else tuple(_placed_modules(inputs.others, headers))
+    others = () if inputs.others is None else tuple(_placed_modules(inputs.others, inputs.module_errors, headers))
+    packed = {key for keys in by_expert.values() for key in keys}
+    packed |= {f"{module.key_prefix}{stamp.name}" for module in others for stamp in module.tensors}
     guard = sum(headers[f"{layer.name}.{part}"].bytes for layer in inputs.layers for part in guard_shapes(layer))
     guard += sum(headers[guard_name(module.name)].bytes for module in others)
     return PlacementManifest(
@@ -189,6 +195,7 @@ def native_manifest(inputs: ExportInputs, headers: dict[str, TensorHeader], side
         layout=layout(own.group_size, own.symmetric, own.nested, own.is_mixed),
         layers=tuple(layers),
         others=others,
+        tensors=stored_tensors({key: header for key, header in headers.items() if key not in packed}),
         totals=totals(layers, others, sum(header.bytes for header in headers.values()), guard),
         inputs=inputs.digests,
         code=listed_code(sides, inputs.own_code),
@@ -205,6 +212,7 @@ def _placed_layer(
 ) -> PlacedLayer:
     """One layer of the manifest; by_expert: keys of tensors by `{layer}.{expert}.`."""
     losses = [{}] * layer.num_experts if inputs.losses is None else inputs.losses[layer.name]
+    errors = inputs.errors.get(layer.name, [{}] * layer.num_experts)
     experts = []
     for number, choice in enumerate(choices.experts):
         prefix, made_by = f"{layer.name}.{number}.", inputs.quantizers[layer.name][number]
@@ -214,7 +222,7 @@ def _placed_layer(
                 tier=choice.tier,
                 bits=choice.bits,
                 importance=choice.importance,
-                replicas=_replicas(prefix, choice, by_expert[prefix], headers, made_by, losses[number]),
+                replicas=_replicas(prefix, choice, by_expert[prefix], headers, made_by, losses[number], errors[number]),
             )
         )
     return PlacedLayer(
@@ -230,7 +238,23 @@ def _placed_layer(
     )
 
 
-def _placed_modules(others: OtherTable, headers: dict[str, TensorHeader]) -> Iterator[PlacedModule]:
+def stored_tensors(headers: Mapping[str, TensorHeader]) -> tuple[StoredTensor, ...]:
+    """What the manifest says of tensors that are no expert's and no packed module's, in the order of their names."""
+    return tuple(
+        StoredTensor(
+            name=name,
+            dtype=header.dtype,
+            shape=header.shape,
+            file=header.file.name,
+            sha256=tensors_sha256([header]),
+        )
+        for name, header in sorted(headers.items())
+    )
+
+
+def _placed_modules(
+    others: OtherTable, errors: Mapping[str, float], headers: dict[str, TensorHeader]
+) -> Iterator[PlacedModule]:
     for row in others.modules:
         prefix = f"{row.module}."
         yield PlacedModule(
@@ -243,6 +267,7 @@ def _placed_modules(others: OtherTable, headers: dict[str, TensorHeader]) -> Ite
             rows=row.rows,
             inputs=row.inputs,
             tied=row.tied,
+            error=errors.get(row.module),
             **_stamped(prefix, [f"{prefix}{part}" for part in PARTS if f"{prefix}{part}" in headers], headers),
         )
 
@@ -276,10 +301,12 @@ def _replicas(
     headers: Mapping[str, TensorHeader],
     made_by: Mapping[int, str],
     losses: Mapping[int, float],
+    errors: Mapping[int, Mapping[str, float]],
 ) -> tuple[Replica, ...]:
     """The placed replica first, then the others by width, those without tensors last.
 
-    made_by: {bits, or MIXED: method}; losses: by width, of those whose matrices have one.
+    made_by: {bits, or MIXED: method}; losses: by width, of those whose matrices have one; errors: {bits, or MIXED:
+    {projection: relative error}}.
     """
     by_width: dict[int, list[str]] = {}
     for key in keys:
@@ -290,6 +317,7 @@ def _replicas(
             bits=width,
             placed=width == choice.key,
             quantizer=made_by.get(width),
+            errors=dict(errors.get(width, {})) or None,
             **_stamped(prefix if width == choice.key else f"{prefix}bits{width}.", by_width[width], headers),
         )
         for width in [choice.key, *sorted(set(by_width) - {choice.key})]
@@ -298,7 +326,7 @@ def _replicas(
     replicas = [placed, *list(stored.values())[1:]]
     for width in sorted(set(made_by) - set(stored)):
         wide = max(bits for bits in set(stored) & set(NESTED_BITS) if made_by[bits] == made_by[width])
-        update = {"bits": width, "placed": False, "leading_bits_of": wide, "quantizer": made_by[width]}
+        update = {"bits": width, "placed": False, "leading_bits_of": wide, "quantizer": made_by[width], "errors": None}
         replicas.append(stored[wide].model_copy(update=update))
     return tuple(
         replica if replica.projections is not None else replica.model_copy(update={"loss": losses.get(replica.bits)})

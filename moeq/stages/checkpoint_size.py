@@ -37,10 +37,11 @@ from moeq.registry import ALLOCATORS
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, has_own_code, hooked
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
+from moeq.runtime.packed_modules import GUARD_SHAPE
 from moeq.stages import making, model_card
 from moeq.stages import non_experts as others
 from moeq.stages.context import Context
-from moeq.stages.non_expert_sizes import Others
+from moeq.stages.non_expert_sizes import LONGEST_ERROR, Others
 from moeq.stages.recorded import MODEL_FILES
 from moeq_kernels.packed import packed_shapes
 from moeq_kernels.widths import NESTED_BITS
@@ -108,6 +109,8 @@ class CheckpointSize:
                     manifest.NAME: _within({projection: bits}, 8) + _within(_stamps(shapes, prefix), 8),
                 }
             )
+            if bits != FULL:
+                self._matrices[key][manifest.NAME] += _within({projection: LONGEST_ERROR}, 8)
         return self._matrices[key]
 
     def _largest(self, layer: ExpertLayer) -> int:
@@ -155,7 +158,7 @@ class CheckpointSize:
         files[CONFIG] = self._config()
         files |= self.model.side_files.sizes()
         files |= {} if self._own_code else {HOOK_FILE: len(HOOK_TEXT)}
-        files |= self._manifest()
+        files |= self._manifest(self._stored(plain))
         files[provenance.NAME] = making.largest(self.context, list(files))
         files[SUMS] = sum(LINE_BYTES + len(name.encode()) for name in files if name not in UNLISTED)
         return files | {RECORD: self._record(files)}
@@ -207,7 +210,19 @@ class CheckpointSize:
         count = sum(layer.num_experts for layer in self.layers)
         return len(text.encode()) + 6 * count  # of braces around widths: a line of their own
 
-    def _manifest(self) -> dict[str, int]:
+    def _stored(self, plain: dict[str, list[str]]) -> tuple[manifest.StoredTensor, ...]:
+        """What the manifest says of tensors that are no expert's and no packed module's; plain: {file: keys}."""
+        shapes = {key: (file, *self._plain_shape(key)) for file, keys in plain.items() for key in keys}
+        for layer in self.layers:
+            for name, shape in guard_shapes(layer).items():
+                shapes[f"{layer.name}.{name}"] = (layer_name(layer.index), GUARD_DTYPE, shape)
+        shapes |= {name: (file, GUARD_DTYPE, GUARD_SHAPE) for name, file in self._others.guards().items()}
+        return tuple(
+            manifest.StoredTensor(name=name, file=file, dtype=dtype_name(dtype), shape=shape, sha256=DIGEST)
+            for name, (file, dtype, shape) in shapes.items()
+        )
+
+    def _manifest(self, stored: tuple[manifest.StoredTensor, ...]) -> dict[str, int]:
         """placement.json but for what `_matrix` counts, its schema, and the card with its figures."""
         section, rest = self.recipe.losses, others.non_expert_bytes(self.context)[1]
         most = max(rest, sum(layer.num_experts * layer.parameters_per_expert for layer in self.layers) * 4)
@@ -221,6 +236,7 @@ class CheckpointSize:
             layout=manifest.layout(section.group_size, section.symmetric, section.nested, mixed=True),
             layers=tuple(self._placed_layer(layer, ()) for layer in self.layers),
             others=self._others.placed(),
+            tensors=stored,
             totals=manifest.Totals(
                 placed_expert_bytes=most,
                 other_replica_bytes=most,
@@ -283,6 +299,7 @@ class CheckpointSize:
         shapes = replica_shapes(self.recipe, layer, [projection], FULL, self.dtype, prefix)
         placed = self._placed(layer, layer_name(layer.index), shapes, {projection: FULL}, prefix)
         counted = _within({projection: FULL}, 8) + _within(_stamps(shapes, prefix), 8)
+        counted += _within({projection: LONGEST_ERROR}, 8)
         return _within([placed.model_dump(mode="json", exclude_none=True)], 4) - counted + 2
 
     def _placed(
@@ -290,7 +307,8 @@ class CheckpointSize:
     ) -> manifest.PlacedExpert:
         replica = self._replica(layer, shapes, prefix, max(matrix_widths(widths)), file)
         mixed = None if isinstance(widths, int) else dict(widths)
-        replica = replica.model_copy(update={"placed": True, "projections": mixed, "loss": None})
+        errors = None if mixed is None else dict.fromkeys(list(mixed), LONGEST_ERROR)
+        replica = replica.model_copy(update={"placed": True, "projections": mixed, "loss": None, "errors": errors})
         return manifest.PlacedExpert.model_construct(
             expert=layer.num_experts - 1, tier="host", bits=FULL, importance=LONGEST, replicas=(replica,)
         )
@@ -307,6 +325,7 @@ class CheckpointSize:
             placed=False,
             quantizer=self._maker,
             loss=LONGEST if bits != FULL and self.recipe.quantize.replicas == "all" else None,
+            errors=None if bits == FULL else dict.fromkeys(layer.projections, LONGEST_ERROR),
             file=file,
             key_prefix=f"{prefix}.",
             leading_bits_of=max(NESTED_BITS) if leads else None,

@@ -52,6 +52,7 @@ def run(context: Context) -> dict[str, Any]:
     check_formats(context, assignment)
     model.say_left_behind()
     directory = context.directory("quantize")
+    made = quantize.read_made(directory)
     inputs = ExportInputs(
         source=model.source,
         layers=model.described[1],
@@ -59,7 +60,9 @@ def run(context: Context) -> dict[str, Any]:
         assignment=assignment,
         expert_keys=model.expert_keys,
         expert_files=quantize.files(directory),
-        quantizers=quantize.quantizers(directory),
+        quantizers={name: list(experts) for name, experts in made.layers.items()},
+        errors=made.errors,
+        module_errors=made.modules,
         losses=_losses(context) if context.recipe.quantize.replicas == "all" else None,
         max_shard_bytes=context.recipe.export.max_shard,
         stamp=model.stamp,

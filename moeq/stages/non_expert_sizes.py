@@ -26,6 +26,7 @@ from moeq_kernels.packed import packed_shapes
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 DIGEST = "1" * 64  # of a set in the store, unlike that of the experts'
 TYPICAL = 0.0123456789012345
+LONGEST_ERROR = 1.23456789e-05  # of a matrix against its weights
 
 
 class Others:
@@ -105,6 +106,10 @@ class Others:
             for name in (guard_name(module.name), *(f"{module.name}.{part}" for part in self._shapes(module)))
         }
 
+    def guards(self) -> dict[str, str]:
+        """{guard: file} of what quantize writes."""
+        return {guard_name(module.name): others_name(self.blocks[module.block]) for module in self.modules}
+
     def store(self) -> dict[str, int]:
         """Files in the store."""
         entries = stage.entries(self.recipe, self.modules)
@@ -174,7 +179,7 @@ class Others:
             placed.append(
                 PlacedModule(
                     name=module.name, quantizer=row.method, file=others_name(self.blocks[module.block]),
-                    key_prefix=f"{module.name}.", tensors=stamps, sha256=DIGEST, **shown,
+                    key_prefix=f"{module.name}.", tensors=stamps, sha256=DIGEST, error=LONGEST_ERROR, **shown,
                 )
             )  # fmt: skip
         return tuple(placed)

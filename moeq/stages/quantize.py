@@ -1,7 +1,8 @@
 """quantize: the replicas that the assignment names, one file a layer, under the names the checkpoint gives them.
 
-quantizers.json says which method made each of them. With quantize.refine the placed ones are trained further, see
-stages/refine.py. Packed modules outside of the experts, where the recipe has some, are written likewise.
+quantizers.json says which method made each of them, and how far its matrices are from the weights that they were made
+of. With quantize.refine the placed ones are trained further, see stages/refine.py. Packed modules outside of the
+experts, where the recipe has some, are written likewise.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from moeq.artifacts.assignment import FULL, Assignment
@@ -21,6 +23,8 @@ from moeq.artifacts.tensor_files import safetensors_bytes, write_tensors
 from moeq.exporters.native_writer import extra_name, layer_name, others_name
 from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer
+from moeq.models.parameters import ParameterReader
+from moeq.numerics.matrix_error import recorded, relative_error
 from moeq.numerics.slab import Slab, return_memory
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, on_demand
@@ -56,17 +60,21 @@ def run(context: Context) -> dict[str, Any]:
     layers = (Replicas(context, assignment, layer, best=best) for layer in context.model.layers)
     placed = others = refined = 0
     made: dict[str, list[dict[str, str]]] = {}
+    errors: dict[str, list[dict[str, dict[str, float]]]] = {}
     with context.reporter.bar("quantize", len(context.model.layers)) as advance:
         for replicas in _refined(context, assignment, layers, done):
             sizes = _write_layer(context, replicas, directory, done)
             made[replicas.layer.name] = replicas.made_by()
+            errors[replicas.layer.name] = [found for _, found in sorted(replicas.errors.items())]
             placed, others = placed + sizes[0], others + sizes[1]
             refined += len(replicas.refined)
             return_memory()
             advance()
-    write_json(directory / NAME, {"schema_version": SCHEMA_VERSION, "layers": made})
+    written, modules = _write_others(context, directory)
+    made_by = {"schema_version": SCHEMA_VERSION, "layers": made, "errors": errors, "modules": modules}
+    write_json(directory / NAME, made_by)
     experts = {"placed_expert_bytes": placed, "other_replica_bytes": others, "refined_experts": refined}
-    return experts | _write_others(context, directory)
+    return experts | written
 
 
 def _refined(
@@ -104,17 +112,24 @@ def _write_layer(context: Context, replicas: Replicas, directory: Path, done: re
     return sum(map(_bytes, tensors.values())), sum(map(_bytes, extra.values()))
 
 
-def _write_others(context: Context, directory: Path) -> dict[str, int]:
-    """Write the packed modules outside of the experts, a file a decoder layer; their bytes, nothing where none are."""
-    stored = Stored(context)
+def _write_others(context: Context, directory: Path) -> tuple[dict[str, int], dict[str, float]]:
+    """Write the packed modules outside of the experts, a file a decoder layer; their bytes, nothing where none are, and
+    {module: relative error}."""
+    stored, errors = Stored(context), dict[str, float]()
+    trust = context.recipe.trust_remote_code
+    exact = ParameterReader(context.model.source, trust) if stored.modules else None
     size = 0
     for number, modules in stored.by_number().items():
         packed = {module.name: stored.packed(module) for module in modules}
         tensors = {f"{name}.{part}": tensor for name, made in packed.items() for part, tensor in made.parts().items()}
         size += sum(map(_bytes, tensors.values()))
+        for name, weight in packed.items():
+            wanted = None if exact is None else exact.read(f"{name}.weight")
+            if wanted is not None:
+                errors[name] = recorded(relative_error(weight.dequantize(), wanted))
         tensors |= {guard_name(name): torch.zeros(GUARD_SHAPE, dtype=GUARD_DTYPE) for name in packed}
         write_tensors(directory / others_name(number), tensors, METADATA)
-    return {"packed_module_bytes": size} if stored.modules else {}
+    return ({"packed_module_bytes": size} if stored.modules else {}), errors
 
 
 def guards(layer: ExpertLayer) -> dict[str, Tensor]:
@@ -150,43 +165,56 @@ def files(directory: Path) -> list[Path]:
 
 
 class Quantizers(Frozen):
-    """quantizers.json. layers: {bits, or MIXED: method} of every expert."""
+    """quantizers.json. layers: {bits, or MIXED: method} of every expert; errors: {bits, or MIXED: {projection: relative
+    error}} of those that were written, and modules: {module outside of the experts: relative error}; empty in files of
+    an older moeq."""
 
     schema_version: int = SCHEMA_VERSION
     layers: dict[str, tuple[dict[int, str], ...]]
+    errors: dict[str, tuple[dict[int, dict[str, float]], ...]] = Field({})
+    modules: dict[str, float] = Field({})
 
 
-def quantizers(directory: Path) -> dict[str, list[dict[int, str]]]:
-    """{layer: [{bits, or MIXED: method that made the replica} of every expert]} of a quantize directory.
+def read_made(directory: Path) -> Quantizers:
+    """Who made the replicas of a quantize directory, and their errors.
 
     Raises ArtifactError when the file is missing, damaged or of another schema version.
     """
-    found = read_model(directory / NAME, Quantizers, SCHEMA_VERSION, remedy="run `moeq quantize` again")
-    return {name: list(experts) for name, experts in found.layers.items()}
+    return read_model(directory / NAME, Quantizers, SCHEMA_VERSION, remedy="run `moeq quantize` again")
 
 
-JSON, JSON_LAYER, JSON_EXPERT, JSON_REPLICA = 40, 35, 10, 17  # bytes of quantizers.json
+def quantizers(directory: Path) -> dict[str, list[dict[int, str]]]:
+    """{layer: [{bits, or MIXED: method that made the replica} of every expert]}; ArtifactError as `read_made`."""
+    return {name: list(experts) for name, experts in read_made(directory).layers.items()}
+
+
+JSON, JSON_LAYER, JSON_EXPERT, JSON_REPLICA, JSON_ERROR, JSON_MODULE = (
+    70,
+    70,
+    20,
+    34,
+    33,
+    50,
+)  # bytes of quantizers.json
 REFINED_FLOATS = 4  # refining: a layer's inputs, what is behind, what is wanted, and one temporary
 
 
 def needs(sizes: Sizes) -> Needs:
     """A layer's packed experts, one of them as it is read; the walks and the training where placed ones are refined."""
-    recipe, layer, section = sizes.recipe, sizes.largest, sizes.recipe.quantize.refine
+    recipe, layer, section, modules = sizes.recipe, sizes.largest, sizes.recipe.quantize.refine, sizes.others.modules
     every, maker = recipe.quantize.replicas == "all", recipe.assign.quantizer
     made_now = on_demand(recipe.losses.methods if maker == BEST else [maker])  # which one is best is not known yet
-    share = recipe.assign.gpu_experts * len(sizes.layers) / sizes.experts  # that is read: what stays as it is
-    if every or made_now or recipe.assign.named() == {FULL} or any(other.biased for other in sizes.layers):
-        share = 1.0
     stored, packed = sizes.placed[0], sizes.placed[0] / len(sizes.layers)
     if every:
         stores = [store_bytes(other, recipe.losses.bits, recipe.losses) for other in sizes.layers]
         stored, packed = sum(stores), max(stores) + layer.num_experts * sizes.expert_bytes(layer, FULL)
     files = packed_files(sizes)
     replicas = len(recipe.losses.bits) if every else 1
-    files[NAME] = JSON + JSON_LAYER * len(sizes.layers) + sizes.experts * (JSON_EXPERT + JSON_REPLICA * replicas)
-    read = sizes.experts_disk * share
+    of_expert = JSON_EXPERT + (JSON_REPLICA + JSON_ERROR * len(layer.projections)) * replicas
+    files[NAME] = JSON + JSON_LAYER * len(sizes.layers) + sizes.experts * of_expert + JSON_MODULE * len(modules)
+    read = sizes.experts_disk
     held = {**sizes.tables(), "packed experts of a layer": packed}
-    moments: list[Moment] = [{**sizes.model(), **held, "one expert": 16 * layer.parameters_per_expert if share else 0}]
+    moments: list[Moment] = [{**sizes.model(), **held, "one expert": 16 * layer.parameters_per_expert}]
     if section is not None:
         files[refine.PROGRESS] = 100 + 100 * len(files)
         moments.append({**held, **_refining(sizes, section)})
@@ -194,6 +222,7 @@ def needs(sizes: Sizes) -> Needs:
     def seconds(rates: Rates) -> float:
         operations = WEIGHT_OPERATIONS if made_now else 0
         taken = sizes.reading(rates, read) + sizes.placed[0] / rates.cached_bytes
+        taken += replicas * sizes.expert_parameters / rates.dequantized_weights  # their errors
         if section is not None:  # both runs, the repeated decoder layers, the training
             text = sizes.calibration
             operations += section.iterations * (6 * BATCH_ROWS + WEIGHT_OPERATIONS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from moeq.artifacts.replicas import LayerReplicas, Made, MadeType, ReplicaIndex
 from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
+from moeq.numerics.matrix_error import recorded, relative_error
 from moeq.quantizers.layer import made_on_demand
 from moeq.recipe import BEST, DEFAULT_QUANTIZER, LossesSection
 from moeq.registry import QUANTIZERS
@@ -108,6 +110,8 @@ class Replicas:
     that were trained further, which stand in for those of the store.
 
     A replica goes by its width; one whose matrices differ, which only a placed one does, by MIXED.
+
+    errors: {expert: {replica: {projection: relative error}}} of the packed matrices that `tensors` gave.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class Replicas:
     ) -> None:
         self.context, self.layer, self.model = context, layer, model
         self.refined: Experts = refined or {}
+        self.errors: dict[int, dict[str, dict[str, float]]] = {}
         self.choices = assignment.layers[layer.index].experts
         self.quantizer = str(assignment.parameters.get("quantizer", DEFAULT_QUANTIZER))
         self._best = best
@@ -227,12 +232,15 @@ class Replicas:
         return self._last[1], self._last[2]
 
     def tensors(self, expert: int, key: int, prefix: str) -> dict[str, Tensor]:
-        """One replica's tensors under their final names."""
+        """One replica's tensors under their final names; their errors are measured on the way."""
         widths = self.widths(expert, key)
         dense = [name for name in self.layer.projections if width_of(widths, name) == FULL]
-        weights, biases = self.original(expert) if dense or self.layer.biased else ({}, {})
+        weights, biases = self.original(expert)
         tensors = {f"{prefix}.{name}.bias": bias for name, bias in biases.items()}
         tensors |= {f"{prefix}.{name}.dense": weights[name] for name in dense}
+        errors = self.errors.setdefault(expert, {}).setdefault(str(key), {})
         for name, packed in self.packed(expert, key).items():
             tensors |= {f"{prefix}.{name}.{part}": tensor for part, tensor in packed.parts().items()}
+            error = relative_error(packed.dequantize(), weights[name])
+            errors |= {name: recorded(error)} if math.isfinite(error) else {}
         return tensors

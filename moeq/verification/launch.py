@@ -71,6 +71,11 @@ class Answer:
         keys = [key for key in self.tensors.keys() if key.startswith(start)]  # noqa: SIM118
         return {key.removeprefix(start): self.tensors.get_tensor(key) for key in keys}
 
+    def part(self, name: str, part: str) -> Tensor | None:
+        """One of the tensors of a layer, None where it was not recorded."""
+        key = f"{name}.{part}"
+        return self.tensors.get_tensor(key) if key in self.tensors.keys() else None  # noqa: SIM118
+
     def logits(self) -> Tensor:
         logits: Tensor = self.tensors.get_tensor("logits")
         return logits

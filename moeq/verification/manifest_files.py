@@ -20,6 +20,7 @@ from moeq.runtime.hook import HOOK_FILE, HOOK_SHA256
 
 QUIET = Reporter(quiet=True)
 EXPORT_AGAIN = "export the checkpoint again"
+NO_TENSORS = f"{MANIFEST} has no digests of tensors outside of the experts: an older moeq made it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +33,14 @@ class Checked:
     files: str
     provenance: str
 
+    @property
+    def covered(self) -> str:
+        """`files`, and what the manifest itself does not cover."""
+        return self.files if self.manifest.tensors else f"{self.files}; {NO_TENSORS}"
+
 
 def check_native(directory: Path, reporter: Reporter = QUIET, manifest: PlacementManifest | None = None) -> Checked:
-    """Read a whole checkpoint: every replica's size and SHA-256 against the manifest, its sums, then every file against
+    """Read a whole checkpoint: every tensor's size and SHA-256 against the manifest, its sums, then every file against
     SHA256SUMS and the stage's record. ArtifactError at the first difference.
 
     manifest: the checkpoint's, where it was read already.
@@ -54,6 +60,8 @@ def check_native(directory: Path, reporter: Reporter = QUIET, manifest: Placemen
                 advance()
     for module in manifest.others:
         _check_replica(directory, module, headers, f"{module.name}, {module.bits} bits")
+    if manifest.tensors:
+        _check_tensors(directory, manifest, headers)
     on_disk = sum(header.bytes for tensors in headers.values() for header in tensors.values())
     stated, guard = manifest.totals, manifest.totals.guard_bytes
     counted = totals(manifest.layers, manifest.others, on_disk, guard)
@@ -113,6 +121,29 @@ def check_code(directory: Path, manifest: PlacementManifest) -> dict[str, str]:
         own = "moeq's own hook" if name == HOOK_FILE else "code of the original model"
         what[name] = f"{own}, SHA-256 {sha256}"
     return what
+
+
+def _check_tensors(directory: Path, manifest: PlacementManifest, headers: dict[str, Any]) -> None:
+    """ArtifactError unless the files hold every tensor that the manifest lists, as it says, and no other."""
+    for tensor in manifest.tensors:
+        header = headers.get(tensor.file, {}).get(tensor.name)
+        where = f"{directory / tensor.file}: {tensor.name}"
+        if header is None:
+            raise ArtifactError("tensor is missing, the manifest lists it", where=where, do=EXPORT_AGAIN)
+        if (header.dtype, header.shape) != (tensor.dtype, tensor.shape):
+            raise ArtifactError("tensor is not as the manifest says", where=where, do=EXPORT_AGAIN)
+        if tensors_sha256([header]) != tensor.sha256:
+            raise ArtifactError("SHA-256 of the tensor differs from the manifest", where=where, do=EXPORT_AGAIN)
+    listed = {(tensor.file, tensor.name) for tensor in manifest.tensors}
+    experts = (expert for layer in manifest.layers for expert in layer.experts)
+    places: list[Replica | PlacedModule] = [replica for expert in experts for replica in expert.replicas]
+    for place in (*places, *manifest.others):
+        listed |= {(place.file, f"{place.key_prefix}{stamp.name}") for stamp in place.tensors}
+    for file, tensors in headers.items():
+        for name in tensors:
+            if (file, name) not in listed:
+                where = f"{directory / file}: {name}"
+                raise ArtifactError("the manifest does not list this tensor", where=where, do=EXPORT_AGAIN)
 
 
 def _check_replica(directory: Path, replica: Replica | PlacedModule, headers: dict[str, Any], what: str) -> None:

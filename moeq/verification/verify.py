@@ -32,9 +32,12 @@ from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
 from moeq.runtimes import NATIVE, named
 from moeq.verification import launch
-from moeq.verification.against import Distance, compare_with, differences, first_of
+from moeq.verification.against import Distance, compare_with, first_of
+from moeq.verification.logits import compare_logits
 from moeq.verification.manifest_files import check_native
 from moeq.verification.reference import after_experts, relative, run_alone, run_recorded, streamed
+from moeq.verification.routing import Routing
+from moeq.verification.weights import differences
 
 TOLERANCE = {"float32": 2e-3, "float16": 1e-2, "bfloat16": 3e-2}  # of a layer's outputs, relative
 LOGITS_FACTOR = {"float32": 1, "float16": 3, "bfloat16": 3}  # errors of all layers, in types that round
@@ -76,7 +79,8 @@ class LayerCheck:
 class Verdict:
     """What was found; problems: one line each, empty when the checkpoint loads right.
 
-    provenance: what it names; signature: whose is right, None where there is none; both in words.
+    provenance: what it names; signature: whose is right, None where there is none; both in words. logits_error, kl,
+    most_kl: see `logits.Logits`; ties: choices of routers that were the other of two equals.
     """
 
     checkpoint: str
@@ -91,6 +95,9 @@ class Verdict:
     loading: dict[str, list[str]] | None
     layers: tuple[LayerCheck, ...]
     logits_error: float
+    kl: float
+    most_kl: float
+    ties: int
     distance: Distance | None = None
     problems: tuple[str, ...] = ()
 
@@ -135,12 +142,16 @@ def verify(path: Path, options: Options, reporter: Reporter, made_of: PackedSour
         reference = streamed(made_of or packed, torch.float32, options.trust_remote_code, stored)
         reporter.say(f"  loading with {request.target} in a process of its own")
         answer = launch.answer(process, request)
+        rounding = loaders()[request.target].rounding
+        tolerance = TOLERANCE[options.dtype] if rounding is None else rounding
+        given = request.inputs.get("input_ids", next(iter(request.inputs.values())))
+        routing = Routing(reference, packed.layers, answer, given, tolerance)
         layers, wanted = _compare(reference, packed, answer, request, reporter)
+        routing.finish()
         logits = answer.logits()
     if loaders()[request.target].normalized:
         logits = as_logits(logits, wanted)
-    rounding = loaders()[request.target].rounding
-    error = relative(logits, wanted) if rounding is None else typical(logits, wanted)
+    found = compare_logits(logits, wanted, routing.clean, tolerance * _factor(request.target, options.dtype))
     distance = None
     if options.against is not None:
         inputs = dict(request.inputs)
@@ -151,17 +162,20 @@ def verify(path: Path, options: Options, reporter: Reporter, made_of: PackedSour
         format=method,
         target=request.target,
         dtype=options.dtype,
-        tolerance=TOLERANCE[options.dtype] if rounding is None else rounding,
+        tolerance=tolerance,
         versions=answer.versions,
         files=files,
         provenance=provenance,
         signature=_signature(path, options),
         loading=answer.loading,
         layers=layers,
-        logits_error=error,
+        logits_error=found.error,
+        kl=found.kl,
+        most_kl=found.most,
+        ties=routing.ties,
         distance=distance,
     )
-    return replace(verdict, problems=(*differing, *_problems(packed, verdict)))
+    return replace(verdict, problems=(*differing, *_problems(packed, verdict, routing.wrong)))
 
 
 def _stored_as(packed: PackedSource) -> torch.dtype | None:
@@ -198,14 +212,6 @@ def resident_bytes(packed: PackedSource) -> int:
 def as_logits(normalized: Tensor, wanted: Tensor) -> Tensor:
     """Logarithms of probabilities [..., V] as logits: the constant that each position lacks is the wanted ones'."""
     return normalized - (normalized.mean(-1, keepdim=True) - wanted.mean(-1, keepdim=True))
-
-
-def typical(logits: Tensor, wanted: Tensor) -> float:
-    """The median of the positions' relative errors [B, S, V]: where activations are rounded, a router now and then
-    chooses another expert, which changes one position wholly; what is loaded wrongly changes all."""
-    errors = (logits - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1).clamp(min=1e-30)
-    error = float(errors.median())
-    return error if math.isfinite(error) else math.inf
 
 
 def _request(path: Path, packed: PackedSource, method: str, options: Options) -> launch.Request:
@@ -272,7 +278,7 @@ def _check_files(path: Path, packed: PackedSource, reporter: Reporter) -> tuple[
         return f"{shapes}; {'there are no digests' if sums is None else sums.text}", words(statement)
     manifest = packed.manifest if isinstance(packed, NativeReader) else None
     checked = check_native(path, reporter, manifest)
-    return f"every size, sum and SHA-256 equals the manifest; {checked.files}", checked.provenance
+    return f"every size, sum and SHA-256 equals the manifest; {checked.covered}", checked.provenance
 
 
 def _compare(
@@ -310,16 +316,24 @@ def _layer(model: nn.Module, layer: ExpertLayer, recorded: dict[str, Tensor]) ->
     return LayerCheck(name=layer.name, how=how, error=error, expert_errors=alone)
 
 
-def _problems(packed: PackedSource, verdict: Verdict) -> list[str]:
-    """All that is wrong: what the loader says, then layers, the worst first, then the logits."""
+def _factor(target: str, dtype: str) -> float:
+    """How much larger errors of logits may be than those of a layer."""
+    return 1 if loaders()[target].rounding is not None else LOGITS_FACTOR[dtype]
+
+
+def _problems(packed: PackedSource, verdict: Verdict, routing: list[str]) -> list[str]:
+    """All that is wrong: what the loader says, then layers, the worst first, then routers and the logits."""
     complaints = (verdict.loading or {}).items()
     problems = [f"{len(keys)} {what.replace('_', ' ')}, the first: {keys[0]}" for what, keys in complaints if keys]
     worst_first = sorted(verdict.layers, key=lambda check: -check.worst)
     wrong = [check for check in worst_first if check.error is not None and check.worst > verdict.tolerance]
     problems += [_wrong_layer(packed, check, verdict.tolerance) for check in wrong]
-    factor = 1 if verdict.rounds else LOGITS_FACTOR[verdict.dtype]
-    if verdict.logits_error > verdict.tolerance * factor:
-        problems.append(f"logits are off the dequantized weights' by {verdict.logits_error:.2g} relative")
+    problems += routing
+    off = f"logits are off the dequantized weights' by {verdict.logits_error:.2g} relative"
+    if verdict.logits_error > verdict.tolerance * _factor(verdict.target, verdict.dtype):
+        problems.append(off)
+    elif verdict.kl > verdict.most_kl:
+        problems.append(f"{off}, their probabilities by {verdict.kl:.2g} nats a token (at most {verdict.most_kl:.2g})")
     return [*problems, *(verdict.distance.problems if verdict.distance is not None else ())]
 
 

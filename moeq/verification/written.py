@@ -13,9 +13,10 @@ from moeq.exporters.readers import open_packed
 from moeq.models.loading import memory_bytes
 from moeq.progress import Reporter
 from moeq.tables import human_bytes
-from moeq.verification.against import differences, first_of
+from moeq.verification.against import first_of
 from moeq.verification.launch import NotInstalledError
 from moeq.verification.verify import Options, Verdict, require, resident_bytes, verify
+from moeq.verification.weights import differences
 
 
 def check_written(

@@ -36,8 +36,8 @@ from moeq.recipe import load_recipe
 from moeq.registry import EXPORTERS
 from moeq.runtimes import Runtime, runtimes, written
 from moeq.verification import probe
-from moeq.verification.against import differences
 from moeq.verification.reference import values
+from moeq.verification.weights import differences
 from moeq_kernels.packed import PackedWeight, packed_bytes
 from moeq_kernels.widths import FULL, SUPPORTED_BITS
 

@@ -35,7 +35,8 @@ from moeq.models.disk_names import DiskNames
 from moeq.numerics.ggml_types import HOLDS
 from moeq.progress import Reporter
 from moeq.registry import EXPORTERS
-from moeq.verification.verify import Options, typical, verify
+from moeq.verification.logits import typical
+from moeq.verification.verify import Options, verify
 from moeq.verification.written import check_written
 from moeq_kernels.packed import PackedWeight
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import json
 from pathlib import Path
@@ -12,7 +13,8 @@ import manifest_reader
 import numpy as np
 import pytest
 import torch
-from manifest_reader import matrix, read_expert, read_tensor
+from manifest_reader import matrix, read_expert, read_tensor, relative_error
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moeq import pipeline
@@ -78,9 +80,12 @@ def test_every_replica_of_every_expert_is_rebuilt_bit_for_bit(made: Context, tin
                 for name, mine in values.items():
                     bits = replica.get("projections", {}).get(name, replica["bits"])
                     widths.add(bits)
+                    exact = dense[name][0].detach().numpy()
                     if bits == 16:
-                        wanted = dense[name][0].detach().numpy()
+                        wanted = exact
                     else:
+                        if "leading_bits_of" not in replica:
+                            assert relative_error(mine, exact) == pytest.approx(replica["errors"][name], rel=1e-8)
                         entry = index.entry(replica["quantizer"], bits)
                         wanted = stored.expert(entry, name, expert["expert"]).dequantize().numpy()
                     assert np.array_equal(mine.astype(np.float32), wanted), (
@@ -90,6 +95,20 @@ def test_every_replica_of_every_expert_is_rebuilt_bit_for_bit(made: Context, tin
                         name,
                     )
     assert widths == {1, 2, 3, 4, 8, 16}
+
+
+def test_every_tensor_of_every_file_is_listed_with_its_digest(made: Context) -> None:
+    folder = made.directory("export")
+    manifest: dict[str, Any] = json.loads((folder / NAME).read_text("utf-8"))
+    experts = [expert for layer in manifest["layers"] for expert in layer["experts"]]
+    places = [replica for expert in experts for replica in expert["replicas"]] + manifest["others"]
+    listed = {(place["file"], place["key_prefix"] + stamp["name"]) for place in places for stamp in place["tensors"]}
+    for tensor in manifest["tensors"]:
+        array, data = read_tensor(folder / tensor["file"], tensor["name"])
+        assert (list(array.shape), hashlib.sha256(data).hexdigest()) == (tensor["shape"], tensor["sha256"])
+        assert (tensor["file"], tensor["name"]) not in listed
+        listed.add((tensor["file"], tensor["name"]))
+    assert listed == {(path.name, name) for path in folder.glob("*.safetensors") for name in load_file(path)}
 
 
 def test_other_modules_are_rebuilt_bit_for_bit(made: Context) -> None:

@@ -276,14 +276,6 @@ def test_a_configuration_that_lies_about_widths(checkpoint: Path) -> None:
         require(check(checkpoint))
 
 
-def test_against_finds_changed_tensors(run: Path, tiny_mixtral: Path, checkpoint: Path, tmp_path: Path) -> None:
-    name = "model.layers.0.self_attn.o_proj.weight"
-    shard = next(file for file in sorted(checkpoint.glob("model-*.safetensors")) if name in load_file(file))
-    edit(shard, lambda tensors: tensors[name][0].mul_(-1))
-    verdict = check(checkpoint, against=str(tiny_mixtral))
-    assert verdict.problems == (f"{name} is not as in {tiny_mixtral.name}",)
-
-
 def test_against_finds_flipped_bits_of_a_conversion(
     gptq: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +299,7 @@ def test_against_finds_swapped_experts(gptq: Path, tmp_path: Path, monkeypatch: 
     edit(tmp_path / "packed" / "model.safetensors", exchange)
     loads_plain(monkeypatch, gptq / "plain")
     verdict = check(tmp_path / "packed", target="transformers", against=str(gptq / "model"))
-    named = [problem for problem in verdict.problems if "no rounding of this expert's weights" in problem]
+    named = [problem for problem in verdict.problems if "no rounding of these weights" in problem]
     assert [problem.split(":")[0] for problem in named] == [
         f"model.layers.0.mlp.experts, expert {expert}, gate_proj, model.safetensors" for expert in (0, 1)
     ]

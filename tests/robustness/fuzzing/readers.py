@@ -117,6 +117,7 @@ BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
     "moeq.recipe.reading.parse_recipe": ("yaml", "recipe"),
     "moeq.stages.estimate.load": ("estimate",),
     "moeq.stages.quantize.quantizers": ("quantizers",),
+    "moeq.stages.quantize.read_made": ("quantizers",),
     "moeq.stages.refine.finished": ("refine_progress",),
 }
 HEADERS = "tensors of a file whose header was checked as it was opened: target header"
@@ -138,6 +139,7 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.exporters.native_reader.NativeReader._tensor": HEADERS,
     "moeq.exporters.readers.foreign.Foreign._tensor": HEADERS,
     "moeq.models.kinds.base.ReadsParts.read_expert": HEADERS,
+    "moeq.models.parameters.ParameterReader.read": HEADERS,
     "moeq.models.kinds.base.ReadsParts.read_rows": HEADERS,
     "moeq.models.single.ExpertReader.read": HEADERS,
     "moeq.models.single.ExpertReader.read_expert": HEADERS,

@@ -1,0 +1,76 @@
+"""How far a quantized matrix is from the weights that it was made of, and how far it may be.
+
+Letters: N rows, K inputs, G groups of g inputs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from moeq_kernels import grids
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.widths import resolved_group_size
+
+DIGITS = 9  # of an error that is written down: sums in another order give the same
+ROUNDING = 0.5 * 10.0 ** (1 - DIGITS)  # relative, of a number with so many digits
+NEIGHBOURS = 2.0  # where every weight takes one of the two codes beside it at random, its mean square error is 1/3 of a
+# step's square, that of the nearest code 1/12: twice the error; feedback and training stay below
+UNRELATED = 1.0  # the error of a matrix of zeros: that of one that has nothing to do with the weights is 2**0.5 or more
+MOST_OF_A_ROW = 1.2  # of a single row, halfway between the two
+
+
+def relative_error(values: Tensor, exact: Tensor) -> float:
+    """||values - exact|| / ||exact||, or ||values|| of nothing, sums in float64; infinite where one is not finite."""
+    wanted, error = _norm(exact.float()), _norm(values.float() - exact.float())
+    error /= wanted or 1.0
+    return error if math.isfinite(error) else math.inf
+
+
+def recorded(error: float) -> float:
+    """An error as it is written down."""
+    return float(f"{error:.{DIGITS}g}")
+
+
+def is_recorded(error: float, stated: float, weights: int) -> bool:
+    """Whether an error of a matrix of so many weights is the one that was written down, but for float arithmetic.
+
+    Differences in float32 are the same everywhere; a sum of n squares in float64 is off by at most n 2**-53 relative,
+    in whatever order it is taken, twice over, for both norms and on both sides.
+    """
+    return abs(error - stated) <= stated * (ROUNDING + 4 * weights * 2.0**-53) or error == stated
+
+
+def most_error(exact: Tensor, packed: PackedWeight) -> float:
+    """What the relative error of a matrix of this width and grid may be: NEIGHBOURS times that of rounding to nearest
+    on the grid between the least and the largest weight of each group, and below UNRELATED."""
+    return min(UNRELATED, NEIGHBOURS * rounding_error(exact, packed.bits, packed.group_size, packed.symmetric))
+
+
+def rounding_error(exact: Tensor, bits: int, group_size: int, symmetric: bool) -> float:
+    """The relative error of rounding weights [N, K] to nearest."""
+    length = exact.shape[1]
+    size = resolved_group_size(length, group_size)
+    squares = 0.0
+    top = grids.max_codes([bits], exact.float())[0]
+    for start in range(0, length, size):
+        group = exact[:, start : start + size].float()
+        low, high, mean = (part[None, None] for part in grids.extent(group))
+        scale, zero = (part[0, 0, :, None] for part in grids.grid_between(low, high, mean, [bits], symmetric))
+        codes = grids.encode(group, grids.inverse_scale(scale), zero, top)
+        squares += _norm((codes - zero) * scale - group) ** 2
+    return math.sqrt(squares) / (_norm(exact.float()) or 1.0)
+
+
+def unlike_rows(values: Tensor, exact: Tensor) -> list[int]:
+    """Numbers of the rows [N, K] that have less to do with the weights than a row of zeros."""
+    wanted = torch.linalg.vector_norm(exact.float(), dim=1, dtype=torch.float64)
+    errors = torch.linalg.vector_norm(values.float() - exact.float(), dim=1, dtype=torch.float64)
+    unlike: Tensor = (wanted > 0) & ~(errors <= MOST_OF_A_ROW * wanted)
+    return unlike.nonzero()[:, 0].tolist()  # type: ignore[no-any-return]
+
+
+def _norm(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))

@@ -1,0 +1,223 @@
+"""A checkpoint's tensors beside those of what it was made of: nothing is loaded or run.
+
+Read and compared expert by expert and parameter by parameter: a layer is never in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from moeq.artifacts.assignment import MIXED
+from moeq.artifacts.files import CHUNK_BYTES
+from moeq.artifacts.tensor_files import torch_dtype
+from moeq.exporters.native_reader import NativeReader
+from moeq.exporters.packed_source import Matrices, PackedSource
+from moeq.exporters.readers.foreign import Foreign
+from moeq.models.experts import ExpertLayer
+from moeq.models.loading import skeleton, source_dtype
+from moeq.models.parameters import ParameterReader
+from moeq.models.single import ExpertReader
+from moeq.models.source import ModelSource
+from moeq.models.weights import plain_chunks, plain_header
+from moeq.numerics.matrix_error import UNRELATED, is_recorded, most_error, relative_error, unlike_rows
+from moeq.numerics.slab import return_memory
+from moeq.progress import Reporter
+from moeq.verification.reference import packed_others, values
+from moeq_kernels.packed import PackedWeight
+
+NEAR = 0.5  # of 3 bits and more, whose rows too are near their weights; those of 1 bit may not be
+Errors = Mapping[str, float]  # {projection: relative error} as it is written down
+
+
+@dataclass(kw_only=True)
+class Weights:
+    """What was found: problems, one line each; the relative errors of the experts' matrices; how many tensors beside
+    them are equal, and the names of those that are not; recorded, unrecorded: packed matrices whose error is written
+    down, and those of which it is not."""
+
+    problems: list[str] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    equal: int = 0
+    changed: list[str] = field(default_factory=list)
+    recorded: int = 0
+    unrecorded: int = 0
+
+    def judge(self, where: str, matrix: PackedWeight | Tensor, exact: Tensor, stated: float | None) -> float:
+        """Hold a matrix against the weights [N, K] that it was made of, and the error that is written down of it.
+
+        A right one has that error. Whatever is written down, it is no further from them than a quantizer of its width
+        comes; where nothing is, and the matrix as a whole is near them, no row is further than zeros are.
+        """
+        found = values(matrix)
+        error = relative_error(found, exact)
+        unlike = unlike_rows(found, exact) if stated is None and error < NEAR else []
+        width, most = "unpacked", UNRELATED
+        if isinstance(matrix, PackedWeight):
+            most = most_error(exact, matrix)
+            width = f"{matrix.bits} bits come within {most:.2g}"
+            self.recorded += stated is not None
+            self.unrecorded += stated is None
+        if not error <= most or unlike:
+            rows = f", the first such row is {unlike[0]}" if 0 < len(unlike) < len(exact) else ""
+            self.problems.append(f"{where}: no rounding of these weights ({error:.2g} relative, {width}{rows})")
+        elif stated is not None and not is_recorded(error, stated, exact.numel()):
+            self.problems.append(
+                f"{where}: its error is {error:.9g}, {stated:.9g} is written down: codes or scales changed"
+            )
+        return error
+
+
+def differences(made_of: PackedSource, packed: PackedSource, reporter: Reporter) -> list[str]:
+    """What of a checkpoint's values is not as in the packed one that it was made of, whose values it must have."""
+    found = compare_packed(made_of, packed, reporter)
+    return found.problems + [f"{key} is not as in {made_of.source.name}" for key in found.changed]
+
+
+def compare_weights(source: ModelSource, packed: PackedSource, reporter: Reporter, trust_remote_code: bool) -> Weights:
+    """Compare a checkpoint with the model that it was made of."""
+    found = Weights()
+    _experts(source, packed, found, reporter, trust_remote_code)
+    reader = ParameterReader(source, trust_remote_code)
+    stated = (
+        {module.name: module.error for module in packed.manifest.others} if isinstance(packed, NativeReader) else {}
+    )
+    for name, read in packed_others(packed).items():
+        exact = reader.read(f"{name}.weight")
+        if exact is None:
+            found.problems.append(f"{name}: {source.name} has no such weights")
+        else:
+            found.judge(name, read(), exact, stated.get(name))
+    _tensors(source, packed, found, reader, trust_remote_code)
+    if found.recorded and found.unrecorded:
+        found.problems.append(f"the errors of {found.unrecorded} matrices are not written down, those of others are")
+    return found
+
+
+def compare_packed(made_of: PackedSource, packed: PackedSource, reporter: Reporter) -> Weights:
+    """Compare a checkpoint with a packed one, whose values every expert and packed module must have."""
+    found = Weights()
+    _equal_experts(made_of, packed, found, reporter)
+    theirs = packed_others(made_of)
+    for name, read in packed_others(packed).items():
+        if name not in theirs or not torch.equal(values(read()), values(theirs[name]())):
+            found.problems.append(f"{name}: its values differ")
+    _tensors(made_of.source, packed, found)
+    return found
+
+
+def _experts(source: ModelSource, packed: PackedSource, found: Weights, reporter: Reporter, trust: bool) -> None:
+    """Every matrix of every replica, against the model's own."""
+    reader = ExpertReader(source, skeleton(source, source_dtype(source), trust))
+    with reporter.bar("weights", len(packed.layers)) as advance:
+        for place, layer in enumerate(packed.layers):
+            for expert in range(layer.num_experts):
+                exact, biases = reader.read(layer, expert)
+                for what, matrices, own, stated in _replicas(packed, layer, expert):
+                    for projection, matrix in matrices.items():
+                        said = f"{layer.name}, expert {expert}, {what}{projection}"
+                        where = _where(packed, said, place, expert)
+                        wanted = exact[projection].float()
+                        error = found.judge(where, matrix, wanted, stated.get(projection))
+                        found.errors += [] if what else [error]
+                        dense = isinstance(packed, NativeReader) and isinstance(matrix, Tensor)
+                        if dense and not torch.equal(values(matrix), wanted.to(matrix.dtype).float()):  # type: ignore[union-attr]
+                            found.problems.append(f"{where}: 16 bits, and not as in {source.name}")
+                    for projection, bias in own.items():
+                        if not torch.equal(bias.float(), biases[projection].to(bias.dtype).float()):
+                            where = _where(packed, f"{layer.name}, expert {expert}, {what}{projection}", place, expert)
+                            found.problems.append(f"{where}: its bias is not as in {source.name}")
+            return_memory()  # or gaps between what is read pile up, layer by layer
+            advance()
+
+
+def _replicas(
+    packed: PackedSource, layer: ExpertLayer, expert: int
+) -> Iterator[tuple[str, Matrices, dict[str, Tensor], Errors]]:
+    """The placed replica of an expert, and all others: what it is called, matrices, biases and stated errors."""
+    if not isinstance(packed, NativeReader):
+        yield ("", *packed.expert(layer, expert), {})
+        return
+    replicas = packed.replicas(layer, expert)
+    yield ("", *packed.expert(layer, expert), replicas[MIXED].errors or {})
+    for bits, replica in replicas.items():
+        if not replica.placed:
+            yield (f"{bits} bits, ", *packed.replica(layer, expert, bits), replica.errors or {})
+
+
+def _equal_experts(other: PackedSource, packed: PackedSource, found: Weights, reporter: Reporter) -> None:
+    """Every placed matrix against that of a packed checkpoint, rounded to the type of those that are not packed."""
+    with reporter.bar("weights", len(packed.layers)) as advance:
+        for place, layer in enumerate(packed.layers):
+            for expert in range(layer.num_experts):
+                theirs = other.expert(other.layers[place], expert)[0]
+                for projection, matrix in packed.expert(layer, expert)[0].items():
+                    wanted = values(theirs[projection])
+                    if isinstance(matrix, Tensor):
+                        wanted = wanted.to(matrix.dtype).float()
+                    error = relative_error(values(matrix), wanted)
+                    found.errors.append(error)
+                    if error > 0:
+                        where = _where(packed, f"{layer.name}, expert {expert}, {projection}", place, expert)
+                        found.problems.append(f"{where}: its values differ by {error:.2g} relative")
+            return_memory()
+            advance()
+
+
+def _where(packed: PackedSource, what: str, layer: int, expert: int) -> str:
+    return f"{what}, {packed.file_of(packed.layers[layer], expert)}" if isinstance(packed, Foreign) else what
+
+
+def _tensors(
+    source: ModelSource,
+    packed: PackedSource,
+    found: Weights,
+    reader: ParameterReader | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Tensors beside experts and packed modules: those of the same name and type byte for byte; others, where a reader
+    of the original is given, by the parameters that they make, rounded to the type that the checkpoint has."""
+    apart = set()
+    for key in packed.rest():
+        header = packed.source.tensors[key]
+        theirs = plain_header(source, key) if key in source.tensors else None
+        if theirs is None or theirs[0] != header.dtype:
+            apart.add(key)
+            continue
+        chunks = zip_longest(*(_pieces(plain_chunks(each, key)) for each in (packed.source, source)))
+        same = theirs[1] == header.shape and all(first == second for first, second in chunks)
+        found.equal += same
+        found.changed += [] if same else [key]
+    if reader is None or not apart:
+        return
+    mine = ParameterReader(_plain(packed), trust_remote_code)
+    for name in sorted(mine.made_of(apart)):
+        keys = mine.keys(name)
+        value, wanted = mine.read(name), reader.read(name)
+        dtypes = {packed.source.tensors[key].dtype for key in keys}
+        if wanted is not None and len(dtypes) == 1:
+            wanted = wanted.to(torch_dtype(dtypes.pop())).float()
+        same = value is not None and wanted is not None and torch.equal(value.float(), wanted.float())
+        found.equal += same
+        if same:
+            continue
+        if packed.source.read is None or value is None or wanted is None or value.dim() < 2:
+            found.changed.append(name)
+        else:  # of a file whose matrices are packed by its own types
+            found.judge(name, value, wanted.float(), None)
+
+
+def _plain(packed: PackedSource) -> ModelSource:
+    """What is not packed of a checkpoint, as a model's source."""
+    tensors = {key: packed.source.tensors[key] for key in packed.rest()}
+    return replace(packed.source, config=packed.config, tensors=tensors)
+
+
+def _pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes, CHUNK_BYTES at a time, as they come from a file; a tensor that came whole is cut."""
+    for chunk in chunks:
+        yield from (chunk[start : start + CHUNK_BYTES] for start in range(0, len(chunk), CHUNK_BYTES))

@@ -1,0 +1,76 @@
+"""Errors of quantized matrices: the same figure wherever they are taken, and what a width allows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeq.numerics import gptq
+from moeq.numerics.matrix_error import (
+    NEIGHBOURS,
+    is_recorded,
+    most_error,
+    recorded,
+    relative_error,
+    rounding_error,
+    unlike_rows,
+)
+from moeq_kernels.packed import PackedWeight
+
+
+def weights(rows: int = 48, inputs: int = 72) -> Tensor:
+    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(3))
+
+
+def packed(weight: Tensor, bits: int, symmetric: bool, group_size: int = 32) -> PackedWeight:
+    """Rounded to nearest."""
+    made = gptq.quantize(weight[None], None, bits=[bits], group_size=group_size, symmetric=symmetric)
+    return PackedWeight.of(made, bits, symmetric).map(lambda part: part[0])
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_rounding_is_within_half_of_what_its_width_allows(bits: int, symmetric: bool) -> None:
+    weight = weights()
+    made = packed(weight, bits, symmetric)
+    error = relative_error(made.dequantize(), weight)
+    assert error == pytest.approx(rounding_error(weight, bits, 32, symmetric), rel=1e-6)
+    assert error <= most_error(weight, made) <= 1
+
+
+def test_neighbours_at_random_are_twice_as_far() -> None:
+    weight, step = weights(400, 256), 0.1
+    places = weight / step
+    nearest = places.round()
+    either = places.floor() + torch.rand(places.shape, generator=torch.Generator().manual_seed(4)).round()
+    ratio = relative_error(either * step, weight) / relative_error(nearest * step, weight)
+    assert ratio == pytest.approx(NEIGHBOURS, rel=0.01)
+
+
+def test_one_code_of_millions_is_not_what_was_recorded() -> None:
+    weight = weights(2048, 2048)
+    values = packed(weight, 4, symmetric=True).dequantize()
+    stated = recorded(relative_error(values, weight))
+    assert is_recorded(relative_error(values.T, weight.T), stated, weight.numel())  # sums in another order
+    values[1000, 77] += 0.3
+    assert not is_recorded(relative_error(values, weight), stated, weight.numel())
+
+
+def test_rows_that_have_nothing_to_do_with_their_weights() -> None:
+    weight = weights(inputs=512)
+    values = packed(weight, 4, symmetric=False).dequantize()
+    assert unlike_rows(values, weight) == []
+    values[[4, 30]] = values[[30, 4]]
+    assert unlike_rows(values, weight) == [4, 30]
+    values[7, 0] = torch.nan
+    assert unlike_rows(values, weight) == [4, 7, 30]
+    assert relative_error(values, weight) == float("inf")
+
+
+def test_nothing_is_no_far_from_nothing() -> None:
+    nothing = torch.zeros(4, 8)
+    assert relative_error(nothing, nothing) == 0
+    assert is_recorded(0.0, 0.0, 32)
+    assert relative_error(nothing + 1, nothing) > 0
+    assert unlike_rows(nothing, nothing) == []
