@@ -7,8 +7,9 @@ of Mixtral-8x7B (4096 x 14336) at 4 bits. Every contender is a process of its ow
 rounds alternate; they get the same problems and the same number of threads. gptqmodel 7.6.0 and llmcompressor 0.14.0
 are installed into environments of their own under --environments when they are not there; what cannot be installed is
 left out with a message. Their time on --peer-experts is scaled to all experts. Operations counted as useful: N K^2 a
-matrix and width and K^3 / 3 a Hessian; the limit is a product of [1024, 1024] matrices. Beside the ratios of elapsed
-times stand those of CPU time, which other work on the same machine moves less.
+matrix and width and K^3 / 3 a Hessian; the limit is a product of [1024, 1024] matrices by torch's library or oneDNN,
+whichever is faster in that process. Of it a share is wanted on a CPU; a GPU only tells its own. Beside the ratios of
+elapsed times stand those of CPU time, which other work on the same machine moves less.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ def show(
         f" ({ratio(limit, ours, clock='cpu'):.0%} by CPU time),"
         f" {ours[0]['peak_bytes'] / 1e9:.2f} GB above its inputs"
     )
-    figure.add(f"{label}: of the limit of matrix products", efficiency, at_least=EFFICIENCY_GOAL)
+    share = {"at_least": EFFICIENCY_GOAL} if figure.options.device == "cpu" else {}
+    figure.add(f"{label}: of the limit of matrix products", efficiency, **share)
     for name, goal in GOALS.items():
         if name in answers:
             times = ratio(answers[name], ours, scale)

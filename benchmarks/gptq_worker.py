@@ -45,12 +45,25 @@ def problems(job: dict[str, Any]) -> list[Problem]:
 
 
 def products(job: dict[str, Any]) -> Callable[[], None]:
+    """Products of torch's library or of oneDNN, which is faster here."""
     square = torch.randn(1024, 1024, device=DEVICE)
     repeats = max(1, round(job["operations"] / (2 * 1024**3)))
 
+    forms = [lambda: square @ square]
+    if DEVICE == "cpu" and torch.backends.mkldnn.is_available():  # faster where MKL has no AVX-512 for the CPU
+        forms.append(lambda: torch.ops.mkldnn._linear_pointwise(square, square, None, "none", [], ""))
+
+    def seconds(form: Callable[[], Any], count: int = 4) -> float:
+        started = time.perf_counter()
+        for _ in range(count):
+            form()
+        return time.perf_counter() - started
+
+    best = min(forms, key=lambda form: min(seconds(form) for _ in range(3)))
+
     def run() -> None:
         for _ in range(repeats):
-            square @ square
+            best()
 
     return run
 

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MARK = "pytest.mark.cuda"
 KERNELS = "tests/kernels/gpu"
 LIMIT_SECONDS = 420
+ON_CUDA = {"gptq_model": ("--layers", "1"), "gptq": ("--no-peers", "--no-large")}  # benchmarks that need a GPU
 SEEN = """
 import torch, triton
 print(torch.__version__, triton.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "")
@@ -95,12 +96,11 @@ def benchmarks(runs: Runs, gpu: bool, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     here = [] if gpu else ["--interpret"]
     runs.run("gpu_kernels", "benchmarks/gpu_kernels.py", *here, "--json", str(folder / "gpu_kernels.json"))
-    name = "gptq_model"
-    if gpu:
-        words = ("--device", "cuda", "--layers", "1", "--json", str(folder / f"{name}.json"))
-        runs.run(name, f"benchmarks/{name}.py", *words)
-    else:
-        runs.not_run += ["the goals of gpu_kernels", name]
+    for name, words in ON_CUDA.items():
+        if gpu:
+            runs.run(name, f"benchmarks/{name}.py", "--device", "cuda", *words, "--json", str(folder / f"{name}.json"))
+    if not gpu:
+        runs.not_run += ["the goals of gpu_kernels", *ON_CUDA]
 
 
 def main() -> int:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from moeq.numerics import products
 from moeq.numerics.slab import large_empty, transposed
+from moeq.numerics.sweep import compiled
 from moeq_kernels.threads import side_by_side
 
 FACTOR_BLOCK = 256  # columns that are factored at once
+TURNED_BLOCK = 128  # the same where products are as fast with few columns
 MAX_DAMPING = 1.0
 
 
@@ -83,7 +87,8 @@ def _upper_factors(work: Tensor) -> tuple[Tensor, Tensor]:
     info = torch.zeros(len(work), dtype=torch.int32)
 
     def piece(expert: int) -> None:
-        info[expert] = _upper_factor(work[expert : expert + 1])[1][0]
+        one = work[expert : expert + 1]
+        info[expert] = _turned_factor(one) if products.pays(one) else _upper_factor(one)[1][0]
 
     side_by_side(piece, range(len(work)))
     return work, info
@@ -114,6 +119,54 @@ def _upper_factor(work: Tensor) -> tuple[Tensor, Tensor]:
     return work.triu_(), info
 
 
+def _turned_factor(work: Tensor) -> Tensor:
+    """As `_upper_factor` of one Hessian [1, K, K] on a CPU where `products.pays`; made as U^T, whose lines the products
+    take as they lie."""
+    size = work.shape[-1]
+    lower, info = work[0], torch.zeros((), dtype=torch.int32)
+    unit = torch.eye(TURNED_BLOCK, dtype=torch.float64)
+    for stop in range(size, 0, -TURNED_BLOCK):
+        start = max(0, stop - TURNED_BLOCK)
+        if stop < size:
+            products.add_product(
+                work, start, work, work, summed=(stop, size), columns=(start, stop), lanes=stop, negative=True
+            )
+        lines = lower[start:stop]
+        found, wrong = torch.linalg.cholesky_ex(lines[:, start:stop].flip(0, 1))
+        info = torch.maximum(info, wrong)
+        block = found.T.flip(0, 1)
+        lines[:, start:stop] = block
+        if start:
+            inverse = torch.linalg.solve_triangular(block.double(), unit[: len(block), : len(block)], upper=False)
+            above = lines[:, :start].clone()
+            lines[:, :start] = 0
+            whole, own = (0, len(block)), inverse.to(work.dtype).contiguous()[None]
+            products.add_product(work, start, own, above[None], summed=whole, columns=whole)
+    _turn(lower.numpy())
+    return info
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _turn(matrix):  # type: ignore[no-untyped-def]
+    """The lower triangle of [K, K] into the upper one, zeros into the lower one."""
+    size, tile = matrix.shape[0], 32
+    part = np.empty((tile, tile), matrix.dtype)  # lines a power of two of bytes apart push each other out of the cache
+    for top in range(0, size, tile):
+        rows = min(tile, size - top)
+        for left in range(0, top + 1, tile):
+            columns = min(tile, size - left)
+            for row in range(rows):
+                line = matrix[top + row, left : left + columns]
+                for column in range(columns):
+                    part[row, column] = line[column]
+                for column in range(columns if left < top else row):
+                    line[column] = 0
+            for column in range(columns):
+                line = matrix[left + column, top : top + rows]
+                for row in range(0 if left < top else column, rows):
+                    line[row] = part[row, column]
+
+
 def _retry(work: Tensor, mean: Tensor, damping: float) -> tuple[Tensor | None, float]:
     """Factor one (already damped) Hessian in float64, raising the damping until it is positive definite."""
     total = damping
@@ -136,6 +189,11 @@ def feedback(factor: Tensor, residual: Tensor, first: int, start: int, stop: int
     """
     if first == start:
         return residual.new_zeros(len(residual), stop - start, residual.shape[2])
+    if products.pays(factor):
+        given = residual.new_zeros(len(residual), stop - start, residual.shape[2])
+        whole = factor.contiguous(), residual.contiguous()
+        products.add_product(given, 0, *whole, summed=(first, start), columns=(start, stop))
+        return given
     return torch.bmm(factor[:, first:start, start:stop].mT, residual[:, first:start])
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moeq.numerics import sweep
+from moeq.numerics import products, sweep
 from moeq.numerics.factor import feedback
 from moeq.numerics.group_grids import group_grid, stacked, static_grids
 from moeq.numerics.slab import large_empty, transposed
@@ -25,6 +25,7 @@ from moeq_kernels.threads import side_by_side
 
 LANES_AT_ONCE = 2048  # rows times widths that a thread works on together
 SPAN = 256  # columns whose feedback from all columns before them is one matrix product
+LONG_SPAN = 512  # the same where that is a product of products.py
 
 
 def codes_and_grids(
@@ -100,7 +101,7 @@ class _Rows:
         widths = len(self.bits)
         first_group = torch.zeros(experts, inputs, dtype=torch.long)
         grids = []
-        span = max(group, SPAN // group * group)
+        span = max(group, self._span() // group * group)
         for far in range(0, inputs, span):
             from_far = feedback(self.factor, self.residual, 0, far, min(far + span, inputs))
             for start in range(far, min(far + span, inputs), group):
@@ -126,14 +127,18 @@ class _Rows:
         given: what the columns before `start` give to them, [E, stop - start, R]; None: there are none.
         """
         top = max_codes(self.bits, self.columns).flatten().repeat_interleave(self.columns.shape[2])
-        for far in range(start, stop, SPAN):
-            end = min(far + SPAN, stop)
+        span = self._span()
+        for far in range(start, stop, span):
+            end = min(far + span, stop)
             from_far = self._with_near(given, start, far, end)
             for begin in range(far, end, BLOCK):
                 nearer = self._with_near(from_far, far, begin, min(begin + BLOCK, end))
                 sweep.round_block(
                     self.columns, nearer, self.factor, begin, grids, top, group_of, self.residual, self.codes, self.at
                 )
+
+    def _span(self) -> int:
+        return LONG_SPAN if products.pays(self.factor) else SPAN
 
     def _with_near(self, given: Tensor | None, first: int, start: int, stop: int) -> Tensor:
         """What all columns before `start` give to those from start to stop, [E, stop - start, R].
@@ -143,6 +148,10 @@ class _Rows:
         if given is None:
             return feedback(self.factor, self.residual, first, start, stop)
         part = given[:, start - first : stop - first]
-        if first < start:
+        if first < start and products.pays(self.factor):
+            products.add_product(
+                given, start - first, self.factor, self.residual, summed=(first, start), columns=(start, stop)
+            )
+        elif first < start:
             part.baddbmm_(self.factor[:, first:start, start:stop].mT, self.residual[:, first:start])
         return part.contiguous()

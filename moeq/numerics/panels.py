@@ -39,6 +39,7 @@ def _shape() -> tuple[int, int]:
 
 VECTOR_BYTES, PANEL = _shape()
 VECTORS = 2  # of rows in a strip
+FETCHED = 16  # lines that are fetched before they are copied
 
 
 Vector = list[Any]  # VECTORS values of LLVM side by side
@@ -126,11 +127,11 @@ class _Code:
                 name, align = f"llvm.masked.store.{self._suffix()}.p0", ir.Constant(ir.IntType(32), lines.element_bytes)
                 self._call(name, ir.VoidType(), value, place, align, self.masks[index])
 
-    def ahead(self, lines: _Lines, row: Any) -> None:
-        """Fetch the next strip's part of a line."""
+    def ahead(self, lines: _Lines, row: Any, strips: int = 1) -> None:
+        """Fetch a line's part of the next strip, or of as many strips further as said."""
         lanes = VECTORS * self.width
         for lane in range(0, lanes, 64 // lines.element_bytes):
-            place = lines.at(self.builder, ir.IntType(8), row, _int(lanes + lane))
+            place = lines.at(self.builder, ir.IntType(8), row, _int(strips * lanes + lane))
             hints = [ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)]  # to read, into the nearest cache, data
             self._call("llvm.prefetch.p0", ir.VoidType(), place, *hints)
 
@@ -369,3 +370,58 @@ def extent_strip(typing, source, given, weights, left, low, high, size, keep, ke
         return context.get_dummy_value()
 
     return types.void(source, given, weights, left, low, high, size, keep, keeps, length, count), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def multiply_strip(typing, weights, gifts, into, columns, length, count):  # type: ignore[no-untyped-def]
+    """Add to lines of a strip, into [columns, count], what `length` columns give to them, each line's sum in order.
+
+    weights [panels * length, PANEL]: of PANEL lines after another; gifts [length, S].
+    """
+
+    def emit(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        weights, gifts, into, columns, length, count = _opened(context, builder, signature, values)
+
+        def panel(code: _Code, some: int, first: Any) -> None:
+            nothing = ir.Constant(code.vector, [0.0] * code.width)
+            sums = [[cgutils.alloca_once_value(builder, nothing) for _ in range(VECTORS)] for _ in range(some)]
+            for index in range(some):
+                code.ahead(into, builder.add(first, _int(index)), strips=0)
+            inside = builder.srem(first, _int(PANEL))
+            begin = builder.mul(builder.sdiv(first, _int(PANEL)), length)
+            with cgutils.for_range(builder, length) as loop:
+                gift = code.load(gifts, loop.index, inside=True)
+                place = builder.add(begin, loop.index)
+                for index, total in enumerate(sums):
+                    own = [code.weight(weights, place, builder.add(inside, _int(index)))] * VECTORS
+                    added = code.fused(own, gift, [builder.load(value) for value in total])
+                    for value, slot in zip(added, total, strict=True):
+                        builder.store(value, slot)
+            for index, total in enumerate(sums):
+                row = builder.add(first, _int(index))
+                code.store(code.add(code.load(into, row), [builder.load(value) for value in total]), into, row)
+
+        _panels(builder, into.element, count, columns, panel)
+        return context.get_dummy_value()
+
+    return types.void(weights, gifts, into, columns, length, count), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pack_strip(typing, source, into, length, count):  # type: ignore[no-untyped-def]
+    """A strip's part of lines that lie apart, source [length, count], into lines one after another [length, S]."""
+
+    def emit(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        source, into, length, count = _opened(context, builder, signature, values)
+
+        def line(code: _Code, some: int, row: Any) -> None:
+            for index in range(some):
+                code.ahead(source, builder.add(row, _int(FETCHED + index)), strips=0)
+            for index in range(some):
+                place = builder.add(row, _int(index))
+                code.store(code.load(source, place), into, place, inside=True)
+
+        _panels(builder, source.element, count, length, line)
+        return context.get_dummy_value()
+
+    return types.void(source, into, length, count), emit
