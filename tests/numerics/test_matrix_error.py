@@ -16,6 +16,7 @@ from moeq.numerics.matrix_error import (
     rounding_error,
     unlike_rows,
 )
+from moeq.numerics.storing import packed_of
 from moeq_kernels.packed import PackedWeight
 
 
@@ -26,7 +27,7 @@ def weights(rows: int = 48, inputs: int = 72) -> Tensor:
 def packed(weight: Tensor, bits: int, symmetric: bool, group_size: int = 32) -> PackedWeight:
     """Rounded to nearest."""
     made = gptq.quantize(weight[None], None, bits=[bits], group_size=group_size, symmetric=symmetric)
-    return PackedWeight.of(made, bits, symmetric).map(lambda part: part[0])
+    return packed_of(made, bits, symmetric).map(lambda part: part[0])
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
