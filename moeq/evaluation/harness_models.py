@@ -18,6 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from moeq.errors import EvaluationError
 from moeq.evaluation.batching import BatchSize, rows_at_once
 from moeq.evaluation.divergence import Scorer
+from moeq.runtime.batch_pruning import pruning_if_alone
 from moeq.runtime.context_aware import ContextAwareModel, Piece
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, context, continuation
@@ -88,6 +89,12 @@ class StaticLM(HFLM):  # type: ignore[misc]
             self.check_length(len(self.tok_encode(context)) + new, "generation")
         texts: list[str] = super().generate_until(requests, disable_tqdm=True)
         return texts
+
+    def _model_generate(self, *given: Any, **options: Any) -> torch.Tensor:
+        """As HFLM's; rows of a batch that are finished reach no expert any more."""
+        with pruning_if_alone(self.model):
+            tokens: torch.Tensor = super()._model_generate(*given, **options)
+        return tokens
 
     def check_pair(self, context: Sequence[int], continuation: Sequence[int]) -> None:
         """`check_length` of a context with its continuation, which is never cut: EvaluationError where it alone is too

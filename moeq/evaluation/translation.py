@@ -25,6 +25,7 @@ from moeq.artifacts.reading import parse_record, read_bounded
 from moeq.errors import CorpusError, EvaluationError, missing
 from moeq.numerics import inference
 from moeq.recipe import TranslationSection
+from moeq.runtime.batch_pruning import pruning_if_alone
 
 TEXT_BYTES = 1 << 30  # the largest file of sentences that is read
 KEY = "eval.translation"
@@ -150,7 +151,7 @@ def translate(
 ) -> dict[int, list[str]]:
     """{beams: translation of every source}, likeliest tokens alone; `advance` is called once a batch and width.
 
-    Raises EvaluationError when a source has no tokens.
+    Sentences of a batch that are finished reach no expert any more. Raises EvaluationError when a source has no tokens.
     """
     by_beams: dict[int, list[str]] = {}
     texts = [f"{section.prefix}{source}" for source in sources]
@@ -159,7 +160,7 @@ def translate(
         for start in range(0, len(texts), section.batch_size):
             batch = tokenizer(texts[start : start + section.batch_size], return_tensors="pt", padding=True)
             _check_tokens(batch["attention_mask"], start)
-            with torch.no_grad():
+            with torch.no_grad(), pruning_if_alone(model):
                 ids = model.generate(
                     input_ids=batch["input_ids"].to(device),
                     attention_mask=batch["attention_mask"].to(device),

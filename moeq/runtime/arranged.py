@@ -89,6 +89,12 @@ def reason_at_call(module: nn.Module, *given: Tensor) -> str | None:
     return None if given[0].dtype in COMPUTED else f"its inputs are {given[0].dtype}"
 
 
+def note_reason(module: nn.Module, reason: str | None) -> None:
+    """Set `reason` where it changes: a module's attributes take longer to set than a small product takes."""
+    if module.reason != reason:
+        module.reason = reason  # type: ignore[assignment]
+
+
 def wants_gradients(*given: Tensor) -> bool:
     """Whether a call's output is to have a gradient."""
     return torch.is_grad_enabled() and any(one.requires_grad for one in given)

@@ -21,6 +21,7 @@ from moeq.models.kinds import KINDS
 from moeq.runtime.packed_experts import PACKED, PackedExperts
 
 NLLB = "NllbMoeExperts"  # its experts cannot be quantized, but its rows can be left out
+SEEN = ("_get_stopping_criteria", "_beam_search_has_unfinished_sequences")  # of transformers' `generate`
 BY_INDEX = ("stacked", "dbrx")  # kinds whose packed modules take E for no expert
 
 
@@ -66,19 +67,33 @@ def pruning(model: Any) -> Iterator[Pruned]:
             if _holds_experts(module):
                 for hook in _hooks(module, rows):
                     stack.callback(hook.remove)
-        for name, wrapped in (
-            ("_get_stopping_criteria", _seeing_criteria(model, rows)),
-            ("_beam_search_has_unfinished_sequences", _seeing_beams(model, rows)),
-        ):
+        for name, wrapped in zip(SEEN, (_seeing_criteria(model, rows), _seeing_beams(model, rows)), strict=True):
             setattr(model, name, wrapped)
             stack.callback(delattr, model, name)
         yield rows
 
 
+@contextmanager
+def pruning_if_alone(model: Any) -> Iterator[Pruned | None]:
+    """`pruning` where that changes no row that goes on; else nothing: routers share a capacity among rows, or the model
+    does not generate as transformers' do."""
+    shares = any(_shares_capacity(module) for module in model.modules())
+    if shares or not all(hasattr(model, name) for name in SEEN):
+        yield None
+        return
+    with pruning(model) as rows:
+        yield rows
+
+
+def _shares_capacity(module: nn.Module) -> bool:
+    share = getattr(module, "moe_eval_capacity_token_fraction", None)
+    return share is not None and not share >= 1
+
+
 def check_alone(module: nn.Module) -> None:
     """EvaluationError for a router in which a row's expert hangs on what other rows of the batch chose."""
-    share = getattr(module, "moe_eval_capacity_token_fraction", None)
-    if share is not None and not share >= 1:
+    if _shares_capacity(module):
+        share = module.moe_eval_capacity_token_fraction
         raise EvaluationError(
             f"its routers share a capacity among the rows of a batch (moe_eval_capacity_token_fraction {share:g}): "
             "rows that are left out would change the others",

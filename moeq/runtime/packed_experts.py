@@ -28,6 +28,7 @@ from moeq.runtime.arranged import (
     Puts,
     is_offloaded,
     leave_files,
+    note_reason,
     reason_at_call,
     wants_gradients,
     with_gradients,
@@ -278,17 +279,17 @@ class PackedExperts(Puts):
 
     def through(self, hidden: Tensor, weights: Tensor) -> PreparedLayer | None:
         """The prepared layer that computes a call, None where the stored tensors do; `reason` says why."""
-        self.reason = reason_at_call(self, hidden)
-        if self.reason is None and (self.math.activation is None or self.math.finish is not None):
-            self.reason = GRADIENTS if wants_gradients(hidden, weights) else None
-        if self.reason is not None:
-            return None
-        if self.prepared is None and self.refused is None:
-            self.prepare()
-        self.reason = self.refused
-        if self.prepared is not None and self.home != hidden.device:
-            self.reason = f"its experts lie on {self.home}, its inputs on {hidden.device}"
-        return self.prepared if self.reason is None else None
+        reason = reason_at_call(self, hidden)
+        if reason is None and (self.math.activation is None or self.math.finish is not None):
+            reason = GRADIENTS if wants_gradients(hidden, weights) else None
+        if reason is None:
+            if self.prepared is None and self.refused is None:
+                self.prepare()
+            reason = self.refused
+            if self.prepared is not None and self.home != hidden.device:
+                reason = f"its experts lie on {self.home}, its inputs on {hidden.device}"
+        note_reason(self, reason)
+        return self.prepared if reason is None else None
 
     def by_device(self, experts: Sequence[int], home: torch.device) -> dict[torch.device, list[int]]:
         """Experts, in order, by the device that holds them; `home` is that of experts without a place of their own."""

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq.runtime.arranged import OFFLOADED, is_offloaded, leave_files, reason_at_call, with_gradients
+from moeq.runtime.arranged import (
+    OFFLOADED,
+    is_offloaded,
+    leave_files,
+    note_reason,
+    reason_at_call,
+    wants_gradients,
+    with_gradients,
+)
 from moeq.runtime.packed_experts import GUARD_DTYPE, PackedExperts, PackedLinear
 from moeq_kernels import choice
 from moeq_kernels.checkpoint import Others, wrong_config
@@ -69,10 +77,10 @@ class PackedModule(PackedLinear):
 
     def through(self, rows: Tensor) -> PreparedLinear | None:
         """The prepared matrix that computes a call, None where the stored one does; `reason` says why."""
-        self.reason = reason_at_call(self, rows)
-        if self.reason is None and self.prepared is None and self.refused is None:
+        reason = reason_at_call(self, rows)
+        if reason is None and self.prepared is None and self.refused is None:
             self.prepare()
-        self.reason = self.reason or self.refused
+        note_reason(self, reason or self.refused)
         return self.prepared if self.reason is None else None
 
     def product(self, rows: Tensor) -> Tensor:
@@ -80,8 +88,9 @@ class PackedModule(PackedLinear):
         prepared = self.through(rows)
         if prepared is None:
             return super().forward(rows)
-        output = with_gradients(prepared, super().forward, rows.flatten(0, -2))
-        return output.view(*rows.shape[:-1], self.out_features)
+        whole = rows if rows.dim() == 2 else rows.flatten(0, -2)
+        output = with_gradients(prepared, super().forward, whole) if wants_gradients(rows) else prepared(whole)
+        return output if rows.dim() == 2 else output.view(*rows.shape[:-1], self.out_features)
 
     def forward(self, rows: Tensor) -> Tensor:
         return self.product(rows)
