@@ -26,9 +26,9 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench.py
 
 gpu:  # nothing is installed: .venv where there is one, else PYTHON, with torch, Triton and .gpu-wheels
-	$(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py
+	$(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(if $(TUNE),--tune)
 
-gpu-wheels: $(INSTALLED)  # make gpu-wheels HAVE="numba scipy": without what the machine has
+gpu-wheels: $(INSTALLED)  # make gpu-wheels HAVE="transformers": without what the machine has
 	$(BIN)/python benchmarks/gpu_wheels.py --have $(HAVE)
 
 fuzz: $(INSTALLED)

@@ -102,6 +102,10 @@ class Figures:
         self.lacking.append(f"{what} left out: {why}")
         print(self.lacking[-1], flush=True)
 
+    def keep(self) -> None:
+        """Write what was found so far, in case the rest is stopped."""
+        self._write()
+
     def report(self) -> int:
         """Print the figures and the last line, write the file that --json names; the exit code."""
         widest = max((len(figure.name) for figure in self.figures), default=0)

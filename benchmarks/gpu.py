@@ -1,18 +1,23 @@
 """Every CUDA test and every benchmark of a GPU, one after the other: `make gpu`.
 
-    python benchmarks/gpu.py [--wheels .gpu-wheels] [--to build/gpu] [--only tests benchmarks]
+    python benchmarks/gpu.py [--wheels .gpu-wheels] [--to build/gpu] [--only tests benchmarks] [--tune] [--seconds 540]
 
 Needs torch and, for the kernels, Triton; what else moeq imports comes from the folder of wheels, if there is one (see
 gpu_wheels.py), which is unpacked beside the tables: nothing is fetched, nothing is installed. The last lines say what
-failed and what was not run. Without a GPU the kernels' tests and their benchmark run in Triton's interpreter, and the
-rest is named. Benchmarks write JSON with the GPU's name to --to. Exit code 1 where something failed.
+failed and what was not run, with the time of each part. Without a GPU the kernels' tests and their benchmark run in
+Triton's interpreter, and the rest is named. Benchmarks write JSON with the GPU's name to --to, and summary.json there
+is written after every part: what was finished is kept when the rest is stopped, as every part is that is not done
+--seconds after the start. --tune: first find the fastest settings of this GPU (moeq_kernels/gpu/tuned, and a copy in
+--to). Exit code 1 where something failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +27,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "pytest.mark.cuda"
 KERNELS = "tests/kernels/gpu"
-LIMIT_SECONDS = 420
+TUNING_SECONDS = 200
+LEAST_SECONDS = 5
+NONE = "there is no CUDA device"
+NEEDS = ("numba", "pyarrow")  # of moeq beside its GPU kernels; see gpu_wheels.py
+TAKES_ARRAYS = "import numpy; int(numpy.array([1]))"  # what the interpreter of Triton 3.6 wants of NumPy
 ON_CUDA = {"gptq_model": ("--layers", "1"), "gptq": ("--no-peers", "--no-large")}  # benchmarks that need a GPU
 SEEN = """
 import torch, triton
@@ -35,6 +44,11 @@ class Runs:
     """What was run, and how it ended."""
 
     environment: dict[str, str]
+    summary: Path
+    seconds: float
+    about: dict[str, str] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+    parts: list[dict[str, object]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
 
@@ -42,15 +56,32 @@ class Runs:
         """One program of this Python in the repository's folder."""
         print(f"\n== {name}: {' '.join(words)}", flush=True)
         started = time.monotonic()
+        left = self.started + self.seconds - started
+        if left < LEAST_SECONDS:
+            self.leave_out(name, f"{self.seconds:.0f} s are over")
+            return
         try:
-            code = subprocess.run(
-                [sys.executable, *words], cwd=ROOT, env=self.environment, timeout=LIMIT_SECONDS
-            ).returncode
+            code = subprocess.run([sys.executable, *words], cwd=ROOT, env=self.environment, timeout=left).returncode
         except subprocess.TimeoutExpired:
             code = -1
-        print(f"== {name}: {'ok' if not code else 'FAILED'}, {time.monotonic() - started:.0f} s", flush=True)
+        taken = time.monotonic() - started
+        said = "ok" if not code else ("FAILED" if code > 0 else "stopped")
+        print(f"== {name}: {said}, {taken:.0f} s", flush=True)
+        self.parts.append({"part": name, "ended": said, "seconds": round(taken, 1)})
         if code:
-            self.failed.append(name if code > 0 else f"{name}, stopped after {LIMIT_SECONDS} s")
+            self.failed.append(name if code > 0 else f"{name}, stopped after {taken:.0f} s")
+        self.write()
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Say at the end that something was not run."""
+        self.not_run.append(f"{name}: {why}")
+        self.write()
+
+    def write(self) -> None:
+        """The summary so far."""
+        self.summary.parent.mkdir(parents=True, exist_ok=True)
+        found = self.about | {"parts": self.parts, "failed": self.failed, "not run": self.not_run}
+        self.summary.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 
 def marked() -> list[str]:
@@ -85,22 +116,37 @@ def tests(runs: Runs, gpu: bool) -> None:
     """The kernels' tests, then what else is marked."""
     pytest = ("-m", "pytest", "-p", "no:cacheprovider")
     runs.run("the kernels' tests", *pytest, KERNELS)
-    if gpu:
+    lacking = lacked(runs)
+    if gpu and not lacking:
         runs.run("other CUDA tests", *pytest, "-m", "cuda", *marked())
-    else:
-        runs.not_run += [f"CUDA tests of {name}" for name in (KERNELS, *marked())]
+        return
+    for name in marked() if gpu else (KERNELS, *marked()):
+        runs.leave_out(f"CUDA tests of {name}", lacking if gpu else NONE)
 
 
-def benchmarks(runs: Runs, gpu: bool, folder: Path) -> None:
+def lacked(runs: Runs) -> str:
+    """Which packages that moeq needs beside its GPU kernels are not there; empty where all are."""
+    script = f"import importlib.util; print(*(n for n in {NEEDS} if importlib.util.find_spec(n) is None), sep=', ')"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=runs.environment).stdout
+    return f"{said.strip()} not installed" if said.strip() else ""
+
+
+def benchmarks(runs: Runs, gpu: bool, folder: Path, tune: bool) -> None:
     """The benchmarks that say something of a GPU."""
-    folder.mkdir(parents=True, exist_ok=True)
     here = [] if gpu else ["--interpret"]
+    here += ["--tune", "--tune-seconds", str(TUNING_SECONDS)] if tune else []
     runs.run("gpu_kernels", "benchmarks/gpu_kernels.py", *here, "--json", str(folder / "gpu_kernels.json"))
-    for name, words in ON_CUDA.items():
-        if gpu:
-            runs.run(name, f"benchmarks/{name}.py", "--device", "cuda", *words, "--json", str(folder / f"{name}.json"))
+    for table in (ROOT / "moeq-kernels/moeq_kernels/gpu/tuned").glob("*.json"):
+        shutil.copy(table, folder / f"tuned-{table.name}")
+    lacking = lacked(runs)
     if not gpu:
-        runs.not_run += ["the goals of gpu_kernels", *ON_CUDA]
+        runs.leave_out("the goals of gpu_kernels", NONE)
+    for name, words in ON_CUDA.items():
+        if not gpu or lacking:
+            runs.leave_out(name, lacking if gpu else NONE)
+        else:
+            more = ("--device", "cuda", *words, "--json", str(folder / f"{name}.json"))
+            runs.run(name, f"benchmarks/{name}.py", *more)
 
 
 def main() -> int:
@@ -108,30 +154,39 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, default=ROOT / ".gpu-wheels")
     parser.add_argument("--to", type=Path, default=ROOT / "build" / "gpu")
     parser.add_argument("--only", nargs="+", choices=("tests", "benchmarks"), default=("tests", "benchmarks"))
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--seconds", type=float, default=540.0)
     options = parser.parse_args()
     missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
     if missing:
         print(f"{' and '.join(missing)} not installed: nothing can be run")
         return 1
     site = unpacked(options.wheels, options.to / "site")
-    paths = [
-        str(ROOT),
-        str(ROOT / "moeq-kernels"),
-        *([site] if site else []),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
-    runs = Runs(os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"})
+    own = [str(ROOT), str(ROOT / "moeq-kernels")]
+    paths = [*own, *([site] if site else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    given = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    runs = Runs(given, options.to / "summary.json", options.seconds)
     said = subprocess.run([sys.executable, "-c", SEEN], capture_output=True, text=True, env=runs.environment).stdout
     torch, triton, *device = said.split(maxsplit=2)
     gpu = bool(device)
     where = device[0].strip() if gpu else "no CUDA device: Triton's interpreter"
     print(f"torch {torch}, triton {triton}, {where}")
+    runs.about = {"torch": torch, "triton": triton, "device": where}
+    if not gpu and triton.startswith("3.6."):
+        tried = subprocess.run([sys.executable, "-W", "ignore", "-c", TAKES_ARRAYS], capture_output=True, env=given)
+        if tried.returncode:
+            print(
+                f"nothing can be run: there is no CUDA device, and Triton {triton}'s interpreter wants an older NumPy"
+            )
+            return 1
     if "tests" in options.only:
         tests(runs, gpu)
     if "benchmarks" in options.only:
-        benchmarks(runs, gpu, options.to)
+        benchmarks(runs, gpu, options.to, options.tune)
+    for part in runs.parts:
+        print(f"{part['seconds']:7} s  {part['part']}: {part['ended']}")
     for line in runs.not_run:
-        print(f"not run: {line}: there is no CUDA device")
+        print(f"not run: {line}")
     ended = f"FAILED: {', '.join(runs.failed)}" if runs.failed else "all that was run is ok"
     print(f"gpu: {ended}; files in {options.to}")
     return 1 if runs.failed else 0

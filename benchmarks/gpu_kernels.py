@@ -9,22 +9,27 @@ Decode: whole expert layers, random routing, group 128 with zero points; the sha
 memory (bytes read and written, measured in the same run) counts each active expert once. Mixed: half of the experts
 with 2 bits and half with 4 beside all with 3: bytes a second over those of the uniform layer.
 
---tune writes moeq_kernels/gpu/tuned/DEVICE.json, the block sizes that were fastest for these shapes, first. --interpret
+Prefill: many rows an expert, fused, unpacked first, and 16 bits throughout.
+
+--tune first writes moeq_kernels/gpu/tuned/DEVICE.json: what was fastest for these shapes, in --tune-seconds, and the
+rows an expert from which on unpacking pays. Figures are written to --json after every part. --interpret
 runs every part once with tiny shapes in Triton's interpreter, without goals: that it works, not how fast.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import figures
+from gpu_tuning import rows_to_unpack, tune
 
 if "--interpret" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -36,8 +41,9 @@ from torch import Tensor  # isort: skip
 
 from moeq_kernels.description import DOWN, LayerOfExperts  # isort: skip
 from moeq_kernels.gpu.kernel import Stack, TritonKernel, TritonLayer, sort_by_expert  # isort: skip
-from moeq_kernels.gpu.settings import Settings, Shape, candidates, usual, write  # isort: skip
+from moeq_kernels.gpu.settings import Settings, Shape, write  # isort: skip
 from moeq_kernels.gpu.stored import Stored  # isort: skip
+from moeq_kernels.gpu.unpacked import grouped_product  # isort: skip
 from moeq_kernels.packed import PackedWeight, packed_shapes  # isort: skip
 
 ACTIVE = (1, 4, 8, 16, 24, 32)
@@ -45,6 +51,7 @@ TABLE1 = {4: 1.56, 8: 1.35}  # geometric means of paper 002
 COLD = 4 * 60e6  # bytes that a graph goes through before it comes back: four times an H200's L2
 SHARE, CLEARLY, MIXED = 0.60, 1.25, 0.90
 REPLAYS = 15
+PEERS = ("gemlite", "humming")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +106,17 @@ class Bench:
             taken.append(begin.elapsed_time(end) / 1e3 / len(calls))
         return statistics.median(taken[2:])
 
+    def eager_seconds(self, call: Callable[[], object]) -> float:
+        """Median time of a call that is not captured, with what the host does in it."""
+        taken = []
+        for _ in range(1 if self.interpreted else 7):
+            started = time.perf_counter()
+            call()
+            if not self.interpreted:
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - started)
+        return statistics.median(taken)
+
     def copies(self, size: float) -> int:
         """Copies of what is `size` bytes large that do not fit the L2 together."""
         return 1 if self.interpreted else max(2, math.ceil(COLD / max(size, 1)))
@@ -147,6 +165,12 @@ def another(layer: TritonLayer) -> TritonLayer:
     return made
 
 
+def copies_of(bench: Bench, first: TritonLayer, model: Model) -> list[TritonLayer]:
+    """A layer, and as many more that one token's experts of all do not fit the L2."""
+    some = first.nbytes * min(1.0, model.each / model.experts)
+    return [first, *(another(first) for _ in range(bench.copies(some) - 1))]
+
+
 def layer_seconds(bench: Bench, layers: Sequence[TritonLayer], model: Model, tokens: int) -> tuple[float, float]:
     """Time of a whole layer and bytes of the experts that it reads, each once."""
     calls, sizes = [], []
@@ -169,9 +193,7 @@ def decode(bench: Bench, results: figures.Figures, models: Sequence[Model], batc
     for model in models:
         speed: dict[tuple[str, int], tuple[float, float]] = {}
         for name, bits in (("2", [2]), ("3", [3]), ("4", [4]), ("2 and 4", [2, 4])):
-            first = bench.layer(model, bits)
-            some = first.nbytes * min(1.0, model.each / model.experts)
-            layers = [first, *(another(first) for _ in range(bench.copies(some) - 1))]
+            layers = copies_of(bench, bench.layer(model, bits), model)
             for tokens in batches:
                 speed[name, tokens] = layer_seconds(bench, layers, model, tokens)
             taken = [speed[name, tokens] for tokens in batches]
@@ -210,7 +232,7 @@ def full_precision(bench: Bench, x: Tensor, weights: Tensor, index: Tensor, shif
                 start += count
 
     ways: list[Callable[[], object]] = [loop]
-    product = getattr(torch, "_grouped_mm", None)
+    product = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
     if product is not None and not bench.interpreted:
         ways.append(lambda: product(x, weights, offs=ends))
     return ways
@@ -248,7 +270,7 @@ def table1(bench: Bench, results: figures.Figures, experts: int, inputs: int, ro
             index = groups(pairs, count, bench.device)
             how = ("sorted", index, *sort_by_expert(index, experts))
             chosen = first.settings((0,), pairs)
-            chosen = chosen if chosen.dot else replace(chosen, dot=True, block_m=16)
+            chosen = replace(chosen, sort=True)
             calls = [
                 lambda one=one, how=how, chosen=chosen: one.product(x, (0,), pairs, 1, how, chosen, dtype=dtype)
                 for one in stacks
@@ -260,44 +282,95 @@ def table1(bench: Bench, results: figures.Figures, experts: int, inputs: int, ro
         results.add(f"Table 1, int{bits} over 16 bits, geometric mean", statistics.geometric_mean(ratios), **goal)
 
 
-def tune(bench: Bench, models: Sequence[Model], batches: Sequence[int]) -> dict[str, Settings]:
-    """The fastest settings of both launches of a layer, by model, width and batch."""
-    found: dict[str, Settings] = {}
-    for model in models:
-        for bits in ([2], [3], [4], [2, 4]):
-            first = bench.layer(model, bits)
-            layers = [first, another(first)]
-            for tokens in batches:
-                pairs = tokens * model.each
+def shapes(
+    bench: Bench, models: Sequence[Model], batches: Sequence[int]
+) -> Iterator[tuple[Shape, Callable[[Settings], float]]]:
+    """Both launches of a layer by batch, model and width, and the time of the layer with settings for that one."""
+    for tokens in batches:
+        for model in models:
+            for bits in ([2], [4], [3], [2, 4]):
+                layers = copies_of(bench, bench.layer(model, bits), model)
                 for slots, rows, inputs in (((0, 1), model.inner, model.hidden), ((2,), model.hidden, model.inner)):
                     shape = Shape(
                         experts=model.experts, rows=rows, inputs=inputs, widths=sum(1 << one for one in bits),
-                        pairs=pairs, two=len(slots) > 1,
+                        pairs=tokens * model.each, two=len(slots) > 1,
                     )  # fmt: skip
-                    found[shape.key] = fastest_settings(bench, layers, model, tokens, shape)
-                    print(f"{shape.key}: {found[shape.key]}", flush=True)
-    return found
+                    yield (
+                        shape,
+                        lambda one, layers=layers, model=model, tokens=tokens, two=shape.two: with_settings(
+                            bench, layers, model, tokens, (one, None) if two else (None, one)
+                        ),
+                    )
 
 
-def fastest_settings(bench: Bench, layers: Sequence[TritonLayer], model: Model, tokens: int, shape: Shape) -> Settings:
-    """Of the candidates for one launch of a layer, the other launch being as usual."""
-    times: dict[Settings, float] = {}
-    tried = candidates(shape)[:2] if bench.interpreted else candidates(shape)
-    for one in {usual(shape): None, **dict.fromkeys(tried)}:
-        for layer in layers:
-            layer.settings = (one, None) if shape.two else (None, one)
-        try:
-            times[one] = layer_seconds(bench, layers, model, tokens)[0]
-        except RuntimeError as error:  # too much shared memory, or too many registers
-            print(f"{one}: {figures.last_line(str(error))}", flush=True)
+def with_settings(
+    bench: Bench, layers: Sequence[TritonLayer], model: Model, tokens: int,
+    settings: tuple[Settings | None, Settings | None],
+) -> float:  # fmt: skip
+    """Time of a layer whose launches have these settings."""
     for layer in layers:
-        layer.settings = (None, None)
-    return min(times, key=times.__getitem__)
+        layer.settings = settings
+    try:
+        return layer_seconds(bench, layers, model, tokens)[0]
+    finally:
+        for layer in layers:
+            layer.settings = (None, None)
+
+
+def prefill(bench: Bench, results: figures.Figures, models: Sequence[Model], tune: bool) -> None:
+    """Many rows an expert: fused, unpacked, and 16 bits throughout; from which number of rows on unpacking pays."""
+    model = replace(models[0], experts=min(8, models[0].experts))
+    layer = bench.layer(model, [4])
+    dense = [
+        layer.stack.unpacked(slot, torch.arange(model.experts, dtype=torch.int32, device=bench.device), torch.bfloat16)
+        for slot in range(3)
+    ]
+    numbers = (2,) if bench.interpreted else (1024, 512, 256, 128, 64)
+    results.table(["prefill, ms", *(f"{rows} rows an expert" for rows in numbers)])
+
+    def timed(rows: int, unpack_rows: int) -> float:
+        layer.unpack_rows = unpack_rows
+        hidden = torch.randn(rows * model.experts, model.hidden, device=bench.device, dtype=torch.bfloat16)
+        index = groups(rows * model.experts, model.experts, bench.device).view(-1, 1)
+        return bench.eager_seconds(lambda: layer(hidden, index, torch.ones_like(index, dtype=torch.float32)))
+
+    def in_16_bits(rows: int) -> float:
+        x = torch.randn(rows * model.experts, model.hidden, device=bench.device, dtype=torch.bfloat16)
+        counts = [rows] * model.experts
+
+        def whole() -> Tensor:
+            gate, up = (grouped_product(x, one, counts) for one in dense[:2])
+            return grouped_product(torch.nn.functional.silu(gate) * up, dense[2], counts)
+
+        return bench.eager_seconds(whole)
+
+    never = 1 << 30
+    for name, time_of in (
+        ("4 bits, fused", lambda rows: timed(rows, never)), ("4 bits, unpacked", lambda rows: timed(rows, 1)),
+        ("16 bits", in_16_bits),
+    ):  # fmt: skip
+        results.row(name, *(f"{1e3 * time_of(rows):.3f}" for rows in numbers))
+    if tune and not bench.interpreted:
+        found = rows_to_unpack(lambda rows: timed(rows, never), lambda rows: timed(rows, 1))
+        write(torch.cuda.get_device_name(bench.device), {}, found)
+        results.add("rows an expert from which on unpacking is faster", found or math.nan, digits=0)
+
+
+def peers(results: figures.Figures) -> None:
+    """Other libraries' kernels: named where they are not installed."""
+    for name in PEERS:
+        why = "it is not installed" if importlib.util.find_spec(name) is None else "this benchmark cannot call it yet"
+        results.left_out(name, why)
 
 
 def main() -> int:
     options = figures.arguments(
-        __doc__, batches=[1, 4, 16, 64], models=["mixtral", "qwen3"], tune=False, interpret=False
+        __doc__,
+        batches=[1, 4, 16, 64],
+        models=["mixtral", "qwen3"],
+        tune=False,
+        tune_seconds=240.0,
+        interpret=False,
     )
     if not options.interpret and not torch.cuda.is_available():
         return figures.skipped(options, "there is no CUDA device")
@@ -306,15 +379,22 @@ def main() -> int:
     models = [TINY] if options.interpret else [MODELS[name] for name in options.models]
     batches = [1, 2] if options.interpret else options.batches
     if options.tune:
-        found = tune(bench, models, batches)
-        print("not written" if options.interpret else write(torch.cuda.get_device_name(device), found), flush=True)
+        tune(
+            None if options.interpret else torch.cuda.get_device_name(device),
+            shapes(bench, models, batches),
+            options.tune_seconds,
+        )
     results = figures.Figures(options)
     if options.interpret:
         results.left_out("every goal", "shapes are tiny and Triton's interpreter says nothing of speed")
         table1(bench, results, experts=4, inputs=128, rows=128, pairs=8)
     else:
         table1(bench, results, experts=32, inputs=1024, rows=4096, pairs=40)
+    results.keep()
     decode(bench, results, models, batches)
+    results.keep()
+    prefill(bench, results, models, options.tune)
+    peers(results)
     return results.report()
 
 

@@ -1,8 +1,10 @@
 """Gathers the wheels that `make gpu` needs on an offline machine beside torch and Triton: `make gpu-wheels`.
 
-    python benchmarks/gpu_wheels.py [--to .gpu-wheels] [--python 3.12] [--have numba llvmlite scipy ...]
+    python benchmarks/gpu_wheels.py [--to .gpu-wheels] [--python 3.12] [--have transformers ...] [--whole]
 
 Versions and digests are those of locks/. --have: packages that the machine has already; torch, Triton and NumPy always.
+Numba and Apache Arrow, 110 MB, come with --whole alone: the GPU's kernels, their tests and benchmark do without them,
+and `make gpu` names what it did not run for want of them.
 Prints each file with its size. Copy the folder into the repository on that machine, then `make gpu PYTHON=python3`.
 """
 
@@ -21,6 +23,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 ALWAYS = ("torch", "triton", "numpy")
 UNUSED = ("aiohttp", "colorama", "email-validator", "hf-xet")  # extras of packages that others ask for
+LARGE = ("numba", "llvmlite", "pyarrow")
 ASKED = (  # what the GPU's tests and benchmarks import, themselves and through moeq
     "accelerate", "greenlet", "huggingface-hub", "numba", "pint", "pyarrow", "pydantic", "pytest", "pyyaml", "regex",
     "rich", "safetensors", "transformers", "typer",
@@ -63,10 +66,11 @@ def main() -> int:
     parser.add_argument("--to", type=Path, default=ROOT / ".gpu-wheels")
     parser.add_argument("--python", default="3.12")
     parser.add_argument("--have", nargs="*", default=[])
+    parser.add_argument("--whole", action="store_true", help="Numba and Apache Arrow, too")
     parser.add_argument("--list", action="store_true", help="name the packages and fetch nothing")
     options = parser.parse_args()
     pins = locked()
-    have = {canonicalize_name(name) for name in (*ALWAYS, *UNUSED, *options.have)}
+    have = {canonicalize_name(name) for name in (*ALWAYS, *UNUSED, *options.have, *(() if options.whole else LARGE))}
     names = needed(pins, have, options.python)
     if options.list:
         print("\n".join(names))

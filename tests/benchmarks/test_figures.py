@@ -142,6 +142,6 @@ def test_results_show_what_the_kept_files_say() -> None:
 def test_every_benchmark_reports_figures() -> None:
     """Every program of the folder takes --quick and --json, but for what others start or import."""
     apart = {"bench", "figures", "cipher", "gptq_worker", "quality_peer"}
-    apart |= {"drill_flips", "drill_kinds", "drill_subjects", "gpu", "gpu_wheels"}
+    apart |= {"drill_flips", "drill_kinds", "drill_subjects", "gpu", "gpu_tuning", "gpu_wheels"}
     programs = {path.stem for path in bench.HERE.glob("*.py")} - apart
     assert programs == set(bench.names())

@@ -1,11 +1,82 @@
-"""`make gpu`: what it runs with a GPU, and what it names without one."""
+"""Finding the GPU's settings with a measuring function that is not a GPU, and what `make gpu` keeps and gathers."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from pathlib import Path
 
 import gpu
+import gpu_tuning
+import gpu_wheels
 import pytest
+
+from moeq_kernels.gpu import settings
+from moeq_kernels.gpu.settings import Settings, Shape, choose, usual
+
+SHAPE = Shape(experts=8, rows=4096, inputs=14336, widths=1 << 4, pairs=2, two=False)
+
+
+def pretended(one: Settings) -> float:
+    """Seconds: fastest with 128 x 8 blocks, 4 splits and two persistent programs; blocks of 32 do not fit."""
+    if one.block_n == 32:
+        raise RuntimeError("first line\nout of resource: shared memory")
+    return 1 + abs(one.block_n - 128) + one.block_m + abs(one.splits - 4) + abs(one.persistent - 2) + one.sort
+
+
+def test_the_fastest_settings_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    found = gpu_tuning.fastest(SHAPE, pretended)
+    assert (found.block_n, found.block_m, found.splits, found.persistent, found.sort) == (128, 8, 4, 2, False)
+    assert "out of resource: shared memory" in capsys.readouterr().out
+    slow_but_usual = gpu_tuning.fastest(SHAPE, lambda one: 1.0 + (one != usual(SHAPE)))
+    assert slow_but_usual == usual(SHAPE)
+
+
+def test_a_table_is_written_shape_by_shape_and_read_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "TUNED", tmp_path)
+    second = Shape(experts=8, rows=4096, inputs=14336, widths=1 << 2, pairs=2, two=False)
+
+    def stopped(_: Settings) -> float:
+        assert choose(SHAPE, "NVIDIA H200").persistent == 2, "what was found is there already"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gpu_tuning.tune("NVIDIA H200", [(SHAPE, pretended), (SHAPE, stopped), (second, stopped)], seconds=60)
+    assert choose(SHAPE, "NVIDIA H200") == gpu_tuning.fastest(SHAPE, pretended) != usual(SHAPE)
+    assert choose(second, "NVIDIA H200") == usual(second)
+    assert choose(SHAPE, "NVIDIA H100 80GB HBM3") == usual(SHAPE)
+    assert gpu_tuning.tune("NVIDIA H100 80GB HBM3", [(SHAPE, stopped)], seconds=-1) == {}
+
+
+def test_from_how_many_rows_on_unpacking_is_faster() -> None:
+    assert gpu_tuning.rows_to_unpack(lambda rows: 2.0 * rows, lambda rows: 300.0 + rows) == 512
+    assert gpu_tuning.rows_to_unpack(lambda rows: 1.0 * rows, lambda rows: 300.0 + rows) is None
+
+
+def test_parts_that_ended_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = gpu.Runs({}, tmp_path / "made" / "summary.json", seconds=60.0, about={"device": "none"})
+    runs.run("good", "-c", "print('x')")
+    runs.run("bad", "-c", "raise SystemExit(3)")
+    runs.seconds = 0.0
+    runs.run("late", "-c", "print('never')")
+    found = json.loads(runs.summary.read_text("utf-8"))
+    assert [(one["part"], one["ended"]) for one in found["parts"]] == [("good", "ok"), ("bad", "FAILED")]
+    assert found["device"] == "none"
+    assert found["failed"] == ["bad"]
+    assert found["not run"] == ["late: 0 s are over"]
+    assert "== good: ok" in capsys.readouterr().out
+
+
+def test_the_large_wheels_come_when_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, wanted in ((["--list"], False), (["--list", "--whole"], True)):
+        monkeypatch.setattr(sys, "argv", ["gpu_wheels.py", *words])
+        assert gpu_wheels.main() == 0
+        names = capsys.readouterr().out.split()
+        assert "pytest" in names
+        assert all((name in names) == wanted for name in gpu_wheels.LARGE)
 
 
 class Noted(gpu.Runs):
@@ -19,12 +90,12 @@ commands: dict[str, tuple[str, ...]] = {}
 @pytest.mark.parametrize("name", ["gptq", "gptq_model"])
 def test_gptq_is_measured_on_cuda_and_named_where_there_is_none(name: str, tmp_path: Path) -> None:
     commands.clear()
-    runs = Noted({})
-    gpu.benchmarks(runs, True, tmp_path)
+    runs = Noted(dict(os.environ), tmp_path / "summary.json", seconds=60.0)
+    gpu.benchmarks(runs, True, tmp_path, tune=False)
     assert commands[name][:3] == (f"benchmarks/{name}.py", "--device", "cuda")
     assert commands[name][-2:] == ("--json", str(tmp_path / f"{name}.json"))
     assert not runs.not_run
     commands.clear()
-    gpu.benchmarks(runs, False, tmp_path)
+    gpu.benchmarks(runs, False, tmp_path, tune=False)
     assert name not in commands
-    assert name in runs.not_run
+    assert f"{name}: {gpu.NONE}" in runs.not_run

@@ -6,8 +6,6 @@ import platform
 from dataclasses import dataclass
 from functools import cache
 
-from llvmlite import binding
-
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
@@ -73,6 +71,8 @@ FORMS = {  # the fastest first, and last those that round activations, which not
 @cache
 def host_features() -> dict[str, bool]:
     """LLVM's names of what this CPU has; every 64-bit ARM has NEON."""
+    from llvmlite import binding  # which a GPU's kernels do without
+
     found = dict(binding.get_host_cpu_features())
     return found | {"neon": platform.machine() in ("aarch64", "arm64")}
 

@@ -1,13 +1,16 @@
-"""How a program makes values of codes: one source for all widths, which the compiler specialises.
+"""How a program makes numbers of codes: one source for all widths, which the compiler specialises.
 
-`two_planes` cuts codes out of words and makes floats of them as paper 002 does (section 3.4), two at a time: the code
-goes into the mantissa by AND and OR, nothing is converted. Here it goes to the mantissa's top under the exponent of 1:
-v = 1 + c/2**b, exact, and of the size of what is summed, so that the 1 need not be taken away of each weight: it leaves
-with the zero point, once a group, by the sum of the inputs (`tile`). Where that has too many digits (8 bits in
-bfloat16) v is the code.
+`two_planes` cuts codes out of words and makes floats of them as paper 002 does (section 3.4), two at a time: one LOP3
+puts two codes under an exponent, nothing is converted, and one multiply-add on the pair takes away what the exponent
+added and the zero point: what comes is code - zero, exact. Codes stay where they lie in the word where the mantissa
+reaches: one of 2 bits in bfloat16 at bits 0, 2 and 4, so that of seven shifts two are left. Scales act on float32 sums,
+a group at a time (`tile`). Where a mantissa has too few digits (8 bits in bfloat16) each code goes through float32.
 
-The grid, (code - zero) * scale, is `grid_of`: what v is less than it should be, and by what factor. Another way to make
-values of codes changes `two_planes` and `grid_of` alone.
+Words come in the order in which tensor cores take the numbers (`swizzle`): between the load and the product nothing
+moves from a thread to another. What does not lie so, a last tile and matrices whose rows are no multiple of 16, goes
+through `uneven`, where each weight gets its own scale and zero point and is rounded once.
+
+The grid, (code - zero) * scale, is `grid_of`. Another way to make values of codes changes it and `two_planes` alone.
 
 Imported only where Triton is installed. Letters: N rows, K inputs, C columns of a tile, M tokens, b bits.
 """
@@ -17,176 +20,341 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moeq_kernels.widths import NESTED_BITS
+
+NESTED_TO = NESTED_BITS[-1]
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def least(bits: int, nested: bool) -> int:
+    """The lowest bit of a mantissa where codes may begin: 2**-least is the unit of zero points.
+
+    A sign's zero point is a half; a nested one has a fraction of one bit more than the codes below its width take.
+    """
+    return 1 if bits == 1 else (NESTED_TO + 1 - bits if nested and bits < NESTED_TO else 0)
+
 
 @triton.jit  # type: ignore[untyped-decorator]
-def field(word, CODE: tl.constexpr, PART: tl.constexpr, TO: tl.constexpr, BOTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One code of a word (`swizzle.place`), moved to bit TO; BOTH: and the next, of the high half, to bit 16 + TO."""
+def field(onto, word, CODE: tl.constexpr, PART: tl.constexpr, TO: tl.constexpr, BOTH: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`onto` with one code of a word (`swizzle.place`) at bit TO; BOTH: and the next, of the high half, at 16 + TO."""
     FROM: tl.constexpr = PART * (CODE // 2) + 16 * (CODE % 2)
     MASK: tl.constexpr = (2**PART - 1) << TO
     KEPT: tl.constexpr = MASK * 65537 if BOTH else MASK
     # a mask with the highest bit is a negative number
     SIGNED: tl.constexpr = KEPT - 4294967296 if KEPT >= 2147483648 else KEPT
     moved = word >> (FROM - TO) if FROM >= TO else word << (TO - FROM)
-    return moved & SIGNED
+    if ASM:  # one instruction for AND and OR: the compiler makes two where both have a number written in them
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [moved, SIGNED, onto], tl.int32, True, 1
+        )
+    else:
+        return moved & SIGNED | onto
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def code_at(  # type: ignore[no-untyped-def]
-    word80, word81, word82, word83, word40, word41, word20, word10, PLANE: tl.constexpr, BITS: tl.constexpr,
-    LOW: tl.constexpr, BOTH: tl.constexpr,
+    onto, loads, PLANE: tl.constexpr, BITS: tl.constexpr,
+    LOW: tl.constexpr, BOTH: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Codes [N, C] of one plane, or of two, from bit LOW on; of the words that the width has."""
-    code = 0
+    """`onto` with codes [N, C] of one plane, or of two, from bit LOW on; of the words that the width has."""
+    word80, word81, word82, word83, word40, word41, word20, word10 = loads
+    code = onto
     if BITS & 8:
         word = word80 if PLANE < 4 else (word81 if PLANE < 8 else (word82 if PLANE < 12 else word83))
-        code = field(word, PLANE % 4, 8, LOW, BOTH)
+        code = field(code, word, PLANE % 4, 8, LOW, BOTH, ASM)
     if BITS & 4:
-        code = field(word40 if PLANE < 8 else word41, PLANE % 8, 4, LOW + (BITS & 3), BOTH)
+        code = field(code, word40 if PLANE < 8 else word41, PLANE % 8, 4, LOW + (BITS & 3), BOTH, ASM)
     if BITS & 2:
-        code = code | field(word20, PLANE, 2, LOW + (BITS & 1), BOTH)
+        code = field(code, word20, PLANE, 2, LOW + (BITS & 1), BOTH, ASM)
     if BITS & 1:
-        code = code | field(word10, PLANE, 1, LOW, BOTH)
+        code = field(code, word10, PLANE, 1, LOW, BOTH, ASM)
     return code
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def two_planes(  # type: ignore[no-untyped-def]
-    word80, word81, word82, word83, word40, word41, word20, word10, PLANE: tl.constexpr, BITS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """An even plane and the next as numbers [N, C]: 1 + c/2**b, or c for 8 bits in bfloat16."""
-    if tl.float32 == DTYPE or (tl.bfloat16 == DTYPE and BITS == 8):
-        LOW: tl.constexpr = 23 - BITS if tl.float32 == DTYPE else 0
-        ONE: tl.constexpr = 0x3F800000 if tl.float32 == DTYPE else 0x4B000000
-        even = code_at(
-            word80, word81, word82, word83, word40, word41, word20, word10, PLANE, BITS, LOW, False
-        )  # fmt: skip
-        odd = code_at(
-            word80, word81, word82, word83, word40, word41, word20, word10, PLANE + 1, BITS, LOW, False
-        )  # fmt: skip
-        first = (even | ONE).to(tl.float32, bitcast=True)
-        second = (odd | ONE).to(tl.float32, bitcast=True)
-        if tl.bfloat16 == DTYPE:
-            first = (first - 8388608.0).to(DTYPE)
-            second = (second - 8388608.0).to(DTYPE)
-    else:
-        MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
-        ONES: tl.constexpr = 0x3C003C00 if tl.float16 == DTYPE else 0x3F803F80
-        both = ONES | code_at(
-            word80, word81, word82, word83, word40, word41, word20, word10, PLANE, BITS, MANTISSA - BITS, True
-        )  # fmt: skip
-        first = both.to(tl.int16).to(DTYPE, bitcast=True)
-        second = (both >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    return first, second
+def spread(first, second):  # type: ignore[no-untyped-def]
+    """Numbers of the rows r and r + 8 of each thread, [2 N] each, for its four words [8 N]."""
+    rows = tl.join(first, second)
+    return tl.reshape(tl.join(rows, rows), (4 * first.shape[0],))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def values(words, shorts, base, n, rows, inputs, before, columns, BITS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers [N, 128] of one tile, in the order of the inputs; each word is loaded once.
+def subtracted(zero, TO: tl.constexpr, LEAST: tl.constexpr, DTYPE: tl.constexpr, NESTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """-(2**(mantissa - TO) + zero), twice in a word: what turns a code at bit TO of a mantissa into code - zero.
 
-    base: the matrix's first word; n: rows; before: columns of the tiles before; columns: of this one.
+    zero: float32 where NESTED, else int32 in units of 2**-LEAST.
     """
-    c = tl.arange(0, 8)
-    at = n[:, None] * columns + c[None, :]
-    here = (n < rows)[:, None] & (c < columns)[None, :]
-    each = rows * columns  # words of the tile for every word of a column
-    done = tl.cast(rows, tl.int64) * before
-    every = tl.cast(rows, tl.int64) * ((inputs + 15) // 16)
+    MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
+    BIAS: tl.constexpr = 15 if tl.float16 == DTYPE else 127
+    if NESTED:
+        half = (-(2.0 ** (MANTISSA - TO)) - zero).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 65535
+        return half | (half << 16)
+    else:
+        SIGNED: tl.constexpr = (32768 | (BIAS + MANTISSA - TO) << MANTISSA) * 65537 - 4294967296
+        return zero * (65537 << (TO - LEAST)) + SIGNED
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def two_planes(  # type: ignore[no-untyped-def]
+    loads, zero0, zero1, PLANE: tl.constexpr,
+    BITS: tl.constexpr, DTYPE: tl.constexpr, NESTED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """An even plane and the next as numbers, code - zero; zero0 and zero1: of `spread`, or one number, as `subtracted`.
+
+    NESTED: zero points have fractions, down to an eighth, so that codes may not lie in the lowest bits; ASM: by PTX
+    instructions, which the interpreter does not have.
+    """
+    LEAST: tl.constexpr = least(BITS, NESTED)
+    ALONE: tl.constexpr = zero0 is None
+    if tl.float32 == DTYPE or (tl.bfloat16 == DTYPE and BITS == 8):
+        WHOLE: tl.constexpr = 0x4B000000  # 2**23
+        even = code_at(WHOLE, loads, PLANE, BITS, 0, False, ASM)
+        odd = code_at(WHOLE, loads, PLANE + 1, BITS, 0, False, ASM)
+        first = even.to(tl.float32, bitcast=True) - 8388608.0
+        second = odd.to(tl.float32, bitcast=True) - 8388608.0
+        if not ALONE:
+            zero = spread(zero0.to(tl.float32), zero1.to(tl.float32)) * (1.0 if NESTED else 0.5**LEAST)
+            first -= zero
+            second -= zero
+        return first.to(DTYPE), second.to(DTYPE)
+    else:
+        MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
+        BIAS: tl.constexpr = 15 if tl.float16 == DTYPE else 127
+        # a width of one part: as many codes from bit LEAST on as the mantissa has room for stay where they are
+        WITHIN: tl.constexpr = (MANTISSA - BITS - LEAST) // BITS + 1
+        ONE_PART: tl.constexpr = BITS == 1 or BITS == 2 or BITS == 4 or BITS == 8
+        NUMBER: tl.constexpr = PLANE // 2 % (16 // BITS)
+        TO: tl.constexpr = LEAST + BITS * (NUMBER % WITHIN) if ONE_PART else MANTISSA - BITS
+        FACTOR: tl.constexpr = 2.0 ** (MANTISSA - TO)
+        ONES: tl.constexpr = (BIAS << MANTISSA) * 65537
+        both = code_at(
+            ONES, loads, PLANE, BITS, TO, True, ASM
+        )  # fmt: skip
+        if ALONE:
+            added = tl.full(both.shape, (32768 | (BIAS + MANTISSA - TO) << MANTISSA) * 65537 - 4294967296, tl.int32)
+        else:
+            added = spread(
+                subtracted(zero0, TO, LEAST, DTYPE, NESTED), subtracted(zero1, TO, LEAST, DTYPE, NESTED)
+            )  # fmt: skip
+        if ASM:
+            FACTORS: tl.constexpr = ((BIAS + MANTISSA - TO) << MANTISSA) * 65537
+            if tl.float16 == DTYPE:
+                made = tl.inline_asm_elementwise(
+                    "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [both, FACTORS, added], tl.int32, True, 1
+                )
+            else:
+                made = tl.inline_asm_elementwise(
+                    "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [both, FACTORS, added], tl.int32, True, 1
+                )
+        else:
+            low = both.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32) * FACTOR
+            high = (both >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32) * FACTOR
+            low += added.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+            high += (added >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+            return low.to(DTYPE), high.to(DTYPE)
+        first = made.to(tl.int16).to(DTYPE, bitcast=True)
+        second = (made >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+        return first, second
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def loaded(  # type: ignore[no-untyped-def]
+    words, shorts, base, at, here, pair_at, pair_here, each, done, every, BITS: tl.constexpr, PAIRS: tl.constexpr
+):
+    """The words of a tile, each once: 4 of a part of 8 bits, 2 of 4, one of 2 and one of 1; 0 of what a width lacks.
+
+    base: the matrix's first word; at: places in a tile of one word a column; here: which there are; each: words of
+    such a tile; done: of the tiles before; every: of the matrix. PAIRS: the short words of 1 bit two by two, pair_at.
+    """
     word80, word81, word82, word83, word40, word41, word20, word10 = 0, 0, 0, 0, 0, 0, 0, 0
     start = base
     if BITS & 8:
-        first = words + start + 4 * done + at
-        word80 = tl.load(first, mask=here, other=0)
-        word81 = tl.load(first + each, mask=here, other=0)
-        word82 = tl.load(first + 2 * each, mask=here, other=0)
-        word83 = tl.load(first + 3 * each, mask=here, other=0)
+        first = words + start + 4 * done
+        word80 = tl.load(first + at, mask=here, other=0)
+        word81 = tl.load(first + each + at, mask=here, other=0)
+        word82 = tl.load(first + 2 * each + at, mask=here, other=0)
+        word83 = tl.load(first + 3 * each + at, mask=here, other=0)
         start += 4 * every
     if BITS & 4:
-        first = words + start + 2 * done + at
-        word40 = tl.load(first, mask=here, other=0)
-        word41 = tl.load(first + each, mask=here, other=0)
+        first = words + start + 2 * done
+        word40 = tl.load(first + at, mask=here, other=0)
+        word41 = tl.load(first + each + at, mask=here, other=0)
         start += 2 * every
     if BITS & 2:
         word20 = tl.load(words + start + done + at, mask=here, other=0)
         start += every
     if BITS & 1:
-        word10 = tl.load(shorts + 2 * start + done + at, mask=here, other=0).to(tl.int32)
-        word10 = (word10 & 255) | ((word10 & 65280) << 8)  # the odd codes to the high half
-    a0, b0 = two_planes(word80, word81, word82, word83, word40, word41, word20, word10, 0, BITS, DTYPE)
-    a1, b1 = two_planes(word80, word81, word82, word83, word40, word41, word20, word10, 2, BITS, DTYPE)
-    a2, b2 = two_planes(word80, word81, word82, word83, word40, word41, word20, word10, 4, BITS, DTYPE)
-    a3, b3 = two_planes(word80, word81, word82, word83, word40, word41, word20, word10, 6, BITS, DTYPE)
-    a4, b4 = two_planes(word80, word81, word82, word83, word40, word41, word20, word10, 8, BITS, DTYPE)
-    a5, b5 = two_planes(word80, word81, word82, word83, word40, word41, word20, word10, 10, BITS, DTYPE)
-    a6, b6 = two_planes(word80, word81, word82, word83, word40, word41, word20, word10, 12, BITS, DTYPE)
-    a7, b7 = two_planes(word80, word81, word82, word83, word40, word41, word20, word10, 14, BITS, DTYPE)
-    even = tl.join(tl.join(tl.join(a0, a4), tl.join(a2, a6)), tl.join(tl.join(a1, a5), tl.join(a3, a7)))
-    odd = tl.join(tl.join(tl.join(b0, b4), tl.join(b2, b6)), tl.join(tl.join(b1, b5), tl.join(b3, b7)))
-    made = tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1, 5))  # [N, 2, 2, 2, C, 2]
-    return tl.reshape(made, (n.shape[0], 128))
+        if PAIRS:
+            two = tl.load(words + start + done // 2 + pair_at, mask=pair_here, other=0)
+            first = (two & 255) | ((two & 65280) << 8)  # the odd codes to the high half
+            second = ((two >> 16) & 255) | ((two >> 8) & 16711680)
+            word10 = tl.reshape(tl.join(first, second), at.shape)
+        else:
+            word10 = tl.load(shorts + 2 * start + done + at, mask=here, other=0).to(tl.int32)
+            word10 = (word10 & 255) | ((word10 & 65280) << 8)
+    return (word80, word81, word82, word83, word40, word41, word20, word10)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def grid_of(  # type: ignore[no-untyped-def]
-    halves, octets, n, here, group, rows, scales, zeros, zero_bits, grid, BITS: tl.constexpr, DTYPE: tl.constexpr
+def joined(  # type: ignore[no-untyped-def]
+    loads,
+    zero0,
+    zero1,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    BITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NESTED: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """Offset and factor, float32, of rows n in groups: a weight is (v - offset) * factor; here: which there are."""
-    scale = tl.load(halves + scales + group * rows + n, mask=here, other=0.0).to(tl.float32) * tl.load(grid)
-    row_bytes = (rows * zero_bits + 7) // 8
-    bit = n * zero_bits
-    stored = tl.load(octets + zeros + group * row_bytes + bit // 8, mask=here & (zero_bits > 0), other=0).to(tl.int32)
-    raw = (stored >> (bit % 8)) & ((1 << zero_bits) - 1)
-    zero = raw.to(tl.float32) * tl.load(grid + 1) + tl.load(grid + 2)
-    if BITS == 8 and tl.bfloat16 == DTYPE:
-        return zero, scale
-    return 1.0 + zero * (1.0 / 2**BITS), scale * 2**BITS
+    """STEP / 8 planes from plane FIRST on as one tensor [words.., pairs of planes.., even or odd]."""
+    a0, b0 = two_planes(loads, zero0, zero1, FIRST, BITS, DTYPE, NESTED, ASM)
+    if STEP > 16:
+        a1, b1 = two_planes(loads, zero0, zero1, FIRST + 2, BITS, DTYPE, NESTED, ASM)
+    if STEP > 32:
+        a2, b2 = two_planes(loads, zero0, zero1, FIRST + 4, BITS, DTYPE, NESTED, ASM)
+        a3, b3 = two_planes(loads, zero0, zero1, FIRST + 6, BITS, DTYPE, NESTED, ASM)
+    if STEP > 64:
+        a4, b4 = two_planes(loads, zero0, zero1, FIRST + 8, BITS, DTYPE, NESTED, ASM)
+        a5, b5 = two_planes(loads, zero0, zero1, FIRST + 10, BITS, DTYPE, NESTED, ASM)
+        a6, b6 = two_planes(loads, zero0, zero1, FIRST + 12, BITS, DTYPE, NESTED, ASM)
+        a7, b7 = two_planes(loads, zero0, zero1, FIRST + 14, BITS, DTYPE, NESTED, ASM)
+    if STEP == 16:
+        return tl.join(a0, b0)
+    elif STEP == 32:
+        return tl.join(tl.join(a0, a1), tl.join(b0, b1))
+    elif STEP == 64:
+        even = tl.join(tl.join(a0, a2), tl.join(a1, a3))
+        odd = tl.join(tl.join(b0, b2), tl.join(b1, b3))
+        return tl.join(even, odd)
+    else:
+        even = tl.join(tl.join(tl.join(a0, a4), tl.join(a2, a6)), tl.join(tl.join(a1, a5), tl.join(a3, a7)))
+        odd = tl.join(tl.join(tl.join(b0, b4), tl.join(b2, b6)), tl.join(tl.join(b1, b5), tl.join(b3, b7)))
+        return tl.join(even, odd)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def multiplied(value, x, k, inside, token, exists, DTYPE: tl.constexpr, DOT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Values [N, K] times inputs k of tokens, float32 [N, M], and the sums of those inputs [M]; without DOT M = 1."""
-    if DOT:
-        some = tl.load(x + token[None, :] + k[:, None], mask=inside[:, None] & exists[None, :], other=0.0).to(DTYPE)
-        product = tl.dot(value.to(DTYPE), some, input_precision="ieee")
-        return product, tl.sum(some.to(tl.float32), 0)
+def scale_of(halves, n, here, group, rows, scales, grid):  # type: ignore[no-untyped-def]
+    """Scales of rows n in groups, float32; here: which there are."""
+    return tl.load(halves + scales + group * rows + n, mask=here, other=0.0).to(tl.float32) * tl.load(grid)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def zero_of(  # type: ignore[no-untyped-def]
+    words, n, here, group, rows, zeros, zero_bits, grid, BITS: tl.constexpr, NESTED: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Zero points of rows n in groups: float32 where NESTED, else int32 in units of 2**-least; here: which there are.
+
+    FRAGMENTS: of 16 rows they lie as the words do, 8 * s + r at 2 * r + s.
+    """
+    stored_bits = zero_bits if NESTED else (8 if BITS > 4 else (4 if BITS > 2 else 2))
+    bit = (n // 16 * 16 + n % 8 * 2 + n // 8 % 2 if FRAGMENTS else n) * stored_bits
+    at = words + zeros + group * ((rows * stored_bits + 31) // 32) + bit // 32
+    raw = (tl.load(at, mask=here & (zero_bits > 0), other=0) >> (bit % 32)) & ((1 << stored_bits) - 1)
+    if NESTED:
+        return raw.to(tl.float32) * tl.load(grid + 1) + tl.load(grid + 2)
     else:
-        one = tl.load(x + token + k, mask=inside & exists, other=0.0).to(tl.float32)
-        product = tl.sum(value.to(tl.float32) * one[None, :], 1)
-        return product[:, None], tl.sum(one, 0)[None]
+        return raw + (tl.load(grid + 2) * 2 ** least(BITS, NESTED)).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def inputs_of(x, k, inside, token, exists, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Inputs k of tokens, [K, M]."""
+    return tl.load(x + token[None, :] + k[:, None], mask=inside[:, None] & exists[None, :], other=0.0).to(DTYPE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tile(  # type: ignore[no-untyped-def]
-    words, shorts, halves, octets, x, token, exists, n, rows, inputs, number_of_tile, columns, base, scales, zeros,
-    zero_bits, group, grid, BITS: tl.constexpr, WHOLE: tl.constexpr, FINE: tl.constexpr, DTYPE: tl.constexpr,
-    DOT: tl.constexpr,
+    words, shorts, halves, x, token, exists, start, rows, inputs, number, base, scales, zeros, zero_bits, group, grid,
+    BITS: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr, NESTED: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The product of one tile, float32 [N, M].
+    """The product of a whole tile with rows from `start` on, float32 [N, M]: nothing of a weight is rounded.
 
-    A tile in one group (not FINE): nothing of a weight is rounded, offset and factor act on float32 sums. Else each
-    weight gets its own, and is rounded once. WHOLE: with all 8 columns.
+    STEP: inputs of a product: 128, or 64, 32 or 16 where groups are multiples of no more than that. Words, zero points
+    and scales are loaded as tensor cores hold numbers: thread 4r + q of a warp has rows r and r + 8 of 16.
     """
-    CODES: tl.constexpr = DTYPE if DOT else tl.float32
+    flat = tl.arange(0, BLOCK_N * 8)
+    two = tl.arange(0, BLOCK_N * 4)
+    thread = tl.arange(0, BLOCK_N * 2)
+    upper = start + thread // 32 * 16 + thread // 4 % 8
+    here = upper < rows  # and so is upper + 8
+    done = tl.cast(rows, tl.int64) * 8 * number
+    every = tl.cast(rows, tl.int64) * ((inputs + 15) // 16)
+    loads = loaded(
+        words, shorts, base, start * 8 + flat, start * 8 + flat < rows * 8, start * 4 + two, start * 4 + two < rows * 4,
+        rows * 8, done, every, BITS, True,
+    )  # fmt: skip
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for part in tl.static_range(128 // STEP):
+        k = 128 * number + STEP * part + tl.arange(0, STEP)
+        its_group = (128 * number + STEP * part) // group
+        zero0 = zero_of(words, upper, here, its_group, rows, zeros, zero_bits, grid, BITS, NESTED, True)
+        zero1 = zero_of(words, upper + 8, here, its_group, rows, zeros, zero_bits, grid, BITS, NESTED, True)
+        made = joined(
+            loads, zero0, zero1, STEP // 8 * part, STEP, BITS,
+            DTYPE, NESTED, ASM,
+        )  # fmt: skip
+        made = tl.reshape(made, (BLOCK_N // 16, 8, 4, 2, 2, STEP // 16, 2))
+        made = tl.permute(made, (0, 3, 1, 5, 4, 2, 6))  # 16 rows: 2 * 8; 16 inputs: 2 * 4 * 2
+        value = tl.reshape(made, (BLOCK_N, STEP))
+        if ASM:  # no instruction: it hides from the compiler that values were joined, of which it makes other layouts
+            if tl.float16 == DTYPE:
+                value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], tl.float16, False, 2)
+            elif tl.bfloat16 == DTYPE:
+                value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], tl.bfloat16, False, 2)
+        some = tl.load(x + token[None, :] + k[:, None], mask=exists[None, :], other=0.0).to(DTYPE)
+        made_of = tl.join(
+            scale_of(halves, upper, here, its_group, rows, scales, grid),
+            scale_of(halves, upper + 8, here, its_group, rows, scales, grid),
+        )  # [2 N, 2]
+        made_of = tl.permute(tl.reshape(made_of, (BLOCK_N // 16, 8, 4, 2)), (0, 3, 1, 2))
+        made_of = tl.broadcast_to(tl.reshape(made_of, (BLOCK_N, 1, 4, 1)), (BLOCK_N, BLOCK_M // 8, 4, 2))
+        total += tl.dot(value, some, input_precision="ieee") * tl.reshape(made_of, (BLOCK_N, BLOCK_M))
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def weights_of(  # type: ignore[no-untyped-def]
+    words, shorts, halves, n, rows, inputs, number, base, scales, zeros, zero_bits, group, grid, BITS: tl.constexpr,
+    DTYPE: tl.constexpr, NESTED: tl.constexpr, ASM: tl.constexpr, FRAGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Weights [N, 128] of a tile of any number of columns and any groups, the inputs [128] they are of, which exist."""
+    c = tl.arange(0, 8)
     i = tl.arange(0, 128)
-    if WHOLE:
-        k = 128 * number_of_tile + i
-        inside = k < inputs
-        value = values(words, shorts, base, n, rows, inputs, 8 * number_of_tile, 8, BITS, CODES)
-    else:
-        k = 128 * number_of_tile + 2 * columns * (i // 16) + i % 16
-        inside = (i % 16 < 2 * columns) & (k < inputs)
-        value = values(words, shorts, base, n, rows, inputs, 8 * number_of_tile, columns, BITS, CODES)
-    if FINE:
-        offset, factor = grid_of(
-            halves, octets, n[:, None], (n < rows)[:, None] & inside[None, :], (k // group)[None, :], rows, scales,
-            zeros, zero_bits, grid, BITS, CODES,
-        )  # fmt: skip
-        product, _ = multiplied((value.to(tl.float32) - offset) * factor, x, k, inside, token, exists, DTYPE, DOT)
-        return product
-    else:
-        offset, factor = grid_of(
-            halves, octets, n, n < rows, (128 * number_of_tile) // group, rows, scales, zeros, zero_bits, grid, BITS,
-            CODES,
-        )  # fmt: skip
-        product, inputs_sum = multiplied(value, x, k, inside, token, exists, DTYPE, DOT)
-        return (product - offset[:, None] * inputs_sum[None, :]) * factor[:, None]
+    columns = tl.minimum((inputs + 15) // 16 - 8 * number, 8)
+    here = (n < rows)[:, None] & (c < columns)[None, :]
+    done = tl.cast(rows, tl.int64) * 8 * number
+    every = tl.cast(rows, tl.int64) * ((inputs + 15) // 16)
+    at = n[:, None] * columns + c[None, :]
+    if FRAGMENTS:
+        whole = (n // 16 * 128 + n % 8 * 16 + n // 8 % 2 * 2)[:, None] + (c % 4 * 4 + c // 4)[None, :]
+        at = tl.where(columns == 8, whole, at)
+    loads = loaded(words, shorts, base, at, here, at, here, rows * columns, done, every, BITS, False)
+    made = joined(
+        loads, None, None, 0, 128, BITS, DTYPE, NESTED, ASM
+    )  # fmt: skip
+    made = tl.permute(made, (0, 2, 3, 4, 1, 5))  # [N, 2, 2, 2, C, 2]
+    value = tl.reshape(made, (n.shape[0], 128)).to(tl.float32)
+    k = 128 * number + 2 * columns * (i // 16) + i % 16
+    inside = (i % 16 < 2 * columns) & (k < inputs)
+    there = (n < rows)[:, None] & inside[None, :]
+    of = (k // group)[None, :]
+    zero = zero_of(words, n[:, None], there, of, rows, zeros, zero_bits, grid, BITS, NESTED, FRAGMENTS)
+    zero = zero.to(tl.float32) * (1.0 if NESTED else 0.5 ** least(BITS, NESTED))
+    weight = (value - zero) * scale_of(halves, n[:, None], there, of, rows, scales, grid)
+    return weight.to(DTYPE), k, inside
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def uneven(  # type: ignore[no-untyped-def]
+    words, shorts, halves, x, token, exists, n, rows, inputs, number, base, scales, zeros, zero_bits, group, grid,
+    BITS: tl.constexpr, DTYPE: tl.constexpr, NESTED: tl.constexpr, ASM: tl.constexpr, FRAGMENTS: tl.constexpr,
+):  # fmt: skip
+    """The product of such a tile, float32 [N, M]."""
+    weight, k, inside = weights_of(
+        words, shorts, halves, n, rows, inputs, number, base, scales, zeros, zero_bits, group, grid, BITS, DTYPE,
+        NESTED, ASM, FRAGMENTS,
+    )  # fmt: skip
+    return tl.dot(weight, inputs_of(x, k, inside, token, exists, DTYPE), input_precision="ieee")

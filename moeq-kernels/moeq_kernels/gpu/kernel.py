@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
-from moeq_kernels.gpu.settings import Settings, Shape, choose
+from moeq_kernels.gpu import unpacked
+from moeq_kernels.gpu.settings import Settings, Shape, choose, rows_to_unpack
 from moeq_kernels.gpu.stored import Stored, shapes_of
-from moeq_kernels.gpu.swizzle import TILE
+from moeq_kernels.gpu.swizzle import FRAGMENT, TILE
 
 ACTIVATIONS = {  # in one pass with the products; names as in transformers
     "silu": "silu",
@@ -52,6 +53,11 @@ def _device_name(index: int | None) -> str | None:
     return None if index is None else torch.cuda.get_device_name(index)
 
 
+@cache
+def _multiprocessors(index: int | None) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
 class Stack:
     """Matrices of the experts of a layer in one buffer, and products of rows with them."""
 
@@ -59,8 +65,13 @@ class Stack:
         self.stored = stored
         self.device = stored.buffer.device
         self.experts = len(stored.places)
-        views = (torch.int32, torch.int16, torch.float16, torch.uint8, stored.dense or torch.float16, torch.float32)
+        self.multiprocessors = _multiprocessors(self.device.index) if self.device.type == "cuda" else 1
+        views = (torch.int32, torch.int16, torch.float16, stored.dense or torch.float16, torch.float32)
         self.pointers = [*(stored.view(dtype) for dtype in views), stored.table, stored.grids]
+        self._costs: dict[tuple[int, ...], Tensor] = {}
+        for slots in {*((slot,) for slot in range(len(stored.shapes))), (0, 1)[: len(stored.shapes)]}:
+            if stored.shapes[slots[0]] == stored.shapes[slots[-1]]:
+                self.costs(slots)  # here, since a graph that is captured cannot copy from the host
 
     def elsewhere(self) -> Stack:
         """The same in another place of the device's memory."""
@@ -73,8 +84,12 @@ class Stack:
             experts=self.experts, rows=rows, inputs=inputs, widths=self.stored.widths(slots), pairs=pairs,
             two=len(slots) > 1,
         )  # fmt: skip
-        name = None if self.device.type != "cuda" else _device_name(self.device.index)
-        return choose(shape, name)
+        return choose(shape, self.name)
+
+    @property
+    def name(self) -> str | None:
+        """The device's, None in the interpreter."""
+        return _device_name(self.device.index) if self.device.type == "cuda" else None
 
     def product(
         self,
@@ -96,19 +111,51 @@ class Stack:
         rows, inputs = self.stored.shapes[slots[0]]
         how, index, order, starts = routing
         out = torch.empty((settings.splits, pairs, rows), dtype=dtype, device=x.device)
-        blocks = pairs if how == "rows" else pairs // settings.block_m + min(self.experts, pairs)
+        owners = {"rows": pairs, "sorted": self.experts, "one": 1}[how]
+        grid: tuple[int, ...] = (settings.persistent * self.multiprocessors,)
+        if not settings.persistent:
+            blocks = pairs if how == "rows" else pairs // settings.block_m + min(owners, pairs)
+            grid = (triton.cdiv(rows, settings.block_n), blocks, settings.splits)
         computed = x.dtype if not (interpreted() and x.dtype == torch.bfloat16) else torch.float32
         names = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-        grouped[triton.cdiv(rows, settings.block_n), blocks, settings.splits](
-            *self.pointers, x, index, order, starts, out,
-            pairs, self.experts, len(self.stored.shapes), rows, inputs, x.stride(0), each,
+        grouped[grid](
+            *self.pointers, x, index, order, starts, self.costs(tuple(slots)), out, pairs, self.experts,
+            len(self.stored.shapes), rows, inputs, x.stride(0), each, settings.splits,
             FIRST=slots[0], SECOND=slots[1] if len(slots) > 1 else -1, ACTIVATION=activation, ROUTING=how,
-            EXPERTS=triton.next_power_of_2(self.experts), WIDTHS=self.stored.widths(slots),
-            FINE=not self.stored.whole_groups(slots, TILE), TAIL=inputs % TILE != 0, DTYPE=names[computed],
-            DOT=settings.dot, SPLITS=settings.splits, BLOCK_N=settings.block_n, BLOCK_M=settings.block_m,
-            num_warps=settings.warps, num_stages=settings.stages,
+            OWNERS=triton.next_power_of_2(owners), WIDTHS=self.stored.widths(slots), STEP=self.stored.step(slots),
+            TAIL=inputs % TILE != 0, NESTED=self.stored.nested(slots), FRAGMENTS=rows % FRAGMENT == 0,
+            DTYPE=names[computed], ASM=not interpreted(), PERSISTENT=settings.persistent > 0,
+            BLOCK_N=settings.block_n, BLOCK_M=settings.block_m, num_warps=settings.warps, num_stages=settings.stages,
         )  # fmt: skip
         return out
+
+    def unpacked(self, slot: int, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        """One projection of some experts [e], int32, as dense matrices [e, N, K]; each weight is rounded once."""
+        import triton
+        import triton.language as tl
+
+        from moeq_kernels.gpu.programs import unpack
+
+        rows, inputs = self.stored.shapes[slot]
+        out = torch.empty((len(experts), rows, inputs), dtype=dtype, device=self.device)
+        computed = dtype if not (interpreted() and dtype == torch.bfloat16) else torch.float32
+        names = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+        grid = (triton.cdiv(rows, 64), triton.cdiv(inputs, TILE), len(experts))
+        unpack[grid](
+            *self.pointers[:4], self.stored.table, self.stored.grids, experts, out, len(self.stored.shapes), rows,
+            inputs, SLOT=slot, WIDTHS=self.stored.widths((slot,)), NESTED=self.stored.nested((slot,)),
+            FRAGMENTS=rows % FRAGMENT == 0, DTYPE=names[computed], ASM=not interpreted(), BLOCK_N=64,
+        )  # fmt: skip
+        return out
+
+    def costs(self, slots: tuple[int, ...]) -> Tensor:
+        """Bytes of a row of some projections of each expert, int32 [E]: what persistent programs divide work by."""
+        slots = tuple(sorted(slots))
+        if slots not in self._costs:
+            rows = self.stored.shapes[slots[0]][0]
+            each = [max(1, sum(one[slot].nbytes for slot in slots) // rows) for one in self.stored.places]
+            self._costs[slots] = torch.tensor(each, dtype=torch.int32, device=self.device)
+        return self._costs[slots]
 
 
 def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -131,8 +178,16 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, starts
 
 
+def _captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class TritonLayer:
-    """A `PreparedLayer`. settings: of the launches before DOWN and of DOWN's, chosen by shape where None."""
+    """A `PreparedLayer`. settings: of the launches before DOWN and of DOWN's, chosen by shape where None.
+
+    unpack_rows: from so many rows an expert on average on, experts are unpacked first.
+    """
 
     def __init__(self, layer: LayerOfExperts) -> None:
         self.names = [*(name for name in layer.matrices[0] if name != DOWN), DOWN]
@@ -148,6 +203,7 @@ class TritonLayer:
         if {*self.names} not in ({"gate_proj", "up_proj", DOWN}, {"up_proj", DOWN}):
             self.activation = None
         self.settings: tuple[Settings | None, Settings | None] = (None, None)
+        self.unpack_rows = rows_to_unpack(self.stack.name)
 
     @property
     def nbytes(self) -> int:
@@ -157,29 +213,36 @@ class TritonLayer:
         return self.stack.stored.matrix(expert, self.names.index(projection))
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        import triton
-
-        from moeq_kernels.gpu.programs import weighted_sum
-
         tokens, each = index.shape
         pairs, down = tokens * each, len(self.names) - 1
         out = torch.empty((tokens, self.stack.stored.shapes[down][0]), dtype=hidden.dtype, device=hidden.device)
         if not pairs:
             return out.zero_()
         hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
+        if pairs >= self.unpack_rows * min(self.stack.experts, pairs) and not _captured(self.stack.device):
+            rows = unpacked.rows_of_experts(self, hidden, index.view(-1), each)
+            return self._summed(rows, index, weights, out, 1)
         slots = self._slots()
         chosen = [wanted or self.stack.settings(some, pairs) for some, wanted in slots]
         routing = self._routing(index.view(-1), pairs, chosen)
         inner = self._inner(hidden, pairs, each, [some for some, _ in slots[:-1]], chosen[0], routing)
         last = chosen[-1]
-        rows = self.stack.product(inner, (down,), pairs, 1, routing[last.dot], last)
+        rows = self.stack.product(inner, (down,), pairs, 1, routing[last.sort], last)
         splits = last.splits
         if self.finish is not None:
             rows, splits = self.finish(rows.sum(0).to(hidden.dtype)), 1
-        block = 256
+        return self._summed(rows, index, weights, out, splits)
+
+    def _summed(self, rows: Tensor, index: Tensor, weights: Tensor, out: Tensor, splits: int) -> Tensor:
+        """Rows [splits, P, H] weighted and summed by token: out [T, H]."""
+        import triton
+
+        from moeq_kernels.gpu.programs import weighted_sum
+
+        block, (tokens, each) = 256, index.shape
         grid = (tokens, triton.cdiv(out.shape[1], block))
         weighted_sum[grid](
-            rows, index, weights, out, pairs, self.stack.experts, each, out.shape[1], SPLITS=splits, BLOCK=block
+            rows, index, weights, out, tokens * each, self.stack.experts, each, out.shape[1], splits, BLOCK=block
         )
         return out
 
@@ -195,9 +258,9 @@ class TritonLayer:
     def _routing(
         self, index: Tensor, pairs: int, chosen: Sequence[Settings]
     ) -> dict[bool, tuple[str, Tensor, Tensor, Tensor]]:
-        """How programs find their rows, with tensor cores (True) and without."""
+        """How programs find their rows, sorted (True) and one by one."""
         routing = {False: ("rows", index, index, index)}
-        if any(one.dot for one in chosen):
+        if any(one.sort for one in chosen):
             routing[True] = ("sorted", index, *sort_by_expert(index, self.stack.experts))
         return routing
 
@@ -214,7 +277,7 @@ class TritonLayer:
         settings = replace(settings, splits=1)
         made = [
             self.stack.product(
-                hidden, some, pairs, each, routing[settings.dot], settings, self.activation or "", hidden.dtype
+                hidden, some, pairs, each, routing[settings.sort], settings, self.activation or "", hidden.dtype
             )[0]
             for some in slots
         ]
@@ -246,9 +309,7 @@ class TritonLinear:
         rows = rows.contiguous()
         settings = self.settings or self.stack.settings((0,), len(rows))
         none = self.stack.stored.table  # not read
-        how = "one" if settings.dot else "rows"
-        index = none if settings.dot else torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
-        made = self.stack.product(rows, (0,), len(rows), 1, (how, index, none, none), settings)
+        made = self.stack.product(rows, (0,), len(rows), 1, ("one", none, none, none), settings)
         return made.sum(0).to(rows.dtype) if settings.splits > 1 else made[0].to(rows.dtype)
 
 

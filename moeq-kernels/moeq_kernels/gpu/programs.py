@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moeq_kernels.gpu.codes import multiplied, tile
+from moeq_kernels.gpu.codes import inputs_of, tile, uneven, weights_of
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -46,76 +46,63 @@ def sort_rows(index, order, starts, rows, experts, BLOCK: tl.constexpr, EVERY: t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def dense_product(  # type: ignore[no-untyped-def]
-    total, dense, x, token, exists, n, rows, inputs, first, last, base, DTYPE: tl.constexpr, DOT: tl.constexpr
+    total, dense, x, token, exists, n, rows, inputs, first, last, base, DTYPE: tl.constexpr
 ):
     """A total plus the product of the tiles from first to last of a matrix that is not packed."""
     for number in range(first, last):
         k = 128 * number + tl.arange(0, 128)
         there = (n < rows)[:, None] & (k < inputs)[None, :]
         value = tl.load(dense + base + n.to(tl.int64)[:, None] * inputs + k[None, :], mask=there, other=0.0)
-        made, _ = multiplied(value, x, k, k < inputs, token, exists, DTYPE, DOT)
-        total += made
+        some = inputs_of(x, k, k < inputs, token, exists, DTYPE)
+        total += tl.dot(value.to(DTYPE), some, input_precision="ieee")
     return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def product(  # type: ignore[no-untyped-def]
-    words,
-    shorts,
-    halves,
-    octets,
-    dense,
-    singles,
-    row,
-    grid,
-    x,
-    token,
-    exists,
-    n,
-    rows,
-    inputs,
-    first,
-    last,
-    WIDTHS: tl.constexpr,
-    FINE: tl.constexpr,
-    TAIL: tl.constexpr,
+    words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last,
+    WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, FRAGMENTS: tl.constexpr,
     DTYPE: tl.constexpr,
-    DOT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """A matrix's rows n times tokens, float32 [N, M]; the bias is added by the part of K that begins it.
+    ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """A matrix's rows from `start` on times tokens, float32 [N, M]; the bias is added by the part of K that begins it.
 
     row, grid: the matrix's row of the table; first, last: tiles of K. Of the branches by width only those that the
-    layer has (WIDTHS) are compiled, and a program takes one.
+    layer has (WIDTHS) are compiled, and a program takes one. STEP: as in `tile`, 0 for tiles that go through `uneven`.
     """
     width = tl.load(row)
-    base = tl.load(row + 1)
+    base = tl.multiple_of(tl.load(row + 1), 4)  # parts begin at 16 bytes (`stored.ALIGNMENT`)
     scales = tl.load(row + 2)
     zeros = tl.load(row + 3)
     zero_bits = tl.load(row + 4).to(tl.int32)
     group = tl.load(row + 5).to(tl.int32)
     bias = tl.load(row + 6)
+    n = start + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     full = inputs // 128
     for BITS in tl.static_range(1, 9):
         if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
             if width == BITS:
                 for number in range(first, tl.minimum(last, full)):
-                    total += tile(
-                        words, shorts, halves, octets, x, token, exists, n, rows, inputs, number, 8,
-                        base, scales, zeros, zero_bits, group, grid, BITS, True, FINE, DTYPE, DOT,
-                    )  # fmt: skip
+                    if STEP:
+                        total += tile(
+                            words, shorts, halves, x, token, exists, start, rows, inputs, number, base, scales,
+                            zeros, zero_bits, group, grid, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N, BLOCK_M,
+                        )  # fmt: skip
+                    else:
+                        total += uneven(
+                            words, shorts, halves, x, token, exists, n, rows, inputs, number, base, scales, zeros,
+                            zero_bits, group, grid, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
+                        )  # fmt: skip
                 if TAIL:
                     for number in range(tl.maximum(first, full), last):
-                        total += tile(
-                            words, shorts, halves, octets, x, token, exists, n, rows, inputs, number,
-                            (inputs + 15) // 16 - 8 * number,
-                            base, scales, zeros, zero_bits, group, grid, BITS, False, FINE, DTYPE, DOT,
+                        total += uneven(
+                            words, shorts, halves, x, token, exists, n, rows, inputs, number, base, scales, zeros,
+                            zero_bits, group, grid, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
                         )  # fmt: skip
     if WIDTHS >= 1 << 16:  # noqa: SIM102
         if width >= 16:
-            total = dense_product(total, dense, x, token, exists, n, rows, inputs, first, last, base, DTYPE, DOT)
+            total = dense_product(total, dense, x, token, exists, n, rows, inputs, first, last, base, DTYPE)
     if (bias >= 0) & (first == 0):
         total += tl.load(singles + bias + n, mask=n < rows, other=0.0)[:, None]
     return total
@@ -139,98 +126,136 @@ def activated(value, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
         return tl.maximum(value, 0.0)
 
 
-@triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
-def grouped(  # type: ignore[no-untyped-def]
-    words,
-    shorts,
-    halves,
-    octets,
-    dense,
-    singles,
-    table,
-    grids,
-    x,
-    index,
-    order,
-    starts,
-    out,
-    pairs,
-    experts,
-    slots,
-    rows,
-    inputs,
-    x_step,
-    each,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ROUTING: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    WIDTHS: tl.constexpr,
-    FINE: tl.constexpr,
-    TAIL: tl.constexpr,
+@triton.jit  # type: ignore[untyped-decorator]
+def one_item(  # type: ignore[no-untyped-def]
+    words, shorts, halves, dense, singles, table, grids, x, out, pairs, slots, rows, inputs, x_step, each,
+    splits, expert, pair, exists, block, split, FIRST: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr,
+    WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, FRAGMENTS: tl.constexpr,
     DTYPE: tl.constexpr,
-    DOT: tl.constexpr,
-    SPLITS: tl.constexpr,
+    ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One block of N of one expert for one block of rows, over one of the splits of K."""
+    token = (pair // each).to(tl.int64) * x_step
+    tiles = (inputs + 127) // 128
+    share = (tiles + splits - 1) // splits
+    first = split * share
+    last = tl.minimum(first + share, tiles)
+    start = block * BLOCK_N
+    at = (expert * slots).to(tl.int64)
+    result = product(
+        words, shorts, halves, dense, singles, table + (at + FIRST) * 8, grids + (at + FIRST) * 3, x, token,
+        exists, start, rows, inputs, first, last, WIDTHS, STEP, TAIL, NESTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+    )  # fmt: skip
+    if ACTIVATION != "":
+        result = activated(result, ACTIVATION)
+    if SECOND >= 0:
+        result *= product(
+            words, shorts, halves, dense, singles, table + (at + SECOND) * 8, grids + (at + SECOND) * 3, x,
+            token, exists, start, rows, inputs, first, last, WIDTHS, STEP, TAIL, NESTED, FRAGMENTS, DTYPE, ASM,
+            BLOCK_N, BLOCK_M,
+        )  # fmt: skip
+    n = start + tl.arange(0, BLOCK_N)
+    place = (split * pairs + pair).to(tl.int64) * rows
+    kept = (n < rows)[:, None] & exists[None, :]
+    tl.store(out + place[None, :] + n[:, None], result.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def chosen(which, values):  # type: ignore[no-untyped-def]
+    """The value of the one that is chosen."""
+    return tl.sum(tl.where(which, values, 0), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def stretch(items, cost, program, programs):  # type: ignore[no-untyped-def]
+    """First and last item of a program; items: of each owner, each at its owner's cost, int64."""
+    weight = items * cost
+    before = tl.cumsum(weight, 0) - weight
+    total = tl.sum(weight, 0)
+    low = total * program // programs
+    high = total * (program + 1) // programs
+    to_low = tl.minimum(tl.maximum((low - before + cost - 1) // cost, 0), items)
+    to_high = tl.minimum(tl.maximum((high - before + cost - 1) // cost, 0), items)
+    return tl.sum(to_low, 0).to(tl.int32), tl.sum(to_high, 0).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def owners(index, starts, pairs, experts, ROUTING: tl.constexpr, OWNERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The expert of each owner of work, and its first row and number of rows."""
+    owner = tl.arange(0, OWNERS)
+    if ROUTING == "sorted":
+        begin = tl.load(starts + owner, mask=owner < experts, other=0)
+        return owner, begin, tl.load(starts + owner + 1, mask=owner < experts, other=0) - begin
+    elif ROUTING == "rows":
+        its_expert = tl.load(index + owner, mask=owner < pairs, other=experts).to(tl.int32)
+        return its_expert, owner, (its_expert < experts).to(tl.int32)
+    else:
+        return owner * 0, owner * 0, tl.where(owner == 0, pairs, 0)
+
+
+@triton.jit(do_not_specialize=["pairs", "splits"])  # type: ignore[untyped-decorator]
+def grouped(  # type: ignore[no-untyped-def]
+    words, shorts, halves, dense, singles, table, grids, x, index, order, starts, costs, out, pairs, experts,
+    slots, rows, inputs, x_step, each, splits, FIRST: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROUTING: tl.constexpr, OWNERS: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
+    NESTED: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, PERSISTENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
-):
-    """Products of sorted rows with their experts' matrices, [splits, P, N]; of two, act(first) * second.
+):  # fmt: skip
+    """Products of rows with their experts' matrices, [splits, P, N]; of two, act(first) * second.
 
-    Programs: blocks of N, blocks of rows, splits of K. FIRST and SECOND: slots of projections, SECOND -1 where one is
-    asked for. ROUTING: "sorted", by order and starts; "rows", a program a row, which finds its expert in index [P]; or
-    "one", all rows are expert 0's. each: rows of `order` that share a row of x, whose rows are x_step apart.
+    An item of work is a block of N of an expert for a block of its rows over one split of K. Owners of items are
+    experts (ROUTING "sorted": rows by order and starts), rows (at most OWNERS: each finds its expert in index [P]) or
+    the one matrix ("one"). A program an item: blocks of N, blocks of rows, splits of K. PERSISTENT: any number of
+    programs; all items in a row, owner after owner, are cut into as many stretches of equally many bytes, `costs` [E]
+    being the bytes that an item of an expert reads, and a program takes those that begin in its stretch. Which program
+    takes an item changes nothing in what it stores.
+
+    FIRST and SECOND: slots of projections, SECOND -1 where one is asked for. each: rows of `order` that share a row of
+    x, whose rows are x_step apart.
     """
-    block = tl.program_id(1)
-    if ROUTING == "sorted":
-        one = tl.arange(0, EXPERTS)
-        begin = tl.load(starts + one, mask=one < experts, other=0)
-        count = tl.load(starts + one + 1, mask=one < experts, other=0) - begin
-        blocks = (count + BLOCK_M - 1) // BLOCK_M
-        ends = tl.cumsum(blocks, 0)
-        expert = tl.sum(((ends <= block) & (one < experts)).to(tl.int32), 0)
-        mine = one == expert
-        at = tl.sum(tl.where(mine, begin + (block - ends + blocks) * BLOCK_M, 0), 0) + tl.arange(0, BLOCK_M)
-        exists = at < tl.sum(tl.where(mine, begin + count, 0), 0)
-        pair = tl.load(order + at, mask=exists, other=0)
-    elif ROUTING == "rows":
-        pair = block + tl.arange(0, BLOCK_M)
+    if ROUTING == "rows" and not PERSISTENT:
+        pair = tl.program_id(1) + tl.arange(0, BLOCK_M)
         exists = tl.arange(0, BLOCK_M) == 0
-        expert = tl.load(index + block).to(tl.int32)
+        expert = tl.load(index + tl.program_id(1)).to(tl.int32)
+        first, last = 0, (expert < experts).to(tl.int32)
     else:
-        pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        exists = pair < pairs
-        expert = block * 0
-    if expert < experts:
-        token = (pair // each).to(tl.int64) * x_step
-        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        tiles = (inputs + 127) // 128
-        share = (tiles + SPLITS - 1) // SPLITS
+        its_expert, begin, count = owners(index, starts, pairs, experts, ROUTING, OWNERS)
+        owner = tl.arange(0, OWNERS)
+        items = (count + BLOCK_M - 1) // BLOCK_M  # blocks of rows
+        blocks = items
+        first = tl.program_id(1)
+        last = tl.minimum(first + 1, tl.sum(blocks, 0))
+        if PERSISTENT:
+            items = blocks * ((rows + BLOCK_N - 1) // BLOCK_N) * splits
+            cost = tl.load(costs + its_expert, mask=blocks > 0, other=1).to(tl.int64)
+            first, last = stretch(items, cost, tl.program_id(0), tl.num_programs(0))
+        ends = tl.cumsum(items, 0)
+    for item in range(first, last):
+        block = tl.program_id(0)
         split = tl.program_id(2)
-        first = split * share
-        last = tl.minimum(first + share, tiles)
-        at_table = (expert * slots).to(tl.int64)
-        result = product(
-            words, shorts, halves, octets, dense, singles, table + (at_table + FIRST) * 8,
-            grids + (at_table + FIRST) * 3, x, token, exists, n, rows, inputs, first, last,
-            WIDTHS, FINE, TAIL, DTYPE, DOT, BLOCK_N, BLOCK_M,
+        if ROUTING != "rows" or PERSISTENT:
+            mine = owner == tl.sum((ends <= item).to(tl.int32), 0)
+            number = item - chosen(mine, ends - items)
+            if PERSISTENT:  # blocks of rows that share a block of N come one after the other
+                its_blocks = chosen(mine, blocks)
+                block = number // its_blocks % ((rows + BLOCK_N - 1) // BLOCK_N)
+                split = number // its_blocks // ((rows + BLOCK_N - 1) // BLOCK_N)
+                number = number % its_blocks
+            at = chosen(mine, begin) + number * BLOCK_M + tl.arange(0, BLOCK_M)
+            exists = at < chosen(mine, begin + count)
+            pair = tl.load(order + at, mask=exists, other=0) if ROUTING == "sorted" else at
+            expert = chosen(mine, its_expert)
+        one_item(
+            words, shorts, halves, dense, singles, table, grids, x, out, pairs, slots, rows, inputs, x_step, each,
+            splits, expert, pair, exists, block, split, FIRST, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED,
+            FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
         )  # fmt: skip
-        if ACTIVATION != "":
-            result = activated(result, ACTIVATION)
-        if SECOND >= 0:
-            result *= product(
-                words, shorts, halves, octets, dense, singles, table + (at_table + SECOND) * 8,
-                grids + (at_table + SECOND) * 3, x, token, exists, n, rows, inputs, first, last,
-                WIDTHS, FINE, TAIL, DTYPE, DOT, BLOCK_N, BLOCK_M,
-            )  # fmt: skip
-        place = (split * pairs + pair).to(tl.int64) * rows
-        kept = (n < rows)[:, None] & exists[None, :]
-        tl.store(out + place[None, :] + n[:, None], result.to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["pairs", "splits"])  # type: ignore[untyped-decorator]
 def weighted_sum(  # type: ignore[no-untyped-def]
-    rows, index, weights, out, pairs, experts, each, width, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+    rows, index, weights, out, pairs, experts, each, width, splits, BLOCK: tl.constexpr
 ):
     """Rows [splits, P, H] summed over splits and over each token's experts, times their weights [P]: out [T, H].
 
@@ -243,8 +268,40 @@ def weighted_sum(  # type: ignore[no-untyped-def]
         pair = token * each + number
         there = (column < width) & (tl.load(index + pair) < experts)
         one = tl.zeros((BLOCK,), tl.float32)
-        for split in tl.static_range(SPLITS):
+        for split in range(splits):
             at = (split * pairs + pair).to(tl.int64) * width
             one += tl.load(rows + at + column, mask=there, other=0.0).to(tl.float32)
         total += one * tl.load(weights + pair).to(tl.float32)
     tl.store(out + token.to(tl.int64) * width + column, total.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def unpack(  # type: ignore[no-untyped-def]
+    words, shorts, halves, dense, table, grids, which, out, slots, rows, inputs, SLOT: tl.constexpr,
+    WIDTHS: tl.constexpr, NESTED: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One projection of some experts, which [e], as dense matrices: out [e, N, K]. Programs: blocks of N, tiles, e."""
+    at = tl.load(which + tl.program_id(2)).to(tl.int64) * slots + SLOT
+    row = table + at * 8
+    width = tl.load(row)
+    base = tl.load(row + 1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    number = tl.program_id(1)
+    place = out + (tl.program_id(2).to(tl.int64) * rows + n)[:, None] * inputs
+    for BITS in tl.static_range(1, 9):
+        if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
+            if width == BITS:
+                weight, k, inside = weights_of(
+                    words, shorts, halves, n, rows, inputs, number, base, tl.load(row + 2), tl.load(row + 3),
+                    tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32), grids + at * 3, BITS, DTYPE, NESTED,
+                    ASM, FRAGMENTS,
+                )  # fmt: skip
+                there = (n < rows)[:, None] & inside[None, :]
+                tl.store(place + k[None, :], weight.to(out.dtype.element_ty), mask=there)
+    if WIDTHS >= 1 << 16:  # noqa: SIM102
+        if width >= 16:
+            k = 128 * number + tl.arange(0, 128)
+            there = (n < rows)[:, None] & (k < inputs)[None, :]
+            value = tl.load(dense + base + n.to(tl.int64)[:, None] * inputs + k[None, :], mask=there, other=0.0)
+            tl.store(place + k[None, :], value.to(out.dtype.element_ty), mask=there)

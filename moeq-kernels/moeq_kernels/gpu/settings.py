@@ -1,6 +1,6 @@
 """Block sizes of a launch: from a table tuned on this kind of GPU where there is one, else by the shape.
 
-A table is `tuned/DEVICE.json` beside this file, {"device": name, "settings": {key: settings}}, written by
+A table is `tuned/DEVICE.json` beside this file, {"device", "unpack_rows", "settings": {key: settings}}, written by
 `python benchmarks/gpu_kernels.py --tune` on the machine itself; none is shipped that was not measured.
 """
 
@@ -8,31 +8,38 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from moeq_kernels.gpu.swizzle import TILE
+from moeq_kernels.gpu.swizzle import FRAGMENT, TILE
 
 TUNED = Path(__file__).with_name("tuned")
+LEAST_ROWS = 8  # of x that a tensor core multiplies with
 MOST_SPLITS = 8
 PROGRAMS = 264  # two for each of an H100's or H200's 132 multiprocessors: fewer leave some of them idle
+UNPACK_ROWS = 512  # not measured: where a dense product takes as long as writing and reading 16 bits a weight would
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a product is cut. dot: whether tensor cores multiply, else one row of x a program; splits: of K."""
+    """How a product is cut. block_n: rows of a matrix; block_m: rows of x; splits: of K.
 
-    dot: bool
+    sort: rows are sorted by expert, else a program takes one row; persistent: programs for each multiprocessor, which
+    share all the work by bytes, 0 for a program an item.
+    """
+
+    sort: bool
     block_n: int
     block_m: int
     warps: int = 4
-    stages: int = 2
+    stages: int = 3
     splits: int = 1
+    persistent: int = 0
 
     def __post_init__(self) -> None:
-        if self.dot != (self.block_m >= 16) or (not self.dot and self.block_m != 1):
-            raise ValueError(f"blocks of {self.block_m} rows {'with' if self.dot else 'without'} tensor cores")
+        if self.block_m < LEAST_ROWS or self.block_n % FRAGMENT:
+            raise ValueError(f"blocks of {self.block_n} x {self.block_m} are not made of {FRAGMENT} x {LEAST_ROWS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +64,14 @@ class Shape:
 def usual(shape: Shape) -> Settings:
     """Settings that no measurement chose: as many rows a block as an expert has on average, enough programs."""
     average = shape.pairs / max(1, min(shape.experts, shape.pairs))
-    if average <= 1:
-        splits = _splits(shape, shape.pairs, 32)
-        return Settings(dot=False, block_n=32, block_m=1, splits=splits)
-    block_m = 16
+    active = min(shape.experts, shape.pairs)
+    block_m = LEAST_ROWS
     while block_m < 64 and block_m < average:
         block_m *= 2
-    active = min(shape.experts, shape.pairs)
     block_n = 64 if block_m < 64 else 128
-    warps = 4 if block_m < 64 else 8  # more sums than 4 warps have registers for
-    return Settings(dot=True, block_n=block_n, block_m=block_m, warps=warps, splits=_splits(shape, active, block_n))
+    warps = 2 if block_m == LEAST_ROWS else (4 if block_m < 64 else 8)  # more sums than 4 warps have registers for
+    splits = _splits(shape, active, block_n)
+    return Settings(sort=average > 1, block_n=block_n, block_m=block_m, warps=warps, splits=splits)
 
 
 def _splits(shape: Shape, active: int, block_n: int) -> int:
@@ -79,27 +84,28 @@ def _splits(shape: Shape, active: int, block_n: int) -> int:
 
 
 def candidates(shape: Shape) -> list[Settings]:
-    """What `--tune` tries."""
-    most = 1 if shape.two else min(MOST_SPLITS, -(-shape.inputs // TILE))
-    splits = [one for one in (1, 2, 4, 8) if one <= most]
-    rows = [
-        Settings(dot=False, block_n=block_n, block_m=1, warps=warps, splits=split)
-        for block_n in (16, 32, 64)
-        for warps in (2, 4)
-        for split in splits
-        if shape.pairs <= 4 * shape.experts
-    ]
+    """Blocks that `--tune` tries first, each a program of its own to compile."""
     average = shape.pairs / max(1, min(shape.experts, shape.pairs))
-    blocks = [
-        Settings(dot=True, block_n=block_n, block_m=block_m, warps=warps, stages=stages, splits=split)
-        for block_n in (32, 64, 128)
-        for block_m in (16, 32, 64)
-        for warps in (4, 8)
-        for stages in (2, 3)
-        for split in splits
-        if block_m == 16 or block_m <= 2 * average
+    return [
+        replace(usual(shape), block_n=block_n, block_m=block_m, warps=warps, stages=stages)
+        for block_n, warps in ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8))
+        for block_m in (8, 16, 32, 64, 128)
+        for stages in ((2, 4) if block_m <= 16 else (3,))
+        if average / 2 < block_m <= max(16, 2 * average) or block_m == usual(shape).block_m
     ]
-    return rows + blocks
+
+
+def variants(shape: Shape, best: Settings) -> list[Settings]:
+    """What it tries of the fastest blocks: other splits, no sorting, and persistent programs."""
+    most = 1 if shape.two else min(MOST_SPLITS, -(-shape.inputs // TILE))
+    sorts = (True, False) if shape.pairs <= 4 * shape.experts else (True,)
+    return [
+        replace(best, splits=splits, sort=sort, persistent=persistent)
+        for splits in (1, 2, 4, 8)
+        if splits <= most
+        for sort in sorts
+        for persistent in (0, 1, 2, 4)
+    ]
 
 
 def file_of(device: str) -> Path:
@@ -107,27 +113,50 @@ def file_of(device: str) -> Path:
     return TUNED / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
+@dataclass(frozen=True)
+class Table:
+    """What was measured on a device: settings by the key of a shape, and the rows an expert from which on to unpack."""
+
+    settings: dict[str, Settings]
+    unpack_rows: int | None = None
+
+
 @cache
-def tuned(device: str) -> dict[str, Settings]:
+def tuned(device: str) -> Table:
     """The table of a device, empty where there is none."""
     path = file_of(device)
     if not path.is_file():
-        return {}
-    return {key: Settings(**one) for key, one in json.loads(path.read_text("utf-8"))["settings"].items()}
+        return Table({})
+    read = json.loads(path.read_text("utf-8"))
+    settings = {key: Settings(**one) for key, one in read["settings"].items()}
+    return Table(settings, read.get("unpack_rows"))
 
 
-def write(device: str, found: dict[str, Settings]) -> Path:
-    """Add to the table of a device."""
+def write(device: str, found: dict[str, Settings], unpack_rows: int | None = None) -> Path:
+    """Add to the table of a device; whole or as it was."""
     path = file_of(device)
     path.parent.mkdir(exist_ok=True)
-    every = tuned(device) | found
-    settings = {key: asdict(every[key]) for key in sorted(every)}
-    path.write_text(json.dumps({"device": device, "settings": settings}, indent=1) + "\n", "utf-8")
+    before = tuned(device)
+    every = before.settings | found
+    table = {
+        "device": device,
+        "unpack_rows": unpack_rows or before.unpack_rows,
+        "settings": {key: asdict(every[key]) for key in sorted(every)},
+    }
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+    part.replace(path)
     tuned.cache_clear()
     return path
 
 
 def choose(shape: Shape, device: str | None) -> Settings:
     """Tuned settings where the device's table has this shape, else the usual ones; device None: the interpreter."""
-    found = None if device is None else tuned(device).get(shape.key)
+    found = None if device is None else tuned(device).settings.get(shape.key)
     return found or usual(shape)
+
+
+def rows_to_unpack(device: str | None) -> int:
+    """From how many rows an expert on average on a layer is unpacked and multiplied by torch."""
+    measured = None if device is None else tuned(device).unpack_rows
+    return measured or UNPACK_ROWS

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeq_kernels.description import Matrix
-from moeq_kernels.gpu.swizzle import code_bytes, rows_of, swizzle, unswizzle
+from moeq_kernels.gpu.swizzle import FRAGMENT, code_bytes, rows_of, swizzle, unswizzle
 from moeq_kernels.grids import SIGN_ZERO
 from moeq_kernels.packed import PackedWeight, grid_bits
 from moeq_kernels.packing import pack, packed_row_bytes, unpack
@@ -25,7 +25,12 @@ from moeq_kernels.widths import NESTED_BITS, resolved_group_size
 
 ALIGNMENT = 16  # bytes: the widest load of a thread
 COLUMNS = ("width", "codes", "scales", "zeros", "zero_bits", "group", "bias", "unused")
-CODES_UNIT, SCALES_UNIT, BIAS_UNIT = 4, 2, 4  # bytes that the table counts in; dense matrices in their own elements
+CODES_UNIT, SCALES_UNIT, ZEROS_UNIT, BIAS_UNIT = (
+    4,
+    2,
+    4,
+    4,
+)  # bytes that the table counts in; dense matrices in their own elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +62,18 @@ class Place:
         return 1 << (grid_bits(self.like.bits, self.like.nested) - 1).bit_length()
 
     @property
+    def zero_row_bytes(self) -> int:
+        """Of a group's zero points."""
+        return -(-packed_row_bytes(self.rows, self.zero_bits) // ZEROS_UNIT) * ZEROS_UNIT if self.zero_bits else 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes that a product reads: codes or elements, scales and zero points."""
         like = self.like
         if not isinstance(like, PackedWeight):
             return self.rows * self.inputs * like.itemsize
-        zeros = 0 if self.zeros is None else packed_row_bytes(self.rows, self.zero_bits)
-        return code_bytes(self.rows, self.inputs, like.bits) + like.scales.shape[-1] * (2 * self.rows + zeros)
+        grids = like.scales.shape[-1] * (2 * self.rows + self.zero_row_bytes)
+        return code_bytes(self.rows, self.inputs, like.bits) + grids
 
     def row(self) -> list[int]:
         """Its row of the table."""
@@ -72,7 +82,7 @@ class Place:
             self.width,
             self.codes // unit,
             (self.scales or 0) // SCALES_UNIT,
-            self.zeros or 0,
+            (self.zeros or 0) // ZEROS_UNIT,
             self.zero_bits,
             self.group,
             -1 if self.bias is None else self.bias // BIAS_UNIT,
@@ -129,10 +139,21 @@ class Stored:
         """The widths of some projections as bits of a whole number: 1 << 4 where any matrix has 4 bits."""
         return sum({1 << every[slot].width for every in self.places for slot in slots})
 
-    def whole_groups(self, slots: Sequence[int], step: int) -> bool:
-        """Whether all groups of some projections are a row or a multiple of `step` inputs."""
-        places = [every[slot] for every in self.places for slot in slots]
-        return all(one.group % step == 0 or one.group >= one.inputs for one in places)
+    def step(self, slots: Sequence[int]) -> int:
+        """Inputs that have one group wherever they begin: the most of 128, 64, 32 and 16 in all matrices of some slots.
+
+        0 where groups are no multiples of 16, or rows none: then each weight gets its own scale (`codes.uneven`).
+        """
+        packed = [every[slot] for every in self.places for slot in slots if every[slot].scales is not None]
+        groups = {one.group for one in packed if one.group < one.inputs}
+        if any(one.rows % FRAGMENT for one in packed):
+            return 0
+        return next((step for step in (128, 64, 32, 16) if all(group % step == 0 for group in groups)), 0)
+
+    def nested(self, slots: Sequence[int]) -> bool:
+        """Whether any matrix of some slots has zero points with fractions."""
+        likes = [every[slot].like for every in self.places for slot in slots]
+        return any(isinstance(one, PackedWeight) and one.nested for one in likes)
 
     def copy(self) -> Stored:
         """The same in another place of the device's memory."""
@@ -157,8 +178,9 @@ class Stored:
         scales = self._bytes(place.scales, 2 * groups * rows).view(like.scales.dtype).view(groups, rows).T
         zeros = None
         if place.zeros is not None:
-            row = packed_row_bytes(rows, place.zero_bits)
-            zeros = unpack(self._bytes(place.zeros, groups * row).view(groups, row), place.zero_bits, rows).T
+            row = place.zero_row_bytes
+            zeros = unpack(self._bytes(place.zeros, groups * row).view(groups, row), place.zero_bits, rows)
+            zeros = zeros[:, _zero_order(rows).argsort()].T
         if index is not None:
             words = rows_of(words, rows, inputs, like.bits, index)
             scales, rows = scales.index_select(0, index), len(index)
@@ -169,6 +191,11 @@ class Stored:
             scales=scales.contiguous(),
             zeros=None if zeros is None else pack(zeros.contiguous(), grid_bits(like.bits, like.nested)),
         )
+
+    def bias(self, expert: int, slot: int) -> Tensor | None:
+        """What is added to the rows of one matrix, float32 [N]."""
+        place = self.places[expert][slot]
+        return None if place.bias is None else self._bytes(place.bias, 4 * place.rows).view(torch.float32)
 
     def _bytes(self, at: int, size: int) -> Tensor:
         return self.buffer[at : at + size]
@@ -183,7 +210,9 @@ class Stored:
             self._write(place.scales, matrix.scales.T)
             if place.zeros is not None and matrix.zeros is not None:
                 zeros = unpack(matrix.zeros, grid_bits(matrix.bits, matrix.nested), matrix.scales.shape[-1])
-                self._write(place.zeros, pack(zeros.T.contiguous(), place.zero_bits))
+                packed = pack(zeros.T[:, _zero_order(place.rows)].contiguous(), place.zero_bits)
+                missing = place.zero_row_bytes - packed.shape[1]
+                self._write(place.zeros, torch.nn.functional.pad(packed, (0, missing)) if missing else packed)
         if bias is not None and place.bias is not None:
             self._write(place.bias, bias.float())
 
@@ -207,6 +236,12 @@ def shape_of(matrix: Matrix) -> tuple[int, int]:
     return matrix.codes.shape[0], matrix.inputs
 
 
+def _zero_order(rows: int) -> Tensor:
+    """Rows in the order in which a group's zero points lie: r and r + 8 of 16 beside each other where words do so."""
+    order = torch.arange(rows)
+    return order.view(-1, 2, FRAGMENT // 2).transpose(1, 2).flatten() if rows % FRAGMENT == 0 else order
+
+
 def _placed(matrix: Matrix, bias: Tensor | None, start: int) -> tuple[Place, int]:
     """The place of a matrix from `start` on, and where it ends."""
     rows, inputs = shape_of(matrix)
@@ -222,7 +257,7 @@ def _placed(matrix: Matrix, bias: Tensor | None, start: int) -> tuple[Place, int
         sizes |= {"codes": code_bytes(rows, inputs, matrix.bits), "scales": 2 * groups * rows}
         if matrix.zeros is not None:
             empty = Place(rows=rows, inputs=inputs, codes=0, zeros=0, like=like)
-            sizes["zeros"] = groups * packed_row_bytes(rows, empty.zero_bits)
+            sizes["zeros"] = groups * empty.zero_row_bytes
     if bias is not None:
         sizes["bias"] = 4 * rows
     for name, size in sizes.items():

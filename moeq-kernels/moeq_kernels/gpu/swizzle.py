@@ -7,7 +7,10 @@ without a shuffle.
 
 A width is cut into parts of 8, 4, 2 and 1 bits, the high ones first: 3 = 2 + 1. A column takes q/2 words of 32 bits in
 a part of q >= 2 bits and one of 16 bits in that of 1 bit: b bits take b/8 bytes a code whatever the width. Of a part,
-the words lie as [tile, word, N, C]: the rows of a program are one piece of memory in every tile.
+the words lie as [tile, word, N, C]: the rows of a program are one piece of memory in every tile. In whole tiles, where
+N is a multiple of 16, [N, C] lies as [N / 16, r, q, s, t] of row 16*(N/16) + 8*s + r and column 4*t + q: a warp that
+loads four words a thread has the numbers of 16 rows where the tensor cores' m16n8k16 takes them, column c of planes 2j
+and 2j + 1 being inputs 16j + 2c and the next.
 
 In words the codes are in the interleaved order of paper 002 (section 3.4.3): of 4 bits [e0, e2, e4, e6, e1, e3, e5,
 e7], of other parts alike, even ones in the low half, odd ones in the high half. So one AND leaves two neighbours in the
@@ -26,6 +29,7 @@ from torch import Tensor
 PLANES = 16
 COLUMNS = 8
 TILE = PLANES * COLUMNS
+FRAGMENT = 16  # rows
 PARTS = (8, 4, 2, 1)
 
 
@@ -74,6 +78,28 @@ def _planes(codes: Tensor, columns: int) -> Tensor:
     return pairs.permute(1, 2, 4, 0, 3).flatten(1, 2)
 
 
+def _in_fragments(words: Tensor) -> bool:
+    """Whether words [tiles, words, N, C] lie in the order of tensor cores."""
+    return words.shape[2] % FRAGMENT == 0 and words.shape[3] == COLUMNS
+
+
+def _laid(words: Tensor) -> Tensor:
+    """Words [tiles, words, N, C] in the order of memory."""
+    if not _in_fragments(words):
+        return words
+    parts: Tensor = words.unflatten(2, (-1, 2, 8)).unflatten(5, (2, 4))  # [.., N / 16, s, r, t, q]
+    return parts.permute(0, 1, 2, 4, 6, 3, 5)
+
+
+def _by_row(stored: Tensor, rows: int, columns: int, tiles: int) -> Tensor:
+    """The inverse of `_laid`: the words of some tiles, flat, as [tiles, words, N, C]."""
+    words = stored.view(tiles, -1, rows, columns)
+    if not _in_fragments(words):
+        return words
+    parts = words.view(tiles, -1, rows // FRAGMENT, 8, 4, 2, 2)  # [.., N / 16, r, q, s, t]
+    return parts.permute(0, 1, 2, 5, 3, 6, 4).reshape(words.shape)
+
+
 def _words(fields: Tensor, part: int) -> Tensor:
     """Fields [tiles, planes, N, C] of a part as words [tiles, words, N, C], int32 or, for 1 bit, int16."""
     tiles, _, rows, columns = fields.shape
@@ -90,7 +116,7 @@ def swizzle(codes: Tensor, bits: int) -> Tensor:
     for part, low in parts_of(bits):
         for start, stop, columns in _runs(codes.shape[1]):
             fields = (_planes(codes[:, start:stop], columns) >> low) & (2**part - 1)
-            pieces.append(_words(fields, part).flatten().view(torch.uint8))
+            pieces.append(_laid(_words(fields, part)).flatten().view(torch.uint8))
     return torch.cat(pieces)
 
 
@@ -104,7 +130,7 @@ def unswizzle(stored: Tensor, rows: int, inputs: int, bits: int) -> Tensor:
             tiles = -(-(stop - start) // (PLANES * columns))
             size = tiles * columns * rows * PLANES * part // 8
             words = stored[at : at + size].view(torch.int16 if part == 1 else torch.int32)
-            words = words.view(tiles, -1, rows, columns)
+            words = _by_row(words, rows, columns, tiles)
             at += size
             fields = torch.stack([(words[:, word] >> shift) & (2**part - 1) for word, shift in places], 1)
             pairs = fields.unflatten(1, (PLANES // 2, 2))  # [tiles, j, h, N, C]
@@ -121,6 +147,7 @@ def rows_of(stored: Tensor, rows: int, inputs: int, bits: int, index: Tensor) ->
             tiles = -(-(stop - start) // (PLANES * columns))
             size = tiles * columns * rows * PLANES * part // 8
             words = stored[at : at + size].view(torch.int16 if part == 1 else torch.int32)
-            pieces.append(words.view(tiles, -1, rows, columns).index_select(2, index).flatten().view(torch.uint8))
+            some = _by_row(words, rows, columns, tiles).index_select(2, index)
+            pieces.append(_laid(some).flatten().view(torch.uint8))
             at += size
     return torch.cat(pieces)

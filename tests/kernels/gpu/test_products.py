@@ -7,22 +7,23 @@ products of an expert and of the result, and, where groups are no multiples of 1
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from kernels.gpu.packed_matrices import Maker, Matrix, exact
 
-from moeq.numerics.storing import unpacked
+from moeq.numerics import storing
 from moeq_kernels.description import DOWN, LayerOfExperts
-from moeq_kernels.gpu import kernel
+from moeq_kernels.gpu import kernel, unpacked
 from moeq_kernels.gpu.kernel import TritonKernel, TritonLayer, sort_by_expert
-from moeq_kernels.gpu.settings import Settings, Shape, candidates, choose, usual, write
+from moeq_kernels.gpu.settings import Settings, Shape, candidates, choose, rows_to_unpack, usual, variants, write
 
 # the interpreter's sigmoid of rows that are no token's
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-ROWS = Settings(dot=False, block_n=64, block_m=1)
-BLOCKS = Settings(dot=True, block_n=64, block_m=16)
+ROWS = Settings(sort=False, block_n=64, block_m=8)
+BLOCKS = Settings(sort=True, block_n=64, block_m=16)
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
@@ -69,7 +70,7 @@ def test_a_matrix_alone(place: str, bits: int, group: int, symmetric: bool, nest
 def test_dense_matrices_and_splits(place: str) -> None:
     maker = Maker(0, place)
     for matrix in (maker.rows(40, 600, dtype=torch.bfloat16), maker.rows(40, 600), maker.packed(40, 600, 3, 128)):
-        for settings in (BLOCKS, Settings(dot=True, block_n=64, block_m=16, splits=3)):
+        for settings in (BLOCKS, Settings(sort=True, block_n=64, block_m=16, splits=3)):
             linear = TritonKernel().linear(matrix, None)
             linear.settings = settings
             rows = maker.rows(17, 600)
@@ -161,7 +162,7 @@ def test_a_layer_of_mixed_widths(place: str, routing: str, dtype: torch.dtype) -
 @pytest.mark.full
 @pytest.mark.parametrize("tokens", [1, 2, 3, 15, 16, 17, 33, 64])
 @pytest.mark.parametrize("group", [128, 64, 24, -1])
-@pytest.mark.parametrize("settings", [ROWS, BLOCKS, Settings(dot=True, block_n=32, block_m=32, splits=2)])
+@pytest.mark.parametrize("settings", [ROWS, BLOCKS, Settings(sort=True, block_n=32, block_m=32, splits=2)])
 def test_many_tokens_groups_and_settings(place: str, tokens: int, group: int, settings: Settings) -> None:
     maker = Maker(tokens, place)
     layer = layer_of(mixed(maker, 200, 136, group))
@@ -273,22 +274,89 @@ def test_the_form_for_one_token_sorts_nothing(place: str, launches: list[tuple[i
     maker = Maker(8, place)
     made = TritonKernel().layer(layer_of(mixed(maker, 64, 32)))
     made(maker.rows(1, 64), torch.tensor([[3, 0]], device=place), torch.ones(1, 2, device=place))
-    assert launches == [(1, 2, 1), (2, 2, 1), (1, 1)]
+    assert launches == [(1, 2, 1), (1, 2, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("sort", [True, False])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_persistent_programs_store_the_same(place: str, routing: str, sort: bool) -> None:
+    """Any number of programs, more than there is work too: the same bits as with a program an item."""
+    maker = Maker(11, place)
+    layer = layer_of(mixed(maker, 128, 144))
+    index = ROUTINGS[routing](maker.generator).to(place)
+    rows, weights = maker.rows(len(index), 128), maker.rows(*index.shape).abs()
+    alone = Settings(sort=sort, block_n=32, block_m=8, splits=2)
+    wanted = prepared(layer, alone)(rows, index, weights)
+    assert error(wanted, reference(layer, rows, index, weights)) < TOLERANCES[torch.float32]
+    for programs in (1, 5, 300):
+        assert torch.equal(prepared(layer, replace(alone, persistent=programs))(rows, index, weights), wanted)
+
+
+def test_persistent_programs_share_work_by_bytes(place: str) -> None:
+    """Every item once, in order; no program reads more than its part and one item."""
+    from kernels.gpu.numbers_kernel import stretches
+
+    items, costs = torch.tensor([6, 0, 12, 3, 24], dtype=torch.int32), torch.tensor([8, 3, 2, 16, 4], dtype=torch.int32)
+    each = [cost for count, cost in zip(items.tolist(), costs.tolist(), strict=True) for _ in range(count)]
+    for programs in (1, 4, 7, 100):
+        found = stretches(items.to(place), costs.to(place), programs)
+        assert [item for first, last in found for item in range(first, last)] == [*range(len(each))]
+        most = max(sum(each[first:last]) for first, last in found)
+        assert most <= sum(each) / programs + max(each)
+    maker = Maker(12, place)
+    matrices = [{name: maker.packed(128, 128, bits, -1, True) for name in ("up_proj", DOWN)} for bits in (2, 8)]
+    stack = TritonKernel().layer(layer_of(matrices, "relu")).stack
+    assert stack.costs((0,)).tolist() == [128 * 2 // 8 + 2, 128 + 2], "bytes of a row: codes and a scale"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("scratch", [1, 1 << 20])
+def test_unpacked_experts_give_the_same(
+    place: str, scratch: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above a number of rows an expert, in memory for one expert at a time and for all: as the fused products."""
+    monkeypatch.setattr(unpacked, "SCRATCH_BYTES", scratch)
+    maker = Maker(13, place)
+    layer = replace(layer_of(mixed(maker, 144, 128, 48)), biases=[{DOWN: maker.rows(144)} for _ in range(5)])
+    made = prepared(layer, BLOCKS)
+    index = torch.tensor([[0, 5], [7, 2], [4, 3], [3, 2]], device=place)
+    rows, weights = maker.rows(4, 144, dtype=dtype), maker.rows(4, 2).abs()
+    made.unpack_rows = 1
+    asked: list[int] = []
+    whole = made.stack.unpacked
+    monkeypatch.setattr(made.stack, "unpacked", lambda *given: (asked.append(len(given[1])), whole(*given))[1])
+    found = made(rows, index, weights)
+    assert asked == ([1] * 12 if scratch == 1 else [4] * 3), "experts 0, 2, 3 and 4"
+    assert error(found, reference(layer, rows, index, weights)) < TOLERANCES[dtype]
+    made.unpack_rows = 3
+    asked.clear()
+    made(rows, index, weights)
+    assert not asked, "8 rows of 5 experts are fewer than 3 an expert"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_products_of_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop, and torch's grouped product where it is taken, as on a GPU."""
+    maker = Maker(14)
+    rows, weights = maker.rows(9, 16, dtype=dtype), maker.rows(3, 24, 16, dtype=dtype)
+    wanted = torch.cat([rows[:4] @ weights[0].T, rows[4:5] @ weights[1].T, rows[5:] @ weights[2].T])
+    assert torch.equal(unpacked.grouped_product(rows, weights, [4, 1, 4]), wanted)
+    assert torch.equal(unpacked.grouped_product(rows[:5], weights, [4, 1, 0]), wanted[:5])
+    torch.testing.assert_close(unpacked.with_torchs_own(rows, weights, [4, 1, 4]), wanted)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_numbers_of_codes_are_exact(place: str, bits: int, dtype: torch.dtype) -> None:
-    """1 + c / 2**b, and c for 8 bits in bfloat16, in the order of the inputs."""
+    """The codes themselves, in the order of the rows and inputs."""
     from kernels.gpu.numbers_kernel import numbers
 
     maker = Maker(bits, place)
     matrix = maker.packed(16, 128, bits, -1)
     linear = TritonKernel().linear(matrix)
     found = numbers(linear, bits, dtype)
-    codes = unpacked(matrix).codes.view(16, 128).cpu().double()
-    whole = bits == 8 and dtype == torch.bfloat16
-    assert torch.equal(found.cpu().double(), codes if whole else 1 + codes / 2**bits)
+    codes = storing.unpacked(matrix).codes.view(16, 128).cpu().double()
+    assert torch.equal(found.cpu().double(), codes)
 
 
 def test_what_it_refuses(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,18 +386,25 @@ def test_settings_by_shape_and_from_a_tuned_table(tmp_path: object, monkeypatch:
     monkeypatch.setattr(settings, "TUNED", tmp_path)
     shape = Shape(experts=128, rows=768, inputs=2048, widths=1 << 2 | 1 << 16, pairs=48, two=True)
     assert shape.key == "128x768x2048x2/2+16 bits/64 rows"
-    assert not usual(shape).dot
+    assert not usual(shape).sort
     assert usual(shape).splits == 1, "an activation needs whole sums"
-    assert usual(Shape(experts=8, rows=1024, inputs=14336, widths=4, pairs=2, two=False)).splits == 4
+    assert usual(Shape(experts=8, rows=1024, inputs=14336, widths=4, pairs=2, two=False)).splits == 8
     assert usual(Shape(experts=8, rows=4096, inputs=1024, widths=4, pairs=512, two=False)).block_m == 64
     assert choose(shape, "NVIDIA H200") == usual(shape)
-    other = Settings(dot=True, block_n=32, block_m=16)
+    other = Settings(sort=False, block_n=32, block_m=8, warps=2, stages=2)
     assert write("NVIDIA H200", {shape.key: other}).name == "nvidia-h200.json"
     assert choose(shape, "NVIDIA H200") == other
     assert choose(shape, "NVIDIA H100") == choose(shape, None) == usual(shape)
     assert other in candidates(shape)
-    with pytest.raises(ValueError, match="tensor cores"):
-        Settings(dot=True, block_n=32, block_m=1)
+    assert rows_to_unpack("NVIDIA H200") == rows_to_unpack(None) == settings.UNPACK_ROWS
+    again = replace(other, persistent=2)
+    write("NVIDIA H200", {"another": again}, unpack_rows=192)
+    write("NVIDIA H200", {"a third": other})
+    assert rows_to_unpack("NVIDIA H200") == 192
+    assert settings.tuned("NVIDIA H200").settings == {shape.key: other, "another": again, "a third": other}
+    assert {one.persistent for one in variants(shape, other)} == {0, 1, 2, 4}
+    with pytest.raises(ValueError, match="blocks of 32 x 1 "):
+        Settings(sort=True, block_n=32, block_m=1)
 
 
 @pytest.fixture
@@ -343,11 +418,12 @@ def synchronisation_is_an_error() -> Iterator[None]:
 @pytest.mark.usefixtures("synchronisation_is_an_error")
 @pytest.mark.parametrize("tokens", [1, 4, 64, 4096])
 def test_a_layer_in_a_cuda_graph(tokens: int) -> None:
-    """Captured with one routing and replayed with another, without a synchronisation."""
+    """Captured with one routing and replayed with another, without a synchronisation; the same as without a graph."""
     torch.cuda.set_sync_debug_mode("default")
     maker = Maker(tokens, "cuda")
     layer = layer_of(mixed(maker, 512, 384))
     made = TritonKernel().layer(layer)
+    made.unpack_rows = tokens + 1  # which asks how many rows each expert has
     index = torch.zeros((tokens, 2), dtype=torch.int64, device="cuda")
     hidden, weights = maker.rows(tokens, 512, dtype=torch.float16), maker.rows(tokens, 2).abs()
     torch.cuda.set_sync_debug_mode("error")
@@ -361,6 +437,7 @@ def test_a_layer_in_a_cuda_graph(tokens: int) -> None:
     some = slice(0, 64)
     wanted = reference(layer, hidden[some], index[some], weights[some])
     assert error(out[some], wanted) < TOLERANCES[torch.float16]
+    assert torch.equal(out, made(hidden, index, weights))
 
 
 @pytest.mark.cuda
