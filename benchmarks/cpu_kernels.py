@@ -2,12 +2,13 @@
 
     python benchmarks/cpu_kernels.py [--threads 1 2] [--experts 128] [--rounds 15] [--form avx512_bf16]
 
-Experts have the shape of Qwen3-30B-A3B (2048 x 768), groups of 128 and zero points; bf16 activations. Two tables: one
-matrix (2048 -> 768), and the layer with 8 experts a token as one call, gate and activation included, against the loop
-over experts that transformers runs. Weights are cold: every call takes other ones, all of them together many times the
-last level of cache, in huge pages for both sides. The contenders take turns of some calls within a round, and what is
-shown is a ratio of the medians, so that a machine that is busy with other work says about the same; the read bandwidth
-is that of the same rounds. torch's own int4 is `_weight_int4pack_mm_for_cpu`.
+Experts have the shape of Qwen3-30B-A3B (2048 x 768), groups of 128 and zero points; bf16 activations. Three tables: one
+matrix (2048 -> 768); the same from 1 row to thousands against unpacking it at every call; and the layer with 8 experts
+a token as one call, gate and activation included, against the loop over experts that transformers runs. Weights are
+cold but for the second: every call takes other ones, all of them together many times the last level of cache, in huge
+pages for both sides. The contenders take turns of some calls within a round, and what is shown is a ratio of the
+medians, so that a machine that is busy with other work says about the same; the read bandwidth is that of the same
+rounds, with as many threads. torch's own int4 is `_weight_int4pack_mm_for_cpu`.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import TypeVar
 
 import figures
 import numpy as np
 import torch
-from numba import njit
+from numba import carray, njit
 from torch import Tensor, nn
 
+from moeq_kernels import measured
+from moeq_kernels.cpu.compiled import entry
 from moeq_kernels.cpu.forms import forms
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.cpu.layer import PackedLayer
-from moeq_kernels.cpu.memory import add_at
+from moeq_kernels.cpu.memory import add_at, ask_for, int64s
 from moeq_kernels.cpu.threads import together
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 from moeq_kernels.packed import PackedWeight
@@ -48,8 +52,11 @@ MIXED = {3: (2, 4)}  # experts of the mixed layer have these widths in turn: as 
 BF16_GOALS = {(2, 1): 5.0, (3, 1): 3.0, (4, 1): 5.0} | dict.fromkeys([(2, 16), (3, 16), (4, 16)], 1.5)
 OTHER_GOALS = {(2, 1): 4.0, (3, 1): 2.5, (4, 1): 4.0}
 BANDWIDTH_GOAL, MIXED_GOAL, PREFILL_GOAL = 0.65, 1.10, 1.10
+SWEEP, UNPACKING_GOAL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096), 1.05  # rows; not slower but for noise
 CALLS = 8  # of a turn with one matrix
-PIECE = 1 << 14  # words of 64 bits that a thread reads at once
+PIECE, PAGE, AHEAD = 1 << 14, 1 << 7, 1 << 13  # words that a thread claims, and asks for; bytes ahead
+LINE = 8  # words of a cache line
+Name = TypeVar("Name")
 
 
 def huge(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -76,16 +83,28 @@ def gate(parts: dict[str, Tensor]) -> Tensor:
 
 
 @njit(nogil=True, cache=True, fastmath=True)
-def read(words, counter, out):  # type: ignore[no-untyped-def]
-    """One thread's part of reading all words."""
+def total(words):  # type: ignore[no-untyped-def]
+    result = np.int64(0)
+    for k in range(words.shape[0]):
+        result += words[k]
+    return result
+
+
+def read(address):  # type: ignore[no-untyped-def]
+    """One thread's part of reading all words, which are asked for ahead of reading them. The numbers: a counter on a
+    line of its own, addresses of words and of sums, how many words there are."""
+    numbers = carray(int64s(address), LINE + 3)
+    words, sums = carray(int64s(numbers[LINE]), numbers[LINE + 2]), carray(int64s(numbers[LINE + 1]), 1)
+    result = np.int64(0)
     while True:
-        first = add_at(counter.ctypes.data, PIECE)
+        first = add_at(address, PIECE)
         if first >= words.shape[0]:
             break
-        part, total = words[first : first + PIECE], np.int64(0)
-        for k in range(part.shape[0]):
-            total += part[k]
-        out[first // PIECE] = total
+        for begin in range(first, min(first + PIECE, words.shape[0]), PAGE):
+            for line in range(0, 8 * PAGE, 64):
+                ask_for(numbers[LINE] + 8 * begin + AHEAD + line)
+            result += total(words[begin : begin + PAGE])
+    add_at(sums.ctypes.data, result)
 
 
 @dataclass
@@ -93,16 +112,18 @@ class Bandwidth:
     """Reads a large buffer with all threads: bytes a second."""
 
     words: np.ndarray
-    sums: np.ndarray
 
     @classmethod
     def of(cls, size: int) -> Bandwidth:
-        words = np.ones(size // 8, np.int64)
-        return cls(words, np.zeros(-(-len(words) // PIECE), np.int64))
+        return cls(np.ones(size // 8, np.int64))
 
     def __call__(self) -> float:
-        work = partial(together, read, (self.words, np.zeros(1, np.int64), self.sums))
-        return self.words.nbytes / seconds(work, 1)
+        sums, numbers = np.zeros(1, np.int64), np.zeros(LINE + 3, np.int64)
+        numbers[LINE:] = self.words.ctypes.data, sums.ctypes.data, len(self.words)
+        rate = self.words.nbytes / seconds(partial(together, entry(read), numbers), 1)
+        if sums[0] != len(self.words):
+            raise RuntimeError(f"{sums[0]} of {len(self.words)} words were read")
+        return rate
 
 
 def seconds(work: Callable[[], object], calls: int) -> float:
@@ -114,9 +135,9 @@ def seconds(work: Callable[[], object], calls: int) -> float:
     return (clock() - began) / calls
 
 
-def rounds(contenders: dict[str, Callable[[], object]], number: int, calls: int = 1) -> dict[str, float]:
+def rounds(contenders: dict[Name, Callable[[], object]], number: int, calls: int = 1) -> dict[Name, float]:
     """Median seconds of a call of each, which take turns of some calls; everything has been called before."""
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    taken: dict[Name, list[float]] = {name: [] for name in contenders}
     for _ in range(number):
         for name, work in contenders.items():
             taken[name].append(seconds(work, calls))
@@ -170,6 +191,31 @@ def one_matrix(results: figures.Figures, matrices: Matrices, goals: dict[tuple[i
         if threads == 1:
             ratio = taken["aten int4"] / taken["4 bits"]
             results.add(f"one matrix, 4 bits, m = {rows}, of aten int4's speed", ratio, "x", at_least=1.0)
+
+
+def sweep(results: figures.Figures, form: str, threads: int) -> None:
+    """From one row to thousands: the kernel, which unpacks from as many rows on as is measured, and one that always
+    does."""
+    found = measured.measure(CpuKernel, (form,))
+    shown = "never" if found[1] == measured.NEVER else f"from {found[1]} on"
+    results.table([f"unpacks {shown}, threads {threads}", *(f"{bits} bits, us" for bits in WIDTHS),
+                   *(f"{bits} bits, of unpacking's" for bits in WIDTHS)])  # fmt: skip
+    ways, random = {"kernel": CpuKernel(*found), "unpacking": CpuKernel(form, 1)}, torch.Generator().manual_seed(2)
+    works = {(bits, name): way.linear(packed(INTERMEDIATE, HIDDEN, bits, random)) for bits in WIDTHS
+             for name, way in ways.items()}  # fmt: skip
+    worst = dict.fromkeys(WIDTHS, 0.0)
+    for many in SWEEP:
+        given = torch.randn(many, HIDDEN).bfloat16()
+        number = max(3, min(results.options.rounds, 2048 // many))
+        taken = rounds({way: cycle([work], given) for way, work in works.items()}, number)
+        shares = {bits: taken[bits, "kernel"] / taken[bits, "unpacking"] for bits in WIDTHS}
+        worst = {bits: max(worst[bits], shares[bits]) for bits in WIDTHS}
+        results.row(f"m = {many}", *(f"{taken[bits, 'kernel'] * 1e6:.0f}" for bits in WIDTHS),
+                    *(f"{share:.2f}" for share in shares.values()))  # fmt: skip
+    for bits in WIDTHS:
+        where = f"one matrix, threads {threads}, {bits} bits"
+        what = f"{where}, slowest of m = {SWEEP[0]} to {SWEEP[-1]}, of unpacking's time"
+        results.add(what, worst[bits], "x", at_most=UNPACKING_GOAL)
 
 
 def packed_layer(kernel: CpuKernel, widths: Sequence[int], experts: int) -> PackedLayer:
@@ -255,6 +301,9 @@ def main() -> int:
         torch.set_num_threads(threads)
         one_matrix(results, matrices, goals, threads)
     del matrices
+    for threads in given.threads:
+        torch.set_num_threads(threads)
+        sweep(results, given.form, threads)
     for threads in given.threads:
         torch.set_num_threads(threads)
         whole_layer(results, kernel, threads)

@@ -7,7 +7,8 @@ rows of an expert on it is unpacked and multiplied by torch instead, depends on 
     fixed       by what the CPU has alone: the same bits in every process on a machine
     reference   the plain way: the bits of the dequantized model
 
-MOEQ_KERNEL names a kernel for every policy but the last.
+MOEQ_KERNEL names a kernel for every policy but the last. Forms that round activations to int8 change results by more
+than their last bits: no policy takes one, only a name does.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from moeq.errors import ModelError
 from moeq_kernels import measured
 from moeq_kernels.cpu.forms import FORMS, forms
 from moeq_kernels.description import Kernel, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
-from moeq_kernels.names import CPU, REFERENCE, TRITON, VARIABLE
+from moeq_kernels.names import CPU, CPU_INT8, REFERENCE, TRITON, VARIABLE
 from moeq_kernels.reference import ReferenceKernel
 
 Policy = Literal["measured", "fixed", "reference"]
@@ -60,11 +61,12 @@ def named() -> str | None:
     name = os.environ.get(VARIABLE, "").strip()
     if not name:
         return None
-    known = [REFERENCE, CPU, *FORMS, TRITON]
+    known = [REFERENCE, CPU, CPU_INT8, *FORMS, TRITON]
     if name not in known:
         raise ModelError(f"no kernel is called {name!r}", where=VARIABLE, do=f"take one of {', '.join(known)}")
-    if name in FORMS and name not in forms():
-        usable = [REFERENCE, CPU, *forms()]
+    whole = forms(int8=True)
+    if (name in FORMS and not FORMS[name].runs_here()) or (name == CPU_INT8 and not whole):
+        usable = [REFERENCE, CPU, *([CPU_INT8] if whole else []), *forms(), *whole]
         raise ModelError(f"this CPU does not run {name}", where=VARIABLE, do=f"take one of {', '.join(usable)}")
     return name
 
@@ -110,6 +112,8 @@ def _cpu(name: str | None, policy: Policy) -> Kernel:
 
     if name in FORMS:
         return CpuKernel(name)
+    if name == CPU_INT8:
+        return CpuKernel(forms(int8=True)[0])
     if policy == "fixed":
         return CpuKernel()
     return CpuKernel(*measured.best(CpuKernel, tuple(forms()), torch.get_num_threads()))

@@ -1,6 +1,6 @@
 """Which form of the CPU's kernel is fastest here, and from how many rows of an expert on unpacking is faster than it.
 
-Measured once, in some milliseconds beside compiling, on one 4-bit matrix [768, 2048]; what was found is kept in
+Measured once, in some tenths of a second beside compiling, on one 4-bit matrix [768, 2048]; what was found is kept in
 `kernels.json` of the cache folder (see `moeq_kernels.caches`), by CPU, number of threads and the versions of moeq, numba and
 torch. A file that is damaged or cannot be written is ignored: it is measured again.
 """
@@ -28,9 +28,12 @@ from moeq_kernels.packed import PackedWeight
 
 NAME = "kernels.json"
 ROWS, INPUTS, BITS, GROUP = 768, 2048, 4, 128
-STEPS = (16, 32, 64, 128, 256)  # rows at which the form and unpacking are compared
+STEPS = (16, 32, 64, 128, 256, 512, 1024)  # rows at which the form and unpacking are compared
 NEVER = 1 << 30  # rows from which on to unpack, where the form was faster at all of them
-REPEATS = 9
+SLOWER = 2  # steps one after the other at which the form is slower than unpacking: from the first on it is unpacked
+REPEATS = 5, 25  # calls of each contender, at least and at most
+AGREED = 1.05  # the shortest two calls of a contender do not differ by more, or it is called again
+CLEARLY = 1.15  # times as fast as the form expected to be fastest is what another one must be to be taken instead
 MOST_ENTRIES = 64
 COMPARED = 2  # forms, those expected to be fastest
 
@@ -56,14 +59,16 @@ def measure(make: Callable[[str, int], Kernel], forms: tuple[str, ...]) -> Found
     rows = torch.randn(STEPS[-1], INPUTS, generator=generator).bfloat16()
     compared = forms[:COMPARED]
     seconds = _seconds([make(form, NEVER) for form in compared], matrix, rows[:1])
-    form = compared[seconds.index(min(seconds))]
-    ways, unpack_from = [make(form, NEVER), make(form, 1)], NEVER
-    for step in reversed(STEPS):
+    fastest = min(seconds)
+    form = compared[0 if seconds[0] <= CLEARLY * fastest else seconds.index(fastest)]
+    ways = [make(form, NEVER), make(form, 1)]
+    slower: list[int] = []
+    for step in STEPS:
         fused, unpacked = _seconds(ways, matrix, rows[:step])
-        if fused <= unpacked:
+        slower = [*slower, step] if fused > unpacked else []
+        if len(slower) == SLOWER:
             break
-        unpack_from = step
-    return form, unpack_from
+    return form, slower[0] if slower else NEVER
 
 
 def _matrix() -> Matrix:
@@ -80,16 +85,25 @@ def _matrix() -> Matrix:
 
 
 def _seconds(kernels: Sequence[Kernel], matrix: Matrix, rows: Tensor) -> list[float]:
-    """The shortest of a few calls of each, by turns, after one that compiles: what else runs only makes them longer."""
+    """The shortest call of each, by turns, after one that compiles, until two agree about it: what else runs on the
+    machine only makes them longer."""
     prepared = [kernel.linear(matrix) for kernel in kernels]
     taken: list[list[float]] = [[] for _ in prepared]
+    least, most = REPEATS
     with torch.inference_mode():
-        for _ in range(1 + REPEATS):
+        for one in prepared:
+            one(rows)
+        while len(taken[0]) < least or (len(taken[0]) < most and not all(map(_agreed, taken))):
             for one, times in zip(prepared, taken, strict=True):
                 begin = time.perf_counter()
                 one(rows)
                 times.append(time.perf_counter() - begin)
-    return [min(times[1:]) for times in taken]
+    return [min(times) for times in taken]
+
+
+def _agreed(times: Sequence[float]) -> bool:
+    first, second = sorted(times)[:2]
+    return second <= AGREED * first
 
 
 def _entry(threads: int) -> str:

@@ -1,4 +1,4 @@
 """What MOEQ_KERNEL may say beside the forms of the CPU's kernel."""
 
 VARIABLE = "MOEQ_KERNEL"
-REFERENCE, CPU, TRITON = "reference", "cpu", "triton"
+REFERENCE, CPU, CPU_INT8, TRITON = "reference", "cpu", "cpu-int8", "triton"

@@ -13,7 +13,7 @@ from packed_layers import layer_of, matrix_of
 
 from moeq.errors import ModelError
 from moeq_kernels import caches, choice, measured
-from moeq_kernels.cpu.forms import FORMS, forms
+from moeq_kernels.cpu.forms import FORMS, Form, forms
 from moeq_kernels.cpu.layer import PackedLayer
 from moeq_kernels.reference import ReferenceLayer, ReferenceLinear
 
@@ -99,6 +99,42 @@ def test_a_form_that_is_always_faster_is_never_unpacked(speeds: Path, monkeypatc
     assert best(("one",)) == ("one", measured.NEVER)
 
 
+def test_another_form_is_taken_only_where_it_is_clearly_faster(speeds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, wanted in (({"one": 1.1, "two": 1.0}, "one"), ({"one": 1.3, "two": 1.0}, "two")):
+        monkeypatch.setattr(measured, "_seconds", lambda made, *_, seconds=seconds: [seconds[one.form] for one in made])
+        speeds.unlink(missing_ok=True)
+        assert best() == (wanted, measured.NEVER)
+
+
+def test_one_step_at_which_a_form_is_slower_is_chance(speeds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+
+    def seconds(made: list[Taken], _: Any, rows: torch.Tensor) -> list[float]:
+        steps.append(len(rows))
+        return [2.0 if one.prefill != 1 and len(rows) in (32, 128, 256, 512) else 1.0 for one in made]
+
+    monkeypatch.setattr(measured, "_seconds", seconds)
+    assert best(("one",)) == ("one", 128)
+    assert max(steps) == 256, "more rows tell nothing new"
+
+
+def test_moments_in_which_the_machine_is_busy_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kernels of one and two seconds, calls of which take longer by chance, the faster one's more often."""
+    clock = [0.0]
+    lost = {1.0: iter([0.0, 9.0, 4.0, 7.0, 5.0, 3.0, 0.4, 6.0, 0.0, 0.0]), 2.0: iter([0.0] * 10)}
+
+    class Slow:
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def linear(self, _: Any) -> Any:
+            return lambda rows: clock.append(clock.pop() + self.seconds + next(lost[self.seconds]))
+
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: clock[0])
+    rows = torch.zeros(1, 1)
+    assert measured._seconds([Slow(1.0), Slow(2.0)], None, rows) == [1.0, 2.0]  # type: ignore[list-item,arg-type]
+
+
 def test_what_is_measured_here_is_a_form_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(caches.VARIABLE, str(tmp_path))
     measured.best.cache_clear()
@@ -128,7 +164,7 @@ def test_the_reference_is_what_it_is_called(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(choice.prepared_layer(LAYER, CPU, "reference")[0], ReferenceLayer)
 
 
-@pytest.mark.parametrize("form", forms())
+@pytest.mark.parametrize("form", [*forms(), *forms(int8=True)])
 def test_every_form_can_be_named(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEQ_KERNEL", form)
     prepared, _ = choice.prepared_layer(LAYER, CPU, "measured")
@@ -136,12 +172,27 @@ def test_every_form_can_be_named(form: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert prepared.form.name == form
 
 
-def test_a_name_that_there_is_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEQ_KERNEL", "avx")
-    wanted = r"MOEQ_KERNEL: no kernel is called 'avx'; take one of reference, cpu, avx512_bf16, .*, plain, triton$"
+def test_a_form_that_rounds_activations_is_taken_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not set(forms()) & set(forms(int8=True))
+    assert not any(FORMS[form].int8 for form in forms())
+    monkeypatch.setenv("MOEQ_KERNEL", "cpu-int8")
+    if forms(int8=True):
+        prepared, _ = choice.prepared_layer(LAYER, CPU, "measured")
+        assert isinstance(prepared, PackedLayer)
+        assert prepared.form.name == forms(int8=True)[0]
+        assert isinstance(choice.prepared_layer(LAYER, CPU, "reference")[0], ReferenceLayer)
+    monkeypatch.setattr(Form, "runs_here", lambda self: not self.int8)
+    wanted = r"MOEQ_KERNEL: this CPU does not run cpu-int8; take one of reference, cpu, avx512_bf16, .*, plain$"
     with pytest.raises(ModelError, match=wanted):
         choice.named()
-    elsewhere = next(form for form in FORMS if form not in forms())
+
+
+def test_a_name_that_there_is_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEQ_KERNEL", "avx")
+    wanted = r"MOEQ_KERNEL: no kernel is called 'avx'; take one of reference, cpu, cpu-int8, avx512_bf16, .*, triton$"
+    with pytest.raises(ModelError, match=wanted):
+        choice.named()
+    elsewhere = next(name for name, form in FORMS.items() if not form.runs_here())
     monkeypatch.setenv("MOEQ_KERNEL", elsewhere)
     with pytest.raises(ModelError, match=f"MOEQ_KERNEL: this CPU does not run {elsewhere}; take one of reference, cpu"):
         choice.prepared_layer(LAYER, CPU, "measured")

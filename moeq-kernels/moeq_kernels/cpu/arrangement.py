@@ -145,6 +145,13 @@ class Shape:
 
 
 @_compile  # type: ignore[untyped-decorator]
+def _low(plane, pair):  # type: ignore[no-untyped-def]
+    """The lowest bit of a pair's code within each half of its word, as `codes.field`."""
+    place = pair % (16 // plane)
+    return (place // 2 + place % 2 * (8 // plane)) * plane
+
+
+@_compile  # type: ignore[untyped-decorator]
 def _to_words(codes, bits, planes, inputs, group, unit, words, stride):  # type: ignore[no-untyped-def]
     """Bit streams [N, B] into words [blocks * stride] of uint32, which are 0 before; group: inputs of a full one."""
     per_unit, most = unit * bits // 32, (bits + 14) // 8
@@ -158,7 +165,7 @@ def _to_words(codes, bits, planes, inputs, group, unit, words, stride):  # type:
         for offset in range(unit):
             place = offset >> 1
             word[which, offset] = base + place // (16 // plane) * 16
-            shift[which, offset] = place % (16 // plane) * plane + 16 * (offset & 1)
+            shift[which, offset] = _low(plane, place) + 16 * (offset & 1)
         base += unit * plane // 32 * 16
     for row in range(codes.shape[0]):
         stream = codes[row]
@@ -194,8 +201,8 @@ def _from_words(words, bits, planes, inputs, group, unit, codes, stride):  # typ
                     code, left, base = np.uint32(0), bits, at
                     for plane in planes:
                         left -= plane
-                        word, place = divmod(offset >> 1, 16 // plane)
-                        value = words[base + word * 16 + lane] >> np.uint32(place * plane + 16 * (offset & 1))
+                        word, low = (offset >> 1) // (16 // plane), _low(plane, offset >> 1)
+                        value = words[base + word * 16 + lane] >> np.uint32(low + 16 * (offset & 1))
                         code |= (value & np.uint32((1 << plane) - 1)) << np.uint32(left)
                         base += unit * plane // 32 * 16
                     bit = (begin + offset) * bits

@@ -2,10 +2,11 @@
 
 A matrix lies in blocks of LANES rows; a lane is a row. Its codes come in words of 32 bits a lane, each half of a word
 for one input of a pair. Codes of b bits are split into planes of 1, 2, 4, 8 or 16 bits, the high bits first: 3 bits
-are a plane of 2 and one of 1. A word of a plane of p bits holds 16/p pairs, the first in the low bits of each half:
+are a plane of 2 and one of 1. A word of a plane of p bits holds 16/p pairs, those with even numbers from the low bits
+of each half on, the others from its middle on, so that a byte mask takes four inputs, the same of every plane:
 
     p = 4:   31..28 27..24 23..20 19..16   15..12 11..8 7..4 3..0
-    input:     7      5      3      1        6     4     2    0
+    input:     7      3      5      1        6     2     4    0
 
 What a register of words becomes is a vector of `start + step * code`: an affine grid's codes are ORed into the mantissa
 of 1.0 (start 1, step 2**-b), which takes two instructions; scale and zero point come in once a group.
@@ -46,11 +47,14 @@ class Codes(Protocol):
     def single(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int, half: int) -> Value:
         """Values of the input 2*at + half as one float32 a lane."""
 
+    def quad(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int) -> Value:
+        """Codes of the inputs 4*at + (0, 2, 1, 3) as four bytes a lane, the first in the low ones."""
+
 
 def field(plane: int, at: int) -> tuple[int, int]:
     """Which word of a plane holds pair `at`, and the lowest bit of its code within each half."""
     word, place = divmod(at, 16 // plane)
-    return word, place * plane
+    return word, (place // 2 + place % 2 * (8 // plane)) * plane
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,15 @@ class Affine:
             taken = part if taken is None else lanes.either(taken, part)
         return lanes.as_floats(lanes.with_bits(taken, 0x3F800000))
 
+    def quad(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int) -> Value:
+        taken, top = None, self.bits
+        for plane, of_plane in zip(self.planes, words, strict=True):
+            word, low = field(plane, 2 * at)
+            top -= plane
+            part = lanes.masked(lanes.shifted(of_plane[word], low - top), 0x01010101 * (((1 << plane) - 1) << top))
+            taken = part if taken is None else lanes.either(taken, part)
+        return taken
+
     def _converted(self, lanes: Lanes, words: Sequence[Value], at: int) -> Value:
         """8 bits as whole numbers, which bf16 holds up to 256: the upper half of the float32."""
         word, low = field(self.planes[0], at)
@@ -123,6 +136,9 @@ class Dense:
             return lanes.as_floats(lanes.either(lanes.shifted(upper, -16), lanes.masked(lower, 0xFFFF)))
         word = lanes.shifted(words[0][at], 16 * half)
         return lanes.of_halves(word) if self.name == "float16" else lanes.as_floats(lanes.shifted(word, -16))
+
+    def quad(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int) -> Value:
+        raise ValueError(f"{self.name} has no codes")
 
 
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -23,6 +24,7 @@ from moeq_kernels.cpu.forms import FORMS
 _KINDS = [types.float32 if name in FLOATS else types.int64 for name in ARGUMENTS]
 _SIGNATURE = types.void(*_KINDS)
 _blocks: dict[Spec, Any] = {}
+_entries: list[Any] = []  # which keep their code
 _lock = threading.Lock()
 
 
@@ -53,14 +55,35 @@ def call_block(typing: Any, address: Any, arguments: Any) -> Any:
     return types.void(address, arguments), code
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def call_work(typing: Any, address: Any, numbers: Any) -> Any:
+    """Call what `entry` gave, at an address, with the address of its numbers."""
+    whole = ir.IntType(64)
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+        builder.call(builder.inttoptr(given[0], ir.FunctionType(ir.VoidType(), [whole]).as_pointer()), [given[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), code
+
+
+@cache
+def entry(work: Callable[[int], None]) -> int:
+    """Where the compiled code of work lies, a function of the address of its numbers; for `threads.together`."""
+    compiled = cfunc(types.void(types.int64), cache=True)(work)
+    _entries.append(compiled)
+    address: int = compiled.address
+    return address
+
+
 def _vectors(text: str) -> Callable[..., None]:
     def block(  # type: ignore[no-untyped-def]
-        codes, scales, zeros, zero_stride, groups, units, last_units, group_inputs,
-        activations, sums, out, out_stride, scale_step, zero_step, zero_start,
+        codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,
+        group_inputs, activations, sums, out, out_stride, scale_step, zero_step, zero_start,
     ):  # fmt: skip
         given = (
-            codes, scales, zeros, zero_stride, groups, units, last_units, group_inputs,
-            activations, sums, out, out_stride, scale_step, zero_step, zero_start,
+            codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,
+            group_inputs, activations, sums, out, out_stride, scale_step, zero_step, zero_start,
         )  # fmt: skip
         _block(text, given)
 
@@ -72,7 +95,7 @@ def address(spec: Spec) -> int:
     with _lock:
         if spec not in _blocks:
             plainly = FORMS[spec.form].lanes == 1
-            block = plain.block(spec.codes, spec.unit, spec.rows, spec.dtype) if plainly else _vectors(spec.text())
+            block = plain.blocks(spec.codes, spec.unit, spec.rows, spec.dtype) if plainly else _vectors(spec.text())
             _blocks[spec] = cfunc(_SIGNATURE, cache=True)(block)
         found: int = _blocks[spec].address
         return found

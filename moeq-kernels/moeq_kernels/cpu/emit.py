@@ -1,4 +1,4 @@
-"""A block of 16 rows in LLVM's intermediate code: multiplied with rows of activations, or unpacked to values.
+"""Blocks of 16 rows in LLVM's intermediate code: multiplied with rows of activations, or unpacked to values.
 
 What is known when it is compiled stands in a `Spec`, as text, so that numba's cache on disk tells one from another; it
 holds a digest of the files that make the code, too. Addresses are whole numbers.
@@ -25,10 +25,10 @@ ACCUMULATORS = 16, 8  # sums side by side, so that no product waits for the last
 MOST_COPIES = 4  # of them for one row
 WORD_BYTES = 4
 LINE_BYTES = 64
-AHEAD_BYTES = 1 << 14  # of codes that are asked for before they are needed: twice as fast as leaving it to the CPU
-ARGUMENTS = (  # of a compiled block; those in FLOATS are float32, the others int64
-    "codes", "scales", "zeros", "zero_stride", "groups", "units", "last_units", "group_inputs",
-    "activations", "sums", "out", "out_stride", "scale_step", "zero_step", "zero_start",
+AHEAD_BYTES = 1 << 13  # that are asked for before they are needed: half as fast again as leaving it to the CPU
+ARGUMENTS = (  # of compiled code; those in FLOATS are float32, the others int64
+    "codes", "scales", "zeros", "zero_stride", "blocks", "stride", "following", "groups", "units", "last_units",
+    "group_inputs", "activations", "sums", "out", "out_stride", "scale_step", "zero_step", "zero_start",
 )  # fmt: skip
 FLOATS = ("scale_step", "zero_step", "zero_start")
 
@@ -79,8 +79,12 @@ class _Number:
         self.set(self.builder.add(self.get(), ir.Constant(I64, more) if isinstance(more, int) else more))
 
 
-class _Block:
-    """The code of one spec; `argument`: the values of ARGUMENTS by name."""
+class _Blocks:
+    """The code of one spec; `argument`: the values of ARGUMENTS by name.
+
+    Codes, scales and zero points of the next of `blocks` lie `stride` bytes further on; what is read after the last of
+    them begins at `following`, so that it has been asked for, too.
+    """
 
     def __init__(self, builder: ir.IRBuilder, spec: Spec, argument: dict[str, Value]) -> None:
         self.builder, self.spec, self.argument = builder, spec, argument
@@ -90,6 +94,9 @@ class _Block:
         self.parts = range(LANES // self.form.lanes)
         self.part_bytes = self.form.lanes * WORD_BYTES
         self.at = _Number(builder, argument["codes"])
+        self.scales, self.zeros = _Number(builder, argument["scales"]), _Number(builder, argument["zeros"])
+        self.out = _Number(builder, argument["out"])
+        self.end = builder.add(argument["codes"], builder.mul(argument["blocks"], argument["stride"]))
         self._unit_bytes = spec.unit * sum(self.codes.planes) // 32 * LANES * WORD_BYTES
 
     @contextmanager
@@ -104,6 +111,36 @@ class _Block:
         index.add(1)
         self.builder.cbranch(self.builder.icmp_signed("<", index.get(), count), body, done)
         self.builder.position_at_end(done)
+
+    def _each(self, block: Callable[[], None], out_step: int) -> None:
+        """One block after the other; out_step: bytes from what one puts out to what the next one does."""
+        stride, none = self.argument["stride"], ir.Constant(I64, 0)
+        shared = self.builder.icmp_signed("==", self.argument["zero_stride"], none)
+        zero_step, first = self.builder.select(shared, none, stride), _Number(self.builder, self.argument["codes"])
+        with self._times(self.argument["blocks"]):
+            self.at.set(first.get())
+            block()
+            first.add(stride)
+            self._ask_for_rest(first.get())
+            self.scales.add(stride)
+            self.zeros.add(zero_step)
+            self.out.add(out_step)
+
+    def _ahead(self) -> Value:
+        """The address to ask for now: some bytes ahead of the codes, beyond the last block where those end."""
+        ahead = self.builder.add(self.at.get(), ir.Constant(I64, AHEAD_BYTES))
+        moved = self.builder.sub(self.argument["following"], self.end)
+        beyond = self.builder.icmp_unsigned(">=", ahead, self.end)
+        return self.builder.add(ahead, self.builder.select(beyond, moved, ir.Constant(I64, 0)))
+
+    def _ask_for_rest(self, end: Value) -> None:
+        """What lies ahead as scales and zero points lie behind the codes of a block."""
+        if not self.spec.rows:
+            return
+        lines = self.builder.sdiv(self.builder.sub(end, self.at.get()), ir.Constant(I64, LINE_BYTES))
+        with self._times(lines):
+            self.lanes.prefetch(self._ahead(), 0)
+            self.at.add(LINE_BYTES)
 
     def _units_of(self, group: Value) -> Value:
         """Units of a group: the last may be shorter."""
@@ -123,12 +160,12 @@ class _Block:
     def _next_unit(self) -> None:
         self.at.add(self._unit_bytes)
 
-    def _grid(self, group: Value, part: int, pairs: bool) -> tuple[Value, Value]:
+    def _grid(self, group: Value, part: int, values: tuple[float, float]) -> tuple[Value, Value]:
         """Scale and zero point for `start + step * code` in place of the code: y = scale * (value - zero)."""
-        start, step = self.codes.values(pairs)
+        start, step = values
         builder, lanes, skipped = self.builder, self.lanes, part * self.form.lanes
-        at_scales = builder.add(self.argument["scales"], builder.mul(group, ir.Constant(I64, 2 * LANES)))
-        at_zeros = builder.add(self.argument["zeros"], builder.mul(group, self.argument["zero_stride"]))
+        at_scales = builder.add(self.scales.get(), builder.mul(group, ir.Constant(I64, 2 * LANES)))
+        at_zeros = builder.add(self.zeros.get(), builder.mul(group, self.argument["zero_stride"]))
         factor = builder.fmul(self.argument["scale_step"], ir.Constant(F32, 1 / step))
         scale = builder.fmul(lanes.halves(at_scales, 2 * skipped), lanes.in_all(factor))
         zero = builder.fmul(lanes.bytes(at_zeros, skipped), lanes.in_all(self.argument["zero_step"]))
@@ -137,48 +174,60 @@ class _Block:
         return scale, builder.fadd(zero, lanes.in_all(ir.Constant(F32, start)))
 
     def multiply(self) -> None:
-        """out [M, 16] float32 = sum over groups of scale * (sum of value * activation - zero * sum of activations)."""
+        """out float32 = sum over groups of scale * (sum of value * activation - zero * sum of activations), [M, 16] of
+        one block beside that of the next, rows out_stride bytes apart.
+
+        Activations in int8 are summed as whole numbers; sums are [G, 2, M]: their scale, and their sum times it."""
+        self._each(self._multiply_block, LANES * WORD_BYTES)
+
+    def _multiply_block(self) -> None:
         rows = range(self.spec.rows)
         vectors = self.spec.rows * len(self.parts)
         copies = max(1, min(MOST_COPIES, ACCUMULATORS[len(self.parts) > 1] // vectors))
         builder, zero = self.builder, self.lanes.zero
+        none = self.lanes.no_word if self.form.int8 else zero
         self.given = _Number(builder, self.argument["activations"])
         totals = [[_Number(builder, zero) for _ in self.parts] for _ in rows]
-        sums = [[[_Number(builder, zero) for _ in range(copies)] for _ in self.parts] for _ in rows]
+        sums = [[[_Number(builder, none) for _ in range(copies)] for _ in self.parts] for _ in rows]
         with self._times(self.argument["groups"]) as index:
             group = index.get()
             for number in (one for of_row in sums for of_part in of_row for one in of_part):
-                number.set(zero)
+                number.set(none)
             with self._times(self._units_of(group)):
                 self._multiply_unit(sums)
                 self._next_unit()
-                self.given.add(self.spec.unit * self.spec.rows * (2 if self.form.pairs else 4))
-            self._end_group(group, sums, totals)
+                self.given.add(self.spec.unit * self.spec.rows * WORD_BYTES // self.form.per_word)
+            (self._end_whole_group if self.form.int8 else self._end_group)(group, sums, totals)
         for row in rows:
+            to = builder.add(self.out.get(), builder.mul(ir.Constant(I64, row), self.argument["out_stride"]))
             for part in self.parts:
-                place = (row * LANES + part * self.form.lanes) * WORD_BYTES
-                self.lanes.store(totals[row][part].get(), self.argument["out"], place)
+                self.lanes.store(totals[row][part].get(), to, part * self.part_bytes)
 
     def _multiply_unit(self, sums: Sequence[Sequence[Sequence[_Number]]]) -> None:
-        given, lanes, rows = self.given.get(), self.lanes, self.spec.rows
+        given, lanes, rows, ahead = self.given.get(), self.lanes, self.spec.rows, self._ahead()
         for line in range(0, self._unit_bytes, LINE_BYTES):
-            lanes.prefetch(self.at.get(), AHEAD_BYTES + line)
+            lanes.prefetch(ahead, line)
         for part in self.parts:
-            words, number = self._words(part), 0
-            for at in range(self.spec.unit // 2):
-                for half in (0,) if self.form.pairs else (0, 1):
-                    if self.form.pairs:
-                        values, place = self.codes.pair(lanes, words, at), at
+            words = self._words(part)
+            for place in range(self.spec.unit // self.form.per_word):
+                values = self._values(words, place)
+                for row in range(rows):
+                    into, offset = sums[row][part], (place * rows + row) * WORD_BYTES
+                    total = into[place % len(into)]
+                    if self.form.int8:
+                        total.set(lanes.dot_quads(total.get(), values, lanes.word_in_all(given, offset)))
+                    elif self.form.pairs:
+                        total.set(lanes.dot_pairs(total.get(), values, lanes.word_in_all(given, offset)))
                     else:
-                        values, place = self.codes.single(lanes, words, at, half), 2 * at + half
-                    for row in range(rows):
-                        into, offset = sums[row][part], (place * rows + row) * WORD_BYTES
-                        total = into[number % len(into)]
-                        if self.form.pairs:
-                            total.set(lanes.dot_pairs(total.get(), values, lanes.word_in_all(given, offset)))
-                        else:
-                            total.set(lanes.fma(values, lanes.float_in_all(given, offset), total.get()))
-                    number += 1
+                        total.set(lanes.fma(values, lanes.float_in_all(given, offset), total.get()))
+
+    def _values(self, words: Sequence[Sequence[Value]], place: int) -> Value:
+        """What is multiplied with a word of activations."""
+        if self.form.int8:
+            return self.codes.quad(self.lanes, words, place)
+        if self.form.pairs:
+            return self.codes.pair(self.lanes, words, place)
+        return self.codes.single(self.lanes, words, *divmod(place, 2))
 
     def _end_group(
         self, group: Value, sums: Sequence[Sequence[Sequence[_Number]]], totals: Sequence[Sequence[_Number]]
@@ -187,7 +236,7 @@ class _Block:
         at_sums = builder.add(self.argument["sums"], builder.mul(group, ir.Constant(I64, rows * WORD_BYTES)))
         for part in self.parts:
             if self.codes.affine:
-                scale, zero = self._grid(group, part, self.form.pairs)
+                scale, zero = self._grid(group, part, self.codes.values(self.form.pairs))
             for row in range(rows):
                 value = sums[row][part][0].get()
                 for other in sums[row][part][1:]:
@@ -199,16 +248,40 @@ class _Block:
                 else:
                     total.set(builder.fadd(value, total.get()))
 
+    def _end_whole_group(
+        self, group: Value, sums: Sequence[Sequence[Sequence[_Number]]], totals: Sequence[Sequence[_Number]]
+    ) -> None:
+        builder, lanes, rows = self.builder, self.lanes, self.spec.rows
+        scales = builder.add(self.argument["sums"], builder.mul(group, ir.Constant(I64, 2 * rows * WORD_BYTES)))
+        for part in self.parts:
+            scale, zero = self._grid(group, part, (0.0, 1.0))
+            below = builder.fneg(zero)
+            for row in range(rows):
+                value = sums[row][part][0].get()
+                for other in sums[row][part][1:]:
+                    value = builder.add(value, other.get())
+                moved = builder.fmul(below, lanes.float_in_all(scales, (rows + row) * WORD_BYTES))
+                value = lanes.fma(lanes.to_floats(value), lanes.float_in_all(scales, row * WORD_BYTES), moved)
+                totals[row][part].set(lanes.fma(scale, value, totals[row][part].get()))
+
     def unpack(self) -> None:
         """Values of all inputs and some more at the end to out, [K and up to a unit more, 16], rows out_stride bytes
-        apart: exactly those of `PackedWeight.dequantize`."""
-        size = 2 if self.spec.dtype == "bfloat16" else 4
-        stride, out = self.argument["out_stride"], self.argument["out"]
+        apart, one block beside the next: exactly those of `PackedWeight.dequantize`."""
+        self._each(self._unpack_block, LANES * self._size)
+
+    @property
+    def _size(self) -> int:
+        """Bytes of an unpacked value."""
+        return 2 if self.spec.dtype == "bfloat16" else 4
+
+    def _unpack_block(self) -> None:
+        size, stride, out = self._size, self.argument["out_stride"], self.out.get()
         with self._times(self.argument["groups"]) as index:
             group = index.get()
             first = self.builder.mul(group, self.argument["group_inputs"])
             to = _Number(self.builder, self.builder.add(out, self.builder.mul(first, stride)))
-            grids = [self._grid(group, part, False) for part in self.parts] if self.codes.affine else []
+            values = self.codes.values(False)
+            grids = [self._grid(group, part, values) for part in self.parts] if self.codes.affine else []
             with self._times(self._units_of(group)):
                 words = [self._words(part) for part in self.parts]
                 for at in range(self.spec.unit):
@@ -225,6 +298,6 @@ class _Block:
 def emit(builder: ir.IRBuilder, text: str, arguments: Sequence[Value]) -> None:
     """The code of a spec's text, which ends where the builder stands; arguments: as ARGUMENTS."""
     spec = Spec.of(text)
-    block = _Block(builder, spec, dict(zip(ARGUMENTS, arguments, strict=True)))
-    work: Callable[[], None] = block.multiply if spec.rows else block.unpack
+    blocks = _Blocks(builder, spec, dict(zip(ARGUMENTS, arguments, strict=True)))
+    work: Callable[[], None] = blocks.multiply if spec.rows else blocks.unpack
     work()

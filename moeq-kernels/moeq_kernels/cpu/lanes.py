@@ -29,6 +29,7 @@ class Lanes:
         self.builder, self.count = builder, count
         self.word_type, self.float_type = ir.VectorType(I32, count), ir.VectorType(F32, count)
         self.zero = ir.Constant(self.float_type, [0.0] * count)
+        self.no_word = ir.Constant(self.word_type, [0] * count)
 
     def _pointer(self, address: Value, offset: int, kind: ir.Type) -> Value:
         place = self.builder.add(address, ir.Constant(I64, offset)) if offset else address
@@ -101,7 +102,7 @@ class Lanes:
         return self.builder.bitcast(floats, self.word_type)
 
     def to_floats(self, words: Value) -> Value:
-        """The same numbers, below 2**24."""
+        """The same numbers, signed; exact below 2**24."""
         return self.builder.sitofp(words, self.float_type)
 
     def _call(self, name: str, result: ir.Type, *arguments: Value) -> Value:
@@ -117,6 +118,11 @@ class Lanes:
         pairs = ir.VectorType(_BFloat(), 2 * self.count)
         given = (self.builder.bitcast(part, pairs) for part in (words, others))
         return self._call("llvm.x86.avx512bf16.dpbf16ps.512", self.float_type, total, *given)
+
+    def dot_quads(self, total: Value, codes: Value, others: Value) -> Value:
+        """total + the sum of four products of an unsigned and a signed byte a lane, in int32 (of 8 or 16 lanes)."""
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * self.count}"
+        return self._call(name, self.word_type, total, codes, others)
 
     def prefetch(self, address: Value, offset: int) -> None:
         """Have a line come into the cache; an address where nothing lies does no harm."""

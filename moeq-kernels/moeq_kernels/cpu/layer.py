@@ -9,67 +9,79 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moeq_kernels.cpu import schedule
+from moeq_kernels.cpu import columns, finish, schedule
+from moeq_kernels.cpu.compiled import entry
 from moeq_kernels.cpu.forms import Form
 from moeq_kernels.cpu.matrices import Integers, Matrices, flat
 from moeq_kernels.cpu.threads import together
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 
-ITEM_BYTES = 1 << 19  # of packed matrices that a thread claims at once
+ITEM_BYTES = 1 << 19  # of packed matrices that a thread claims at once, fewer where they are used for many rows
 WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken
 GATED, ALONE = ("gate_proj", "up_proj"), ("up_proj",)
+
+
+@cache
+def _sizes(form: Form) -> Integers:
+    return np.array(form.rows)
 
 
 @dataclass(frozen=True)
 class _Routed:
     """Rows sorted by expert: order [P], the first of every expert [E + 1], and tiles [S, 5] of the experts that are not
-    unpacked."""
+    unpacked, of which there are `experts`."""
 
     order: Integers
     starts: Integers
     tiles: Integers
+    experts: int
 
     @classmethod
     def of(cls, index: Integers, experts: int, form: Form, whole: int) -> _Routed:
         order, starts = np.empty(index.size, np.int64), np.empty(experts + 1, np.int64)
         tiles = np.empty((index.size, 5), np.int64)
-        count = schedule.route(index, starts, np.array(form.rows), whole, order, tiles)
-        return cls(order, starts, tiles[:count])
+        count, tiled = schedule.route(index, starts, _sizes(form), whole, order, tiles)
+        return cls(order, starts, tiles[:count], tiled)
 
     @property
     def rows(self) -> float:
-        """Of an expert that has some, in the mean."""
-        return float(self.tiles[:, schedule.COUNT].sum() / np.unique(self.tiles[:, schedule.EXPERT]).size)
+        """Of an expert that has some, at most, in the mean."""
+        return len(self.order) / self.experts
 
     def whole(self, whole: int) -> list[int]:
         """Experts with that many rows and more, which have no tiles."""
-        return np.flatnonzero(np.diff(self.starts) >= whole).tolist()  # type: ignore[no-any-return]
+        return [] if len(self.order) < whole else np.flatnonzero(np.diff(self.starts) >= whole).tolist()  # type: ignore[no-any-return]
 
 
 class _Stage:
-    """One stage of a call: its matrices times the rows of a source, see `schedule.work`."""
+    """One stage of a call: its matrices times the rows of a source, see `schedule.describe`."""
 
     def __init__(self, matrices: Matrices, form: Form, routed: _Routed, *, by_block: bool) -> None:
         self.matrices, self.form, self.routed = matrices, form, routed
         self.functions = matrices.functions(form)
         self.starts, self.words, self.sums, self.items, self.nbytes, complete = schedule.plan(
-            routed.tiles, matrices.table, self.functions, form.pairs, by_block, ITEM_BYTES
+            routed.tiles,
+            matrices.table,
+            self.functions,
+            matrices.per_word(form),
+            by_block,
+            int(ITEM_BYTES / max(1.0, routed.rows / 4)),
         )
         if not complete:
             matrices.compile(form, routed.tiles)
 
     def arguments(self, source: Tensor, per_row: int, end: int, weights: Tensor, per_token: int, out: Tensor) -> Any:
-        """Those of `schedule.work`; source: [R, K] float32."""
+        """Those of `schedule.describe`; source: [R, K] float32."""
         routed, held = self.routed, self.matrices.held
-        how = (
-            self.matrices.table, routed.tiles, routed.order, self.starts, per_row, self.form.pairs, held.data_ptr(),
-        )  # fmt: skip
+        per_word = self.matrices.per_word(self.form)
+        how = self.matrices.table, routed.tiles, routed.order, self.starts, per_row, per_word, held.data_ptr()
         counters = np.zeros(4 * schedule.LINE, np.int64)
         layout, sums = np.zeros(self.words, np.uint32), np.zeros(self.sums, np.float32)
         return (
@@ -98,7 +110,7 @@ class PackedLayer:
         names = [name for name in layer.matrices[0] if name != DOWN]
         self.projections = tuple(sorted(names)) if set(names) == set(GATED) else tuple(names)
         self.held, (self.first, self.second) = flat(layer, [self.projections, (DOWN,)])
-        known = schedule.ACTIVATIONS.get(layer.activation or "")
+        known = finish.ACTIVATIONS.get(layer.activation or "")
         self.activation = known if self.projections in (GATED, ALONE) else None
 
     @property
@@ -121,8 +133,7 @@ class PackedLayer:
             return self._sum(hidden.detach(), index, weights.detach())
 
     def _sum(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        pairs = self.form.pairs and hidden.dtype == torch.bfloat16 and self.first.pairs and self.second.pairs
-        form = self.form if pairs else self.form.floats
+        form = self.form.taking(hidden.dtype == torch.bfloat16 and self.first.pairs and self.second.pairs)
         flat_index = index.reshape(-1).to(torch.int64).contiguous().numpy()
         routed = _Routed.of(flat_index, len(self.first.shapes), form, self.prefill)
         share = weights.reshape(-1).to(torch.float32).contiguous()
@@ -143,14 +154,17 @@ class PackedLayer:
         second = _Stage(self.second, form, routed, by_block=True)
         inner = torch.empty(1, len(routed.order), self.first.rows)
         one = first.arguments(source, top_k, self.activation or 0, NO_WEIGHTS, 1, inner)
-        two = second.arguments(inner[0], 0, schedule.WEIGHTED, share, top_k, out[None])
-        together(schedule.work_two, (one, two), _threads(first.nbytes + second.nbytes, routed.rows))
+        two = second.arguments(inner[0], 0, finish.WEIGHTED, share, top_k, out[None])
+        numbers = np.empty(2 * schedule.NUMBERS, np.int64)
+        schedule.describe(*one, numbers[: schedule.NUMBERS])
+        schedule.describe(*two, numbers[schedule.NUMBERS :])
+        together(entry(schedule.two_stages), numbers, _threads(first.nbytes + second.nbytes, routed.rows))
 
     def _apart(
         self, source: Tensor, dtype: torch.dtype, form: Form, routed: _Routed, share: Tensor, top_k: int, out: Tensor
     ) -> None:
         """The gate, or what finishes rows, is Python's: a call before it and one after it."""
-        last = int(routed.tiles[:, schedule.FIRST : schedule.SIZE].sum(1).max())
+        last = int(routed.tiles[:, columns.FIRST : columns.SIZE].sum(1).max())
         first = _products(self.first, form, routed, source, top_k)[:, :last].to(dtype)
         shapes = self.first.shapes[0]
         parts = {name: part[:, : shape.rows] for name, part, shape in zip(self.projections, first, shapes, strict=True)}
@@ -176,7 +190,7 @@ class PackedLayer:
 
 def _rows_of(tiles: Integers) -> Integers:
     """The places of all rows of tiles among those sorted by expert."""
-    spans = [np.arange(tile[schedule.FIRST], tile[schedule.FIRST] + tile[schedule.COUNT]) for tile in tiles]
+    spans = [np.arange(tile[columns.FIRST], tile[columns.FIRST] + tile[columns.COUNT]) for tile in tiles]
     return np.concatenate(spans)
 
 
@@ -184,8 +198,10 @@ def _products(matrices: Matrices, form: Form, routed: _Routed, source: Tensor, p
     """Products [C, P, N] in float32 of a source's rows, by expert; what no tile has is 0."""
     stage = _Stage(matrices, form, routed, by_block=False)
     out = torch.zeros(len(matrices.shapes[0]), len(routed.order), matrices.rows)
-    arguments = stage.arguments(source, per_row, schedule.PRODUCTS, NO_WEIGHTS, 1, out)
-    together(schedule.work, arguments, _threads(stage.nbytes, routed.rows))
+    arguments = stage.arguments(source, per_row, finish.PRODUCTS, NO_WEIGHTS, 1, out)
+    numbers = np.empty(schedule.NUMBERS, np.int64)
+    schedule.describe(*arguments, numbers)
+    together(entry(schedule.one_stage), numbers, _threads(stage.nbytes, routed.rows))
     return out
 
 
@@ -219,8 +235,8 @@ class PackedLinear:
             return self.matrices.product(rows, 0, 0, self.form)
         if not count:
             return rows.new_empty(0, self.matrices.rows)
-        pairs = self.form.pairs and dtype == torch.bfloat16 and self.matrices.pairs
-        form, source = self.form if pairs else self.form.floats, rows.float().contiguous()
+        form = self.form.taking(dtype == torch.bfloat16 and self.matrices.pairs)
+        source = rows.float().contiguous()
         if count <= form.rows[-1] and (torch.get_num_threads() == 1 or _threads(self.held_bytes, count)):
             out = np.empty((1, count, self.matrices.rows), np.float32)
             schedule.alone(source.numpy(), *self._how_alone(form, bisect_left(form.rows, count)), out)
@@ -232,9 +248,9 @@ class PackedLinear:
         """Arguments of `schedule.alone` that do not depend on the rows."""
         if (form.name, place) not in self._alone:
             self.matrices.compile_one(form, 0, place)
-            functions = self.matrices.functions(form)
+            functions, per_word = self.matrices.functions(form), self.matrices.per_word(form)
             self._alone[form.name, place] = (
-                place, form.rows[place], form.pairs, self.held.data_ptr(), self.matrices.table, functions,
+                place, form.rows[place], per_word, self.held.data_ptr(), self.matrices.table, functions,
                 self.matrices.grids, self.matrices.biases,
             )  # fmt: skip
         return self._alone[form.name, place]

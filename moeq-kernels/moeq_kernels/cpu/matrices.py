@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeq_kernels.cpu import compiled, schedule
+from moeq_kernels.cpu import columns, compiled, schedule
 from moeq_kernels.cpu.arrangement import ALIGNED, Shape, arrange, undo
-from moeq_kernels.cpu.codes import LANES
+from moeq_kernels.cpu.codes import CODES, LANES
 from moeq_kernels.cpu.emit import Spec
 from moeq_kernels.cpu.forms import Form
 from moeq_kernels.cpu.threads import together
@@ -49,7 +49,7 @@ class Matrices:
 
     @cached_property
     def table(self) -> Integers:
-        """[E, C, COLUMNS] as `schedule` reads it."""
+        """[E, C, COLUMNS] as `columns` names them."""
         rows = [
             [
                 self._entry(*places, alike=n > 0 and places[0].layout == expert[0][0].layout)
@@ -62,15 +62,15 @@ class Matrices:
     def _entry(self, shape: Shape, offset: int, bias: int, *, alike: bool) -> list[int]:
         full, last = shape.units
         values = {
-            schedule.BITS: sum(shape.planes), schedule.OFFSET: offset, schedule.STRIDE: shape.stride,
-            schedule.ROWS: shape.rows, schedule.SLOT: self.kinds.index((shape.codes, shape.unit)),
-            schedule.SCALES_AT: shape.scales_at, schedule.ZEROS_AT: shape.zeros_at,
-            schedule.ZERO_STRIDE: LANES * shape.has_zeros, schedule.GROUPS: shape.groups,
-            schedule.GROUP: shape.group_inputs, schedule.LAST: shape.last_inputs, schedule.UNITS: full,
-            schedule.LAST_UNITS: last, schedule.UNIT: shape.unit, schedule.BIAS: bias,
-            schedule.FILLED: shape.filled_inputs, schedule.ALIKE: alike,
+            columns.BITS: sum(shape.planes), columns.OFFSET: offset, columns.STRIDE: shape.stride,
+            columns.ROWS: shape.rows, columns.SLOT: self.kinds.index((shape.codes, shape.unit)),
+            columns.SCALES_AT: shape.scales_at, columns.ZEROS_AT: shape.zeros_at,
+            columns.ZERO_STRIDE: LANES * shape.has_zeros, columns.GROUPS: shape.groups,
+            columns.GROUP: shape.group_inputs, columns.LAST: shape.last_inputs, columns.UNITS: full,
+            columns.LAST_UNITS: last, columns.UNIT: shape.unit, columns.BIAS: bias,
+            columns.FILLED: shape.filled_inputs, columns.ALIKE: alike,
         }  # fmt: skip
-        return [values[column] for column in range(schedule.COLUMNS)]
+        return [values[column] for column in range(columns.COLUMNS)]
 
     @cached_property
     def grids(self) -> Floats:
@@ -112,17 +112,27 @@ class Matrices:
             self._functions[form.name] = np.zeros((len(self.kinds), len(form.rows)), np.int64)
         return self._functions[form.name]
 
+    @cached_property
+    def _per_word(self) -> dict[str, Integers]:
+        return {}
+
+    def per_word(self, form: Form) -> Integers:
+        """Activations of a word as blocks of each kind read them, [kinds]."""
+        if form.name not in self._per_word:
+            self._per_word[form.name] = np.array([_form_of(form, codes).per_word for codes, _ in self.kinds])
+        return self._per_word[form.name]
+
     def compile(self, form: Form, tiles: Integers) -> None:
         """Have the blocks that the tiles need."""
-        slots = self.table[tiles[:, schedule.EXPERT], :, schedule.SLOT]
-        places = np.broadcast_to(tiles[:, schedule.PLACE, None], slots.shape)
+        slots = self.table[tiles[:, columns.EXPERT], :, columns.SLOT]
+        places = np.broadcast_to(tiles[:, columns.PLACE, None], slots.shape)
         for slot, place in set(zip(slots.flatten().tolist(), places.flatten().tolist(), strict=True)):
             self.compile_one(form, slot, place)
 
     def compile_one(self, form: Form, slot: int, place: int) -> None:
         """Have the block for a kind and a size."""
         codes, unit = self.kinds[slot]
-        spec = Spec(form=form.name, codes=codes, unit=unit, rows=form.rows[place])
+        spec = Spec(form=_form_of(form, codes).name, codes=codes, unit=unit, rows=form.rows[place])
         self.functions(form)[slot, place] = compiled.address(spec)
 
     def product(self, rows: Tensor, expert: int, which: int, form: Form) -> Tensor:
@@ -134,13 +144,15 @@ class Matrices:
         function, how, grid = compiled.address(spec), self.table[expert, which], self.grids[expert, which]
         step = max(1, UNPACKED_BYTES // (shape.inputs * dtype.itemsize * LANES))
         space = torch.empty(shape.inputs + shape.unit, min(step, shape.blocks) * LANES, dtype=dtype)
-        values = space.view(torch.uint16).numpy() if dtype == torch.bfloat16 else space.numpy()
         result, given = rows.new_empty(len(rows), shape.blocks * LANES), rows.to(dtype)
         for first in range(0, shape.blocks, step):
             last = min(first + step, shape.blocks)
-            counters = np.zeros(2 * schedule.LINE, np.int64)
-            arguments = (counters, how, grid, self.held.data_ptr(), function, first, last, values)
-            together(schedule.unpack, arguments)
+            numbers = np.zeros(schedule.UNPACKING, np.int64)
+            numbers[2 * schedule.LINE :] = (
+                how.ctypes.data, grid.ctypes.data, self.held.data_ptr(), function, first, last, space.data_ptr(),
+                space.shape[1] * space.itemsize, space.itemsize,
+            )  # fmt: skip
+            together(compiled.entry(schedule.unpack), numbers)
             count = (last - first) * LANES
             result[:, first * LANES : first * LANES + count] = given @ space[: shape.inputs, :count]
         result = result[:, : shape.rows]
@@ -148,6 +160,11 @@ class Matrices:
         if bias >= 0:
             result = result + torch.from_numpy(self.biases[bias : bias + shape.rows]).to(rows.dtype)
         return result
+
+
+def _form_of(form: Form, codes: str) -> Form:
+    """The form for one kind of codes: dense values are multiplied with activations as they are."""
+    return form.floats if form.int8 and not CODES[codes].affine else form
 
 
 def flat(layer: LayerOfExperts, stages: Sequence[Sequence[str]]) -> tuple[Tensor, list[Matrices]]:

@@ -23,6 +23,54 @@ def add_at(typing: Any, address: Any, more: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def look_at(typing: Any, address: Any) -> Any:
+    """The int64 at an address as another thread last put it there, and what that thread wrote before."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+        return builder.load_atomic(builder.inttoptr(given[0], ir.IntType(64).as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def put_at(typing: Any, address: Any, number: Any) -> Any:
+    """Put an int64 at an address for other threads to see, after all that was written before."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+        builder.store_atomic(given[1], builder.inttoptr(given[0], ir.IntType(64).as_pointer()), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), code
+
+
+def _array(native: ir.Type, kind: Any) -> Any:
+    """A pointer to numbers of a type, of which numba's `carray` makes an array."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def pointer(typing: Any, address: Any) -> Any:
+        def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+            return builder.inttoptr(given[0], native.as_pointer())
+
+        return types.CPointer(kind)(types.int64), code
+
+    return pointer
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def ask_for(typing: Any, address: Any) -> Any:
+    """Have the cache line of an address come; one where nothing lies does no harm."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+        place, whole = builder.inttoptr(given[0], ir.IntType(8).as_pointer()), ir.IntType(32)
+        kind, name = ir.FunctionType(ir.VoidType(), [place.type, whole, whole, whole]), "llvm.prefetch.p0"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(function, [place, *(ir.Constant(whole, value) for value in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def bits_of(typing: Any, number: Any) -> Any:
     """The 32 bits of a float32, as a whole number."""
 
@@ -77,3 +125,7 @@ word_at = _load(ir.IntType(32), types.uint32, 4)
 float_at = _load(ir.FloatType(), types.float32, 4)
 put_short = _save(ir.IntType(16), types.uint16, 2)
 put_float = _save(ir.FloatType(), types.float32, 4)
+
+int64s = _array(ir.IntType(64), types.int64)
+uint32s = _array(ir.IntType(32), types.uint32)
+float32s = _array(ir.FloatType(), types.float32)

@@ -1,4 +1,4 @@
-"""A block of 16 rows in plain loops, for CPUs without the vectors that the other forms need, and as their oracle.
+"""Blocks of 16 rows in plain loops, for CPUs without the vectors that the other forms need, and as their oracle.
 
 A unit's codes become values once, one lane after the other, which are then multiplied with all rows of activations.
 """
@@ -39,7 +39,7 @@ def _codes(at, planes, unit, codes):  # type: ignore[no-untyped-def]
         mask = np.uint32((1 << plane) - 1)
         for k in range(unit):
             word, place = divmod(k >> 1, 16 // plane)
-            shift = np.uint32(place * plane + 16 * (k & 1))
+            shift = np.uint32((place // 2 + place % 2 * (8 // plane)) * plane + 16 * (k & 1))
             for lane in range(LANES):
                 part = (word_at(at + (word * LANES + lane) * 4) >> shift) & mask
                 codes[k, lane] = codes[k, lane] << np.uint32(plane) | part
@@ -73,55 +73,60 @@ def _grid(scales, zeros, scale_step, zero_step, zero_start, scale, zero):  # typ
 DENSE = {"bfloat16": 16, "float16": 17, "float32": 32}
 
 
-def block(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
-    """The block of a spec; arguments of what it gives: as `emit.ARGUMENTS`."""
+def blocks(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
+    """The code of a spec; arguments of what it gives: as `emit.ARGUMENTS`."""
     planes, dense, short = CODES[codes].planes, DENSE.get(codes, 0), dtype == "bfloat16"
     unit_bytes = unit * sum(planes) // 32 * LANES * 4
 
     def multiply(  # type: ignore[no-untyped-def]
-        at, scales, zeros, zero_stride, groups, units, last_units, group_inputs,
-        activations, sums, out, out_stride, scale_step, zero_step, zero_start,
+        codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,
+        group_inputs, activations, sums, out, out_stride, scale_step, zero_step, zero_start,
     ):  # fmt: skip
         numbers, values = np.empty((unit, LANES), np.uint32), np.empty((unit, LANES), np.float32)
         scale, zero = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-        totals = np.zeros((rows, LANES), np.float32)
-        for group in range(groups):
-            if dense == 0:
-                _grid(scales + 2 * LANES * group, zeros + zero_stride * group, scale_step, zero_step, zero_start,
-                      scale, zero)  # fmt: skip
-            for _ in range(last_units if group == groups - 1 else units):
-                _values(at, planes, unit, dense, scale, zero, numbers, values)
-                for row in range(rows):
-                    for k in range(unit):
-                        activation = float_at(activations + (k * rows + row) * 4)
-                        for lane in range(LANES):
-                            totals[row, lane] += activation * values[k, lane]
-                at += unit_bytes
-                activations += unit * rows * 4
-        for row in range(rows):
-            for lane in range(LANES):
-                put_float(out + (row * LANES + lane) * 4, totals[row, lane])
+        totals = np.empty((rows, LANES), np.float32)
+        for block in range(blocks):
+            at, given, own = codes + block * stride, activations, zeros + (block * stride if zero_stride else 0)
+            totals[:] = 0
+            for group in range(groups):
+                if dense == 0:
+                    _grid(scales + block * stride + 2 * LANES * group, own + zero_stride * group, scale_step, zero_step,
+                          zero_start, scale, zero)  # fmt: skip
+                for _ in range(last_units if group == groups - 1 else units):
+                    _values(at, planes, unit, dense, scale, zero, numbers, values)
+                    for row in range(rows):
+                        for k in range(unit):
+                            activation = float_at(given + (k * rows + row) * 4)
+                            for lane in range(LANES):
+                                totals[row, lane] += activation * values[k, lane]
+                    at += unit_bytes
+                    given += unit * rows * 4
+            for row in range(rows):
+                for lane in range(LANES):
+                    put_float(out + row * out_stride + (block * LANES + lane) * 4, totals[row, lane])
 
     def unpack(  # type: ignore[no-untyped-def]
-        at, scales, zeros, zero_stride, groups, units, last_units, group_inputs,
-        activations, sums, out, out_stride, scale_step, zero_step, zero_start,
+        codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,
+        group_inputs, activations, sums, out, out_stride, scale_step, zero_step, zero_start,
     ):  # fmt: skip
         numbers, values = np.empty((unit, LANES), np.uint32), np.empty((unit, LANES), np.float32)
         scale, zero = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-        for group in range(groups):
-            if dense == 0:
-                _grid(scales + 2 * LANES * group, zeros + zero_stride * group, scale_step, zero_step, zero_start,
-                      scale, zero)  # fmt: skip
-            to = out + group * group_inputs * out_stride
-            for _ in range(last_units if group == groups - 1 else units):
-                _values(at, planes, unit, dense, scale, zero, numbers, values)
-                for k in range(unit):
-                    for lane in range(LANES):
-                        if short:
-                            put_short(to + 2 * lane, _bf16(values[k, lane]))
-                        else:
-                            put_float(to + 4 * lane, values[k, lane])
-                    to += out_stride
-                at += unit_bytes
+        for block in range(blocks):
+            at, own = codes + block * stride, zeros + (block * stride if zero_stride else 0)
+            for group in range(groups):
+                if dense == 0:
+                    _grid(scales + block * stride + 2 * LANES * group, own + zero_stride * group, scale_step, zero_step,
+                          zero_start, scale, zero)  # fmt: skip
+                to = out + group * group_inputs * out_stride + block * LANES * (2 if short else 4)
+                for _ in range(last_units if group == groups - 1 else units):
+                    _values(at, planes, unit, dense, scale, zero, numbers, values)
+                    for k in range(unit):
+                        for lane in range(LANES):
+                            if short:
+                                put_short(to + 2 * lane, _bf16(values[k, lane]))
+                            else:
+                                put_float(to + 4 * lane, values[k, lane])
+                        to += out_stride
+                    at += unit_bytes
 
     return multiply if rows else unpack

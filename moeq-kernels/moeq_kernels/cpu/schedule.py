@@ -1,7 +1,8 @@
 """The work of one call, compiled: tokens sorted by expert, cut into items, and done by all threads that take part.
 
 A call has one or two stages, each of the same two steps: rows of activations are laid out as the blocks read them, with
-their sums by group; then blocks of 16 output rows are multiplied with them, C matrices of an expert side by side (gate
+their sums by group, or, for a form that rounds them, as int8 with a scale for every row and group, the largest of them
+divided by 127; then blocks of 16 output rows are multiplied with them, C matrices of an expert side by side (gate
 and up). Items are claimed with an atomic counter, so that cores are busy to the end whatever widths the experts have,
 and a thread that comes late or never costs nothing: a step ends when its items are done, not when threads arrive.
 
@@ -13,26 +14,40 @@ pass multiplies), C matrices of an expert, N output rows, K inputs.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-from numba import njit, types
+from numba import carray, njit, types
 
+from moeq_kernels.cpu.columns import (
+    ALIKE,
+    COLUMNS,
+    COUNT,
+    EXPERT,
+    FILLED,
+    FIRST,
+    GROUP,
+    GROUPS,
+    LANES,
+    LAST,
+    LAST_UNITS,
+    OFFSET,
+    PLACE,
+    ROWS,
+    SCALES_AT,
+    SIZE,
+    SLOT,
+    STRIDE,
+    UNIT,
+    UNITS,
+    ZERO_STRIDE,
+    ZEROS_AT,
+)  # fmt: skip
 from moeq_kernels.cpu.compiled import call_block
-from moeq_kernels.cpu.memory import add_at, bits_of, float_of
+from moeq_kernels.cpu.emit import AHEAD_BYTES, LINE_BYTES
+from moeq_kernels.cpu.finish import PRODUCTS, finish
+from moeq_kernels.cpu.memory import add_at, ask_for, bits_of, float32s, float_of, int64s, look_at, uint32s
 
-LANES = 16
 MOST_ROWS = 16  # of a tile
-# columns of a table of matrices [E, C, COLUMNS]
-(BITS, OFFSET, STRIDE, ROWS, SLOT, SCALES_AT, ZEROS_AT, ZERO_STRIDE, GROUPS, GROUP, LAST, UNITS, LAST_UNITS, UNIT,
- BIAS, FILLED, ALIKE) = range(17)  # fmt: skip
-COLUMNS = 17
-# columns of tiles [S, 5]; size: the number of rows that is compiled, `PLACE` its place among those
-EXPERT, FIRST, COUNT, SIZE, PLACE = range(5)
-# what is done with the products
-PRODUCTS, WEIGHTED, SILU, GELU, GELU_TANH, RELU = range(6)
-ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH,
-               "relu": RELU}  # fmt: skip
+MOST_BLOCKS = 16  # of an item, whose products stay in the first level of cache
 PATIENCE = 1000  # looks at a counter before the core is given to another thread
 LINE = 8  # int64 of a cache line: every counter has its own
 
@@ -43,7 +58,7 @@ _sums = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "
 
 @_compile  # type: ignore[untyped-decorator]
 def route(index, starts, sizes, whole, order, tiles):  # type: ignore[no-untyped-def]
-    """Sort rows by expert; the number of tiles.
+    """Sort rows by expert; how many tiles there are, and of how many experts.
 
     index: [P] experts of rows, E and more for none; starts [E + 1] is filled with the first row of each expert in
     order [P], which is filled too; sizes: rows that are compiled, ascending; experts with `whole` rows and more get no
@@ -62,9 +77,10 @@ def route(index, starts, sizes, whole, order, tiles):  # type: ignore[no-untyped
         if 0 <= expert < experts:
             order[at[expert]] = row
             at[expert] += 1
-    most, number = sizes[-1], 0
+    most, number, tiled = sizes[-1], 0, 0
     for expert in range(experts):
         first, stop = starts[expert], starts[expert + 1]
+        tiled += 0 < stop - first < whole
         while first < stop and stop - starts[expert] < whole:
             count = min(most, stop - first)
             place = 0
@@ -77,13 +93,20 @@ def route(index, starts, sizes, whole, order, tiles):  # type: ignore[no-untyped
             tiles[number, PLACE] = place
             first += count
             number += 1
-    return number
+    return number, tiled
 
 
 @_compile  # type: ignore[untyped-decorator]
-def plan(tiles, table, functions, pairs, by_block, item_bytes):  # type: ignore[no-untyped-def]
-    """How a stage goes: starts [S, C, 2] of each tile in layout and sums, the lengths of these, items [I, 4] of `work`,
-    bytes of matrices that are read, and whether all functions that are needed are there.
+def _shared(table, expert, which, per_word):  # type: ignore[no-untyped-def]
+    """Whether a matrix takes the rows as they are laid out for the expert's first one."""
+    return table[expert, which, ALIKE] and per_word[table[expert, which, SLOT]] == per_word[table[expert, 0, SLOT]]
+
+
+@_compile  # type: ignore[untyped-decorator]
+def plan(tiles, table, functions, per_word, by_block, item_bytes):  # type: ignore[no-untyped-def]
+    """How a stage goes: starts [S, C, 2] of each tile in layout and sums, the lengths of these, items [I, 4] of work,
+    bytes of matrices that are read, and whether all functions that are needed are there. per_word: [slots] activations
+    of a word that is laid out, 1 as float32, 2 as bf16, 4 as int8.
 
     An item is some blocks, about item_bytes of matrices: of one expert, or, by block, of all experts.
     """
@@ -97,12 +120,12 @@ def plan(tiles, table, functions, pairs, by_block, item_bytes):  # type: ignore[
         of_expert, high = 0, 0
         for which in range(matrices):
             how = table[expert, which]
-            if how[ALIKE]:
+            if _shared(table, expert, which, per_word):
                 starts[tile, which] = starts[tile, 0]
             else:
                 starts[tile, which, 0], starts[tile, which, 1] = layout, sums
-                layout += how[FILLED] * size // (2 if pairs else 1)
-                sums += how[GROUPS] * size
+                layout += how[FILLED] * size // per_word[how[SLOT]]
+                sums += how[GROUPS] * size * (2 if per_word[how[SLOT]] == 4 else 1)
             of_expert += how[STRIDE]
             high = max(high, (how[ROWS] + LANES - 1) // LANES)
             complete = complete and functions[how[SLOT], tiles[tile, PLACE]] != 0
@@ -117,7 +140,7 @@ def plan(tiles, table, functions, pairs, by_block, item_bytes):  # type: ignore[
         spans = 1
     count = 0
     for span in range(spans):
-        cuts[span, 3] = max(1, cuts[span, 3])
+        cuts[span, 3] = min(max(1, cuts[span, 3]), MOST_BLOCKS)
         count += -(-cuts[span, 2] // cuts[span, 3])
     items = np.empty((count, 4), np.int64)
     number = 0
@@ -169,18 +192,61 @@ def _lay_out(source, into, pairs, how, sums, size, row):  # type: ignore[no-unty
 
 
 @_compile  # type: ignore[untyped-decorator]
+def _whole(value):  # type: ignore[no-untyped-def]
+    """A float32 between -2**22 and 2**22 rounded to the nearest whole number, halves to even."""
+    return np.int32(bits_of(value + np.float32(1.5 * 2**23))) - np.int32(0x4B400000)
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _lay_out_whole(source, into, how, sums, size, row):  # type: ignore[no-untyped-def]
+    """As `_lay_out`, in int8, the four of a word in the order 0, 2, 1, 3; sums: [G, 2, size], the scale and the sum
+    times it. A group whose largest is below 2**-120 counts as zeros; what is not finite makes the scale so."""
+    at = 0
+    for group in range(how[GROUPS]):
+        last = group == how[GROUPS] - 1
+        first, count = group * how[GROUP], how[LAST] if last else how[GROUP]
+        filled = (how[LAST_UNITS] if last else how[UNITS]) * how[UNIT]
+        given, own = source[first : first + count], into[at : at + filled // 4]
+        top = np.uint32(0)
+        for k in range(count):
+            top = max(top, bits_of(given[k]) & np.uint32(0x7FFFFFFF))
+        largest = float_of(top)
+        factor = np.float32(0) if largest < np.float32(2.0**-120) else np.float32(127) / largest
+        total = np.int32(0)
+        for quad in range(count >> 2):
+            one, two = _whole(given[4 * quad] * factor), _whole(given[4 * quad + 1] * factor)
+            three, four = _whole(given[4 * quad + 2] * factor), _whole(given[4 * quad + 3] * factor)
+            total += one + two + three + four
+            own[quad] = (one & 255) | (three & 255) << 8 | (two & 255) << 16 | (four & 255) << 24
+        for k in range(count & ~3, count):
+            value = _whole(given[k] * factor)
+            total += value
+            own[k >> 2] |= np.uint32(value & 255) << np.uint32(8 * (2 * (k & 1) + (k >> 1 & 1)))
+        scale = largest / np.float32(127) if factor != 0 else np.float32(0)
+        if not largest < np.float32(np.inf):
+            scale = np.float32(np.nan)
+        sums[2 * group * size + row] = scale
+        sums[(2 * group + 1) * size + row] = scale * np.float32(total)
+        at += filled // 4
+
+
+@_compile  # type: ignore[untyped-decorator]
 def _lay_out_tile(stage, tile, which, source, layout, sums):  # type: ignore[no-untyped-def]
     """All rows of a tile for one of its matrices, side by side: [words of a row, size]."""
-    table, tiles, order, starts, per_row, pairs, _ = stage
+    table, tiles, order, starts, per_row, per_word, _ = stage
     how = table[tiles[tile, EXPERT], which]
     size, first, count = tiles[tile, SIZE], tiles[tile, FIRST], tiles[tile, COUNT]
-    words = how[FILLED] // 2 if pairs else how[FILLED]
+    inputs = per_word[how[SLOT]]
+    words = how[FILLED] // inputs
     begin = starts[tile, which, 0]
     into, own = layout[begin : begin + words * size], sums[starts[tile, which, 1] :]
     rows = into if size == 1 else np.zeros(words * count, np.uint32)
     for row in range(count):
         given = source[order[first + row] // per_row if per_row else first + row]
-        _lay_out(given, rows[row * words : row * words + words], pairs, how, own, size, row)
+        if inputs == 4:
+            _lay_out_whole(given, rows[row * words : row * words + words], how, own, size, row)
+        else:
+            _lay_out(given, rows[row * words : row * words + words], inputs == 2, how, own, size, row)
     if size > 1:
         for word in range(words):
             side = into[word * size : word * size + count]
@@ -189,107 +255,47 @@ def _lay_out_tile(stage, tile, which, source, layout, sums):  # type: ignore[no-
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _exp(value):  # type: ignore[no-untyped-def]
-    """e to the power of a float32, to 2e-7 of it, in operations that vectors have; Cephes' polynomial."""
-    held = min(max(value, np.float32(-87.0)), np.float32(88.0))
-    whole = np.floor(held * np.float32(1.44269504) + np.float32(0.5))
-    rest = held - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
-    power = np.float32(1.9875691500e-4)
-    power = power * rest + np.float32(1.3981999507e-3)
-    power = power * rest + np.float32(8.3334519073e-3)
-    power = power * rest + np.float32(4.1665795894e-2)
-    power = power * rest + np.float32(1.6666665459e-1)
-    power = power * rest + np.float32(5.0000001201e-1)
-    power = power * rest * rest + rest + np.float32(1)
-    return power * float_of(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
+def _place(stage, tile, which, block):  # type: ignore[no-untyped-def]
+    """Where a block of a matrix of a tile's expert lies."""
+    table, expert = stage[0], stage[1][tile, EXPERT]
+    return stage[6] + table[expert, which, OFFSET] + block * table[expert, which, STRIDE]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _activate(kind, values):  # type: ignore[no-untyped-def]
-    """The activation function of some float32 in their place."""
-    one, half = np.float32(1), np.float32(0.5)
-    if kind == SILU:
-        for k in range(values.shape[0]):
-            values[k] = values[k] / (one + _exp(-values[k]))
-    elif kind == GELU_TANH:
-        factor, cubed = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
-        for k in range(values.shape[0]):
-            value = values[k]
-            values[k] = value / (one + _exp(-factor * (value + cubed * value * value * value)))
-    elif kind == GELU:
-        for k in range(values.shape[0]):
-            values[k] = half * values[k] * (one + np.float32(math.erf(values[k] * np.float32(math.sqrt(0.5)))))
-    else:
-        for k in range(values.shape[0]):
-            values[k] = max(values[k], np.float32(0))
-
-
-@_compile  # type: ignore[untyped-decorator]
-def _finish(end, products, tile, block, stage, weights, per_token, out, biased):  # type: ignore[no-untyped-def]
-    """What is done with the products [C, size, 16] of a tile and a block."""
-    table, tiles, order = stage[:3]
-    expert, first, rows = tiles[tile, EXPERT], tiles[tile, FIRST], tiles[tile, COUNT]
-    begin, matrices = block * LANES, table.shape[1]
-    for which in range(matrices):
-        count, bias = min(LANES, table[expert, which, ROWS] - begin), table[expert, which, BIAS]
-        if bias >= 0:
-            added = biased[bias + begin : bias + begin + count]
-            for row in range(rows):
-                values = products[which, row * LANES : row * LANES + count]
-                for lane in range(count):
-                    values[lane] += added[lane]
-        if end == PRODUCTS:
-            for row in range(rows):
-                into = out[which, first + row, begin : begin + count]
-                values = products[which, row * LANES : row * LANES + count]
-                for lane in range(count):
-                    into[lane] = values[lane]
-    count = min(LANES, table[expert, 0, ROWS] - begin)
-    if end == WEIGHTED:
-        for row in range(rows):
-            place = order[first + row]
-            weight, into = weights[place], out[0, place // per_token, begin : begin + count]
-            values = products[0, row * LANES : row * LANES + count]
-            for lane in range(count):
-                into[lane] += weight * values[lane]
-    elif end > WEIGHTED:
-        _activate(end, products[0, : rows * LANES])
-        for row in range(rows):
-            into = out[0, first + row, begin : begin + count]
-            values = products[0, row * LANES : row * LANES + count]
-            others = products[matrices - 1, row * LANES : row * LANES + count]
-            for lane in range(count):
-                into[lane] = values[lane] * others[lane] if matrices > 1 else values[lane]
-
-
-@_compile  # type: ignore[untyped-decorator]
-def _multiply(stage, item, functions, grids, layout, sums, products, end, weights, per_token, out, biased):  # type: ignore[no-untyped-def]
-    """One item: tiles from item[0] to item[1], blocks from item[2] to item[3]."""
+def _multiply(stage, item, following, functions, grids, layout, sums, products, end, weights, per_token, out, biased):  # type: ignore[no-untyped-def]
+    """One item: tiles from item[0] to item[1], blocks from item[2] to item[3]; following: address of what is read
+    after it; products: [C, size * 16 * blocks and more]."""
     table, tiles, _, starts, _, _, base = stage
-    begin = item[0]
+    begin, first, matrices = item[0], item[2], table.shape[1]
+    width = (item[3] - first) * LANES
     while begin < item[1]:
         expert = tiles[begin, EXPERT]
         stop = begin + 1
         while stop < item[1] and tiles[stop, EXPERT] == expert:
             stop += 1
-        for block in range(item[2], item[3]):
-            for tile in range(begin, stop):
-                for which in range(table.shape[1]):
-                    how, grid = table[expert, which], grids[expert, which]
-                    if block * LANES >= how[ROWS]:
-                        continue
-                    at = base + how[OFFSET] + block * how[STRIDE]
-                    zeros = at + how[ZEROS_AT] if how[ZERO_STRIDE] else base
-                    call_block(
-                        functions[how[SLOT], tiles[tile, PLACE]],
-                        (
-                            at, at + how[SCALES_AT], zeros, how[ZERO_STRIDE], how[GROUPS], how[UNITS], how[LAST_UNITS],
-                            how[GROUP], layout.ctypes.data + starts[tile, which, 0] * 4,
-                            sums.ctypes.data + starts[tile, which, 1] * 4, products.ctypes.data + which * 1024,
-                            0, grid[0], grid[1], grid[2],
-                        ),
-                    )  # fmt: skip
-                _finish(end, products, tile, block, stage, weights, per_token, out, biased)
+        for tile in range(begin, stop):
+            for which in range(matrices):
+                how, grid = table[expert, which], grids[expert, which]
+                count = min(item[3], (how[ROWS] + LANES - 1) // LANES) - first
+                if count <= 0:
+                    continue
+                at = base + how[OFFSET] + first * how[STRIDE]
+                zeros = at + how[ZEROS_AT] if how[ZERO_STRIDE] else base
+                after = following
+                if which + 1 < matrices:
+                    after = _place(stage, tile, which + 1, first)
+                elif tile + 1 < item[1]:
+                    after = _place(stage, tile + 1, 0, first)
+                call_block(
+                    functions[how[SLOT], tiles[tile, PLACE]],
+                    (
+                        at, at + how[SCALES_AT], zeros, how[ZERO_STRIDE], count, how[STRIDE], after, how[GROUPS],
+                        how[UNITS], how[LAST_UNITS], how[GROUP], layout.ctypes.data + starts[tile, which, 0] * 4,
+                        sums.ctypes.data + starts[tile, which, 1] * 4, products[which].ctypes.data, width * 4,
+                        grid[0], grid[1], grid[2],
+                    ),
+                )  # fmt: skip
+            finish(end, products, tile, first, width, stage, weights, per_token, out, biased)
         begin = stop
 
 
@@ -297,83 +303,143 @@ def _multiply(stage, item, functions, grids, layout, sums, products, end, weight
 def _wait(counter, wanted):  # type: ignore[no-untyped-def]
     """Until a counter is as high as wanted; other programs' threads come first after a while."""
     times = 0
-    while add_at(counter, 0) < wanted:
+    while look_at(counter) < wanted:
         times += 1
         if times > PATIENCE:
             _give_way()
 
 
 @_compile  # type: ignore[untyped-decorator]
-def work(stage, counters, source, layout, sums, items, functions, grids, end, weights, per_token, out, biased):  # type: ignore[no-untyped-def]
+def _work(stage, counters, source, layout, sums, items, functions, grids, end, weights, per_token, out, biased):  # type: ignore[no-untyped-def]
     """One thread's part of a stage; it returns when all items are done, by whomever.
 
     stage: (table [E, C, COLUMNS], tiles [S, 5], order [P], starts [S, C, 2] of each tile in layout and sums, rows of
-    order for one of source or 0 where source is in order, whether rows are pairs of bf16, address of the buffer);
+    order for one of source or 0 where source is in order, per_word [slots] as in `plan`, address of the buffer);
     counters: int64, 0, four of them each on a line of its own; source: [R, K] float32; layout: uint32; items [I, 4];
     functions: addresses [slots, sizes]; grids: [E, C, 3]; end: what is done with the products; weights [P] float32 of T
     tokens, per_token each; out: [C, R, N].
     """
     tiles, matrices = stage[1].shape[0], stage[0].shape[1]
     first = counters.ctypes.data
-    steps = tiles * matrices
+    steps, most = tiles * matrices, items.shape[0]
+    item = add_at(first + 128, 1)
+    if item < most:
+        at = _place(stage, items[item, 0], 0, items[item, 2])
+        for line in range(0, AHEAD_BYTES, LINE_BYTES):
+            ask_for(at + line)
     while True:
         step = add_at(first, 1)
         if step >= steps:
             break
         tile, which = divmod(step, matrices)
-        if not stage[0][stage[1][tile, EXPERT], which, ALIKE]:
+        if not which or not _shared(stage[0], stage[1][tile, EXPERT], which, stage[5]):
             _lay_out_tile(stage, tile, which, source, layout, sums)
         add_at(first + 64, 1)
     _wait(first + 64, steps)
-    products = np.empty((matrices, MOST_ROWS * LANES), np.float32)
-    while True:
+    products = np.empty((matrices, MOST_BLOCKS * MOST_ROWS * LANES), np.float32)
+    while item < most:
+        own = items[item]
         item = add_at(first + 128, 1)
-        if item >= items.shape[0]:
-            break
-        _multiply(stage, items[item], functions, grids, layout, sums, products, end, weights, per_token, out, biased)
+        following = _place(stage, items[item, 0], 0, items[item, 2]) if item < most else stage[6]
+        _multiply(
+            stage, own, following, functions, grids, layout, sums, products, end, weights, per_token, out, biased
+        )  # fmt: skip
         add_at(first + 192, 1)
-    _wait(first + 192, items.shape[0])
+    _wait(first + 192, most)
+
+
+NUMBERS, UNPACKING = 35, 25  # that describe a stage, and the unpacking of a matrix
 
 
 @_compile  # type: ignore[untyped-decorator]
-def work_two(one, two):  # type: ignore[no-untyped-def]
-    """Two stages, the second reads what the first wrote; arguments of `work`, each a tuple."""
-    work(*one)
-    work(*two)
+def describe(  # type: ignore[no-untyped-def]
+    stage, counters, source, layout, sums, items, functions, grids, end, weights, per_token, out, biased, into
+):
+    """The arguments of a stage's `_work` as numbers into [NUMBERS], addresses and shapes; whose arrays need to stay."""
+    table, tiles, order, starts, per_row, per_word, base = stage
+    into[0], into[1], into[2] = table.ctypes.data, table.shape[0], table.shape[1]
+    into[3], into[4], into[5], into[6] = tiles.ctypes.data, tiles.shape[0], order.ctypes.data, order.shape[0]
+    into[7], into[8], into[9], into[10], into[11] = starts.ctypes.data, per_row, per_word.ctypes.data, base, 0
+    into[12], into[13], into[14], into[15] = counters.ctypes.data, source.ctypes.data, source.shape[0], source.shape[1]
+    into[16], into[17], into[18], into[19] = layout.ctypes.data, layout.shape[0], sums.ctypes.data, sums.shape[0]
+    into[20], into[21] = items.ctypes.data, items.shape[0]
+    into[22], into[23], into[24] = functions.ctypes.data, functions.shape[0], functions.shape[1]
+    into[25], into[26], into[27], into[28] = grids.ctypes.data, end, weights.ctypes.data, weights.shape[0]
+    into[29], into[30] = per_token, out.ctypes.data
+    into[31], into[32] = out.shape[1], out.shape[2]
+    into[33], into[34] = biased.ctypes.data, biased.shape[0]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def alone(source, place, size, pairs, base, table, functions, grids, biased, out):  # type: ignore[no-untyped-def]
-    """What `work` does for one matrix and a single tile, in one thread and without what that costs to prepare: source
+def _described(address):  # type: ignore[no-untyped-def]
+    """One thread's part of the stage that numbers at an address describe."""
+    n = carray(int64s(address), NUMBERS)
+    experts, matrices, tiles = n[1], n[2], n[4]
+    stage = (
+        carray(int64s(n[0]), (experts, matrices, COLUMNS)), carray(int64s(n[3]), (tiles, 5)),
+        carray(int64s(n[5]), n[6]), carray(int64s(n[7]), (tiles, matrices, 2)),
+        n[8], carray(int64s(n[9]), n[23]), n[10],
+    )  # fmt: skip
+    _work(
+        stage, carray(int64s(n[12]), 4 * LINE), carray(float32s(n[13]), (n[14], n[15])),
+        carray(uint32s(n[16]), n[17]), carray(float32s(n[18]), n[19]), carray(int64s(n[20]), (n[21], 4)),
+        carray(int64s(n[22]), (n[23], n[24])), carray(float32s(n[25]), (experts, matrices, 3)), n[26],
+        carray(float32s(n[27]), n[28]), n[29], carray(float32s(n[30]), (matrices, n[31], n[32])),
+        carray(float32s(n[33]), n[34]),
+    )  # fmt: skip
+
+
+def one_stage(address):  # type: ignore[no-untyped-def]
+    """One thread's part of a stage, see `describe`; for `compiled.entry`."""
+    _described(address)
+
+
+def two_stages(address):  # type: ignore[no-untyped-def]
+    """Of two, the second of which reads what the first writes."""
+    _described(address)
+    _described(address + 8 * NUMBERS)
+
+
+@_compile  # type: ignore[untyped-decorator]
+def alone(source, place, size, per_word, base, table, functions, grids, biased, out):  # type: ignore[no-untyped-def]
+    """What `_work` does for one matrix and a single tile, in one thread and without what that costs to prepare: source
     [R, K] and out [1, R, N] float32, size >= R rows that are compiled, `place` its place among those."""
     tiles = np.zeros((1, 5), np.int64)
     tiles[0, COUNT], tiles[0, SIZE], tiles[0, PLACE] = source.shape[0], size, place
     how = table[0, 0]
-    layout = np.zeros(how[FILLED] * size // (2 if pairs else 1), np.uint32)
-    sums, products = np.zeros(how[GROUPS] * size, np.float32), np.empty((1, MOST_ROWS * LANES), np.float32)
-    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, pairs, base)
+    layout = np.zeros(how[FILLED] * size // per_word[0], np.uint32)
+    sums, products = np.zeros(2 * how[GROUPS] * size, np.float32), np.empty((1, MOST_BLOCKS * size * LANES), np.float32)
+    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, per_word, base)
     _lay_out_tile(stage, 0, 0, source, layout, sums)
-    item = np.array((0, 1, 0, (how[ROWS] + LANES - 1) // LANES))
-    _multiply(stage, item, functions, grids, layout, sums, products, PRODUCTS, sums, 1, out, biased)
+    high, item = (how[ROWS] + LANES - 1) // LANES, np.array((0, 1, 0, 0))
+    for first in range(0, high, MOST_BLOCKS):
+        item[2], item[3] = first, min(first + MOST_BLOCKS, high)
+        following = _place(stage, 0, 0, item[3] % high)
+        _multiply(
+            stage, item, following, functions, grids, layout, sums, products, PRODUCTS, sums, 1, out, biased
+        )  # fmt: skip
 
 
-@_compile  # type: ignore[untyped-decorator]
-def unpack(counter, how, grid, base, function, first, last, out):  # type: ignore[no-untyped-def]
-    """One thread's part of unpacking the blocks from first to last of a matrix, a row of its table, to out [K, n]."""
-    at_counter = counter.ctypes.data
+def unpack(address):  # type: ignore[no-untyped-def]
+    """One thread's part of unpacking some blocks of a matrix; for `compiled.entry`. The numbers: two counters, each on
+    a line of its own, then addresses of the matrix' row of its table, of its grid, of the buffer and of compiled code,
+    first and last block, where values go to, and bytes from one input's values to the next one's and of a value."""
+    n = carray(int64s(address), UNPACKING)
+    how, grid, base, function = carray(int64s(n[16]), COLUMNS), carray(float32s(n[17]), 3), n[18], n[19]
+    first, last = n[20], n[21]
     while True:
-        block = first + add_at(at_counter, 1)
+        block = first + add_at(address, 1)
         if block >= last:
             break
         at = base + how[OFFSET] + block * how[STRIDE]
         zeros = at + how[ZEROS_AT] if how[ZERO_STRIDE] else base
-        to = out.ctypes.data + (block - first) * LANES * out.itemsize
+        to = n[22] + (block - first) * LANES * n[24]
         call_block(
             function,
             (
-                at, at + how[SCALES_AT], zeros, how[ZERO_STRIDE], how[GROUPS], how[UNITS], how[LAST_UNITS],
-                how[GROUP], 0, 0, to, out.shape[1] * out.itemsize, grid[0], grid[1], grid[2],
+                at, at + how[SCALES_AT], zeros, how[ZERO_STRIDE], 1, how[STRIDE], at, how[GROUPS], how[UNITS],
+                how[LAST_UNITS], how[GROUP], 0, 0, to, n[23], grid[0], grid[1], grid[2],
             ),
         )  # fmt: skip
-        add_at(at_counter + 64, 1)
-    _wait(at_counter + 64, last - first)
+        add_at(address + 64, 1)
+    _wait(address + 64, last - first)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import given as given_some
+from hypothesis import strategies as some
 from packed_layers import layer_of, matrix_of, reference, routed, silu_gate, values
 from torch import nn
 
-from moeq_kernels.cpu.forms import FORMS, Form, forms
+from moeq_kernels import measured
+from moeq_kernels.cpu.forms import FORMS, Form, forms, host_features
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.description import DOWN, LayerOfExperts
 
@@ -18,7 +28,7 @@ TOLERANCE = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 1e-
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(params=[name for name, form in FORMS.items() if name != "neon"])
+@pytest.fixture(params=[name for name, form in FORMS.items() if name != "neon" and not form.int8])
 def form(request: pytest.FixtureRequest) -> str:
     if request.param not in forms():
         pytest.skip(f"this CPU has no {request.param}")
@@ -127,6 +137,41 @@ def test_what_comes_out_does_not_depend_on_the_threads(monkeypatch: pytest.Monke
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+def test_threads_are_woken_again_and_callers_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of several threads of a program at once, and after the helpers of the kernel have gone to sleep."""
+    monkeypatch.setattr("moeq_kernels.cpu.layer.WAKING_BYTES", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    prepared, given = CpuKernel().layer(layer_of(MIXED, 96, 64)), routed(9, 5, 3, 96, BF16)
+    wanted = prepared(*given)
+    for pause in (0.0, 0.05):
+        time.sleep(pause)
+        with ThreadPoolExecutor(3) as pool:
+            results = [future.result(timeout=60) for future in [pool.submit(prepared, *given) for _ in range(30)]]
+        assert all(torch.equal(result, wanted) for result in results)
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    program = """
+import os, torch
+from packed_layers import layer_of, routed
+from moeq_kernels.cpu import layer
+from moeq_kernels.cpu.kernel import CpuKernel
+layer.WAKING_BYTES = 0
+torch.set_num_threads(2)
+prepared, given = CpuKernel().layer(layer_of([4], 64, 32)), routed(2, 1, 1, 64, torch.float32)
+first = prepared(*given)
+child = os.fork()
+if not child:
+    os._exit(0 if torch.equal(prepared(*given), first) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), torch.equal(prepared(*given), first))
+"""
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    environment = os.environ | {"PYTHONPATH": paths}
+    command = [sys.executable, "-c", program]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert (answer.stdout.split(), answer.returncode) == (["0", "True"], 0), answer.stderr
+
+
 def test_shapes_are_checked_before_anything_is_read() -> None:
     prepared, given = CpuKernel().layer(layer_of([4], 64, 32)), routed(2, 1, 1, 64, BF16)
     for wrong in (
@@ -154,6 +199,48 @@ def test_what_it_cannot_compute_it_refuses() -> None:
     assert "int8" in str(kernel.refusal(replace(layer, matrices=whole)))
     with pytest.raises(ValueError, match="int8"):
         kernel.layer(replace(layer, matrices=whole))
+
+
+@pytest.mark.parametrize(("lacking", "wanted"), [(("avx512bf16",), "avx512"), (("avx512f",), "avx2"),
+                                               (("avx512f", "avx2", "neon"), "plain")])  # fmt: skip
+def test_a_cpu_that_lacks_vectors_takes_a_form_it_has(
+    lacking: tuple[str, ...], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {name: here for name, here in host_features().items() if name not in lacking}
+    if wanted != "plain" and wanted not in forms():
+        pytest.skip(f"this CPU has no {wanted}")
+    monkeypatch.setattr("moeq_kernels.cpu.forms.host_features", lambda: found)
+    kernel = CpuKernel()
+    assert kernel.form.name == wanted
+    check(layer_of([4, 3], 96, 64), kernel, routed(1, 2, 2, 96, BF16))
+
+
+@pytest.mark.full
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given_some(
+    rows=some.integers(1, 70),
+    inputs=some.integers(1, 200),
+    bits=some.sampled_from([*range(1, 9), 16]),
+    group_size=some.sampled_from([-1, 7, 16, 24, 32, 64, 128]),
+    symmetric=some.booleans(),
+    nested=some.booleans(),
+    dtype=some.sampled_from(list(TOLERANCE)),
+    count=some.sampled_from([0, 1, 2, 3, 5, 8, 16, 17, 64, 65, 600, 4096]),
+    unpacked=some.booleans(),
+    seed=some.integers(0, 9),
+)
+def test_any_product_in_any_form(
+    form: str, rows: int, inputs: int, bits: int, group_size: int, symmetric: bool, nested: bool, dtype: torch.dtype,
+    count: int, unpacked: bool, seed: int,
+) -> None:  # fmt: skip
+    matrix = matrix_of(rows, inputs, bits, group_size, symmetric=symmetric, nested=nested, dtype=dtype, seed=seed)
+    given = torch.randn(count, inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    result = CpuKernel(form, 1 if unpacked else measured.NEVER).linear(matrix)(given).double()
+    wanted = given.double() @ values(matrix).T
+    assert result.shape == wanted.shape
+    if count:
+        lost = TOLERANCE[dtype] * (2 if unpacked else 1)  # unpacked values are rounded, too
+        assert (result - wanted).abs().max() <= lost * (given.double().abs() @ values(matrix).abs().T).max()
 
 
 @pytest.mark.full
