@@ -46,7 +46,7 @@ docs: $(INSTALLED)
 	$(BIN)/python tests/update_docs.py
 	$(BIN)/python -m mkdocs build --strict
 
-peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed
+peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed .peers/auto-round-lib/.installed
 	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k "gptq or gguf" tests/exporters/test_peers.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py
 
 .peers/gptqmodel/.installed: constraints.txt
@@ -60,6 +60,12 @@ peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.install
 	$(PYTHON) -m venv .peers/llama-cpp-python
 	.peers/llama-cpp-python/bin/python -m pip install --quiet -c constraints.txt torch safetensors
 	CMAKE_ARGS=-DLLAVA_BUILD=OFF .peers/llama-cpp-python/bin/python -m pip install --quiet llama-cpp-python==0.3.36
+	touch $@
+
+.peers/auto-round-lib/.installed: constraints.txt  # for benchmarks/cpu_peers.py alone
+	$(PYTHON) -m venv .peers/auto-round-lib
+	.peers/auto-round-lib/bin/python -m pip install --quiet -c constraints.txt torch numpy
+	.peers/auto-round-lib/bin/python -m pip install --quiet -c constraints.txt auto-round-lib==0.16.0
 	touch $@
 
 lint: $(INSTALLED)
