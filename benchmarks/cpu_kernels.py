@@ -65,14 +65,14 @@ def huge(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(*shape)
 
 
-def packed(rows: int, inputs: int, bits: int, random: torch.Generator) -> PackedWeight:
-    groups = inputs // GROUP
+def packed(rows: int, inputs: int, bits: int, random: torch.Generator, group: int = GROUP) -> PackedWeight:
+    groups = inputs // group
     return PackedWeight(
         codes=torch.randint(0, 256, (rows, packed_row_bytes(inputs, bits)), generator=random, dtype=torch.uint8),
         scales=(torch.rand(rows, groups, generator=random) * 0.01 + 0.001).half(),
         zeros=torch.randint(0, 256, (rows, packed_row_bytes(groups, bits)), generator=random, dtype=torch.uint8),
         bits=bits,
-        group_size=GROUP,
+        group_size=group,
         inputs=inputs,
         symmetric=False,
     )
@@ -218,10 +218,10 @@ def sweep(results: figures.Figures, form: str, threads: int) -> None:
         results.add(what, worst[bits], "x", at_most=UNPACKING_GOAL)
 
 
-def packed_layer(kernel: CpuKernel, widths: Sequence[int], experts: int) -> PackedLayer:
+def packed_layer(kernel: CpuKernel, widths: Sequence[int], experts: int, group: int = GROUP) -> PackedLayer:
     """A layer whose experts have these widths in turn."""
     random = torch.Generator().manual_seed(1)
-    kinds = {bits: {name: packed(*size, bits, random) for name, size in SIZES.items()} for bits in set(widths)}
+    kinds = {bits: {name: packed(*size, bits, random, group) for name, size in SIZES.items()} for bits in set(widths)}
     matrices = [kinds[widths[expert % len(widths)]] for expert in range(experts)]
     return kernel.layer(LayerOfExperts(matrices=matrices, biases=[{}] * experts, gate=gate, activation="silu"))
 

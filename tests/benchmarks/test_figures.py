@@ -141,7 +141,7 @@ def test_results_show_what_the_kept_files_say() -> None:
 
 def test_every_benchmark_reports_figures() -> None:
     """Every program of the folder takes --quick and --json, but for what others start or import."""
-    apart = {"bench", "figures", "cipher", "gptq_worker", "quality_peer"}
+    apart = {"bench", "figures", "cipher", "gptq_worker", "quality_peer", "cpu_peers_worker", "ggml_products"}
     apart |= {"drill_flips", "drill_kinds", "drill_subjects", "gpu", "gpu_tuning", "gpu_wheels"}
     programs = {path.stem for path in bench.HERE.glob("*.py")} - apart
     assert programs == set(bench.names())
