@@ -179,7 +179,8 @@ class Stored:
         zeros = None
         if place.zeros is not None:
             row = place.zero_row_bytes
-            zeros = unpack(self._bytes(place.zeros, groups * row).view(groups, row), place.zero_bits, rows)
+            packed = self._bytes(place.zeros, groups * row).view(groups, row)
+            zeros = unpack(packed[:, : packed_row_bytes(rows, place.zero_bits)], place.zero_bits, rows)
             zeros = zeros[:, _zero_order(rows).argsort()].T
         if index is not None:
             words = rows_of(words, rows, inputs, like.bits, index)
