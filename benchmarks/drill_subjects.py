@@ -32,7 +32,7 @@ from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError
 
 MADE = "in/out"  # below a place: what a command makes
-FORMATS = ["auto-round", "transformers", "vllm", "dequantized", "llama.cpp", "gptqmodel"]
+FORMATS = ["auto-round", "transformers", "vllm-cuda", "dequantized", "llama.cpp", "gptqmodel"]
 GROUPS = {"group_size": 32, "methods": ["rtn"], "bits": [4], "symmetric": True}
 OF_RTN = {"method": "uniform", "bits": 4, "quantizer": "rtn"}
 MODELS: dict[str, Callable[[Path], Path]] = {

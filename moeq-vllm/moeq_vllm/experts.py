@@ -62,6 +62,7 @@ class MoeqExperts(FusedMoEMethodBase):
         whole = ranks.tp_size * intermediate_size_per_partition
         sizes = {GATE: (whole, hidden_size), UP: (whole, hidden_size), DOWN: (hidden_size, whole)}
         self.parts: dict[tuple[int, str], Parts] = {}
+        self.complete = 0  # of them
         for expert, widths in enumerate(self.widths):
             local = self._local(layer, expert)
             for name, size in sizes.items() if local is not None else ():
@@ -83,8 +84,10 @@ class MoeqExperts(FusedMoEMethodBase):
         """One tensor of one expert; guards, and experts of other devices, are passed over."""
         local, part = self._local(layer, expert_id), weight_name.rpartition("_")[2]
         if local is not None and part != "weight":
-            self.parts[local, PROJECTIONS[shard_id]].take(part, loaded_weight.to(param.device), weight_name)
-            if all(parts.complete for parts in self.parts.values()):
+            parts = self.parts[local, PROJECTIONS[shard_id]]
+            parts.take(part, loaded_weight.to(param.device), weight_name)
+            self.complete += parts.complete
+            if self.complete == len(self.parts):
                 self.arrange(layer)
         return local is not None if return_success else None
 

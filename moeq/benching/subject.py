@@ -181,7 +181,7 @@ def computes(module: nn.Module) -> str:
         why = getattr(module, "reason", None) or getattr(module, "refused", None)
         return "no kernel: unpacked, then multiplied" + ("" if why is None else f" ({why})")
     package, form = type(prepared).__module__.split("."), getattr(prepared, "form", None)
-    name = package[package.index("kernels") + 1] if "kernels" in package[:-1] else type(prepared).__name__
+    name = package[1] if package[0] == "moeq_kernels" else type(prepared).__name__
     return name if form is None else f"{name}, {form.name}"
 
 

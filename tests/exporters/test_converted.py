@@ -357,7 +357,7 @@ def test_a_write_that_fails_leaves_the_older_checkpoint(
 def test_unknown_formats_are_refused(mixtral: Path, tmp_path: Path) -> None:
     source = MadeSource(mixtral, lambda layer, expert, projection: 4)
     with pytest.raises(
-        RecipeError, match=r"unknown runtime 'awq'; use one of auto-round, transformers, vllm, vllm-cuda, "
+        RecipeError, match=r"unknown runtime 'awq'; use one of native, auto-round, transformers, vllm, vllm-cuda, "
     ):
         write("awq", source, tmp_path / "out", WriteOptions())
     assert "awq" not in written()

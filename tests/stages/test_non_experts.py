@@ -469,8 +469,8 @@ def test_modules_of_unlike_types_are_not_touched(deepseek: Path, tmp_path: Path)
     [
         ({"bits": {"model.layers.0.mlp": 4}}, "names a module that is no linear"),
         ({"group_size": None}, "others: group_size"),
-        ({"bits": {"lm_head": 5.5}}, "others: bits"),
-        ({"extra": 1}, "others: extra"),
+        ({"bits": {"lm_head": 5.5}}, "others: lm_head: a width must be of"),
+        ({"extra": 1}, "others: unknown key 'extra'"),
         ({"tied": None}, "others: tied"),
     ],
 )
@@ -478,4 +478,6 @@ def test_a_configuration_that_was_changed_is_refused(change: dict[str, Any], mes
     sound = {"bits": {"lm_head": 4}, "group_size": 16, "symmetric": False, "tied": {}}
     MoeqConfig(experts={}, others=sound)
     with pytest.raises(ArtifactError, match=message):
-        replace_modules(family_models.build("mixtral"), MoeqConfig(experts={}, others=sound | change).widths)
+        others = MoeqConfig(experts={}, others=sound | change).stored.others
+        assert others is not None
+        replace_modules(family_models.build("mixtral"), others)
