@@ -23,7 +23,8 @@ MOST_OF_A_ROW = 1.2  # of a single row, halfway between the two
 
 
 def relative_error(values: Tensor, exact: Tensor) -> float:
-    """||values - exact|| / ||exact||, or ||values|| of nothing, sums in float64; infinite where one is not finite."""
+    """||values - exact|| / ||exact|| of matrices [N, K], or ||values|| of nothing, sums in float64; infinite where one
+    is not finite."""
     wanted, error = _norm(exact.float()), _norm(values.float() - exact.float())
     error /= wanted or 1.0
     return error if math.isfinite(error) else math.inf
@@ -44,8 +45,8 @@ def is_recorded(error: float, stated: float, weights: int) -> bool:
 
 
 def most_error(exact: Tensor, packed: PackedWeight) -> float:
-    """What the relative error of a matrix of this width and grid may be: NEIGHBOURS times that of rounding to nearest
-    on the grid between the least and the largest weight of each group, and below UNRELATED."""
+    """What the relative error of a matrix [N, K] of this width and grid may be: NEIGHBOURS times that of rounding to
+    nearest on the grid between the least and the largest weight of each group, and below UNRELATED."""
     return min(UNRELATED, NEIGHBOURS * rounding_error(exact, packed.bits, packed.group_size, packed.symmetric))
 
 

@@ -14,7 +14,7 @@ from moeq.numerics.slab import BLOCK_BYTES, Slab
 PACKING = """
 import re, torch
 from moeq.numerics.gptq import quantize
-from moeq_kernels.packed import PackedWeight
+from moeq.numerics.storing import packed_of
 from moeq.numerics.slab import Slab
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024

@@ -8,9 +8,16 @@ from pathlib import Path
 from types import TracebackType
 
 import moeq
+import moeq_kernels
 
-ROOT = Path(moeq.__file__).parent
-Site = tuple[str, int]  # file below moeq, first line of the statement
+ROOTS = [Path(package.__file__).parent for package in (moeq, moeq_kernels) if package.__file__ is not None]
+Site = tuple[str, int]  # file, from its package on, and first line of the statement
+
+
+def _named(path: Path) -> str | None:
+    """A file from its package on, None for one of others'."""
+    root = next((root for root in ROOTS if path.is_relative_to(root)), None)
+    return None if root is None else path.relative_to(root.parent).as_posix()
 
 
 def _called(node: ast.expr | None) -> str:
@@ -35,10 +42,11 @@ def _error_names(trees: list[ast.Module]) -> set[str]:
 
 def all_sites() -> dict[Site, int]:
     """Every raise of moeq's errors, with its last line."""
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+    files = [path for root in ROOTS for path in sorted(root.rglob("*.py"))]
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in files}
     names = _error_names(list(trees.values()))
     return {
-        (path.relative_to(ROOT).as_posix(), node.lineno): node.end_lineno or node.lineno
+        (str(_named(path)), node.lineno): node.end_lineno or node.lineno
         for path, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Raise) and _called(node.exc) in names
@@ -63,5 +71,5 @@ def _innermost(trace: TracebackType | None) -> Site | None:
         return None
     while trace.tb_next is not None:
         trace = trace.tb_next
-    path = Path(trace.tb_frame.f_code.co_filename)
-    return (path.relative_to(ROOT).as_posix(), trace.tb_lineno) if path.is_relative_to(ROOT) else None
+    name = _named(Path(trace.tb_frame.f_code.co_filename))
+    return None if name is None else (name, trace.tb_lineno)

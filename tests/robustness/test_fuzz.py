@@ -23,6 +23,7 @@ from tiny_models import FULL
 from torch import zeros
 
 import moeq
+import moeq_kernels
 from moeq.artifacts.reading import inside, parse_json, plain_name, relative_name, safetensors_header
 from moeq.errors import ArtifactError, ModelError
 from moeq.models.source import INDEX, open_source
@@ -60,11 +61,13 @@ def test_every_reader_has_a_target_or_a_reason() -> None:
 
 
 def test_a_reader_without_a_line_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "new.py").write_text(
+    root = tmp_path / "moeq"
+    root.mkdir()
+    (root / "new.py").write_text(
         "class A:\n def f(self, path): return open(path).read()\ndef read_x(p): ...\ndef w(p): open(p, 'wb')\n"
         "def g(p): return {'a': json.loads(p)}\n"
     )
-    monkeypatch.setattr(readers, "ROOT", tmp_path)
+    monkeypatch.setattr(readers, "ROOTS", [root])
     assert sorted(readers.found()) == ["moeq.new.A.f", "moeq.new.g", "moeq.new.read_x"]
 
 
@@ -220,19 +223,22 @@ def test_a_packed_checkpoint_with_other_sizes_is_refused_before_it_is_loaded(
 
 def test_moeq_reads_no_pickle() -> None:
     """No pickle, no torch.load, no marshal, no shelve, nothing that evaluates text, no unsafe YAML."""
-    root = Path(moeq.__file__).parent
-    files = [path for path in root.rglob("*.py") if "bundled" not in path.parts]
+    packages = (moeq, moeq_kernels)
+    roots = [Path(package.__file__).parent for package in packages if package.__file__ is not None]
+    files = [path for root in roots for path in root.rglob("*.py") if "bundled" not in path.parts]
     assert len(files) > 100
     for path in files:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            where = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+            where = f"{path}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
                 banned = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
                 assert not {name.split(".")[0] for name in names} & banned, where
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 called = f"{node.value.id}.{node.attr}"
-                assert called not in {"torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "np.load"}, where
+                assert called not in {"torch.load", "yaml.load", "yaml.unsafe_load", "np.load"}, where
+                if path.name != "placements.py":  # which writes a map in the only form that KTransformers reads
+                    assert called != "torch.save", where
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in {"eval", "exec"}, where
             if isinstance(node, ast.keyword):

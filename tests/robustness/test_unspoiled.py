@@ -278,7 +278,7 @@ def test_two_conversions_do_not_share_a_directory(finished_run: Path, tmp_path: 
 
 def request_for(checkpoint: Path) -> launch.Request:
     sizes: dict[str, Any] = {"inputs": {}, "layers": {}, "hidden": {}, "rows": 1, "trust_remote_code": False}
-    sizes |= {"packages": {}, "load": "transformers_model", "logits_only": False, "loading": {}}
+    sizes |= {"packages": {}, "load": "transformers_model", "logits_only": False, "loading": {}, "environment": {}}
     names = {"target": "moeq", "method": "moeq", "architecture": "", "dtype": "float32", "stored": "float32"}
     return launch.Request(checkpoint=checkpoint, **names, **sizes)
 

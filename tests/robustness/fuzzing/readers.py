@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import moeq
+import moeq_kernels
 
-ROOT = Path(moeq.__file__).parent
+ROOTS = [Path(package.__file__).parent for package in (moeq, moeq_kernels) if package.__file__ is not None]
 PRIMITIVES = {  # names of functions and methods that read files, text or standard input
     "read_json", "read_json_file", "read_bounded", "read_yaml", "parse_yaml", "parse_json", "parse_record",
     "safetensors_header", "read_header", "read_parquet", "read_gguf", "read_text", "read_bytes", "safe_open",
@@ -116,7 +117,6 @@ BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
     "moeq.recipe.reading.load_recipe": ("recipe", "preset", "set"),
     "moeq.recipe.reading.parse_recipe": ("yaml", "recipe"),
     "moeq.stages.estimate.load": ("estimate",),
-    "moeq.stages.quantize.quantizers": ("quantizers",),
     "moeq.stages.quantize.read_made": ("quantizers",),
     "moeq.stages.refine.finished": ("refine_progress",),
 }
@@ -239,9 +239,10 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
 
 def found() -> Iterator[str]:
     """The functions of moeq that call one of PRIMITIVES, or open a file to read it, by their dotted names."""
-    for path in sorted(ROOT.rglob("*.py")):
-        module = ".".join(("moeq", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
-        yield from _of(ast.parse(path.read_text("utf-8")), module)
+    for root in ROOTS:
+        for path in sorted(root.rglob("*.py")):
+            module = ".".join((root.name, *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
+            yield from _of(ast.parse(path.read_text("utf-8")), module)
 
 
 def _of(tree: ast.AST, name: str) -> Iterator[str]:
