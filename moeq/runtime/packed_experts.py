@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moeq.artifacts.assignment import FULL, Width, width_of
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import jetmoe, numbered
+from moeq.numerics.slab import return_memory
 from moeq.runtime.arranged import (
     GRADIENTS,
     OFFLOADED,
@@ -247,6 +248,7 @@ class PackedExperts(Puts):
                 linear.hand_over(partial(self.prepared.matrix, expert, projection), self.put_back)
             for module in self.modules():
                 leave_files(module)
+            return_memory()
 
     def _layer(self) -> LayerOfExperts:
         """What a kernel is given."""

@@ -288,6 +288,7 @@ def resident() -> int:
 @pytest.mark.full
 def test_memory_grows_by_what_is_stored() -> None:
     """Eight layers, prepared one after the other as after loading: what was there before is given back."""
+    large(16, 1024, 512, [2, 3, 4, 4] * 4).prepare()  # compiled code, and what compiles it
     made = [large(16, 1024, 512, [2, 3, 4, 4] * 4) for _ in range(8)]
     for experts in made:
         for buffer in experts.buffers():
