@@ -44,7 +44,8 @@ LONGEST_FIRST = (  # so that no process is left with one of them at the end
     "stages/test_first_run.py", "robustness/test_memory_of_runs.py", "stages/test_non_experts.py",
     "stages/test_formats.py", "planning/test_memory.py", "exporters/test_peers.py", "reporting/test_report_page.py",
     "models/test_every_family.py", "stages/test_store.py", "models/test_non_experts.py", "test_cli.py", "test_api.py",
-    "stages/test_refine.py", "runtime/test_hook.py", "numerics/test_gptq.py",
+    "stages/test_refine.py", "runtime/test_hook.py", "numerics/test_gptq.py", "verification/test_tampering.py",
+    "verification/test_verify.py", "kernels/gpu/test_products.py",
 )  # fmt: skip
 PROBE = Path(probe.__file__)
 LONG_SEARCH = 0.03  # seconds

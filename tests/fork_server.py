@@ -102,9 +102,9 @@ class Running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
-    def wait(self) -> Finished:
-        """Read until the end and return what came out."""
-        watch = threading.Timer(DEADLINE_SECONDS, self.signal, [signal.SIGKILL])
+    def wait(self, deadline: float = DEADLINE_SECONDS) -> Finished:
+        """Read until the end, for so many seconds at most, and return what came out."""
+        watch = threading.Timer(deadline, self.signal, [signal.SIGKILL])
         watch.start()
         while self.line():
             pass

@@ -3,14 +3,16 @@
 Of two experts whose scores are equal but for the last digits, the order in which sums are taken decides. Such a token's
 output is another one, and so is that of every later token that attends to it: these say nothing of whether a checkpoint
 is loaded right, and all others must be equal. A choice is taken for such a tie where the reference makes it too once
-noise that is smaller than the tolerance is added to what its router is given.
+noise that is smaller than the tolerance is added to what its router is given and, for experts whose scores are equal
+whatever it is given, a much smaller one to its weights.
 
 Letters: B sequences, S positions, T = B*S tokens, H hidden size, k experts a token, R tokens whose choice differs.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from moeq.models.streaming import StreamedModel
 from moeq.verification.launch import Answer
 from moeq.verification.probe import is_call
 
-HALVINGS, DRAWS = 8, 4  # of the tolerance, and draws of noise of each size
+HALVINGS, DRAWS = 8, 4  # of the tolerance, and draws of noise of each size; the weights' is half the smallest
 
 
 class _ChosenError(Exception):
@@ -101,17 +103,46 @@ class Routing:
         if not path or path in self.reference.blocks:
             return None
         generator = torch.Generator().manual_seed(0)
-        sizes = self.tolerance * 2.0 ** -torch.arange(HALVINGS).repeat_interleave(DRAWS)
-        noise = torch.randn(len(sizes), *hidden.shape, generator=generator).clamp(-1, 1)
+        sizes = self.tolerance * 2.0 ** -torch.arange(1 + HALVINGS)
         block: Any = self.reference.model.get_submodule(path)
+        experts = {id(value) for value in self.reference.model.get_submodule(layer.name).parameters()}
+        weights = [value for value in block.parameters() if value.is_floating_point() and id(value) not in experts]
+        made = torch.zeros(len(theirs), dtype=torch.bool)
+        for draw in range(DRAWS):
+            noise = torch.randn(HALVINGS, *hidden.shape, generator=generator).clamp(-1, 1)
+            given = (hidden * (1 + sizes[:-1, None, None] * noise)).flatten(0, 1)[None]
+            with _nudged(weights, float(sizes[-1]), draw):
+                asked = self._ask(block, given)
+            if len(asked) != 1 or asked[0].shape != (HALVINGS * len(theirs), theirs.shape[1]):
+                return None
+            made |= (_sets(asked[0]).view(HALVINGS, *theirs.shape) == theirs).all(-1).any(0)
+        return int(made.sum())
+
+    def _ask(self, block: Any, hidden: Tensor) -> list[Tensor]:
+        """What a block's experts are called with: choices for inputs [1, T, H]."""
         self._asked = []
         with suppress(Exception):  # what ends it, or a block that is called otherwise
-            block((hidden * (1 + sizes[:, None, None] * noise)).flatten(0, 1)[None])
+            block(hidden)
         asked, self._asked = self._asked, None
-        if len(asked) != 1 or asked[0].shape != (len(sizes) * len(theirs), theirs.shape[1]):
-            return None
-        chosen = _sets(asked[0]).view(len(sizes), *theirs.shape)
-        return int((chosen == theirs).all(-1).any(0).sum())
+        return asked
+
+
+@contextmanager
+def _nudged(weights: list[Tensor], size: float, draw: int) -> Iterator[None]:
+    """Weights with relative noise; every second draw is the one before it, negated, so that a tie of two goes both
+    ways."""
+    before = [weight.clone() for weight in weights]
+    generator = torch.Generator().manual_seed(draw // 2)
+    try:
+        with torch.no_grad():
+            for weight in weights:
+                noise = torch.randn(weight.shape, generator=generator) * (size if draw % 2 else -size)
+                weight.mul_((1 + noise).to(weight))
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, exact in zip(weights, before, strict=True):
+                weight.copy_(exact)
 
 
 def _sets(chosen: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def rules(plus: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[pytest.param(FAMILIES[0], marks=pytest.mark.fresh_process), *FAMILIES[1:]])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return handmade.model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
@@ -73,7 +73,6 @@ def plain_parts(packed: PackedWeight) -> dict[str, Tensor]:
     return handmade.gptq_parts(packed, g_idx=False)
 
 
-@pytest.mark.fresh_process
 def test_auto_round_mixed(model: Path, tmp_path: Path) -> None:
     config = handmade.auto_round_config(rules(""))
     handmade.write(model, tmp_path / "packed", config, plain_parts, widths, rename=long_names)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from fork_server import ForkServer, shared
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 DISASSEMBLER = """
@@ -96,22 +95,30 @@ LONG = [
 MOST = {"1": 3.2, "2": 3.0, "3": 4.4, "4": 3.1}  # instructions of a thread for each code
 
 
-def compiled(case: tuple[str, ...], folder: object) -> str:
+@pytest.fixture(scope="module")
+def server() -> ForkServer:
+    """A process that has imported Triton without the interpreter, and forks for every case."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        return shared("triton.backends.compiler", "triton.compiler", "moeq_kernels.gpu.programs")
+
+
+def compiled(case: tuple[str, ...], server: ForkServer, folder: Path) -> str:
     """What the script prints of a case in a process without the interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder)}
-    words = [sys.executable, "-c", DISASSEMBLER + SCRIPT, *case]
-    found = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr[-2000:]
+    program = folder / "compiles.py"
+    program.write_text(DISASSEMBLER + SCRIPT)
+    running = server.start(*case, program=program, env={"TRITON_CACHE_DIR": str(folder / "cache")})
+    found = running.wait(deadline=600)  # the assembler works for long
+    assert found.code == 0, found.stderr[-2000:]
     return found.stdout
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(one, marks=pytest.mark.full) for one in LONG)], ids=" ".join)
-def test_it_compiles_for_a_gpu_that_is_not_here(case: tuple[str, ...], tmp_path: object) -> None:
-    compiled(case, tmp_path)
+def test_it_compiles_for_a_gpu_that_is_not_here(case: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
+    compiled(case, server, tmp_path)
 
 
 @pytest.mark.parametrize("bits", MOST)
-def test_few_instructions_a_code(bits: str, tmp_path: object) -> None:
+def test_few_instructions_a_code(bits: str, server: ForkServer, tmp_path: Path) -> None:
     """In the machine code of the decode form: at 60 % of an H200's memory 2 bits leave room for three, 4 for six."""
-    assert float(compiled((bits, "bf16", "rows", "128", "count", "90"), tmp_path)) <= MOST[bits]
+    assert float(compiled((bits, "bf16", "rows", "128", "count", "90"), server, tmp_path)) <= MOST[bits]
