@@ -33,6 +33,15 @@ def type_of(weight: PackedWeight) -> str:
     return name
 
 
+def holds(weight: PackedWeight) -> bool:
+    """Whether a type holds a weight's values exactly."""
+    try:
+        type_of(weight)
+    except ValueError:
+        return False
+    return True
+
+
 def encode(weight: PackedWeight) -> Tensor:
     """The blocks of one weight [N, K], uint8 [N, L]; `decode` gives its values back, each exactly.
 
