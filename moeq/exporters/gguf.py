@@ -16,6 +16,7 @@ from moeq_kernels.widths import FULL
 
 VERSION = "0.19.0"
 FILE = "model.gguf"
+STACKS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 REFIT = "llama.cpp-refit"
 ERRORS = "moeq.refit."  # before a tensor's name: a key of the relative error that rounding its scales made, by expert
 LLAMA_CPP = Loader(
