@@ -88,7 +88,7 @@ def convert(
     with claimed(out):
         check_absent(out)  # who had the claim before has made it
         with building(out) as unfinished:
-            write(name, source, unfinished, options)
+            said += write(name, source, unfinished, options)
             if name == NATIVE:
                 card = model_card.render(read_manifest(unfinished), source.config, [], origin, converted=True)
                 write_text(unfinished / CARD, card)

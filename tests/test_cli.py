@@ -46,7 +46,8 @@ FLAGS = {
     | BUDGET
     | {"--method", "--quantizer", "--bits-per-weight", "--expert-bytes", "--target", "--price"}
     | {"--for", "--frontier", "--average-bits", "--granularity", "--ndp-latency", "--hardware", "--force"},
-    "inspect": {"path", "--placement-for", "--out", "--trust-remote-code", "--json", "--quiet"},
+    "inspect": {"path", "--placement-for", "--tensor-types", "--widen", "--out", "--trust-remote-code", "--json"}
+    | {"--quiet"},
     "families": {"name", "--json", "--quiet"},
     "verify": {
         "checkpoint",

@@ -22,6 +22,7 @@ RUNTIMES = {
     "auto-round",
     "gptqmodel",
     "llama.cpp",
+    "llama.cpp-refit",
     "dequantized",
     "vllm",
     "vllm-cuda",
@@ -55,6 +56,7 @@ def test_a_formats_name_stands_for_its_runtime_and_is_told_once(
     assert told.startswith(f"{word} is called {now} now")
     assert told.count("\n") == 1
     more = {"transformers": "(also read by vllm, vllm-cuda)", "gptqmodel": "(also read by vllm-gptq)"}
+    more["llama.cpp"] = "(also read by llama.cpp-refit)"
     assert told.removeprefix(f"{word} is called {now} now").strip() == more.get(now, "")
 
 

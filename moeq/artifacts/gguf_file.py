@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ MOST_ALIGNMENT = 1 << 20
 MOST_TENSORS, MOST_KEYS = 1 << 16, 1 << 12
 MOST_NAME, MOST_TEXT = 1 << 10, 1 << 12  # bytes
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_STRING, _FLOAT, _ARRAY = 8, 6, 9
+MOST_KEPT = 1 << 12  # numbers of an array of float32 that is kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufFile:
-    """A file's keys (of arrays only the range of their places) and its tensors."""
+    """A file's keys (of arrays only the range of their places, but for short ones of float32) and its tensors."""
 
     path: Path
     fields: dict[str, Any]
@@ -77,7 +79,8 @@ class _Header:
         return name
 
     def value(self, kind: int) -> Any:
-        """A value, of a text its first bytes; of an array the range of its places, its elements are passed over."""
+        """A value, of a text its first bytes; of an array the range of its places, its elements are passed over; but a
+        short one of float32 whole."""
         if kind == _STRING:
             length = self.number("Q")
             text = self.take(min(length, MOST_TEXT)).decode("utf-8", "replace")
@@ -91,6 +94,8 @@ class _Header:
                 raise ValueError(f"an array of {count} strings in {self.size - self.at} bytes")
             for _ in range(count):
                 self.skip(self.number("Q"))
+        elif inner == _FLOAT and count <= MOST_KEPT:
+            return array("f", struct.unpack(f"<{count}f", self.take(4 * count)))
         else:
             self.skip(count * struct.calcsize(f"<{_code(inner)}"))
         return range(count)

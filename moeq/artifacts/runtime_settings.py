@@ -11,7 +11,7 @@ from fractions import Fraction
 from itertools import product
 from typing import get_args
 
-from moeq.artifacts.targets import FINENESS, Grid, Sized, Target, refuse_matrix
+from moeq.artifacts.targets import FINENESS, Grid, Sized, Target, loads_width, refuse_matrix
 from moeq.recipe import BUDGETS, SHARED, Bits, Recipe
 from moeq.registry import ALLOCATORS
 from moeq.runtimes import NATIVE, runtime
@@ -108,6 +108,18 @@ def _grid(target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collect
         if widths != sorted(section.bits):
             value = f"[{', '.join(map(str, widths))}]"
             yield Setting(key="losses.bits", value=value, why=f"{target.name} loads too few of {section.bits}")
+    fits = [bits for bits in every[size, symmetric] if len(loaded[size, symmetric]) < CHOICE or bits in section.bits]
+    odd = [
+        bits
+        for bits in section.bits
+        if bits not in fits and loads_width(target, bits, group_size=size, symmetric=symmetric)
+    ]
+    if odd and fits and target.runs is not None:
+        value = f"[{', '.join(map(str, fits))}]"
+        why = (
+            f"{target.name} has blocks that rows of this model are no multiples of, at {', '.join(map(str, odd))} bits"
+        )
+        yield Setting(key="assign.widths", value=value, why=why)
 
 
 def _budget(target: Target, recipe: Recipe, layers: Sequence[Sized], changed: Mapping[str, str]) -> Iterator[Setting]:

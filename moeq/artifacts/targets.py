@@ -42,8 +42,9 @@ class Target:
     shorter; groups: sizes of groups that it has kernels for, None: any; nested: whether codes may be the leading bits
     of wider ones; stacks: whether, where the experts of a layer share a width, their matrices may differ; blocks:
     {(bits, symmetric): of what a row and its groups must be multiples}, where only these grids have a type at all;
-    proof: the test or source behind the row; called, snippet: the runtime in words and how it loads, where they are
-    not its exporter's.
+    runs: the same of groups alone, where scales may be rounded to fit; rounded: the name of such a target beside one
+    that takes values as they are; proof: the test or source behind the row; called, snippet: the runtime in words and
+    how it loads, where they are not its exporter's.
     """
 
     name: str
@@ -58,9 +59,15 @@ class Target:
     nested: bool = False
     stacks: bool = False
     blocks: Mapping[tuple[int, bool], int] | None = None
+    runs: Mapping[tuple[int, bool], int] | None = None
+    rounded: str = ""
     proof: str
     called: str = ""
     snippet: str = ""
+
+    def run(self, bits: int, symmetric: bool) -> int | None:
+        """Of what the groups of a grid must be multiples where it has blocks; None where no type holds it."""
+        return (self.runs or self.blocks or {}).get((bits, symmetric))
 
     def listed(self) -> str:
         """Its widths as a message has them."""
@@ -126,10 +133,10 @@ def _whole_groups(target: Target, grid: Grid) -> str:
     return f"set losses.group_size: {max(fits, default=-1)}"
 
 
-def _in_blocks(blocks: Mapping[tuple[int, bool], int], grid: Grid) -> bool:
+def _in_blocks(target: Target, blocks: Mapping[tuple[int, bool], int], grid: Grid) -> bool:
     """Whether a grid has a type whose blocks its rows and groups are multiples of."""
-    length = blocks.get((grid.bits, grid.symmetric))
-    return length is not None and grid.inputs % length == 0 and _group(grid) % length == 0
+    length, run = blocks.get((grid.bits, grid.symmetric)), target.run(grid.bits, grid.symmetric)
+    return length is not None and run is not None and grid.inputs % length == 0 and _group(grid) % run == 0
 
 
 def _group(grid: Grid) -> int:
@@ -138,9 +145,9 @@ def _group(grid: Grid) -> int:
 
 def _refuse_blocks(target: Target, blocks: Mapping[tuple[int, bool], int], grid: Grid) -> tuple[str, str] | None:
     """Why no type of blocks holds a grid, and the nearest thing that works."""
-    if _in_blocks(blocks, grid):
+    if _in_blocks(target, blocks, grid):
         return None
-    widens = any(_in_blocks(blocks, wide) for wide in _wider(target, grid))
+    widens = any(_in_blocks(target, blocks, wide) for wide in _wider(target, grid))
     length, least = blocks.get((grid.bits, grid.symmetric)), min(blocks.values())
     kind = f"{grid.bits} bits{'' if grid.symmetric else ' with zero points'}"
     if length is None:
@@ -148,8 +155,9 @@ def _refuse_blocks(target: Target, blocks: Mapping[tuple[int, bool], int], grid:
         return why, WIDEN if widens else f"set losses.symmetric: true, or {ANY_GRID}"
     why = f"{kind} of {grid.inputs} inputs in groups of {_group(grid)}; {target.name} has blocks of {length}"
     if grid.inputs % length == 0:
-        size = f"set losses.group_size: {length} or a multiple"
-        return why, f"{size}, or {WIDEN}" if widens else size
+        size = f"set losses.group_size: {target.run(grid.bits, grid.symmetric)} or a multiple"
+        rounded = f", or write it for {target.rounded}, which rounds scales" if target.rounded else ""
+        return why, f"{size}{rounded}, or {WIDEN}" if widens else f"{size}{rounded}"
     if widens:
         return why, WIDEN
     return why, f"set losses.group_size: {least}, and {WIDEN}" if grid.inputs % least == 0 else ANY_GRID
@@ -271,8 +279,8 @@ def loads_width(target: Target, bits: int, *, group_size: int, symmetric: bool) 
     """Whether a target loads a width of matrices whose rows are whole groups."""
     if bits not in target.widths or bits == FULL or target.blocks is None:
         return bits in target.widths
-    length = target.blocks.get((bits, symmetric))
-    return length is not None and (group_size == -1 or group_size % length == 0)
+    run = target.run(bits, symmetric)
+    return run is not None and (group_size == -1 or group_size % run == 0)
 
 
 def refuse_grid(target: Target, *, symmetric: bool) -> str | None:

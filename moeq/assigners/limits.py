@@ -138,7 +138,7 @@ def _longer_groups(inputs: AssignInputs, widths: Sequence[int]) -> str:
     target = target_of(inputs.config.target)
     if target.blocks is None:
         return ""
-    lengths = {target.blocks.get((bits, inputs.symmetric)) for bits in range(1, widths[0])} - {None}
+    lengths = {target.run(bits, inputs.symmetric) for bits in range(1, widths[0])} - {None}
     longest = max((length for length in lengths if length is not None), default=0)
     return f", or set losses.group_size: {longest} for fewer" if longest else ""
 

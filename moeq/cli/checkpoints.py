@@ -29,7 +29,16 @@ def inspect(
         Literal["llama.cpp", "ktransformers", "sglang"] | None,
         Option(help="Say instead how this runtime is told where a native checkpoint's experts live."),
     ] = None,
-    out: Annotated[Path | None, Option(help="File to write with --placement-for: .pt, or .json for sglang.")] = None,
+    tensor_types: Annotated[
+        Literal["k", "iq"] | None,
+        Option(help="Say instead which types llama-quantize gives the experts at the widths assigned: k- or i-quants."),
+    ] = None,
+    widen: Annotated[
+        bool, Option("--widen", help="With --tensor-types: a layer's matrices of several widths take the widest.")
+    ] = False,
+    out: Annotated[
+        Path | None, Option(help="File to write: with --placement-for .pt, or .json for sglang; with --tensor-types.")
+    ] = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -38,14 +47,25 @@ def inspect(
     from moeq import preflight
 
     preflight.check_path(path)
+    if tensor_types is not None and placement_for is not None:
+        raise RecipeError("one is told at a time", where="--tensor-types", do="leave --placement-for out")
+    if widen and tensor_types is None:
+        raise RecipeError("nothing is widened", where="--widen", do="give --tensor-types too")
     if placement_for is not None:
         from moeq import terminal
         from moeq.exporters import placements
 
         show(placements.told(path, placement_for, out), terminal.print_summary, json=json, quiet=quiet)
         return
+    if tensor_types is not None:
+        from moeq import terminal
+        from moeq.exporters import tensor_types as types
+
+        show(types.told(path, tensor_types, out, widen=widen), terminal.print_summary, json=json, quiet=quiet)
+        return
     if out is not None:
-        raise RecipeError("a file, and nothing is written to it", where="--out", do="give --placement-for too")
+        do = "give --placement-for or --tensor-types too"
+        raise RecipeError("a file, and nothing is written to it", where="--out", do=do)
     from moeq import inspection, terminal
     from moeq.progress import Reporter
 

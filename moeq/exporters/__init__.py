@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from moeq.exporters.packed_source import PackedSource
 
 
-def write(name: str, source: PackedSource, directory: Path, options: WriteOptions) -> None:
+def write(name: str, source: PackedSource, directory: Path, options: WriteOptions) -> list[str]:
     """Convert a packed checkpoint into a directory for another runtime, which appears when it is whole.
+
+    Returns lines on what is not as it was in the checkpoint.
 
     Raises RecipeError for an unknown runtime, FormatError for what that runtime would not load as it is meant.
     """
@@ -22,3 +24,4 @@ def write(name: str, source: PackedSource, directory: Path, options: WriteOption
     runtime = runtimes()[named(name, (NATIVE, *written()))]
     with drafting(runtime, source, directory, options) as draft:
         runtime.exporter.write(draft)
+    return draft.notes

@@ -87,7 +87,7 @@ class ExportSizes:
 
     plain: all of it in the model's own type; rest: what is neither of routed experts nor packed; packed: codes, scales
     and zero points of what is packed beside the experts, and experts: of those; stacks: (weights of one matrix of all
-    of a layer's experts, the grids they have, whether some are in full precision).
+    of a layer's experts, the grids they have, whether some are in full precision); target: the runtime's name.
     """
 
     plain: int
@@ -96,6 +96,7 @@ class ExportSizes:
     experts: int
     stacks: tuple[tuple[int, tuple[Grid, ...], bool], ...]
     widen: bool
+    target: str = ""
 
 
 def as_packed(sizes: ExportSizes) -> int:

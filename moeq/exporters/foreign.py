@@ -76,7 +76,8 @@ class Buffers:
 @dataclass(kw_only=True)
 class Draft:
     """An unfinished checkpoint. runtime: what is to load it; where: the file of every tensor; grids: of every packed
-    module, by its name in memory; plain: modules of experts in full precision, by theirs."""
+    module, by its name in memory; plain: modules of experts in full precision, by theirs; notes: lines on what is not
+    as it was in the checkpoint."""
 
     runtime: Runtime
     source: PackedSource
@@ -88,6 +89,7 @@ class Draft:
     where: dict[str, str] = field(default_factory=dict)
     grids: dict[str, Grid] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     buffers: Buffers = field(default_factory=Buffers)
     reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     writing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
@@ -99,7 +101,7 @@ class Draft:
         wait(self.unsynced)
         for path in self.directory.iterdir():
             path.unlink()
-        self.where, self.grids, self.plain, self.unsynced = {}, {}, [], []
+        self.where, self.grids, self.plain, self.notes, self.unsynced = {}, {}, [], [], []
 
     @property
     def exporter(self) -> Exporter:
@@ -309,6 +311,7 @@ def card(draft: Draft) -> str:
             "",
             f"Written by moeq {__version__} for {called}.",
             f"Packed matrices: {counted}; in full precision: {len(draft.plain)} matrices of experts, and all else.",
+            *(f"\n{markdown(note)}." for note in draft.notes),
             *code_lines(draft.sides.code_digests()),
             "",
             "```python",

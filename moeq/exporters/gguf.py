@@ -6,15 +6,19 @@ alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from moeq.artifacts.targets import Grid, Target, loadable_grid, widest_of
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, ExportSizes, Loader, later
-from moeq.numerics.ggml_types import HOLDS, LENGTHS, TYPES
+from moeq.numerics.ggml_types import LENGTHS, NEAREST, NEAREST_LENGTHS, RUNS, TYPES
 from moeq_kernels.widths import FULL
 
 VERSION = "0.19.0"
 FILE = "model.gguf"
+STACKS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+REFIT = "llama.cpp-refit"
+ERRORS = "moeq.refit."  # before a tensor's name: a key of the relative error that rounding its scales made, by expert
 LLAMA_CPP = Loader(
     name="llama.cpp",
     packages={"llama_cpp": "pip install llama-cpp-python"},
@@ -31,13 +35,13 @@ def loader_of(source: Any) -> Loader:
 
 def size(sizes: ExportSizes) -> int:
     """Of what no type holds, which is refused, in full precision."""
-    bits = (weights * _stack_bits(grids, full, sizes.widen) for weights, grids, full in sizes.stacks)
+    target = next((one for one in EXPORTER.targets if one.name == sizes.target), EXPORTER.targets[0])
+    bits = (weights * _stack_bits(target, grids, full, sizes.widen) for weights, grids, full in sizes.stacks)
     return sizes.rest + sizes.packed + sum(int(stack / 8) for stack in bits)
 
 
-def _stack_bits(grids: tuple[Grid, ...], full: bool, widen: bool) -> float:
+def _stack_bits(target: Target, grids: tuple[Grid, ...], full: bool, widen: bool) -> float:
     """Bits a weight of one matrix of a layer's experts, scales included."""
-    target = EXPORTER.targets[0]
     if not grids or full:
         return FULL
     bits, symmetric = grids[0].bits, grids[0].symmetric
@@ -46,7 +50,7 @@ def _stack_bits(grids: tuple[Grid, ...], full: bool, widen: bool) -> float:
     elif widen:
         wide = loadable_grid(target, grids[0])
         bits, symmetric = wide.bits, wide.symmetric
-    held = HOLDS.get((bits, symmetric))
+    held = NEAREST.get((bits, symmetric))
     return FULL if held is None else 8 * TYPES[held].bytes / TYPES[held].length
 
 
@@ -70,7 +74,22 @@ model = Llama("THIS_DIRECTORY/{FILE}")""",
             short_groups=True,
             stacks=True,
             blocks=LENGTHS,
+            rounded=REFIT,
             proof=f"tests/exporters/test_gguf.py, gguf {VERSION}, transformers 5.23, llama-cpp-python 0.3.36",
+        ),
+        Target(
+            name=REFIT,
+            widths=(1, 2, 3, 4, 5, 6, 8, FULL),
+            granularity="layer",
+            reads="as llama.cpp; of groups shorter than the 256 of a block (16 and more of 2, 3 and 6 bits, 32 and "
+            "more of 4, 5 and 8) the scales, and zero points of 3, 6 and 8 bits, are rounded to what the type has "
+            "(numerics.ggml_refit)",
+            short_groups=True,
+            stacks=True,
+            blocks=NEAREST_LENGTHS,
+            runs=RUNS,
+            called=f"llama.cpp, scales rounded to its blocks, with gguf {VERSION}",
+            proof=f"tests/exporters/test_gguf_refit.py, gguf {VERSION}, llama-cpp-python 0.3.36",
         ),
     ),
     size=size,
@@ -78,7 +97,7 @@ model = Llama("THIS_DIRECTORY/{FILE}")""",
     file=FILE,
     opened=later("moeq.exporters.readers.gguf:opened"),
     described=later("moeq.exporters.readers.described:gguf"),
-    loaders=(TRANSFORMERS, LLAMA_CPP),
+    loaders=(TRANSFORMERS, LLAMA_CPP, replace(LLAMA_CPP, name=REFIT)),
     loader_of=loader_of,
     needs={"gguf": f"pip install gguf=={VERSION}"},
     loading={"gguf_file": FILE},

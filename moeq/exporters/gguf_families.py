@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moeq.artifacts.targets import ANY_GRID
 from moeq.errors import FormatError
+from moeq.exporters.gguf import STACKS
 from moeq.models.experts import ExpertLayer
 
 Value = int | float | bool | str | list[str] | list[int] | list[float]
@@ -36,7 +37,6 @@ NAMES = {
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }  # fmt: skip
-STACKS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 CORRECTION = "mlp.gate.e_score_correction_bias"
 IN_FLOAT32 = ("ffn_gate_inp", "ffn_gate_inp_shexp", "exp_probs_b")  # beside all vectors
 _KEY = re.compile(r"(?:model\.layers\.(?P<block>\d+)\.)?(?P<module>.+)\.(?P<leaf>weight|bias)")

@@ -1,8 +1,9 @@
 """A GGUF file: the experts of a layer stacked by projection, one type a stack.
 
 Every matrix goes into the type of ggml that holds its grid exactly (`numerics.ggml_types`); what none holds is refused
-or, with options.widen, stored in a wider symmetric grid of the same values, which brings a stack to one width too. All
-else keeps its type, but vectors and routers, which llama.cpp wants in float32.
+or, with options.widen, stored in a wider symmetric grid of the same values, which brings a stack to one width too. For
+a target with rounded scales it goes into the type that comes nearest (`numerics.ggml_refit`), and the file says how
+near. All else keeps its type, but vectors and routers, which llama.cpp wants in float32.
 
 The tensors are written as they come, one layer in memory; the header, whose length does not depend on the types, is put
 before them last. E experts, N output rows, K inputs.
@@ -11,6 +12,7 @@ before them last. E experts, N output rows, K inputs.
 from __future__ import annotations
 
 import importlib
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -26,7 +28,7 @@ from moeq.artifacts.targets import ANY_GRID, ONE_WIDTH, WIDEN, Grid, refuse_stac
 from moeq.artifacts.tensor_files import dtype_name, tensor_bytes, torch_dtype
 from moeq.errors import FormatError, RecipeError
 from moeq.exporters.foreign import Draft, grid_of
-from moeq.exporters.gguf import FILE
+from moeq.exporters.gguf import ERRORS, FILE
 from moeq.exporters.gguf_families import (
     Family,
     Piece,
@@ -44,7 +46,9 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource
 from moeq.models.weights import plain_chunks, plain_header
 from moeq.numerics import ggml
-from moeq.numerics.ggml_types import FLOATS, HOLDS, TYPES
+from moeq.numerics.ggml_refit import refit
+from moeq.numerics.ggml_types import FLOATS, NEAREST, TYPES
+from moeq.numerics.matrix_error import relative_error
 from moeq.version import __version__
 from moeq_kernels.packed import PackedWeight
 
@@ -64,7 +68,8 @@ class Entry:
 
 @dataclass(kw_only=True)
 class Writer:
-    """The file while it is written; entries: its tensors in order."""
+    """The file while it is written; entries: its tensors in order; errors: relative, of the matrices of some, by how
+    much they are not as in the checkpoint."""
 
     gguf: Any
     arch: str
@@ -73,6 +78,7 @@ class Writer:
     entries: dict[str, Entry]
     scratch: Path
     written: list[str] = field(default_factory=list)
+    errors: dict[str, list[float]] = field(default_factory=dict)
     start: int = 0
     crc: int = 0  # of the tensors
 
@@ -109,6 +115,8 @@ class Writer:
         writer.add_file_type(_file_type(self.gguf, common))
         for key, value in self.fields.items():
             _add(writer, key, value)
+        for name, errors in self.errors.items():
+            _add(writer, f"{ERRORS}{name}", errors)
         for name, entry in self.entries.items():
             number = self.gguf.GGMLQuantizationType[entry.type]
             writer.add_tensor_info(name, entry.shape, torch.empty(0).numpy().dtype, entry.bytes, raw_dtype=number)
@@ -175,6 +183,10 @@ def write(draft: Draft) -> None:
             entries={name: Entry(shape=shape) for name, shape in shapes.items()},
             scratch=draft.directory / f"{FILE}.header",
         )
+        if draft.target.runs is not None:
+            modules = {piece.name: 1 for parts in packed.values() for piece in parts}
+            stacks = {name: shape[0] for name, shape in stack_shapes(source.layers).items()}
+            writer.errors = {name: [0.0] * count for name, count in (stacks | modules).items()}
         writer.begin()
         for layer in source.layers:
             _write_layer(draft, writer, layer)
@@ -183,9 +195,10 @@ def write(draft: Draft) -> None:
                 writer.add(piece.name, *_contents(draft, config, key, piece))
         for name, weight in source.others():
             for piece in packed[name]:
-                writer.add(piece.name, *_packed_module(draft, name, piece, weight))
+                writer.add(piece.name, *_packed_module(draft, writer, name, piece, weight))
         writer.finish()
     read_back(draft.directory / FILE, writer.start, writer.crc)
+    draft.notes += _rounded(writer)
     draft.complete(draft.sides.config(source.config))
 
 
@@ -237,12 +250,26 @@ def _write_layer(draft: Draft, writer: Writer, layer: ExpertLayer) -> None:
     experts = [draft.expert(layer, expert)[0] for expert in range(layer.num_experts)]
     for projection in layer.projections:
         matrices = [expert.pop(projection) for expert in experts]
-        kind, stack = _stack(draft, layer, projection, matrices)
+        kind, stack = _stack(draft, writer, layer, projection, matrices)
         writer.add(stack_name(layer, projection), kind, stack)
 
 
+def _rounded(writer: Writer) -> list[str]:
+    """One line on the matrices whose scales were rounded; none where there are none."""
+    errors = [error for name in writer.errors for error in writer.errors[name] if error > 0]
+    if not errors:
+        return []
+    worst = max(writer.errors, key=lambda name: max(writer.errors[name]))
+    every = sum(len(values) for values in writer.errors.values())
+    mean = sum(errors) / len(errors)
+    return [
+        f"{len(errors)} of {every} matrices have rounded scales: values off by {mean:.2g} relative on average, by at "
+        f"most {max(errors):.2g} ({worst})"
+    ]
+
+
 def _stack(
-    draft: Draft, layer: ExpertLayer, projection: str, matrices: list[PackedWeight | Tensor]
+    draft: Draft, writer: Writer, layer: ExpertLayer, projection: str, matrices: list[PackedWeight | Tensor]
 ) -> tuple[str, Iterator[bytes | memoryview]]:
     """One matrix of all experts in one type, and its bytes, expert by expert; FormatError where they do not fit one."""
     names = [f"{layer.name}.{expert}.{projection}" for expert in range(len(matrices))]
@@ -254,9 +281,11 @@ def _stack(
         return kind, (tensor_bytes(matrix) for matrix in full)
     bits = _common_width(draft, f"{layer.name}, {projection}", [grid_of(weight) for weight in packed], bool(full))
     wide = [draft.loadable(name, weight, bits) for name, weight in zip(names, packed, strict=True)]
-    kinds = {ggml.type_of(weight) for weight in wide}
+    kinds = {NEAREST[weight.bits, weight.zeros is None] for weight in wide}
     assert len(kinds) == 1, kinds
-    return kinds.pop(), (_blocks(name, weight) for name, weight in zip(names, wide, strict=True))
+    stack = stack_name(layer, projection)
+    every = enumerate(zip(names, wide, strict=True))
+    return kinds.pop(), (_blocks(draft, writer, name, weight, stack, place) for place, (name, weight) in every)
 
 
 def _common_width(draft: Draft, what: str, grids: list[Grid], full: bool) -> int | None:
@@ -267,7 +296,7 @@ def _common_width(draft: Draft, what: str, grids: list[Grid], full: bool) -> int
     refused = refuse_stack(draft.target, grids, full=full, widen=draft.options.widen)
     if refused is not None:
         raise FormatError(refused[0], where=f"{WHERE}: {what}", do=refused[1])
-    if len({HOLDS.get((grid.bits, grid.symmetric)) for grid in grids}) == 1:
+    if len({NEAREST.get((grid.bits, grid.symmetric)) for grid in grids}) == 1:
         return None
     bits = widest_of(draft.target, grids) if draft.options.widen else None
     if bits is None:
@@ -281,9 +310,17 @@ def _common_width(draft: Draft, what: str, grids: list[Grid], full: bool) -> int
     return bits
 
 
-def _blocks(name: str, weight: PackedWeight) -> memoryview:
+def _blocks(draft: Draft, writer: Writer, name: str, weight: PackedWeight, tensor: str, place: int = 0) -> memoryview:
+    """The blocks of one matrix, the place-th of a tensor; of rounded ones the error is noted."""
     try:
-        return tensor_bytes(ggml.encode(weight))
+        if draft.target.runs is None or ggml.holds(weight):
+            return tensor_bytes(ggml.encode(weight))
+        kind, blocks = refit(weight)
+        error = relative_error(ggml.decode(kind, blocks, weight.inputs), weight.dequantize())
+        if not math.isfinite(error):
+            raise ValueError("a scale that float16 does not hold")
+        writer.errors[tensor][place] = error
+        return tensor_bytes(blocks)
     except ValueError as error:
         raise FormatError(str(error), where=f"{WHERE}: {name}", do=ANY_GRID) from None
 
@@ -308,10 +345,10 @@ def _float_type(dtype: str, key: str) -> str:
 
 
 def _packed_module(
-    draft: Draft, name: str, piece: Piece, weight: PackedWeight
+    draft: Draft, writer: Writer, name: str, piece: Piece, weight: PackedWeight
 ) -> tuple[str, Iterable[bytes | memoryview]]:
     """The type and the bytes of a packed module outside of the experts."""
     wide = draft.loadable(name, weight)
     if piece.rows is not None:
         wide = wide.map(lambda part: part[piece.rows])
-    return ggml.type_of(wide), [_blocks(name, wide)]
+    return NEAREST[wide.bits, wide.zeros is None], [_blocks(draft, writer, name, wide, piece.name)]

@@ -33,6 +33,15 @@ def type_of(weight: PackedWeight) -> str:
     return name
 
 
+def holds(weight: PackedWeight) -> bool:
+    """Whether a type holds a weight's values exactly."""
+    try:
+        type_of(weight)
+    except ValueError:
+        return False
+    return True
+
+
 def encode(weight: PackedWeight) -> Tensor:
     """The blocks of one weight [N, K], uint8 [N, L]; `decode` gives its values back, each exactly.
 
@@ -117,14 +126,14 @@ def _half(scales: Tensor) -> Tensor:
 # parts of blocks, in order, [N, B, bytes].
 
 
-def _halves(codes: Tensor, run: int) -> Tensor:
+def halves(codes: Tensor, run: int) -> Tensor:
     """4 bits a code: byte i of every 2*run codes holds code i and, above it, code i + run."""
     pairs = codes.unflatten(-1, (-1, 2, run))
     joined: Tensor = (pairs[..., 0, :] & 15 | (pairs[..., 1, :] & 15) << 4).flatten(-2)
     return joined
 
 
-def _quarters(codes: Tensor) -> Tensor:
+def quarters(codes: Tensor) -> Tensor:
     """2 bits a code: byte i of every 128 codes holds the codes i, i + 32, i + 64 and i + 96."""
     four = codes.unflatten(-1, (-1, 4, 32)) & 3
     joined: Tensor = (four[..., 0, :] | four[..., 1, :] << 2 | four[..., 2, :] << 4 | four[..., 3, :] << 6).flatten(-2)
@@ -137,7 +146,7 @@ def _in_a_row(flags: Tensor) -> Tensor:
     return joined
 
 
-def _across(flags: Tensor) -> Tensor:
+def across(flags: Tensor) -> Tensor:
     """1 bit a code, 256 of them: bit i // 32 of byte i % 32."""
     shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
     joined: Tensor = (flags.unflatten(-1, (8, 32)) << shifts).sum(-2, dtype=torch.uint8)
@@ -157,15 +166,15 @@ def _of_eight(zero: Tensor) -> Tensor:
 
 
 _ENCODERS: dict[str, Callable[[Tensor, Tensor, Tensor], list[Tensor]]] = {
-    "Q4_0": lambda codes, scale, zero: [scale, _halves(codes, 16)],
-    "Q5_0": lambda codes, scale, zero: [scale, _in_a_row(codes >> 4), _halves(codes, 16)],
+    "Q4_0": lambda codes, scale, zero: [scale, halves(codes, 16)],
+    "Q5_0": lambda codes, scale, zero: [scale, _in_a_row(codes >> 4), halves(codes, 16)],
     "Q8_0": lambda codes, scale, zero: [scale, codes ^ 128],
     "Q1_0": lambda codes, scale, zero: [scale, _in_a_row(codes)],
-    "Q2_K": lambda codes, scale, zero: [(zero << 4 | 1).expand(-1, -1, 16), _quarters(codes), scale, scale],
-    "Q3_K": lambda codes, scale, zero: [_across(codes >> 2), _quarters(codes), _fixed(codes, ONES_Q3), scale],
-    "Q4_K": lambda codes, scale, zero: [scale, scale, _of_eight(zero), _halves(codes, 32)],
-    "Q5_K": lambda codes, scale, zero: [scale, scale, _of_eight(zero), _across(codes >> 4), _halves(codes, 32)],
-    "Q6_K": lambda codes, scale, zero: [_halves(codes, 64), _quarters(codes >> 4), _fixed(codes, (1,) * 16), scale],
+    "Q2_K": lambda codes, scale, zero: [(zero << 4 | 1).expand(-1, -1, 16), quarters(codes), scale, scale],
+    "Q3_K": lambda codes, scale, zero: [across(codes >> 2), quarters(codes), _fixed(codes, ONES_Q3), scale],
+    "Q4_K": lambda codes, scale, zero: [scale, scale, _of_eight(zero), halves(codes, 32)],
+    "Q5_K": lambda codes, scale, zero: [scale, scale, _of_eight(zero), across(codes >> 4), halves(codes, 32)],
+    "Q6_K": lambda codes, scale, zero: [halves(codes, 64), quarters(codes >> 4), _fixed(codes, (1,) * 16), scale],
 }
 
 
@@ -183,7 +192,7 @@ def _signed(part: Tensor) -> Tensor:
 
 
 def _shifted(part: Tensor, run: int, shifts: tuple[int, ...], mask: int) -> Tensor:
-    """The inverse of `_halves` and `_quarters`."""
+    """The inverse of `halves` and `quarters`."""
     steps = torch.tensor(shifts, dtype=torch.uint8).unsqueeze(-1)
     split: Tensor = ((part.unflatten(-1, (-1, 1, run)) >> steps) & mask).flatten(-3)
     return split

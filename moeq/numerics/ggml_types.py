@@ -70,3 +70,21 @@ HOLDS = {  # (bits, symmetric): the type that holds such a grid exactly
     (8, True): "Q8_0",
 }
 LENGTHS = {grid: TYPES[name].length for grid, name in HOLDS.items()}
+RUNS = {  # (bits, symmetric): of what groups must be multiples where scales may be rounded (`ggml_refit`)
+    (1, True): 128,
+    (1, False): 128,
+    (2, True): 16,
+    (2, False): 16,
+    (3, True): 16,
+    (3, False): 16,
+    (4, True): 32,
+    (4, False): 32,
+    (5, True): 32,
+    (5, False): 32,
+    (6, True): 16,
+    (6, False): 16,
+    (8, True): 32,
+    (8, False): 32,
+}
+NEAREST = HOLDS | {(3, False): "Q3_K", (6, False): "Q6_K", (8, False): "Q8_0"}  # with scales rounded, or zero points
+NEAREST_LENGTHS = {grid: TYPES[name].length for grid, name in NEAREST.items()}

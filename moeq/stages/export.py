@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,8 @@ def _write_format(context: Context, name: str, key: str, directory: Path) -> Non
         making=making.of_run(context, name),
     )
     native = NativeReader(context.directory("export"), recipe.trust_remote_code)
-    write(name, native, directory, options)
+    for note in write(name, native, directory, options):
+        context.reporter.say(f"  {escape(note)}")
     if recipe.export.verify:
         _check_written(context, directory, native)
     stage, stamp, seed = _format_stage(format_directory(context.out, name)), context.model.stamp, recipe.seed
@@ -303,7 +305,8 @@ def needs(sizes: Sizes) -> Needs:
     rest = sizes.disk - sizes.experts_disk - others.disk
     if section.formats:
         given = _export_sizes(sizes, rest)
-        files |= {f"../checkpoint-{name}": runtimes()[name].exporter.size(given) for name in section.formats}
+        of = {name: replace(given, target=name) for name in section.formats}
+        files |= {f"../checkpoint-{name}": runtimes()[name].exporter.size(size) for name, size in of.items()}
     writing = {**sizes.model(), **sizes.tables(), "manifest": manifest_bytes(sizes)}
 
     def seconds(rates: Rates) -> float:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from moeq.errors import EvaluationError
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import open_packed
+from moeq.exporters.readers.gguf import Gguf
 from moeq.models.loading import memory_bytes
 from moeq.progress import Reporter
 from moeq.tables import human_bytes
@@ -28,14 +29,16 @@ def check_written(
 ) -> Verdict | None:
     """Load a checkpoint in a fresh process and compare it; EvaluationError when it loads wrongly.
 
-    against: what it was made of: what its values must be, and those that its loader computes with. None, and the reason
-    is said, where the target's package is not installed here or memory is too small; values are compared all the same.
+    against: what it was made of: what its values must be, and those that its loader computes with, but where it says
+    itself how far its are from those (GGUF with rounded scales). None, and the reason is said, where the target's
+    package is not installed here or memory is too small; values are compared all the same.
     """
     packed = open_packed(directory, trust_remote_code=trust_remote_code, as_values=True)
     made_of = against
     if isinstance(made_of, Path):
         made_of = open_packed(made_of, trust_remote_code=trust_remote_code, as_values=True)
     size, memory = resident_bytes(packed), memory_bytes(torch.device("cpu"))
+    apart = isinstance(packed, Gguf) and packed.refitted
     del packed  # its headers and manifest; whoever checks it opens it again
     if size > memory:
         reporter.say(
@@ -45,12 +48,15 @@ def check_written(
         _check_values(directory, made_of, reporter, trust_remote_code)
         return None
     try:
-        verdict = verify(directory, Options(trust_remote_code=trust_remote_code), reporter, made_of)
+        options = Options(trust_remote_code=trust_remote_code)
+        verdict = verify(directory, options, reporter, None if apart else made_of)
     except NotInstalledError as error:
         reporter.say(f"  [yellow]not verified: {escape(str(error))}[/yellow]")
         _check_values(directory, made_of, reporter, trust_remote_code)
         return None
     require(verdict)
+    if apart:
+        _check_values(directory, made_of, reporter, trust_remote_code)
     worst = max((check.worst for check in verdict.layers), default=0.0)
     reporter.say(
         f"  verified with {verdict.target}: layers within {worst:.1g}, logits within {verdict.logits_error:.1g}"
@@ -66,4 +72,6 @@ def _check_values(directory: Path, made_of: PackedSource | None, reporter: Repor
     problems = differences(made_of, packed, reporter)
     if problems:
         raise EvaluationError(first_of(problems), where=str(directory), do="do not use it; write it again")
-    reporter.say(f"  its values are those of {escape(made_of.source.name)}")
+    apart = isinstance(packed, Gguf) and packed.refitted
+    what = "as far from those of {} as it says" if apart else "those of {}"
+    reporter.say(f"  its values are {what.format(escape(made_of.source.name))}")

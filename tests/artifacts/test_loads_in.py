@@ -43,7 +43,7 @@ def reasons(where: LoadsIn) -> dict[str, str]:
             [[4, 8], [4, 4]],
             {},
             {"transformers": "mixed widths"} | dict.fromkeys(("vllm", "vllm-gptq"), "8-bit")
-            | dict.fromkeys(("vllm-cuda", "llama.cpp"), "mixed widths in a layer"),
+            | dict.fromkeys(("vllm-cuda", "llama.cpp", "llama.cpp-refit"), "mixed widths in a layer"),
         ),
         (
             [[4, 4], [4, 4]],
@@ -71,7 +71,7 @@ def test_a_reason_says_what_is_in_the_way(
 def test_one_bit_is_only_native() -> None:
     where = found([[1, 4], [1, 4]])
     told = reasons(where)
-    assert told.pop("llama.cpp") == "mixed widths in a layer"
+    assert told.pop("llama.cpp") == told.pop("llama.cpp-refit") == "mixed widths in a layer"
     assert told == dict.fromkeys(("auto-round", "transformers", *VLLM, "gptqmodel"), "1-bit")
     assert where["gptqmodel"] is not None
     where["gptqmodel"]["price"] = 0.042

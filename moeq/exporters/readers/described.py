@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.gguf_file import GgufFile, read_gguf
 from moeq.errors import ArtifactError
-from moeq.exporters.gguf import FILE
+from moeq.exporters.gguf import ERRORS, FILE
 from moeq.exporters.readers import layout_of
 from moeq.exporters.readers.layout import Layout
 from moeq.models.source import CONFIG, ModelSource, TensorHeader, check_counts, check_parts, open_source, read_config
@@ -151,13 +153,21 @@ def gguf(path: Path, trust_remote_code: bool) -> dict[str, Any]:
         raise ArtifactError(what, where=str(where), do=AGAIN)
     types = Counter(stacks[name].type.name for name in sorted(stacks))
     expert_bytes = sum(tensor.bytes for tensor in stacks.values())
+    errors = [error for name in stacks for error in _errors(file.fields.get(f"{ERRORS}{name}"))]
+    rounded = {} if not any(errors) else {"rounded_scales": f"values are off by up to {max(errors):.2g} relative"}
     return {
         "kind": f"GGUF ({arch})",
         "model": str(file.fields.get("general.name", ""))[:200],
         "moe_layers": len(layers),
         "experts": ", ".join(f"{number} stacks of {kind}" for kind, number in types.items()),
+        **rounded,
         "expert_bytes": expert_bytes,
         "non_expert_bytes": sum(tensor.bytes for tensor in file.tensors.values()) - expert_bytes,
         "check": "the experts' stacks have the numbers that the file and config.json state; `moeq verify` compares all",
         "loads_in": {"llama.cpp": None},
     }
+
+
+def _errors(stated: Any) -> Iterable[float]:
+    """What a file says of how far matrices are from what they were converted from; nothing where it says nothing."""
+    return stated if isinstance(stated, array) else ()

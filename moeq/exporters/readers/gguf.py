@@ -7,6 +7,7 @@ loaders with, or as codes, scales and zero points, where a grid of moeq's holds 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from moeq.artifacts.gguf_file import GgufFile, GgufTensor
 from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ArtifactError, FormatError
-from moeq.exporters.gguf import FILE
+from moeq.exporters.gguf import ERRORS, FILE
 from moeq.exporters.gguf_families import Family, Piece, family_of, pieces, restored, stack_name, stack_shapes
 from moeq.exporters.packed_source import Matrices
 from moeq.exporters.readers.described import gguf_headers
@@ -65,6 +66,22 @@ class Gguf:
             else:
                 matrices[projection] = self._packed(stack, offset, size, shape, what)
         return matrices, {}
+
+    def refit_error(self, layer: ExpertLayer, expert: int, projection: str) -> float | None:
+        """How far the file says that an expert's matrix is from the one that was converted, relative; None where it
+        says nothing, since every matrix is as it was."""
+        key, count = f"{ERRORS}{stack_name(layer, projection)}", layer.num_experts
+        stated = self.file.fields.get(key)
+        if stated is None:
+            return None
+        if not isinstance(stated, array) or len(stated) != count or not all(0 <= error < math.inf for error in stated):
+            raise ArtifactError(f"not the errors of {count} matrices", where=f"{self.file.path}, {key}", do=AGAIN)
+        return float(stated[expert])
+
+    @property
+    def refitted(self) -> bool:
+        """Whether the file says of any matrix that its scales were rounded."""
+        return any(isinstance(value, array) and any(value) for key, value in self.file.fields.items() if ERRORS in key)
 
     def other_names(self) -> list[str]:
         """Names in memory of the packed modules outside of the experts."""
