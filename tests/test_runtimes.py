@@ -26,6 +26,7 @@ RUNTIMES = {
     "vllm",
     "vllm-cuda",
     "vllm-gptq",
+    "humming",
 }
 BEFORE = {"moeq": "native", "gptq": "gptqmodel", "gguf": "llama.cpp", "compressed-tensors": "transformers"}
 
