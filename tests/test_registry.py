@@ -15,7 +15,7 @@ from moeq.registry import ALLOCATORS, EXPORTERS, POLICIES, QUANTIZERS, Registry
 
 OWN = {
     ALLOCATORS: ("budget", "frequency", "mopeq", "optimal", "prefix-split", "uniform"),
-    EXPORTERS: ("auto-round", "compressed-tensors", "dequantized", "gguf", "gptq", "moeq"),
+    EXPORTERS: ("auto-round", "compressed-tensors", "dequantized", "gguf", "gptq", "humming", "moeq"),
     QUANTIZERS: ("gptq", "rtn", "signround"),
     POLICIES: ("context_aware", "dynaexq", "gpu_only", "hobbit", "monde", "static_mixed", "static_placement"),
 }

@@ -27,6 +27,7 @@ RUNTIMES = {
     "vllm",
     "vllm-cuda",
     "vllm-gptq",
+    "humming",
 }
 BEFORE = {"moeq": "native", "gptq": "gptqmodel", "gguf": "llama.cpp", "compressed-tensors": "transformers"}
 

@@ -17,14 +17,11 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from moeq_kernels.checkpoint import Grid
 from moeq_kernels.choice import policy, prepared_layer
-from moeq_kernels.description import DOWN, LayerOfExperts, Matrix, PreparedLayer
-from moeq_kernels.widths import Width, width_of
+from moeq_kernels.description import PreparedLayer
+from moeq_kernels.parts import ALL_PARTS, GATE, GUARD, STEMS, UP, LayerParts, drop, placeholder
+from moeq_kernels.widths import Width
 from moeq_vllm.operators import make_known, routed
-from moeq_vllm.parts import ALL_PARTS, Parts, drop, placeholder, sliced
 
-GATE, UP = "gate_proj", "up_proj"
-PROJECTIONS = {"w1": GATE, "w3": UP, "w2": DOWN}  # by vLLM's names
-STEMS = ("w13", "w2")  # of its parameters
 NAMES = {  # of vLLM's activations, as kernels know them
     MoEActivation.SILU: "silu", MoEActivation.GELU: "gelu", MoEActivation.GELU_TANH: "gelu_pytorch_tanh",
 }  # fmt: skip
@@ -56,19 +53,19 @@ class MoeqExperts(FusedMoEMethodBase):
         self.name = make_known(layer.layer_name, self)
         self.dtype, self.own = params_dtype, num_experts
         ranks = self.moe.moe_parallel_config
-        self.rank = ranks.tp_rank
-        self.first = ranks.tp_rank * intermediate_size_per_partition
-        self.count = intermediate_size_per_partition
-        whole = ranks.tp_size * intermediate_size_per_partition
-        sizes = {GATE: (whole, hidden_size), UP: (whole, hidden_size), DOWN: (hidden_size, whole)}
-        self.parts: dict[tuple[int, str], Parts] = {}
-        self.complete = 0  # of them
-        for expert, widths in enumerate(self.widths):
-            local = self._local(layer, expert)
-            for name, size in sizes.items() if local is not None else ():
-                self.parts[local, name] = Parts(width_of(widths, name), self.grid, *size, self.moe.has_bias)
+        first, count = ranks.tp_rank * intermediate_size_per_partition, intermediate_size_per_partition
+        local = {self._local(layer, expert): width for expert, width in enumerate(self.widths)}
+        self.parts: LayerParts | None = LayerParts(
+            layer.layer_name,
+            self.grid,
+            {expert: width for expert, width in sorted(local.items()) if expert >= 0},
+            (hidden_size, ranks.tp_size * intermediate_size_per_partition),
+            slice(first, first + count),
+            biased=self.moe.has_bias,
+            leads=ranks.tp_rank == 0,
+        )
         for stem in STEMS:
-            for part in (*ALL_PARTS, "weight", *(("bias",) if self.moe.has_bias else ())):
+            for part in (*ALL_PARTS, GUARD, *(("bias",) if self.moe.has_bias else ())):
                 self.device = placeholder(layer, f"{stem}_{part}", partial(self.take, layer))
 
     def take(
@@ -83,42 +80,22 @@ class MoeqExperts(FusedMoEMethodBase):
     ) -> bool | None:
         """One tensor of one expert; guards, and experts of other devices, are passed over."""
         local, part = self._local(layer, expert_id), weight_name.rpartition("_")[2]
-        if local is not None and part != "weight":
-            parts = self.parts[local, PROJECTIONS[shard_id]]
-            parts.take(part, loaded_weight.to(param.device), weight_name)
-            self.complete += parts.complete
-            if self.complete == len(self.parts):
+        if local >= 0 and part != GUARD:
+            assert self.parts is not None, "a tensor came after all had come"
+            if self.parts.take(local, shard_id, part, loaded_weight.to(param.device), weight_name):
                 self.arrange(layer)
-        return local is not None if return_success else None
+        return local >= 0 if return_success else None
 
-    def _local(self, layer: Any, expert: int) -> int | None:
-        """The number of an expert on this device, None for one of another device."""
+    def _local(self, layer: Any, expert: int) -> int:
+        """The number of an expert on this device, -1 for one of another device."""
         local: int = layer._map_global_expert_id_to_local_expert_id(expert)
-        return None if local < 0 else local
+        return local
 
     def arrange(self, layer: Any) -> None:
         """Have a kernel take the layer; what was loaded is let go."""
-        matrices: list[dict[str, Matrix]] = [{} for _ in range(self.own)]
-        biases: list[dict[str, Tensor]] = [{} for _ in range(self.own)]
-        mine = slice(self.first, self.first + self.count)
-        for (expert, projection), parts in self.parts.items():
-            name = f"{layer.layer_name}.{expert}.{projection}"
-            matrix = parts.matrix(self.dtype, name)
-            every = slice(0, parts.inputs if projection != DOWN else parts.rows)
-            rows, inputs = (mine, every) if projection != DOWN else (every, mine)
-            matrices[expert][projection] = sliced(matrix, rows, inputs, name)
-            if "bias" in parts.found:
-                bias = parts.found["bias"].to(self.dtype)
-                if projection != DOWN:
-                    biases[expert][projection] = bias[mine].contiguous()
-                elif self.rank == 0:  # once, of the devices whose outputs are added
-                    biases[expert][projection] = bias
-                else:
-                    biases[expert][projection] = torch.zeros_like(bias)
-        given = LayerOfExperts(
-            matrices=matrices, biases=biases, gate=partial(self._gate, layer), activation=NAMES.get(layer.activation)
-        )
-        self.parts = {}
+        assert self.parts is not None, "arranged twice"
+        given = self.parts.layer(self.dtype, partial(self._gate, layer), NAMES.get(layer.activation))
+        self.parts = None
         self.prepared, why = prepared_layer(given, self.device, policy())
         if self.prepared is None:
             raise ValueError(f"moeq: {layer.layer_name}: no kernel takes it: {why}")

@@ -17,10 +17,10 @@ from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinea
 from moeq_kernels.checkpoint import DENSE, Grid
 from moeq_kernels.choice import policy, prepared_linear
 from moeq_kernels.description import PreparedLinear
+from moeq_kernels.parts import ALL_PARTS, GUARD, Parts, drop, placeholder, sliced
 from moeq_kernels.reference import values
 from moeq_kernels.widths import FULL
 from moeq_vllm.operators import looked_up, make_known, product
-from moeq_vllm.parts import ALL_PARTS, GUARD, Parts, drop, placeholder, sliced
 
 
 class MoeqLinear(LinearMethodBase):  # type: ignore[misc]

@@ -15,8 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moeq.artifacts.targets import ANY_GRID, Grid, Target
-from moeq.errors import FormatError
+from moeq.artifacts.targets import Grid, Target
 from moeq.exporters.exporter import SGLANG, TRANSFORMERS, VLLM, Exporter, Loader, later
 from moeq_kernels.widths import FULL
 
@@ -72,12 +71,12 @@ def _tensors(draft: Draft, scheme: Scheme, name: str, matrix: PackedWeight | Ten
     """The parts of a matrix; FormatError where it differs from the others of its scheme."""
     from torch import Tensor
 
+    from moeq.exporters.schemes import refuse_infinite
+
     scheme.check(name, matrix)
     if isinstance(matrix, Tensor):
         return {"weight": matrix}
-    if _overflows(matrix):
-        what = "values beyond float16, in which codes are multiplied by scales"
-        raise FormatError(what, where=f"for {draft.runtime.name}: {name}", do=ANY_GRID)
+    refuse_infinite(draft, name, matrix)
     return linear_tensors(matrix)
 
 
@@ -95,24 +94,13 @@ def linear_tensors(weight: PackedWeight) -> dict[str, Tensor]:
     }
 
 
-def _overflows(weight: PackedWeight) -> bool:
-    """Whether codes times float16 scales are infinite in float16."""
-    import torch
-
-    largest = torch.finfo(torch.float16).max
-    near = bool((weight.scales.float() * 2 ** (weight.bits - 1) > largest).any())
-    return near and weight.scales.dtype == torch.float16 and bool((weight.dequantize().abs() > largest).any())
-
-
 def _config(draft: Draft) -> dict[str, Any]:
     """quantization_config: one group for the experts of the model, or one for the layers of each grid."""
+    from moeq.exporters.schemes import no_experts
+
     stems = {key.removesuffix(".weight_packed") for key in draft.where if key.endswith("_packed")}
     if any("experts" not in stem for stem in stems):
-        raise FormatError(
-            "experts are not below a module called experts",
-            where=f"for {draft.runtime.name}",
-            do="write it for another runtime",
-        )
+        raise no_experts(draft)
     leaves = "|".join(sorted({re.escape(stem.rpartition(".")[2]) for stem in stems}))
     if draft.target.granularity == "model":
         groups = [([rf"re:.*\.experts\.\d+\.({leaves})$"], next(iter(draft.grids.values())))]
@@ -152,13 +140,12 @@ def _group(targets: list[str], grid: Grid) -> dict[str, Any]:
 
 def _by_layer(draft: Draft) -> tuple[list[tuple[list[str], Grid]], list[str]]:
     """(patterns of layers' experts, their grid) of every grid, and patterns of the layers in full precision."""
+    from moeq.exporters.schemes import grids_by_layer
+
     groups: dict[tuple[int, int], tuple[list[str], Grid]] = {}
     plain = []
-    for layer in draft.source.layers:
-        names = draft.expert_keys(layer)
-        key = names[0, layer.projections[0]]
-        pattern = f"re:.*{re.escape(key[: key.index('.experts.')])}{LAYERS_EXPERTS}"
-        grid = draft.grids.get(f"{layer.name}.0.{layer.projections[0]}")
+    for stem, grid in grids_by_layer(draft):
+        pattern = f"re:.*{re.escape(stem.removesuffix('.experts'))}{LAYERS_EXPERTS}"
         if grid is None:
             plain.append(pattern)
         else:

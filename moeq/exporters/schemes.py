@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from moeq.artifacts.targets import Grid
+from moeq.artifacts.targets import ANY_GRID, Grid
 from moeq.errors import FormatError
 from moeq.exporters.foreign import Draft
 from moeq.models.experts import ExpertLayer
@@ -75,3 +76,33 @@ def common_width(draft: Draft, layers: Sequence[ExpertLayer]) -> int | None:
     if not widths:
         return None
     return min((width for width in draft.target.widths if max(widths) <= width < FULL), default=max(widths))
+
+
+def grids_by_layer(draft: Draft) -> list[tuple[str, Grid | None]]:
+    """(module of a layer's experts as the family has it, their grid, None in full precision) of every written layer.
+
+    FormatError where experts are not below a module called experts, by which runtimes ask for what they share.
+    """
+    found = []
+    for layer in draft.source.layers:
+        key = draft.expert_keys(layer)[0, layer.projections[0]]
+        if ".experts." not in key:
+            raise no_experts(draft)
+        stem = key[: key.index(".experts.")] + ".experts"
+        found.append((stem, draft.grids.get(f"{layer.name}.0.{layer.projections[0]}")))
+    return found
+
+
+def no_experts(draft: Draft) -> FormatError:
+    """For a family whose experts a pattern of a module called experts does not name."""
+    what = "experts are not below a module called experts"
+    return FormatError(what, where=f"for {draft.runtime.name}", do="write it for another runtime")
+
+
+def refuse_infinite(draft: Draft, name: str, weight: PackedWeight) -> None:
+    """FormatError where codes times float16 scales are infinite in float16, in which kernels multiply them."""
+    largest = torch.finfo(torch.float16).max
+    near = bool((weight.scales.float() * 2 ** (weight.bits - 1) > largest).any())
+    if near and weight.scales.dtype == torch.float16 and bool((weight.dequantize().abs() > largest).any()):
+        what = "values beyond float16, in which codes are multiplied by scales"
+        raise FormatError(what, where=f"for {draft.runtime.name}: {name}", do=ANY_GRID)

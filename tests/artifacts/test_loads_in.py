@@ -18,7 +18,7 @@ class Layer:
         return 256, self.inputs
 
 
-VLLM = ("vllm", "vllm-cuda", "vllm-gptq")
+VLLM = ("vllm", "vllm-cuda", "vllm-gptq", "humming")
 
 
 def found(widths: list[list[int]], inputs: int = 256, **more: object) -> LoadsIn:
@@ -43,7 +43,7 @@ def reasons(where: LoadsIn) -> dict[str, str]:
             [[4, 8], [4, 4]],
             {},
             {"transformers": "mixed widths"} | dict.fromkeys(("vllm", "vllm-gptq"), "8-bit")
-            | dict.fromkeys(("vllm-cuda", "llama.cpp", "llama.cpp-refit"), "mixed widths in a layer"),
+            | dict.fromkeys(("vllm-cuda", "humming", "llama.cpp", "llama.cpp-refit"), "mixed widths in a layer"),
         ),
         (
             [[4, 4], [4, 4]],

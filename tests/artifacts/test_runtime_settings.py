@@ -23,7 +23,7 @@ SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=48", "losses.methods=[rtn]", "assign.quantizer=rtn",
     "assign.bits_per_weight=3", "eval.compare=[]",
 )  # fmt: skip
-SYMMETRIC = ("transformers", "vllm", "vllm-cuda", "vllm-gptq", "llama.cpp")
+SYMMETRIC = ("transformers", "vllm", "vllm-cuda", "vllm-gptq", "humming", "llama.cpp")
 NARROW = 4  # bits a weight that some runtimes cannot store it in
 
 

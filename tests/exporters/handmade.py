@@ -87,6 +87,14 @@ def compressed_parts(packed: PackedWeight) -> dict[str, Tensor]:
     return parts
 
 
+def humming_parts(packed: PackedWeight) -> dict[str, Tensor]:
+    """weight, weight_scale and, of asymmetric grids, zero_point."""
+    parts = {"weight": row_words(packed.codes), "weight_scale": packed.scales}
+    if packed.zeros is not None:
+        parts["zero_point"] = row_words(pack(_zeros(packed).mT.contiguous(), packed.bits)).mT.contiguous()
+    return parts
+
+
 def write(
     source: Path,
     target: Path,
@@ -151,3 +159,9 @@ def compressed_config(bits: int = 4, *, symmetric: bool = True, groups: dict[str
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": groups or one, "ignore": ["lm_head", "re:.*self_attn.*", "re:.*gate$"],
     }  # fmt: skip
+
+
+def humming_config(dynamic: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:
+    whole = {"quant_method": "humming", "b_dtype": "uint4", "weight_scale_group_size": GROUP}
+    rules = {"-:.*\\.mlp\\.gate$": {}, "-:.*self_attn.*": {}} | (dynamic or {})
+    return whole | {"dynamic": rules, "ignore": ["lm_head"]} | changed

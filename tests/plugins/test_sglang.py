@@ -1,0 +1,114 @@
+"""SGLang's own models with moeq-sglang: experts and linears compute what transformers' do; what is not served is said.
+
+In an environment with sglang, on the CPU, where its kernels are not: its layers and loaders run, not its attention.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import peers
+import pytest
+import torch
+from made_sources import save_model
+from safetensors.torch import load_file, save_file
+from served_checkpoints import RECIPES, export
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from moeq_kernels.choice import choosing
+
+PROBE = Path(__file__).parent / "peer_sglang.py"
+TOKENS, CLOSE = 5, 2e-5
+CASES = [("mixtral", "packed attention"), ("qwen3_moe", "a width for every matrix"), ("qwen3_moe", "nested"),
+         ("qwen3_moe", "packed attention")]  # fmt: skip
+EMBEDDINGS = "packed embeddings"
+Answers = dict[tuple[str, str], tuple[Path, dict[str, Tensor], dict[str, Tensor] | str]]
+
+
+def given(checkpoint: Path, path: Path) -> dict[str, Tensor]:
+    """Tokens, their routing, and what an attention's output projection takes."""
+    config = json.loads((checkpoint / "config.json").read_text("utf-8"))
+    generator = torch.Generator().manual_seed(1)
+    experts = config.get("num_local_experts") or config["num_experts"]
+    made = {
+        "hidden": torch.randn(TOKENS, config["hidden_size"], generator=generator),
+        "weights": torch.rand(TOKENS, 2, generator=generator),
+        "ids": torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(TOKENS)]).int(),
+        "wide": torch.randn(TOKENS, config["num_attention_heads"] * config["head_dim"], generator=generator),
+    }
+    save_file(made, path)
+    return made
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What was given, and what SGLang's layers computed of it or the error, all in one process."""
+    peers.interpreter("sglang")
+    folder = tmp_path_factory.mktemp("sglang")
+    models = {family: save_model(folder / family, family, shared_expert_intermediate_size=0) for family, _ in CASES}
+    jobs, made = [], {}
+    for number, (family, name) in enumerate([*CASES, ("qwen3_moe", EMBEDDINGS), ("qwen3_moe", "fewer experts")]):
+        if name in RECIPES:
+            checkpoint = export(folder / f"run-{number}", models[family], RECIPES[name])
+        else:
+            checkpoint = fewer(made["qwen3_moe", "nested"][0])
+        out = folder / f"{number}.out"
+        made[family, name] = (checkpoint, given(checkpoint, folder / f"{number}.given"), out)
+        jobs.append({"checkpoint": str(checkpoint), "given": str(folder / f"{number}.given"), "out": str(out)})
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    peers.run("sglang", PROBE, folder / "jobs.json")
+    return {case: (path, some, answer(out)) for case, (path, some, out) in made.items()}
+
+
+def fewer(checkpoint: Path) -> Path:
+    """A copy whose config.json names fewer experts of a layer."""
+    copy = checkpoint.with_name("fewer")
+    copy.mkdir()
+    for file in checkpoint.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    config = json.loads((copy / "config.json").read_text("utf-8"))
+    next(iter(config["quantization_config"]["experts"].values())).pop()
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def answer(out: Path) -> dict[str, Tensor] | str:
+    return load_file(out) if out.exists() else Path(f"{out}.error").read_text("utf-8")
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_sglangs_layers_compute_what_transformers_do(case: tuple[str, str], answers: Answers) -> None:
+    checkpoint, some, found = answers[case]
+    assert isinstance(found, dict), found
+    with choosing("reference"):
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        for number, layer in enumerate(model.model.layers):
+            attention = layer.self_attn
+            heads = [attention.q_proj, attention.k_proj, attention.v_proj]
+            wanted = {
+                "experts": layer.mlp.experts(some["hidden"], some["ids"].long(), some["weights"]),
+                "qkv": torch.cat([one(some["hidden"]) for one in heads], -1),
+                "o": attention.o_proj(some["wide"]),
+            }
+            for name, value in wanted.items():
+                away = (found[f"{number}.{name}"] - value).abs().max() / value.abs().max()
+                assert away < CLOSE, (number, name)
+    assert int(found["bytes"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (EMBEDDINGS, r"moeq: .*packed embeddings and heads are not served by SGLang; export without"),
+        ("fewer experts", r"moeq: .*5 widths for 6 experts; export the checkpoint again"),
+    ],
+)
+def test_what_is_not_served_is_said(name: str, message: str, answers: Answers) -> None:
+    found = answers["qwen3_moe", name][2]
+    assert isinstance(found, str)
+    assert re.search(message, found), found[-500:]
