@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moeq_kernels.cpu import columns, finish, schedule
 from moeq_kernels.cpu.compiled import entry
-from moeq_kernels.cpu.forms import Form
+from moeq_kernels.cpu.forms import Form, ahead_bytes
 from moeq_kernels.cpu.matrices import Integers, Matrices, flat
 from moeq_kernels.cpu.threads import together
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
@@ -70,7 +70,7 @@ class _Stage:
             routed.tiles,
             matrices.table,
             self.functions,
-            matrices.per_word(form),
+            matrices.words(form),
             by_block,
             int(ITEM_BYTES / max(1.0, routed.rows / 4)),
         )
@@ -80,8 +80,9 @@ class _Stage:
     def arguments(self, source: Tensor, per_row: int, end: int, weights: Tensor, per_token: int, out: Tensor) -> Any:
         """Those of `schedule.describe`; source: [R, K] float32."""
         routed, held = self.routed, self.matrices.held
-        per_word = self.matrices.per_word(self.form)
-        how = self.matrices.table, routed.tiles, routed.order, self.starts, per_row, per_word, held.data_ptr()
+        words = self.matrices.words(self.form)
+        where = held.data_ptr(), ahead_bytes()
+        how = self.matrices.table, routed.tiles, routed.order, self.starts, per_row, words, *where
         counters = np.zeros(4 * schedule.LINE, np.int64)
         layout, sums = np.zeros(self.words, np.uint32), np.zeros(self.sums, np.float32)
         return (
@@ -248,9 +249,9 @@ class PackedLinear:
         """Arguments of `schedule.alone` that do not depend on the rows."""
         if (form.name, place) not in self._alone:
             self.matrices.compile_one(form, 0, place)
-            functions, per_word = self.matrices.functions(form), self.matrices.per_word(form)
+            functions, words = self.matrices.functions(form), self.matrices.words(form)
             self._alone[form.name, place] = (
-                place, form.rows[place], per_word, self.held.data_ptr(), self.matrices.table, functions,
+                place, form.rows[place], words, self.held.data_ptr(), ahead_bytes(), self.matrices.table, functions,
                 self.matrices.grids, self.matrices.biases,
             )  # fmt: skip
         return self._alone[form.name, place]

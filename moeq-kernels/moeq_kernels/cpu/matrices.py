@@ -113,14 +113,14 @@ class Matrices:
         return self._functions[form.name]
 
     @cached_property
-    def _per_word(self) -> dict[str, Integers]:
+    def _words(self) -> dict[str, Integers]:
         return {}
 
-    def per_word(self, form: Form) -> Integers:
-        """Activations of a word as blocks of each kind read them, [kinds]."""
-        if form.name not in self._per_word:
-            self._per_word[form.name] = np.array([_form_of(form, codes).per_word for codes, _ in self.kinds])
-        return self._per_word[form.name]
+    def words(self, form: Form) -> Integers:
+        """Words of four activations as blocks of each kind read them, [kinds]."""
+        if form.name not in self._words:
+            self._words[form.name] = np.array([_form_of(form, codes).words for codes, _ in self.kinds])
+        return self._words[form.name]
 
     def compile(self, form: Form, tiles: Integers) -> None:
         """Have the blocks that the tiles need."""
@@ -140,7 +140,7 @@ class Matrices:
         multiplied by torch; float16 rows are multiplied as float32."""
         shape, dtype = self.shapes[expert][which], rows.dtype if rows.dtype == torch.bfloat16 else torch.float32
         name = str(dtype).removeprefix("torch.")
-        spec = Spec(form=form.name, codes=shape.codes, unit=shape.unit, rows=0, dtype=name)
+        spec = Spec(form=form.unpacking.name, codes=shape.codes, unit=shape.unit, rows=0, dtype=name)
         function, how, grid = compiled.address(spec), self.table[expert, which], self.grids[expert, which]
         step = max(1, UNPACKED_BYTES // (shape.inputs * dtype.itemsize * LANES))
         space = torch.empty(shape.inputs + shape.unit, min(step, shape.blocks) * LANES, dtype=dtype)
@@ -164,7 +164,7 @@ class Matrices:
 
 def _form_of(form: Form, codes: str) -> Form:
     """The form for one kind of codes: dense values are multiplied with activations as they are."""
-    return form.floats if form.int8 and not CODES[codes].affine else form
+    return form.floats if form.slices and not CODES[codes].affine else form
 
 
 def flat(layer: LayerOfExperts, stages: Sequence[Sequence[str]]) -> tuple[Tensor, list[Matrices]]:
