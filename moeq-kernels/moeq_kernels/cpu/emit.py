@@ -36,7 +36,9 @@ FLOATS = ("scale_step", "zero_step", "zero_start")
 @cache
 def _digest() -> str:
     folder = Path(__file__).parent
-    text = b"".join((folder / name).read_bytes() for name in ("codes.py", "emit.py", "forms.py", "lanes.py"))
+    text = b"".join(
+        (folder / name).read_bytes() for name in ("codes.py", "emit.py", "forms.py", "lanes.py", "tiles.py")
+    )
     return hashlib.sha256(text).hexdigest()[:16]
 
 
@@ -60,7 +62,7 @@ class Spec:
         return cls(form=form, codes=codes, unit=int(unit), rows=int(rows), dtype=dtype.strip("-"))
 
 
-class _Number:
+class Number:
     """A variable of the compiled code."""
 
     def __init__(self, builder: ir.IRBuilder, first: Value) -> None:
@@ -79,7 +81,7 @@ class _Number:
         self.set(self.builder.add(self.get(), ir.Constant(I64, more) if isinstance(more, int) else more))
 
 
-class _Blocks:
+class Blocks:
     """The code of one spec; `argument`: the values of ARGUMENTS by name.
 
     Codes, scales and zero points of the next of `blocks` lie `stride` bytes further on; what is read after the last of
@@ -93,16 +95,16 @@ class _Blocks:
         self.lanes = Lanes(builder, self.form.lanes)
         self.parts = range(LANES // self.form.lanes)
         self.part_bytes = self.form.lanes * WORD_BYTES
-        self.at = _Number(builder, argument["codes"])
-        self.scales, self.zeros = _Number(builder, argument["scales"]), _Number(builder, argument["zeros"])
-        self.out = _Number(builder, argument["out"])
+        self.at = Number(builder, argument["codes"])
+        self.scales, self.zeros = Number(builder, argument["scales"]), Number(builder, argument["zeros"])
+        self.out = Number(builder, argument["out"])
         self.end = builder.add(argument["codes"], builder.mul(argument["blocks"], argument["stride"]))
         self._unit_bytes = spec.unit * sum(self.codes.planes) // 32 * LANES * WORD_BYTES
 
     @contextmanager
     def _times(self, count: Value) -> Any:
         """A loop that runs at least once."""
-        index = _Number(self.builder, ir.Constant(I64, 0))
+        index = Number(self.builder, ir.Constant(I64, 0))
         body = self.builder.append_basic_block()
         done = self.builder.append_basic_block()
         self.builder.branch(body)
@@ -116,7 +118,7 @@ class _Blocks:
         """One block after the other; out_step: bytes from what one puts out to what the next one does."""
         stride, none = self.argument["stride"], ir.Constant(I64, 0)
         shared = self.builder.icmp_signed("==", self.argument["zero_stride"], none)
-        zero_step, first = self.builder.select(shared, none, stride), _Number(self.builder, self.argument["codes"])
+        zero_step, first = self.builder.select(shared, none, stride), Number(self.builder, self.argument["codes"])
         with self._times(self.argument["blocks"]):
             self.at.set(first.get())
             block()
@@ -186,9 +188,9 @@ class _Blocks:
         copies = max(1, min(MOST_COPIES, ACCUMULATORS[len(self.parts) > 1] // vectors))
         builder, zero = self.builder, self.lanes.zero
         none = self.lanes.no_word if self.form.int8 else zero
-        self.given = _Number(builder, self.argument["activations"])
-        totals = [[_Number(builder, zero) for _ in self.parts] for _ in rows]
-        sums = [[[_Number(builder, none) for _ in range(copies)] for _ in self.parts] for _ in rows]
+        self.given = Number(builder, self.argument["activations"])
+        totals = [[Number(builder, zero) for _ in self.parts] for _ in rows]
+        sums = [[[Number(builder, none) for _ in range(copies)] for _ in self.parts] for _ in rows]
         with self._times(self.argument["groups"]) as index:
             group = index.get()
             for number in (one for of_row in sums for of_part in of_row for one in of_part):
@@ -203,7 +205,7 @@ class _Blocks:
             for part in self.parts:
                 self.lanes.store(totals[row][part].get(), to, part * self.part_bytes)
 
-    def _multiply_unit(self, sums: Sequence[Sequence[Sequence[_Number]]]) -> None:
+    def _multiply_unit(self, sums: Sequence[Sequence[Sequence[Number]]]) -> None:
         given, lanes, rows, ahead = self.given.get(), self.lanes, self.spec.rows, self._ahead()
         for line in range(0, self._unit_bytes, LINE_BYTES):
             lanes.prefetch(ahead, line)
@@ -230,7 +232,7 @@ class _Blocks:
         return self.codes.single(self.lanes, words, *divmod(place, 2))
 
     def _end_group(
-        self, group: Value, sums: Sequence[Sequence[Sequence[_Number]]], totals: Sequence[Sequence[_Number]]
+        self, group: Value, sums: Sequence[Sequence[Sequence[Number]]], totals: Sequence[Sequence[Number]]
     ) -> None:
         builder, lanes, rows = self.builder, self.lanes, self.spec.rows
         at_sums = builder.add(self.argument["sums"], builder.mul(group, ir.Constant(I64, rows * WORD_BYTES)))
@@ -249,7 +251,7 @@ class _Blocks:
                     total.set(builder.fadd(value, total.get()))
 
     def _end_whole_group(
-        self, group: Value, sums: Sequence[Sequence[Sequence[_Number]]], totals: Sequence[Sequence[_Number]]
+        self, group: Value, sums: Sequence[Sequence[Sequence[Number]]], totals: Sequence[Sequence[Number]]
     ) -> None:
         builder, lanes, rows = self.builder, self.lanes, self.spec.rows
         scales = builder.add(self.argument["sums"], builder.mul(group, ir.Constant(I64, 2 * rows * WORD_BYTES)))
@@ -279,7 +281,7 @@ class _Blocks:
         with self._times(self.argument["groups"]) as index:
             group = index.get()
             first = self.builder.mul(group, self.argument["group_inputs"])
-            to = _Number(self.builder, self.builder.add(out, self.builder.mul(first, stride)))
+            to = Number(self.builder, self.builder.add(out, self.builder.mul(first, stride)))
             values = self.codes.values(False)
             grids = [self._grid(group, part, values) for part in self.parts] if self.codes.affine else []
             with self._times(self._units_of(group)):
@@ -295,9 +297,8 @@ class _Blocks:
                 self._next_unit()
 
 
-def emit(builder: ir.IRBuilder, text: str, arguments: Sequence[Value]) -> None:
-    """The code of a spec's text, which ends where the builder stands; arguments: as ARGUMENTS."""
-    spec = Spec.of(text)
-    blocks = _Blocks(builder, spec, dict(zip(ARGUMENTS, arguments, strict=True)))
+def emit(builder: ir.IRBuilder, spec: Spec, arguments: Sequence[Value]) -> None:
+    """The code of a spec, which ends where the builder stands; arguments: as ARGUMENTS."""
+    blocks = Blocks(builder, spec, dict(zip(ARGUMENTS, arguments, strict=True)))
     work: Callable[[], None] = blocks.multiply if spec.rows else blocks.unpack
     work()

@@ -6,6 +6,8 @@ import platform
 from dataclasses import dataclass
 from functools import cache
 
+from moeq_kernels.cpu.permission import tiles_allowed
+
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
@@ -13,15 +15,17 @@ class Form:
 
     lanes: 32-bit lanes of a vector, 1 for plain loops; pairs: bf16 activations are multiplied two at a time, exactly,
     by the CPU's bf16 dot product; int8: activations are rounded to int8, see `schedule`, and multiplied four at a time
-    by its dot product of bytes; features: LLVM's names of what the CPU must have; rows: of activations that one pass
-    over the codes is compiled for (more need more registers than there are); prefill: rows of an expert from which it
-    is unpacked and multiplied by torch instead, unless it has been measured.
+    by its dot product of bytes; tiles: rows of activations from which on AMX's tiles multiply, 0 for none: fewer are
+    multiplied as by the same vectors alone; features: LLVM's names of what the CPU must have; rows: of activations that
+    one pass over the codes is compiled for (more need more registers than there are); prefill: rows of an expert from
+    which it is unpacked and multiplied by torch instead, unless it has been measured.
     """
 
     name: str
     lanes: int
     pairs: bool = False
     int8: bool = False
+    tiles: int = 0
     features: tuple[str, ...] = ()
     rows: tuple[int, ...] = (1, 2, 4, 8, 16)
     prefill: int = 64
@@ -33,9 +37,24 @@ class Form:
             return self
         return next(form for form in FORMS.values() if form.lanes == self.lanes and form.per_word == 1)
 
-    def taking(self, pairs: bool) -> Form:
-        """The form for activations; pairs: whether they, and what they are multiplied with, are pairs of bf16."""
-        return self if self.int8 or (self.pairs and pairs) else self.floats
+    @property
+    def vectors(self) -> Form:
+        """The form without tiles: this one, or that of the same vectors."""
+        if not self.tiles:
+            return self
+        same = self.lanes, self.pairs, self.int8
+        return next(form for form in FORMS.values() if (form.lanes, form.pairs, form.int8) == same and not form.tiles)
+
+    def taking(self, pairs: bool, units: bool) -> Form:
+        """The form for activations; pairs: whether they, and what they are multiplied with, are pairs of bf16; units:
+        whether all groups are of whole units, as tiles need them."""
+        if not (self.int8 or (self.pairs and pairs)):
+            return self.floats
+        return self if units else self.vectors
+
+    def of_rows(self, rows: int) -> Form:
+        """The form whose block multiplies that many rows."""
+        return self if rows >= self.tiles else self.vectors
 
     @property
     def per_word(self) -> int:
@@ -44,12 +63,23 @@ class Form:
 
     def runs_here(self) -> bool:
         """Whether this CPU has what the form needs."""
-        return all(host_features().get(feature, False) for feature in self.features)
+        return all(host_features().get(feature, False) for feature in self.features) and (
+            not self.tiles or tiles_allowed()
+        )
 
 
 FORMS = {  # the fastest first, and last those that round activations, which nothing but a name chooses
     form.name: form
     for form in (
+        Form(
+            name="amx",
+            lanes=16,
+            pairs=True,
+            tiles=4,
+            features=("avx512f", "avx512bf16", "amx-tile", "amx-bf16"),
+            rows=(1, 2, 4, 16, 32),
+            prefill=1024,
+        ),
         Form(name="avx512_bf16", lanes=16, pairs=True, features=("avx512f", "avx512bf16"), prefill=512),
         Form(name="avx512", lanes=16, features=("avx512f",), prefill=512),
         Form(name="avx2", lanes=8, features=("avx2", "fma", "f16c"), rows=(1, 2, 4), prefill=256),

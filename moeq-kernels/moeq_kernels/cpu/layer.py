@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeq_kernels.cpu import columns, finish, schedule
+from moeq_kernels.cpu import columns, finish, routing, schedule, tiles
 from moeq_kernels.cpu.compiled import entry
 from moeq_kernels.cpu.forms import Form
 from moeq_kernels.cpu.matrices import Integers, Matrices, flat
@@ -47,7 +47,7 @@ class _Routed:
     def of(cls, index: Integers, experts: int, form: Form, whole: int) -> _Routed:
         order, starts = np.empty(index.size, np.int64), np.empty(experts + 1, np.int64)
         tiles = np.empty((index.size, 5), np.int64)
-        count, tiled = schedule.route(index, starts, _sizes(form), whole, order, tiles)
+        count, tiled = routing.route(index, starts, _sizes(form), whole, order, tiles)
         return cls(order, starts, tiles[:count], tiled)
 
     @property
@@ -72,7 +72,9 @@ class _Stage:
             self.functions,
             matrices.per_word(form),
             by_block,
-            int(ITEM_BYTES / max(1.0, routed.rows / 4)),
+            ITEM_BYTES if form.tiles else int(ITEM_BYTES / max(1.0, routed.rows / 4)),
+            tiles.SIDE if form.tiles else 1,
+            schedule.MOST_BLOCKS,
         )
         if not complete:
             matrices.compile(form, routed.tiles)
@@ -81,7 +83,8 @@ class _Stage:
         """Those of `schedule.describe`; source: [R, K] float32."""
         routed, held = self.routed, self.matrices.held
         per_word = self.matrices.per_word(self.form)
-        how = self.matrices.table, routed.tiles, routed.order, self.starts, per_row, per_word, held.data_ptr()
+        base = held.data_ptr()
+        how = self.matrices.table, routed.tiles, routed.order, self.starts, per_row, per_word, base, self.form.tiles
         counters = np.zeros(4 * schedule.LINE, np.int64)
         layout, sums = np.zeros(self.words, np.uint32), np.zeros(self.sums, np.float32)
         return (
@@ -133,7 +136,9 @@ class PackedLayer:
             return self._sum(hidden.detach(), index, weights.detach())
 
     def _sum(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        form = self.form.taking(hidden.dtype == torch.bfloat16 and self.first.pairs and self.second.pairs)
+        both = self.first, self.second
+        pairs = hidden.dtype == torch.bfloat16 and all(part.pairs for part in both)
+        form = self.form.taking(pairs, all(part.units for part in both))
         flat_index = index.reshape(-1).to(torch.int64).contiguous().numpy()
         routed = _Routed.of(flat_index, len(self.first.shapes), form, self.prefill)
         share = weights.reshape(-1).to(torch.float32).contiguous()
@@ -235,7 +240,7 @@ class PackedLinear:
             return self.matrices.product(rows, 0, 0, self.form)
         if not count:
             return rows.new_empty(0, self.matrices.rows)
-        form = self.form.taking(dtype == torch.bfloat16 and self.matrices.pairs)
+        form = self.form.taking(dtype == torch.bfloat16 and self.matrices.pairs, self.matrices.units)
         source = rows.float().contiguous()
         if count <= form.rows[-1] and (torch.get_num_threads() == 1 or _threads(self.held_bytes, count)):
             out = np.empty((1, count, self.matrices.rows), np.float32)
@@ -250,7 +255,7 @@ class PackedLinear:
             self.matrices.compile_one(form, 0, place)
             functions, per_word = self.matrices.functions(form), self.matrices.per_word(form)
             self._alone[form.name, place] = (
-                place, form.rows[place], per_word, self.held.data_ptr(), self.matrices.table, functions,
-                self.matrices.grids, self.matrices.biases,
+                place, form.rows[place], per_word, self.held.data_ptr(), form.tiles, self.matrices.table,
+                functions, self.matrices.grids, self.matrices.biases,
             )  # fmt: skip
         return self._alone[form.name, place]

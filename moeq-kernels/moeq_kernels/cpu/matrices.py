@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeq_kernels.cpu import columns, compiled, schedule
 from moeq_kernels.cpu.arrangement import ALIGNED, Shape, arrange, undo
-from moeq_kernels.cpu.codes import CODES, LANES
+from moeq_kernels.cpu.codes import CODES, LANES, UNIT
 from moeq_kernels.cpu.emit import Spec
 from moeq_kernels.cpu.forms import Form
 from moeq_kernels.cpu.threads import together
@@ -83,6 +83,11 @@ class Matrices:
         return all(codes not in ("float16", "float32") for codes, _ in self.kinds)
 
     @cached_property
+    def units(self) -> bool:
+        """Whether all groups are of whole units, as tiles multiply them."""
+        return all(unit == UNIT for _, unit in self.kinds)
+
+    @cached_property
     def inputs(self) -> int:
         return self.shapes[0][0].inputs
 
@@ -132,7 +137,8 @@ class Matrices:
     def compile_one(self, form: Form, slot: int, place: int) -> None:
         """Have the block for a kind and a size."""
         codes, unit = self.kinds[slot]
-        spec = Spec(form=_form_of(form, codes).name, codes=codes, unit=unit, rows=form.rows[place])
+        rows = form.rows[place]
+        spec = Spec(form=_form_of(form, codes).of_rows(rows).name, codes=codes, unit=unit, rows=rows)
         self.functions(form)[slot, place] = compiled.address(spec)
 
     def product(self, rows: Tensor, expert: int, which: int, form: Form) -> Tensor:
@@ -140,7 +146,7 @@ class Matrices:
         multiplied by torch; float16 rows are multiplied as float32."""
         shape, dtype = self.shapes[expert][which], rows.dtype if rows.dtype == torch.bfloat16 else torch.float32
         name = str(dtype).removeprefix("torch.")
-        spec = Spec(form=form.name, codes=shape.codes, unit=shape.unit, rows=0, dtype=name)
+        spec = Spec(form=form.of_rows(0).name, codes=shape.codes, unit=shape.unit, rows=0, dtype=name)
         function, how, grid = compiled.address(spec), self.table[expert, which], self.grids[expert, which]
         step = max(1, UNPACKED_BYTES // (shape.inputs * dtype.itemsize * LANES))
         space = torch.empty(shape.inputs + shape.unit, min(step, shape.blocks) * LANES, dtype=dtype)

@@ -46,7 +46,7 @@ from moeq_kernels.cpu.emit import AHEAD_BYTES, LINE_BYTES
 from moeq_kernels.cpu.finish import PRODUCTS, finish
 from moeq_kernels.cpu.memory import add_at, ask_for, bits_of, float32s, float_of, int64s, look_at, uint32s
 
-MOST_ROWS = 16  # of a tile
+MOST_ROWS = 32  # of a tile
 MOST_BLOCKS = 16  # of an item, whose products stay in the first level of cache
 PATIENCE = 1000  # looks at a counter before the core is given to another thread
 LINE = 8  # int64 of a cache line: every counter has its own
@@ -57,58 +57,19 @@ _sums = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "
 
 
 @_compile  # type: ignore[untyped-decorator]
-def route(index, starts, sizes, whole, order, tiles):  # type: ignore[no-untyped-def]
-    """Sort rows by expert; how many tiles there are, and of how many experts.
-
-    index: [P] experts of rows, E and more for none; starts [E + 1] is filled with the first row of each expert in
-    order [P], which is filled too; sizes: rows that are compiled, ascending; experts with `whole` rows and more get no
-    tiles [P, 5].
-    """
-    experts = starts.shape[0] - 1
-    starts[:] = 0
-    for row in range(index.shape[0]):
-        if 0 <= index[row] < experts:
-            starts[index[row] + 1] += 1
-    for expert in range(experts):
-        starts[expert + 1] += starts[expert]
-    at = starts[:experts].copy()
-    for row in range(index.shape[0]):
-        expert = index[row]
-        if 0 <= expert < experts:
-            order[at[expert]] = row
-            at[expert] += 1
-    most, number, tiled = sizes[-1], 0, 0
-    for expert in range(experts):
-        first, stop = starts[expert], starts[expert + 1]
-        tiled += 0 < stop - first < whole
-        while first < stop and stop - starts[expert] < whole:
-            count = min(most, stop - first)
-            place = 0
-            while sizes[place] < count:
-                place += 1
-            tiles[number, EXPERT] = expert
-            tiles[number, FIRST] = first
-            tiles[number, COUNT] = count
-            tiles[number, SIZE] = sizes[place]
-            tiles[number, PLACE] = place
-            first += count
-            number += 1
-    return number, tiled
-
-
-@_compile  # type: ignore[untyped-decorator]
 def _shared(table, expert, which, per_word):  # type: ignore[no-untyped-def]
     """Whether a matrix takes the rows as they are laid out for the expert's first one."""
     return table[expert, which, ALIKE] and per_word[table[expert, which, SLOT]] == per_word[table[expert, 0, SLOT]]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def plan(tiles, table, functions, per_word, by_block, item_bytes):  # type: ignore[no-untyped-def]
+def plan(tiles, table, functions, per_word, by_block, item_bytes, multiple, most_blocks):  # type: ignore[no-untyped-def]
     """How a stage goes: starts [S, C, 2] of each tile in layout and sums, the lengths of these, items [I, 4] of work,
     bytes of matrices that are read, and whether all functions that are needed are there. per_word: [slots] activations
     of a word that is laid out, 1 as float32, 2 as bf16, 4 as int8.
 
-    An item is some blocks, about item_bytes of matrices: of one expert, or, by block, of all experts.
+    An item is some blocks, about item_bytes of matrices but not more than most_blocks, and a multiple of some where
+    there are as many: of one expert, or, by block, of all experts.
     """
     matrices = table.shape[1]
     starts = np.empty((tiles.shape[0], matrices, 2), np.int64)
@@ -140,7 +101,7 @@ def plan(tiles, table, functions, per_word, by_block, item_bytes):  # type: igno
         spans = 1
     count = 0
     for span in range(spans):
-        cuts[span, 3] = min(max(1, cuts[span, 3]), MOST_BLOCKS)
+        cuts[span, 3] = min(max(1, cuts[span, 3] // multiple), most_blocks // multiple) * multiple
         count += -(-cuts[span, 2] // cuts[span, 3])
     items = np.empty((count, 4), np.int64)
     number = 0
@@ -232,8 +193,9 @@ def _lay_out_whole(source, into, how, sums, size, row):  # type: ignore[no-untyp
 
 @_compile  # type: ignore[untyped-decorator]
 def _lay_out_tile(stage, tile, which, source, layout, sums):  # type: ignore[no-untyped-def]
-    """All rows of a tile for one of its matrices, side by side: [words of a row, size]."""
-    table, tiles, order, starts, per_row, per_word, _ = stage
+    """All rows of a tile for one of its matrices, side by side: [words of a row, size], or, as AMX's tiles read them,
+    [words of a row / 16, size, 16]."""
+    table, tiles, order, starts, per_row, per_word, _, tiled = stage
     how = table[tiles[tile, EXPERT], which]
     size, first, count = tiles[tile, SIZE], tiles[tile, FIRST], tiles[tile, COUNT]
     inputs = per_word[how[SLOT]]
@@ -247,7 +209,12 @@ def _lay_out_tile(stage, tile, which, source, layout, sums):  # type: ignore[no-
             _lay_out_whole(given, rows[row * words : row * words + words], how, own, size, row)
         else:
             _lay_out(given, rows[row * words : row * words + words], inputs == 2, how, own, size, row)
-    if size > 1:
+    if tiled and size >= tiled:
+        for line in range(words // LANES):
+            for row in range(count):
+                at = row * words + line * LANES
+                into[(line * size + row) * LANES : (line * size + row + 1) * LANES] = rows[at : at + LANES]
+    elif size > 1:
         for word in range(words):
             side = into[word * size : word * size + count]
             for row in range(count):
@@ -265,7 +232,7 @@ def _place(stage, tile, which, block):  # type: ignore[no-untyped-def]
 def _multiply(stage, item, following, functions, grids, layout, sums, products, end, weights, per_token, out, biased):  # type: ignore[no-untyped-def]
     """One item: tiles from item[0] to item[1], blocks from item[2] to item[3]; following: address of what is read
     after it; products: [C, size * 16 * blocks and more]."""
-    table, tiles, _, starts, _, _, base = stage
+    table, tiles, _, starts, _, _, base, _ = stage
     begin, first, matrices = item[0], item[2], table.shape[1]
     width = (item[3] - first) * LANES
     while begin < item[1]:
@@ -314,7 +281,8 @@ def _work(stage, counters, source, layout, sums, items, functions, grids, end, w
     """One thread's part of a stage; it returns when all items are done, by whomever.
 
     stage: (table [E, C, COLUMNS], tiles [S, 5], order [P], starts [S, C, 2] of each tile in layout and sums, rows of
-    order for one of source or 0 where source is in order, per_word [slots] as in `plan`, address of the buffer);
+    order for one of source or 0 where source is in order, per_word [slots] as in `plan`, address of the buffer, rows
+    from which on tiles of AMX read them or 0);
     counters: int64, 0, four of them each on a line of its own; source: [R, K] float32; layout: uint32; items [I, 4];
     functions: addresses [slots, sizes]; grids: [E, C, 3]; end: what is done with the products; weights [P] float32 of T
     tokens, per_token each; out: [C, R, N].
@@ -356,10 +324,10 @@ def describe(  # type: ignore[no-untyped-def]
     stage, counters, source, layout, sums, items, functions, grids, end, weights, per_token, out, biased, into
 ):
     """The arguments of a stage's `_work` as numbers into [NUMBERS], addresses and shapes; whose arrays need to stay."""
-    table, tiles, order, starts, per_row, per_word, base = stage
+    table, tiles, order, starts, per_row, per_word, base, tiled = stage
     into[0], into[1], into[2] = table.ctypes.data, table.shape[0], table.shape[1]
     into[3], into[4], into[5], into[6] = tiles.ctypes.data, tiles.shape[0], order.ctypes.data, order.shape[0]
-    into[7], into[8], into[9], into[10], into[11] = starts.ctypes.data, per_row, per_word.ctypes.data, base, 0
+    into[7], into[8], into[9], into[10], into[11] = starts.ctypes.data, per_row, per_word.ctypes.data, base, tiled
     into[12], into[13], into[14], into[15] = counters.ctypes.data, source.ctypes.data, source.shape[0], source.shape[1]
     into[16], into[17], into[18], into[19] = layout.ctypes.data, layout.shape[0], sums.ctypes.data, sums.shape[0]
     into[20], into[21] = items.ctypes.data, items.shape[0]
@@ -378,7 +346,7 @@ def _described(address):  # type: ignore[no-untyped-def]
     stage = (
         carray(int64s(n[0]), (experts, matrices, COLUMNS)), carray(int64s(n[3]), (tiles, 5)),
         carray(int64s(n[5]), n[6]), carray(int64s(n[7]), (tiles, matrices, 2)),
-        n[8], carray(int64s(n[9]), n[23]), n[10],
+        n[8], carray(int64s(n[9]), n[23]), n[10], n[11],
     )  # fmt: skip
     _work(
         stage, carray(int64s(n[12]), 4 * LINE), carray(float32s(n[13]), (n[14], n[15])),
@@ -401,7 +369,7 @@ def two_stages(address):  # type: ignore[no-untyped-def]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def alone(source, place, size, per_word, base, table, functions, grids, biased, out):  # type: ignore[no-untyped-def]
+def alone(source, place, size, per_word, base, tiled, table, functions, grids, biased, out):  # type: ignore[no-untyped-def]
     """What `_work` does for one matrix and a single tile, in one thread and without what that costs to prepare: source
     [R, K] and out [1, R, N] float32, size >= R rows that are compiled, `place` its place among those."""
     tiles = np.zeros((1, 5), np.int64)
@@ -409,7 +377,7 @@ def alone(source, place, size, per_word, base, table, functions, grids, biased, 
     how = table[0, 0]
     layout = np.zeros(how[FILLED] * size // per_word[0], np.uint32)
     sums, products = np.zeros(2 * how[GROUPS] * size, np.float32), np.empty((1, MOST_BLOCKS * size * LANES), np.float32)
-    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, per_word, base)
+    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, per_word, base, tiled)
     _lay_out_tile(stage, 0, 0, source, layout, sums)
     high, item = (how[ROWS] + LANES - 1) // LANES, np.array((0, 1, 0, 0))
     for first in range(0, high, MOST_BLOCKS):
