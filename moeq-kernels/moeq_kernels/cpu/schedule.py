@@ -45,6 +45,7 @@ from moeq_kernels.cpu.compiled import call_block
 from moeq_kernels.cpu.emit import AHEAD_BYTES, LINE_BYTES
 from moeq_kernels.cpu.finish import PRODUCTS, finish
 from moeq_kernels.cpu.memory import add_at, ask_for, bits_of, float32s, float_of, int64s, look_at, uint32s
+from moeq_kernels.cpu.tile_rows import lay_out_units
 
 MOST_ROWS = 32  # of a tile
 MOST_BLOCKS = 16  # of an item, whose products stay in the first level of cache
@@ -202,6 +203,10 @@ def _lay_out_tile(stage, tile, which, source, layout, sums):  # type: ignore[no-
     words = how[FILLED] // inputs
     begin = starts[tile, which, 0]
     into, own = layout[begin : begin + words * size], sums[starts[tile, which, 1] :]
+    if tiled and size >= tiled:
+        for row in range(count):
+            lay_out_units(source[order[first + row] // per_row if per_row else first + row], into, how, own, size, row)
+        return
     rows = into if size == 1 else np.zeros(words * count, np.uint32)
     for row in range(count):
         given = source[order[first + row] // per_row if per_row else first + row]
@@ -209,12 +214,7 @@ def _lay_out_tile(stage, tile, which, source, layout, sums):  # type: ignore[no-
             _lay_out_whole(given, rows[row * words : row * words + words], how, own, size, row)
         else:
             _lay_out(given, rows[row * words : row * words + words], inputs == 2, how, own, size, row)
-    if tiled and size >= tiled:
-        for line in range(words // LANES):
-            for row in range(count):
-                at = row * words + line * LANES
-                into[(line * size + row) * LANES : (line * size + row + 1) * LANES] = rows[at : at + LANES]
-    elif size > 1:
+    if size > 1:
         for word in range(words):
             side = into[word * size : word * size + count]
             for row in range(count):
