@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moeq_kernels.cpu import columns, finish, routing, schedule, tiles
+from moeq_kernels.cpu.codes import LANES
 from moeq_kernels.cpu.compiled import entry
 from moeq_kernels.cpu.forms import Form
 from moeq_kernels.cpu.matrices import Integers, Matrices, flat
@@ -24,6 +25,8 @@ from moeq_kernels.cpu.threads import together
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 
 ITEM_BYTES = 1 << 19  # of packed matrices that a thread claims at once, fewer where they are used for many rows
+ITEMS = 4  # of a thread, at least, where there are many rows
+BF16_BYTES = 2
 WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken
 GATED, ALONE = ("gate_proj", "up_proj"), ("up_proj",)
 
@@ -72,12 +75,24 @@ class _Stage:
             self.functions,
             matrices.per_word(form),
             by_block,
-            ITEM_BYTES if form.tiles else int(ITEM_BYTES / max(1.0, routed.rows / 4)),
-            tiles.SIDE if form.tiles else 1,
-            schedule.MOST_BLOCKS,
+            *self._item(by_block),
         )
         if not complete:
             matrices.compile(form, routed.tiles)
+
+    def _item(self, by_block: bool) -> tuple[int, int, int]:
+        """About how many bytes of matrices an item has, what its blocks are a multiple of, and at most how many.
+
+        Tiles are as fast as bytes come, so that items need not be smaller for many rows; all blocks of an item share
+        the activations, and every thread has some items."""
+        rows, form = self.routed.rows, self.form
+        if not form.tiles or rows < form.tiles:
+            return int(ITEM_BYTES / max(1.0, rows / 4)), 1, schedule.MOST_BLOCKS
+        given = len(self.routed.order) * self.matrices.inputs * BF16_BYTES if by_block else 0
+        blocks = self.matrices.rows // LANES * (1 if by_block else self.routed.experts)
+        threads = torch.get_num_threads()
+        most = blocks // (ITEMS * threads) if threads > 1 else schedule.MOST_BLOCKS
+        return max(ITEM_BYTES, given), tiles.SIDE, min(max(tiles.SIDE, most), schedule.MOST_BLOCKS)
 
     def arguments(self, source: Tensor, per_row: int, end: int, weights: Tensor, per_token: int, out: Tensor) -> Any:
         """Those of `schedule.describe`; source: [R, K] float32."""
