@@ -78,7 +78,7 @@ FORMS = {  # the fastest first, and last those that round activations, which not
             tiles=4,
             features=("avx512f", "avx512bf16", "amx-tile", "amx-bf16"),
             rows=(1, 2, 4, 16, 32),
-            prefill=1024,
+            prefill=512,
         ),
         Form(name="avx512_bf16", lanes=16, pairs=True, features=("avx512f", "avx512bf16"), prefill=512),
         Form(name="avx512", lanes=16, features=("avx512f",), prefill=512),
