@@ -5,11 +5,11 @@ of one or three bytes with a common scale, four a word for each byte, as dot pro
 
     1 byte    the scale is the largest divided by 127: it rounds activations to int8
     3 bytes   the scale is a power of two, so that the largest is between 2**21 and 2**22: bf16 activations of at least
-              1/16384 of the largest are exact, others are moved by 2**-22 of it at most. The bytes are those of a number to
-              the base 256 whose digits are signed.
+              1/16384 of the largest are exact, others are moved by 2**-22 of it at most. The bytes are those of a
+              number to the base 256 whose digits are signed.
 
-Words of a unit of inputs: for each byte, the highest first, those of all fours, in the order 0, 2, 1, 3 of the codes.
-Letters as in `schedule`.
+Words of a unit of whole numbers: for each byte, the highest first, those of all fours, in the order 0, 2, 1, 3 of the
+codes. Letters as in `schedule`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ from moeq_kernels.cpu.columns import (
     GROUPS,
     LAST,
     LAST_UNITS,
+    PLACE,
     SIZE,
     SLOT,
     UNIT,
     UNITS,
 )
+from moeq_kernels.cpu.forms import TILED
 from moeq_kernels.cpu.memory import bits_of, float_of
+from moeq_kernels.cpu.tile_rows import lay_out_units
 
+WORDS = TILED - 1  # what a layout has of its number of words
 VECTOR = 16  # activations that become whole numbers at once
 ORDER = 0, 2, 1, 3  # of four in a word
 DIGITS = 0x808080  # added, and taken as bits that differ, it makes the bytes of a number signed digits
@@ -53,15 +57,17 @@ _sums = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "
 
 
 @_compile  # type: ignore[untyped-decorator]
-def is_whole(words):  # type: ignore[no-untyped-def]
-    """Whether four activations that are so many words are whole numbers."""
-    return words == 1 or words == 3
+def is_whole(layout):  # type: ignore[no-untyped-def]
+    """Whether activations become whole numbers."""
+    return layout == 1 or layout == 3
 
 
 @_compile  # type: ignore[untyped-decorator]
-def shared(table, expert, which, words):  # type: ignore[no-untyped-def]
-    """Whether a matrix takes the rows as they are laid out for the expert's first one."""
-    return table[expert, which, ALIKE] and words[table[expert, which, SLOT]] == words[table[expert, 0, SLOT]]
+def shared(table, tile, which, layouts):  # type: ignore[no-untyped-def]
+    """Whether a matrix takes a tile's rows as they are laid out for the expert's first one."""
+    expert, place = tile[EXPERT], tile[PLACE]
+    first, own = table[expert, 0, SLOT], table[expert, which, SLOT]
+    return table[expert, which, ALIKE] and layouts[own, place] == layouts[first, place]
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -209,14 +215,19 @@ def _lay_out_whole(source, into, slices, how, sums, size, row):  # type: ignore[
 
 @_compile  # type: ignore[untyped-decorator]
 def lay_out_tile(stage, tile, which, source, layout, sums):  # type: ignore[no-untyped-def]
-    """All rows of a tile for one of its matrices, side by side: [words of a row, size]."""
-    table, tiles, order, starts, per_row, words_of = stage[:6]
+    """All rows of a tile for one of its matrices, side by side: [words of a row, size], or, as AMX's tiles read them,
+    [words of a row / 16, size, 16]."""
+    table, tiles, order, starts, per_row, layouts = stage[:6]
     how = table[tiles[tile, EXPERT], which]
     size, first, count = tiles[tile, SIZE], tiles[tile, FIRST], tiles[tile, COUNT]
-    kind = words_of[how[SLOT]]
-    words = how[FILLED] // 2 * kind // 2
+    kind = layouts[how[SLOT], tiles[tile, PLACE]]
+    words = how[FILLED] // 2 * (kind & WORDS) // 2
     begin = starts[tile, which, 0]
     into, own = layout[begin : begin + words * size], sums[starts[tile, which, 1] :]
+    if kind > WORDS:
+        for row in range(count):
+            lay_out_units(source[order[first + row] // per_row if per_row else first + row], into, how, own, size, row)
+        return
     rows = into if size == 1 else np.zeros(words * count, np.uint32)
     for row in range(count):
         given = source[order[first + row] // per_row if per_row else first + row]

@@ -17,7 +17,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moeq_kernels.cpu import plain
+from moeq_kernels.cpu import plain, tiles
 from moeq_kernels.cpu.emit import ARGUMENTS, FLOATS, Spec, emit
 from moeq_kernels.cpu.forms import FORMS
 
@@ -33,7 +33,9 @@ def _block(typing: Any, text: Any, arguments: Any) -> Any:
     """The code of a spec's text, in place; arguments: a tuple as ARGUMENTS."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
-        emit(builder, text.literal_value, cgutils.unpack_tuple(builder, given[1]))
+        spec = Spec.of(text.literal_value)
+        code_of = tiles.emit if FORMS[spec.form].tiles else emit
+        code_of(builder, spec, cgutils.unpack_tuple(builder, given[1]))
         return context.get_dummy_value()
 
     return types.void(text, arguments), code

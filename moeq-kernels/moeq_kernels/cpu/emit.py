@@ -37,7 +37,9 @@ FLOATS = ("scale_step", "zero_step", "zero_start")
 @cache
 def _digest() -> str:
     folder = Path(__file__).parent
-    text = b"".join((folder / name).read_bytes() for name in ("codes.py", "emit.py", "forms.py", "lanes.py"))
+    text = b"".join(
+        (folder / name).read_bytes() for name in ("codes.py", "emit.py", "forms.py", "lanes.py", "tiles.py")
+    )
     return hashlib.sha256(text).hexdigest()[:16]
 
 
@@ -61,7 +63,7 @@ class Spec:
         return cls(form=form, codes=codes, unit=int(unit), rows=int(rows), dtype=dtype.strip("-"))
 
 
-class _Number:
+class Number:
     """A variable of the compiled code."""
 
     def __init__(self, builder: ir.IRBuilder, first: Value) -> None:
@@ -80,11 +82,11 @@ class _Number:
         self.set(self.builder.add(self.get(), ir.Constant(I64, more) if isinstance(more, int) else more))
 
 
-Sums = dict[tuple[int, int, int], list[list[_Number]]]  # of a block, part and row, those of each byte side by side
-Totals = dict[tuple[int, int, int], _Number]
+Sums = dict[tuple[int, int, int], list[list[Number]]]  # of a block, part and row, those of each byte side by side
+Totals = dict[tuple[int, int, int], Number]
 
 
-class _Blocks:
+class Blocks:
     """The code of one spec; `argument`: the values of ARGUMENTS by name.
 
     Codes, scales and zero points of the next of `blocks` lie `stride` bytes further on; what is read after the last of
@@ -101,16 +103,16 @@ class _Blocks:
         self.stride, none = argument["stride"], ir.Constant(I64, 0)
         shared = builder.icmp_signed("==", argument["zero_stride"], none)
         self.zero_step = builder.select(shared, none, self.stride)
-        self.first = _Number(builder, argument["codes"])
-        self.at = _Number(builder, argument["codes"])
-        self.scales, self.zeros = _Number(builder, argument["scales"]), _Number(builder, argument["zeros"])
-        self.out = _Number(builder, argument["out"])
+        self.first = Number(builder, argument["codes"])
+        self.at = Number(builder, argument["codes"])
+        self.scales, self.zeros = Number(builder, argument["scales"]), Number(builder, argument["zeros"])
+        self.out = Number(builder, argument["out"])
         self._unit_bytes = spec.unit * sum(self.codes.planes) // 32 * LANES * WORD_BYTES
 
     @contextmanager
     def _times(self, count: Value) -> Any:
         """A loop."""
-        builder, index = self.builder, _Number(self.builder, ir.Constant(I64, 0))
+        builder, index = self.builder, Number(self.builder, ir.Constant(I64, 0))
         body, done = builder.append_basic_block(), builder.append_basic_block()
         builder.cbranch(builder.icmp_signed(">", count, ir.Constant(I64, 0)), body, done)
         builder.position_at_end(body)
@@ -193,10 +195,10 @@ class _Blocks:
         copies = range(max(1, min(MOST_COPIES, ACCUMULATORS[len(self.parts) > 1] // vectors)))
         builder, zero = self.builder, self.lanes.zero
         none = self.lanes.no_word if self.form.slices else zero
-        self.given = _Number(builder, self.argument["activations"])
+        self.given = Number(builder, self.argument["activations"])
         every = list(product(range(width), self.parts, range(self.spec.rows)))
-        totals = {one: _Number(builder, zero) for one in every}
-        sums = {one: [[_Number(builder, none) for _ in copies] for _ in range(slices)] for one in every}
+        totals = {one: Number(builder, zero) for one in every}
+        sums = {one: [[Number(builder, none) for _ in copies] for _ in range(slices)] for one in every}
         with self._times(self.argument["groups"]) as index:
             group = index.get()
             for number in (number for of_one in sums.values() for of_slice in of_one for number in of_slice):
@@ -252,7 +254,7 @@ class _Blocks:
                             at = number * (self.spec.unit // per_value) + place
                             self._add(copies[place % len(copies)], values, given, (at * rows + row) * WORD_BYTES)
 
-    def _add(self, total: _Number, values: Value, given: Value, offset: int) -> None:
+    def _add(self, total: Number, values: Value, given: Value, offset: int) -> None:
         """The products of values and a word of activations."""
         lanes = self.lanes
         if self.form.slices:
@@ -315,7 +317,7 @@ class _Blocks:
         with self._times(self.argument["groups"]) as index:
             group = index.get()
             first = self.builder.mul(group, self.argument["group_inputs"])
-            to = _Number(self.builder, self.builder.add(out, self.builder.mul(first, stride)))
+            to = Number(self.builder, self.builder.add(out, self.builder.mul(first, stride)))
             values = self.codes.values(False)
             grids = [self._grid(group, part, values) for part in self.parts] if self.codes.affine else []
             with self._times(self._units_of(group)):
@@ -331,9 +333,8 @@ class _Blocks:
                 self._next_unit()
 
 
-def emit(builder: ir.IRBuilder, text: str, arguments: Sequence[Value]) -> None:
-    """The code of a spec's text, which ends where the builder stands; arguments: as ARGUMENTS."""
-    spec = Spec.of(text)
-    blocks = _Blocks(builder, spec, dict(zip(ARGUMENTS, arguments, strict=True)))
+def emit(builder: ir.IRBuilder, spec: Spec, arguments: Sequence[Value]) -> None:
+    """The code of a spec, which ends where the builder stands; arguments: as ARGUMENTS."""
+    blocks = Blocks(builder, spec, dict(zip(ARGUMENTS, arguments, strict=True)))
     work: Callable[[], None] = blocks.multiply if spec.rows else blocks.unpack
     work()

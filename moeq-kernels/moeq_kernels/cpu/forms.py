@@ -6,6 +6,8 @@ import platform
 from dataclasses import dataclass
 from functools import cache
 
+from moeq_kernels.cpu.permission import tiles_allowed
+
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
@@ -14,15 +16,17 @@ class Form:
     lanes: 32-bit lanes of a vector, 1 for plain loops; pairs: bf16 activations are multiplied two at a time, exactly,
     by the CPU's bf16 dot product; slices: activations become whole numbers of so many bytes, see `activations`, and are
     multiplied four at a time by its dot product of bytes, each byte apart: 3 lose nothing that sums in float32 keep, 1
-    rounds to int8; features: LLVM's names of what the CPU must have; rows: of activations that one pass over the codes
-    is compiled for (more need more registers than there are); prefill: rows of an expert from which it is unpacked and
-    multiplied by torch instead, unless it has been measured.
+    rounds to int8; tiles: rows of activations from which on AMX's tiles multiply, 0 for none: fewer are multiplied by
+    the fastest of the same vectors; features: LLVM's names of what the CPU must have; rows: of activations that one
+    pass over the codes is compiled for (more need more registers than there are); prefill: rows of an expert from which
+    it is unpacked and multiplied by torch instead, unless it has been measured.
     """
 
     name: str
     lanes: int
     pairs: bool = False
     slices: int = 0
+    tiles: int = 0
     features: tuple[str, ...] = ()
     rows: tuple[int, ...] = (1, 2, 4, 8, 16)
     prefill: int = 64
@@ -42,27 +46,59 @@ class Form:
     @property
     def unpacking(self) -> Form:
         """The form that unpacks matrices: this one, or that of the same vectors that rounds to bf16 at once."""
-        fitting = (form for form in FORMS.values() if form.lanes == self.lanes and form.pairs and form.runs_here())
+        same = (form for form in FORMS.values() if form.lanes == self.lanes and form.pairs and not form.tiles)
+        fitting = (form for form in same if form.runs_here())
         return next(fitting, self)
 
-    def taking(self, pairs: bool) -> Form:
-        """The form for activations; pairs: whether they, and what they are multiplied with, are pairs of bf16."""
-        return self if self.int8 or (pairs and (self.pairs or self.slices)) else self.floats
+    @property
+    def vectors(self) -> Form:
+        """The form without tiles: this one, or the fastest of the same vectors for few rows."""
+        if not self.tiles:
+            return self
+        return next(form for form in FORMS.values() if form.lanes == self.lanes and form.slices == 3)
+
+    def taking(self, pairs: bool, units: bool) -> Form:
+        """The form for activations; pairs: whether they, and what they are multiplied with, are pairs of bf16; units:
+        whether all groups are of whole units, as tiles need them."""
+        if not (self.int8 or (pairs and (self.pairs or self.slices))):
+            return self.floats
+        return self if units else self.vectors
+
+    def of_rows(self, rows: int) -> Form:
+        """The form whose block multiplies that many rows."""
+        return self if rows >= self.tiles else self.vectors
 
     @property
     def words(self) -> int:
         """Words of 32 bits that four activations are laid out as."""
         return self.slices or (2 if self.pairs else WORDS_OF_FLOATS)
 
+    @property
+    def layout(self) -> int:
+        """How activations are laid out: `words`, and TILED more for tiles."""
+        return self.words + (TILED if self.tiles else 0)
+
     def runs_here(self) -> bool:
         """Whether this CPU has what the form needs."""
-        return all(host_features().get(feature, False) for feature in self.features)
+        return all(host_features().get(feature, False) for feature in self.features) and (
+            not self.tiles or tiles_allowed()
+        )
 
 
 WORDS_OF_FLOATS = 4
+TILED = 16  # more than any number of words
 FORMS = {  # the fastest first (on Zen: see `forms`), and last those that round activations, which only a name chooses
     form.name: form
     for form in (
+        Form(
+            name="amx",
+            lanes=16,
+            pairs=True,
+            tiles=4,
+            features=("avx512f", "avx512bf16", "avx512vnni", "amx-tile", "amx-bf16"),
+            rows=(1, 2, 4, 16, 32),
+            prefill=512,
+        ),
         Form(
             name="avx512_vnni", lanes=16, slices=3, features=("avx512f", "avx512vnni"), rows=(1, 2, 4, 8), prefill=512
         ),

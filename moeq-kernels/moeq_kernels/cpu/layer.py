@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeq_kernels.cpu import columns, finish, schedule
+from moeq_kernels.cpu import columns, finish, routing, schedule, tiles
+from moeq_kernels.cpu.codes import LANES
 from moeq_kernels.cpu.compiled import entry
 from moeq_kernels.cpu.forms import Form, ahead_bytes
 from moeq_kernels.cpu.matrices import Integers, Matrices, flat
@@ -24,6 +25,8 @@ from moeq_kernels.cpu.threads import together
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 
 ITEM_BYTES = 1 << 19  # of packed matrices that a thread claims at once, fewer where they are used for many rows
+ITEMS = 4  # of a thread, at least, where there are many rows
+BF16_BYTES = 2
 WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken
 GATED, ALONE = ("gate_proj", "up_proj"), ("up_proj",)
 
@@ -47,7 +50,7 @@ class _Routed:
     def of(cls, index: Integers, experts: int, form: Form, whole: int) -> _Routed:
         order, starts = np.empty(index.size, np.int64), np.empty(experts + 1, np.int64)
         tiles = np.empty((index.size, 5), np.int64)
-        count, tiled = schedule.route(index, starts, _sizes(form), whole, order, tiles)
+        count, tiled = routing.route(index, starts, _sizes(form), whole, order, tiles)
         return cls(order, starts, tiles[:count], tiled)
 
     @property
@@ -70,19 +73,34 @@ class _Stage:
             routed.tiles,
             matrices.table,
             self.functions,
-            matrices.words(form),
+            matrices.layouts(form),
             by_block,
-            int(ITEM_BYTES / max(1.0, routed.rows / 4)),
+            *self._item(by_block),
         )
         if not complete:
             matrices.compile(form, routed.tiles)
 
+    def _item(self, by_block: bool) -> tuple[int, int, int]:
+        """About how many bytes of matrices an item has, what its blocks are a multiple of, and at most how many.
+
+        Tiles are as fast as bytes come, so that items need not be smaller for many rows; all blocks of an item share
+        the activations, and every thread has some items."""
+        rows, form = self.routed.rows, self.form
+        if not form.tiles or rows < form.tiles:
+            multiple = schedule.MOST_TOGETHER if form.vectors.slices else 1
+            return int(ITEM_BYTES / max(1.0, rows / 4)), multiple, schedule.MOST_BLOCKS
+        given = len(self.routed.order) * self.matrices.inputs * BF16_BYTES if by_block else 0
+        blocks = self.matrices.rows // LANES * (1 if by_block else self.routed.experts)
+        threads = torch.get_num_threads()
+        most = blocks // (ITEMS * threads) if threads > 1 else schedule.MOST_BLOCKS
+        return max(ITEM_BYTES, given), tiles.SIDE, min(max(tiles.SIDE, most), schedule.MOST_BLOCKS)
+
     def arguments(self, source: Tensor, per_row: int, end: int, weights: Tensor, per_token: int, out: Tensor) -> Any:
         """Those of `schedule.describe`; source: [R, K] float32."""
         routed, held = self.routed, self.matrices.held
-        words = self.matrices.words(self.form)
+        layouts = self.matrices.layouts(self.form)
         where = held.data_ptr(), ahead_bytes()
-        how = self.matrices.table, routed.tiles, routed.order, self.starts, per_row, words, *where
+        how = self.matrices.table, routed.tiles, routed.order, self.starts, per_row, layouts, *where
         counters = np.zeros(4 * schedule.LINE, np.int64)
         layout, sums = np.zeros(self.words, np.uint32), np.zeros(self.sums, np.float32)
         return (
@@ -134,7 +152,9 @@ class PackedLayer:
             return self._sum(hidden.detach(), index, weights.detach())
 
     def _sum(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        form = self.form.taking(hidden.dtype == torch.bfloat16 and self.first.pairs and self.second.pairs)
+        both = self.first, self.second
+        pairs = hidden.dtype == torch.bfloat16 and all(part.pairs for part in both)
+        form = self.form.taking(pairs, all(part.units for part in both))
         flat_index = index.reshape(-1).to(torch.int64).contiguous().numpy()
         routed = _Routed.of(flat_index, len(self.first.shapes), form, self.prefill)
         share = weights.reshape(-1).to(torch.float32).contiguous()
@@ -236,7 +256,7 @@ class PackedLinear:
             return self.matrices.product(rows, 0, 0, self.form)
         if not count:
             return rows.new_empty(0, self.matrices.rows)
-        form = self.form.taking(dtype == torch.bfloat16 and self.matrices.pairs)
+        form = self.form.taking(dtype == torch.bfloat16 and self.matrices.pairs, self.matrices.units)
         source = rows.float().contiguous()
         if count <= form.rows[-1] and (torch.get_num_threads() == 1 or _threads(self.held_bytes, count)):
             out = np.empty((1, count, self.matrices.rows), np.float32)
@@ -249,9 +269,9 @@ class PackedLinear:
         """Arguments of `schedule.alone` that do not depend on the rows."""
         if (form.name, place) not in self._alone:
             self.matrices.compile_one(form, 0, place)
-            functions, words = self.matrices.functions(form), self.matrices.words(form)
+            functions, layouts = self.matrices.functions(form), self.matrices.layouts(form)
             self._alone[form.name, place] = (
-                place, form.rows[place], words, self.held.data_ptr(), ahead_bytes(), self.matrices.table, functions,
+                place, form.rows[place], layouts, self.held.data_ptr(), ahead_bytes(), self.matrices.table, functions,
                 self.matrices.grids, self.matrices.biases,
             )  # fmt: skip
         return self._alone[form.name, place]

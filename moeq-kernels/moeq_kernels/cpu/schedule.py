@@ -16,13 +16,12 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit, types
 
-from moeq_kernels.cpu.activations import is_whole, lay_out_tile, shared
+from moeq_kernels.cpu.activations import WORDS, is_whole, lay_out_tile, shared
 from moeq_kernels.cpu.columns import (
     COLUMNS,
     COUNT,
     EXPERT,
     FILLED,
-    FIRST,
     GROUP,
     GROUPS,
     LANES,
@@ -43,7 +42,7 @@ from moeq_kernels.cpu.emit import LINE_BYTES, TOGETHER
 from moeq_kernels.cpu.finish import PRODUCTS, finish
 from moeq_kernels.cpu.memory import add_at, ask_for, float32s, int64s, look_at, uint32s
 
-MOST_ROWS = 16  # of a tile
+MOST_ROWS = 32  # of a tile
 MOST_TOGETHER = max(TOGETHER.values())  # blocks
 MOST_BLOCKS = 16  # of an item, whose products stay in the first level of cache
 PATIENCE = 1000  # looks at a counter before the core is given to another thread
@@ -54,52 +53,13 @@ _compile = njit(nogil=True, cache=True, error_model="numpy")
 
 
 @_compile  # type: ignore[untyped-decorator]
-def route(index, starts, sizes, whole, order, tiles):  # type: ignore[no-untyped-def]
-    """Sort rows by expert; how many tiles there are, and of how many experts.
-
-    index: [P] experts of rows, E and more for none; starts [E + 1] is filled with the first row of each expert in
-    order [P], which is filled too; sizes: rows that are compiled, ascending; experts with `whole` rows and more get no
-    tiles [P, 5].
-    """
-    experts = starts.shape[0] - 1
-    starts[:] = 0
-    for row in range(index.shape[0]):
-        if 0 <= index[row] < experts:
-            starts[index[row] + 1] += 1
-    for expert in range(experts):
-        starts[expert + 1] += starts[expert]
-    at = starts[:experts].copy()
-    for row in range(index.shape[0]):
-        expert = index[row]
-        if 0 <= expert < experts:
-            order[at[expert]] = row
-            at[expert] += 1
-    most, number, tiled = sizes[-1], 0, 0
-    for expert in range(experts):
-        first, stop = starts[expert], starts[expert + 1]
-        tiled += 0 < stop - first < whole
-        while first < stop and stop - starts[expert] < whole:
-            count = min(most, stop - first)
-            place = 0
-            while sizes[place] < count:
-                place += 1
-            tiles[number, EXPERT] = expert
-            tiles[number, FIRST] = first
-            tiles[number, COUNT] = count
-            tiles[number, SIZE] = sizes[place]
-            tiles[number, PLACE] = place
-            first += count
-            number += 1
-    return number, tiled
-
-
-@_compile  # type: ignore[untyped-decorator]
-def plan(tiles, table, functions, words, by_block, item_bytes):  # type: ignore[no-untyped-def]
+def plan(tiles, table, functions, layouts, by_block, item_bytes, multiple, most_blocks):  # type: ignore[no-untyped-def]
     """How a stage goes: starts [S, C, 2] of each tile in layout and sums, the lengths of these, items [I, 4] of work,
-    bytes of matrices that are read, and whether all functions that are needed are there. words: [slots] words that
-    four activations are laid out as, see `Form.words`.
+    bytes of matrices that are read, and whether all functions that are needed are there. layouts: [slots, sizes]
+    how activations are laid out, see `Form.layout`.
 
-    An item is some blocks, about item_bytes of matrices: of one expert, or, by block, of all experts.
+    An item is some blocks, about item_bytes of matrices but not more than most_blocks, and a multiple of some where
+    there are as many: of one expert, or, by block, of all experts.
     """
     matrices = table.shape[1]
     starts = np.empty((tiles.shape[0], matrices, 2), np.int64)
@@ -111,12 +71,13 @@ def plan(tiles, table, functions, words, by_block, item_bytes):  # type: ignore[
         of_expert, high = 0, 0
         for which in range(matrices):
             how = table[expert, which]
-            if shared(table, expert, which, words):
+            layout_of = layouts[how[SLOT], tiles[tile, PLACE]]
+            if shared(table, tiles[tile], which, layouts):
                 starts[tile, which] = starts[tile, 0]
             else:
                 starts[tile, which, 0], starts[tile, which, 1] = layout, sums
-                layout += how[FILLED] // 2 * size * words[how[SLOT]] // 2
-                sums += how[GROUPS] * size * (1 + is_whole(words[how[SLOT]]))
+                layout += how[FILLED] // 2 * size * (layout_of & WORDS) // 2
+                sums += how[GROUPS] * size * (1 + is_whole(layout_of))
             of_expert += how[STRIDE]
             high = max(high, (how[ROWS] + LANES - 1) // LANES)
             complete = complete and functions[how[SLOT], tiles[tile, PLACE]] != 0
@@ -131,7 +92,7 @@ def plan(tiles, table, functions, words, by_block, item_bytes):  # type: ignore[
         spans = 1
     count = 0
     for span in range(spans):
-        cuts[span, 3] = min(max(1, cuts[span, 3]), MOST_BLOCKS)
+        cuts[span, 3] = min(max(1, cuts[span, 3] // multiple), most_blocks // multiple) * multiple
         count += -(-cuts[span, 2] // cuts[span, 3])
     items = np.empty((count, 4), np.int64)
     number = 0
@@ -213,8 +174,8 @@ def _work(stage, counters, source, layout, sums, items, functions, grids, end, w
     """One thread's part of a stage; it returns when all items are done, by whomever.
 
     stage: (table [E, C, COLUMNS], tiles [S, 5], order [P], starts [S, C, 2] of each tile in layout and sums, rows of
-    order for one of source or 0 where source is in order, words [slots] as in `plan`, address of the buffer, bytes that
-    are asked for ahead);
+    order for one of source or 0 where source is in order, layouts as in `plan`, address of the buffer, bytes that are
+    asked for ahead);
     counters: int64, 0, four of them each on a line of its own; source: [R, K] float32; layout: uint32; items [I, 4];
     functions: addresses [slots, sizes]; grids: [E, C, 3]; end: what is done with the products; weights [P] float32 of T
     tokens, per_token each; out: [C, R, N].
@@ -230,7 +191,7 @@ def _work(stage, counters, source, layout, sums, items, functions, grids, end, w
         if step >= steps:
             break
         tile, which = divmod(step, matrices)
-        if not which or not shared(stage[0], stage[1][tile, EXPERT], which, stage[5]):
+        if not which or not shared(stage[0], stage[1][tile], which, stage[5]):
             lay_out_tile(stage, tile, which, source, layout, sums)
         add_at(first + 64, 1)
     _wait(first + 64, steps)
@@ -254,10 +215,10 @@ def describe(  # type: ignore[no-untyped-def]
     stage, counters, source, layout, sums, items, functions, grids, end, weights, per_token, out, biased, into
 ):
     """The arguments of a stage's `_work` as numbers into [NUMBERS], addresses and shapes; whose arrays need to stay."""
-    table, tiles, order, starts, per_row, words, base, ahead = stage
+    table, tiles, order, starts, per_row, layouts, base, ahead = stage
     into[0], into[1], into[2] = table.ctypes.data, table.shape[0], table.shape[1]
     into[3], into[4], into[5], into[6] = tiles.ctypes.data, tiles.shape[0], order.ctypes.data, order.shape[0]
-    into[7], into[8], into[9], into[10], into[11] = starts.ctypes.data, per_row, words.ctypes.data, base, ahead
+    into[7], into[8], into[9], into[10], into[11] = starts.ctypes.data, per_row, layouts.ctypes.data, base, ahead
     into[12], into[13], into[14], into[15] = counters.ctypes.data, source.ctypes.data, source.shape[0], source.shape[1]
     into[16], into[17], into[18], into[19] = layout.ctypes.data, layout.shape[0], sums.ctypes.data, sums.shape[0]
     into[20], into[21] = items.ctypes.data, items.shape[0]
@@ -276,7 +237,7 @@ def _described(address):  # type: ignore[no-untyped-def]
     stage = (
         carray(int64s(n[0]), (experts, matrices, COLUMNS)), carray(int64s(n[3]), (tiles, 5)),
         carray(int64s(n[5]), n[6]), carray(int64s(n[7]), (tiles, matrices, 2)),
-        n[8], carray(int64s(n[9]), n[23]), n[10], n[11],
+        n[8], carray(int64s(n[9]), (n[23], n[24])), n[10], n[11],
     )  # fmt: skip
     _work(
         stage, carray(int64s(n[12]), 4 * LINE), carray(float32s(n[13]), (n[14], n[15])),
@@ -299,16 +260,16 @@ def two_stages(address):  # type: ignore[no-untyped-def]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def alone(source, place, size, words, base, ahead, table, functions, grids, biased, out):  # type: ignore[no-untyped-def]
+def alone(source, place, size, layouts, base, ahead, table, functions, grids, biased, out):  # type: ignore[no-untyped-def]
     """What `_work` does for one matrix and a single tile, in one thread and without what that costs to prepare: source
     [R, K] and out [1, R, N] float32, size >= R rows that are compiled, `place` its place among those."""
     tiles = np.zeros((1, 5), np.int64)
     tiles[0, COUNT], tiles[0, SIZE], tiles[0, PLACE] = source.shape[0], size, place
     how = table[0, 0]
     high = (how[ROWS] + LANES - 1) // LANES
-    layout = np.zeros(how[FILLED] // 2 * size * words[0] // 2, np.uint32)
+    layout = np.zeros(how[FILLED] // 2 * size * (layouts[0, place] & WORDS) // 2, np.uint32)
     sums, products = np.zeros(2 * how[GROUPS] * size, np.float32), np.empty((1, MOST_BLOCKS * size * LANES), np.float32)
-    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, words, base, ahead)
+    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, layouts, base, ahead)
     item = np.array((0, 1, 0, min(MOST_BLOCKS, high)))
     _ask_for_first(stage, item)
     lay_out_tile(stage, 0, 0, source, layout, sums)

@@ -204,7 +204,8 @@ def test_what_it_cannot_compute_it_refuses() -> None:
 @pytest.mark.parametrize(
     ("lacking", "wanted"),
     [
-        (("avx512bf16",), "avx512_vnni"), (("avx512bf16", "avx512vnni"), "avx512"), (("avx512f",), "avx2_vnni"),
+        (("amx-bf16",), "avx512_vnni"), (("avx512bf16",), "avx512_vnni"),
+        (("avx512bf16", "avx512vnni"), "avx512"), (("avx512f",), "avx2_vnni"),
         (("avx512f", "avxvnni"), "avx2"), (("avx512f", "avx2", "neon"), "plain"),
     ],
 )  # fmt: skip
