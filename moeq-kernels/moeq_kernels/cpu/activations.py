@@ -79,6 +79,20 @@ def _bf16(value):  # type: ignore[no-untyped-def]
     return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
 
+@_compile  # type: ignore[untyped-decorator]
+def from_short(short, into):  # type: ignore[no-untyped-def]
+    """The bits of bf16 [n] as float32 [n]."""
+    for k in range(into.shape[0]):
+        into[k] = float_of(np.uint32(short[k]) << np.uint32(16))
+
+
+@_compile  # type: ignore[untyped-decorator]
+def to_short(values, into):  # type: ignore[no-untyped-def]
+    """float32 [n] as the bits of bf16 [n]."""
+    for k in range(into.shape[0]):
+        into[k] = np.uint16(_bf16(values[k]))
+
+
 @_sums  # type: ignore[untyped-decorator]
 def _lay_out(source, into, pairs, how, sums, size, row):  # type: ignore[no-untyped-def]
     """One row of activations [K] as words, one an input or, in bf16, one a pair of them, and its sums by group among

@@ -78,6 +78,15 @@ def entry(work: Callable[[int], None]) -> int:
     return address
 
 
+@cache
+def call(work: Callable[[int, int, int, int], None]) -> Callable[[int, int, int, int], None]:
+    """Work compiled as a function of addresses and a count, to be called from Python at the least cost."""
+    compiled = cfunc(types.void(*[types.int64] * 4), cache=True)(work)
+    _entries.append(compiled)
+    function: Callable[[int, int, int, int], None] = compiled.ctypes
+    return function
+
+
 def _vectors(text: str) -> Callable[..., None]:
     def block(  # type: ignore[no-untyped-def]
         codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,

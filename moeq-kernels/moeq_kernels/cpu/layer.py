@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moeq_kernels.cpu import columns, finish, routing, schedule, tiles
 from moeq_kernels.cpu.codes import LANES
-from moeq_kernels.cpu.compiled import entry
+from moeq_kernels.cpu.compiled import call, entry
 from moeq_kernels.cpu.forms import Form, ahead_bytes
 from moeq_kernels.cpu.matrices import Integers, Matrices, flat
 from moeq_kernels.cpu.threads import together
@@ -235,7 +235,7 @@ class PackedLinear:
         layer = LayerOfExperts(matrices=[{DOWN: matrix}], biases=biases, gate=lambda parts: parts[DOWN])
         self.held, (self.matrices,) = flat(layer, [(DOWN,)])
         self.held_bytes = self.held.nbytes
-        self._alone: dict[tuple[str, int], tuple[Any, ...]] = {}
+        self._alone: dict[tuple[str, int, bool], tuple[Integers, int]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -257,21 +257,34 @@ class PackedLinear:
         if not count:
             return rows.new_empty(0, self.matrices.rows)
         form = self.form.taking(dtype == torch.bfloat16 and self.matrices.pairs, self.matrices.units)
-        source = rows.float().contiguous()
         if count <= form.rows[-1] and (torch.get_num_threads() == 1 or _threads(self.held_bytes, count)):
-            out = np.empty((1, count, self.matrices.rows), np.float32)
-            schedule.alone(source.numpy(), *self._how_alone(form, bisect_left(form.rows, count)), out)
-            return torch.from_numpy(out[0]).to(dtype)
+            return self._product_alone(rows, form)
+        source = rows.float().contiguous()
         routed = _Routed.of(np.zeros(count, np.int64), 1, form, self.prefill)
         return _products(self.matrices, form, routed, source, 1)[0].to(dtype)
 
-    def _how_alone(self, form: Form, place: int) -> tuple[Any, ...]:
-        """Arguments of `schedule.alone` that do not depend on the rows."""
-        if (form.name, place) not in self._alone:
-            self.matrices.compile_one(form, 0, place)
-            functions, layouts = self.matrices.functions(form), self.matrices.layouts(form)
-            self._alone[form.name, place] = (
-                place, form.rows[place], layouts, self.held.data_ptr(), ahead_bytes(), self.matrices.table, functions,
-                self.matrices.grids, self.matrices.biases,
+    def _product_alone(self, rows: Tensor, form: Form) -> Tensor:
+        """As a call, of few rows and in this thread."""
+        short = rows.dtype == torch.bfloat16
+        given = (rows if short else rows.float()).contiguous()
+        out = torch.empty(rows.shape[0], self.matrices.rows, dtype=given.dtype)
+        numbers = self._how_alone(form, bisect_left(form.rows, rows.shape[0]), short)
+        call(schedule.alone)(numbers, given.data_ptr(), out.data_ptr(), rows.shape[0])
+        return out if rows.dtype == out.dtype else out.to(rows.dtype)
+
+    def _how_alone(self, form: Form, place: int, short: bool) -> int:
+        """The address of `schedule.alone`'s numbers, which do not depend on the rows."""
+        key = form.name, place, short
+        if key not in self._alone:
+            matrices = self.matrices
+            matrices.compile_one(form, 0, place)
+            parts = matrices.layouts(form), matrices.table, matrices.functions(form), matrices.grids, matrices.biases
+            numbers = np.array(
+                [
+                    place, form.rows[place], len(form.rows), *(part.ctypes.data for part in parts),
+                    len(matrices.biases), self.held.data_ptr(), ahead_bytes(), matrices.inputs, matrices.rows, short,
+                ],
+                np.int64,
             )  # fmt: skip
-        return self._alone[form.name, place]
+            self._alone[key] = numbers, int(numbers.ctypes.data)
+        return self._alone[key][1]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit, types
 
-from moeq_kernels.cpu.activations import WORDS, is_whole, lay_out_tile, shared
+from moeq_kernels.cpu.activations import WORDS, from_short, is_whole, lay_out_tile, shared, to_short
 from moeq_kernels.cpu.columns import (
     COLUMNS,
     COUNT,
@@ -40,7 +40,7 @@ from moeq_kernels.cpu.columns import (
 from moeq_kernels.cpu.compiled import call_block
 from moeq_kernels.cpu.emit import LINE_BYTES, TOGETHER
 from moeq_kernels.cpu.finish import PRODUCTS, finish
-from moeq_kernels.cpu.memory import add_at, ask_for, float32s, int64s, look_at, uint32s
+from moeq_kernels.cpu.memory import add_at, ask_for, float32s, int64s, look_at, uint16s, uint32s
 
 MOST_ROWS = 32  # of a tile
 MOST_TOGETHER = max(TOGETHER.values())  # blocks
@@ -260,7 +260,7 @@ def two_stages(address):  # type: ignore[no-untyped-def]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def alone(source, place, size, layouts, base, ahead, table, functions, grids, biased, out):  # type: ignore[no-untyped-def]
+def _alone(source, place, size, layouts, base, ahead, table, functions, grids, biased, out):  # type: ignore[no-untyped-def]
     """What `_work` does for one matrix and a single tile, in one thread and without what that costs to prepare: source
     [R, K] and out [1, R, N] float32, size >= R rows that are compiled, `place` its place among those."""
     tiles = np.zeros((1, 5), np.int64)
@@ -279,6 +279,34 @@ def alone(source, place, size, layouts, base, ahead, table, functions, grids, bi
         _multiply(
             stage, item, following, functions, grids, layout, sums, products, PRODUCTS, sums, 1, out, biased
         )  # fmt: skip
+
+
+ALONE = 14  # numbers that describe a matrix alone
+
+
+def alone(address, source, into, count):  # type: ignore[no-untyped-def]
+    """Rows [count, K] at `source` times a matrix, [count, N] to `into`, in this thread; for `compiled.call`.
+
+    The numbers: the place of the rows that are compiled, and how many these are; how many such places there are,
+    addresses of layouts, table, functions, grids, biases and how many of these; address of the buffer, bytes that are
+    asked for ahead, K, N, and whether rows are bf16, 0 for float32."""
+    n = carray(int64s(address), ALONE)
+    inputs, outputs, short = n[11], n[12], n[13]
+    given, out = np.empty((count, inputs), np.float32), np.empty((1, count, outputs), np.float32)
+    flat, made = given.reshape(-1), out.reshape(-1)
+    if short:
+        from_short(carray(uint16s(source), count * inputs), flat)
+    else:
+        flat[:] = carray(float32s(source), count * inputs)
+    _alone(
+        given, n[0], n[1], carray(int64s(n[3]), (1, n[2])), n[9], n[10], carray(int64s(n[4]), (1, 1, COLUMNS)),
+        carray(int64s(n[5]), (1, n[2])), carray(float32s(n[6]), (1, 1, 3)), carray(float32s(n[7]), n[8]), out,
+    )  # fmt: skip
+    if short:
+        to_short(made, carray(uint16s(into), count * outputs))
+    else:
+        to = carray(float32s(into), count * outputs)
+        to[:] = made
 
 
 def unpack(address):  # type: ignore[no-untyped-def]
