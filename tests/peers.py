@@ -48,6 +48,11 @@ def server(package: str, python: str) -> fork_server.ForkServer | None:
     return fork_server.shared(*fork_server.TRANSFORMERS, FORKED[package], python=python)
 
 
+def environment() -> dict[str, str]:
+    """This process's, without the paths on which moeq lies."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def run(package: str, script: Path, *arguments: str | Path) -> str:
     """Standard output of a script in a package's interpreter, in a process of its own; fails when it does."""
     python = interpreter(package)
@@ -58,9 +63,10 @@ def run(package: str, script: Path, *arguments: str | Path) -> str:
             finished = forking.run(*arguments, program=script, cwd=folder, env=added)
             assert finished.code == 0, finished.stderr[-3000:]
             return finished.stdout
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         command = [python, str(script), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment | added, cwd=folder)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment() | added, cwd=folder
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

