@@ -60,7 +60,7 @@ class Contender(Worker):
     def __init__(self, name: str, python: Path, threads: int, log: Path) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         if name in ("exact", "int8"):
-            environment |= {"PYTHONPATH": str(figures.ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
+            environment |= {"PYTHONPATH": figures.SOURCES, "OMP_WAIT_POLICY": "PASSIVE"}
         self.name, self.log = name, log
         program = Path(__file__).with_name("cpu_peers_worker.py")
         with log.open("w") as errors:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import time
@@ -35,7 +36,8 @@ REPEATS = 5, 25  # calls of each contender, at least and at most
 AGREED = 1.05  # the shortest two calls of a contender do not differ by more, or it is called again
 CLEARLY = 1.15  # times as fast as the form expected to be fastest is what another one must be to be taken instead
 MOST_ENTRIES = 64
-COMPARED = 2  # forms, those expected to be fastest
+COMPARED = 3  # forms, those expected to be fastest
+DECODED = 1, 16  # rows at which they are compared, by the geometric mean of their times
 
 Found = tuple[str, int]  # form, rows from which on to unpack
 
@@ -58,7 +60,9 @@ def measure(make: Callable[[str, int], Kernel], forms: tuple[str, ...]) -> Found
     matrix, generator = _matrix(), torch.Generator().manual_seed(0)
     rows = torch.randn(STEPS[-1], INPUTS, generator=generator).bfloat16()
     compared = forms[:COMPARED]
-    seconds = _seconds([make(form, NEVER) for form in compared], matrix, rows[:1])
+    kernels = [make(form, NEVER) for form in compared]
+    one, some = (_seconds(kernels, matrix, rows[:count]) for count in DECODED)
+    seconds = [math.sqrt(of_one * of_some) for of_one, of_some in zip(one, some, strict=True)]
     fastest = min(seconds)
     form = compared[0 if seconds[0] <= CLEARLY * fastest else seconds.index(fastest)]
     ways = [make(form, NEVER), make(form, 1)]

@@ -17,7 +17,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moeq_kernels.cpu import plain
+from moeq_kernels.cpu import plain, tiles
 from moeq_kernels.cpu.emit import ARGUMENTS, FLOATS, Spec, emit
 from moeq_kernels.cpu.forms import FORMS
 
@@ -33,7 +33,9 @@ def _block(typing: Any, text: Any, arguments: Any) -> Any:
     """The code of a spec's text, in place; arguments: a tuple as ARGUMENTS."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
-        emit(builder, text.literal_value, cgutils.unpack_tuple(builder, given[1]))
+        spec = Spec.of(text.literal_value)
+        code_of = tiles.emit if FORMS[spec.form].tiles else emit
+        code_of(builder, spec, cgutils.unpack_tuple(builder, given[1]))
         return context.get_dummy_value()
 
     return types.void(text, arguments), code
@@ -76,14 +78,23 @@ def entry(work: Callable[[int], None]) -> int:
     return address
 
 
+@cache
+def call(work: Callable[[int, int, int, int], None]) -> Callable[[int, int, int, int], None]:
+    """Work compiled as a function of addresses and a count, to be called from Python at the least cost."""
+    compiled = cfunc(types.void(*[types.int64] * 4), cache=True)(work)
+    _entries.append(compiled)
+    function: Callable[[int, int, int, int], None] = compiled.ctypes
+    return function
+
+
 def _vectors(text: str) -> Callable[..., None]:
     def block(  # type: ignore[no-untyped-def]
         codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,
-        group_inputs, activations, sums, out, out_stride, scale_step, zero_step, zero_start,
+        group_inputs, activations, sums, out, out_stride, ahead, scale_step, zero_step, zero_start,
     ):  # fmt: skip
         given = (
             codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,
-            group_inputs, activations, sums, out, out_stride, scale_step, zero_step, zero_start,
+            group_inputs, activations, sums, out, out_stride, ahead, scale_step, zero_step, zero_start,
         )  # fmt: skip
         _block(text, given)
 

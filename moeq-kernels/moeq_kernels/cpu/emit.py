@@ -10,7 +10,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from moeq_kernels.cpu.lanes import F32, I64, Lanes
 
 ACCUMULATORS = 16, 8  # sums side by side, so that no product waits for the last: of 16 lanes, and of fewer
 MOST_COPIES = 4  # of them for one row
+TOGETHER = {1: 4, 2: 2}  # blocks that are multiplied side by side, by rows: several places are read from in turn
 WORD_BYTES = 4
 LINE_BYTES = 64
-AHEAD_BYTES = 1 << 13  # that are asked for before they are needed: half as fast again as leaving it to the CPU
 ARGUMENTS = (  # of compiled code; those in FLOATS are float32, the others int64
     "codes", "scales", "zeros", "zero_stride", "blocks", "stride", "following", "groups", "units", "last_units",
-    "group_inputs", "activations", "sums", "out", "out_stride", "scale_step", "zero_step", "zero_start",
+    "group_inputs", "activations", "sums", "out", "out_stride", "ahead", "scale_step", "zero_step", "zero_start",
 )  # fmt: skip
 FLOATS = ("scale_step", "zero_step", "zero_start")
 
@@ -36,7 +37,9 @@ FLOATS = ("scale_step", "zero_step", "zero_start")
 @cache
 def _digest() -> str:
     folder = Path(__file__).parent
-    text = b"".join((folder / name).read_bytes() for name in ("codes.py", "emit.py", "forms.py", "lanes.py"))
+    text = b"".join(
+        (folder / name).read_bytes() for name in ("codes.py", "emit.py", "forms.py", "lanes.py", "tiles.py")
+    )
     return hashlib.sha256(text).hexdigest()[:16]
 
 
@@ -60,7 +63,7 @@ class Spec:
         return cls(form=form, codes=codes, unit=int(unit), rows=int(rows), dtype=dtype.strip("-"))
 
 
-class _Number:
+class Number:
     """A variable of the compiled code."""
 
     def __init__(self, builder: ir.IRBuilder, first: Value) -> None:
@@ -79,11 +82,15 @@ class _Number:
         self.set(self.builder.add(self.get(), ir.Constant(I64, more) if isinstance(more, int) else more))
 
 
-class _Blocks:
+Sums = dict[tuple[int, int, int], list[list[Number]]]  # of a block, part and row, those of each byte side by side
+Totals = dict[tuple[int, int, int], Number]
+
+
+class Blocks:
     """The code of one spec; `argument`: the values of ARGUMENTS by name.
 
     Codes, scales and zero points of the next of `blocks` lie `stride` bytes further on; what is read after the last of
-    them begins at `following`, so that it has been asked for, too.
+    them begins at `following`, so that it has been asked for, too: `ahead` bytes before, of all blocks side by side.
     """
 
     def __init__(self, builder: ir.IRBuilder, spec: Spec, argument: dict[str, Value]) -> None:
@@ -93,54 +100,51 @@ class _Blocks:
         self.lanes = Lanes(builder, self.form.lanes)
         self.parts = range(LANES // self.form.lanes)
         self.part_bytes = self.form.lanes * WORD_BYTES
-        self.at = _Number(builder, argument["codes"])
-        self.scales, self.zeros = _Number(builder, argument["scales"]), _Number(builder, argument["zeros"])
-        self.out = _Number(builder, argument["out"])
-        self.end = builder.add(argument["codes"], builder.mul(argument["blocks"], argument["stride"]))
+        self.stride, none = argument["stride"], ir.Constant(I64, 0)
+        shared = builder.icmp_signed("==", argument["zero_stride"], none)
+        self.zero_step = builder.select(shared, none, self.stride)
+        self.first = Number(builder, argument["codes"])
+        self.at = Number(builder, argument["codes"])
+        self.scales, self.zeros = Number(builder, argument["scales"]), Number(builder, argument["zeros"])
+        self.out = Number(builder, argument["out"])
         self._unit_bytes = spec.unit * sum(self.codes.planes) // 32 * LANES * WORD_BYTES
 
     @contextmanager
     def _times(self, count: Value) -> Any:
-        """A loop that runs at least once."""
-        index = _Number(self.builder, ir.Constant(I64, 0))
-        body = self.builder.append_basic_block()
-        done = self.builder.append_basic_block()
-        self.builder.branch(body)
-        self.builder.position_at_end(body)
+        """A loop."""
+        builder, index = self.builder, Number(self.builder, ir.Constant(I64, 0))
+        body, done = builder.append_basic_block(), builder.append_basic_block()
+        builder.cbranch(builder.icmp_signed(">", count, ir.Constant(I64, 0)), body, done)
+        builder.position_at_end(body)
         yield index
         index.add(1)
-        self.builder.cbranch(self.builder.icmp_signed("<", index.get(), count), body, done)
-        self.builder.position_at_end(done)
+        builder.cbranch(builder.icmp_signed("<", index.get(), count), body, done)
+        builder.position_at_end(done)
 
-    def _each(self, block: Callable[[], None], out_step: int) -> None:
-        """One block after the other; out_step: bytes from what one puts out to what the next one does."""
-        stride, none = self.argument["stride"], ir.Constant(I64, 0)
-        shared = self.builder.icmp_signed("==", self.argument["zero_stride"], none)
-        zero_step, first = self.builder.select(shared, none, stride), _Number(self.builder, self.argument["codes"])
-        with self._times(self.argument["blocks"]):
-            self.at.set(first.get())
-            block()
-            first.add(stride)
-            self._ask_for_rest(first.get())
-            self.scales.add(stride)
-            self.zeros.add(zero_step)
-            self.out.add(out_step)
+    def _each(self, block: Callable[[int], None], out_step: int, together: int) -> None:
+        """One block after the other, so many side by side and then what is left; out_step: bytes from what one puts out
+        to what the next one does."""
+        blocks, several = self.argument["blocks"], ir.Constant(I64, together)
+        if together > 1:
+            self._some(block, out_step, together, self.builder.sdiv(blocks, several))
+        self._some(block, out_step, 1, self.builder.srem(blocks, several) if together > 1 else blocks)
 
-    def _ahead(self) -> Value:
-        """The address to ask for now: some bytes ahead of the codes, beyond the last block where those end."""
-        ahead = self.builder.add(self.at.get(), ir.Constant(I64, AHEAD_BYTES))
-        moved = self.builder.sub(self.argument["following"], self.end)
-        beyond = self.builder.icmp_unsigned(">=", ahead, self.end)
-        return self.builder.add(ahead, self.builder.select(beyond, moved, ir.Constant(I64, 0)))
+    def _some(self, block: Callable[[int], None], out_step: int, width: int, times: Value) -> None:
+        builder, argument = self.builder, self.argument
+        end = builder.add(argument["codes"], builder.mul(argument["blocks"], self.stride))
+        with self._times(times):
+            first = self.first.get()
+            after = builder.add(first, self._of(width, self.stride))
+            self.next = builder.select(builder.icmp_unsigned(">=", after, end), argument["following"], after)
+            self.at.set(first)
+            block(width)
+            self.first.set(after)
+            self.scales.add(self._of(width, self.stride))
+            self.zeros.add(self._of(width, self.zero_step))
+            self.out.add(width * out_step)
 
-    def _ask_for_rest(self, end: Value) -> None:
-        """What lies ahead as scales and zero points lie behind the codes of a block."""
-        if not self.spec.rows:
-            return
-        lines = self.builder.sdiv(self.builder.sub(end, self.at.get()), ir.Constant(I64, LINE_BYTES))
-        with self._times(lines):
-            self.lanes.prefetch(self._ahead(), 0)
-            self.at.add(LINE_BYTES)
+    def _of(self, count: int, step: Value) -> Value:
+        return self.builder.mul(step, ir.Constant(I64, count))
 
     def _units_of(self, group: Value) -> Value:
         """Units of a group: the last may be shorter."""
@@ -148,9 +152,9 @@ class _Blocks:
         is_last = self.builder.icmp_signed("==", group, last)
         return self.builder.select(is_last, self.argument["last_units"], self.argument["units"])
 
-    def _words(self, part: int) -> list[list[Value]]:
+    def _words(self, address: Value, part: int) -> list[list[Value]]:
         """Of each plane the words of one unit."""
-        address, offset, words = self.at.get(), part * self.part_bytes, []
+        offset, words = part * self.part_bytes, []
         for plane in self.codes.planes:
             count = self.spec.unit * plane // 32
             words.append([self.lanes.words(address, offset + n * LANES * WORD_BYTES) for n in range(count)])
@@ -160,130 +164,164 @@ class _Blocks:
     def _next_unit(self) -> None:
         self.at.add(self._unit_bytes)
 
-    def _grid(self, group: Value, part: int, values: tuple[float, float]) -> tuple[Value, Value]:
+    def _grid(self, group: Value, part: int, values: tuple[float, float], block: int = 0) -> tuple[Value, Value]:
         """Scale and zero point for `start + step * code` in place of the code: y = scale * (value - zero)."""
         start, step = values
         builder, lanes, skipped = self.builder, self.lanes, part * self.form.lanes
         at_scales = builder.add(self.scales.get(), builder.mul(group, ir.Constant(I64, 2 * LANES)))
         at_zeros = builder.add(self.zeros.get(), builder.mul(group, self.argument["zero_stride"]))
+        at_scales = builder.add(at_scales, self._of(block, self.stride))
+        at_zeros = builder.add(at_zeros, self._of(block, self.zero_step))
         factor = builder.fmul(self.argument["scale_step"], ir.Constant(F32, 1 / step))
         scale = builder.fmul(lanes.halves(at_scales, 2 * skipped), lanes.in_all(factor))
-        zero = builder.fmul(lanes.bytes(at_zeros, skipped), lanes.in_all(self.argument["zero_step"]))
-        zero = builder.fadd(zero, lanes.in_all(self.argument["zero_start"]))
-        zero = builder.fmul(zero, lanes.in_all(ir.Constant(F32, step)))
-        return scale, builder.fadd(zero, lanes.in_all(ir.Constant(F32, start)))
+        of_zero = builder.fmul(self.argument["zero_step"], ir.Constant(F32, step))
+        moved = builder.fmul(self.argument["zero_start"], ir.Constant(F32, step))
+        moved = builder.fadd(moved, ir.Constant(F32, start))
+        return scale, lanes.fma(lanes.bytes(at_zeros, skipped), lanes.in_all(of_zero), lanes.in_all(moved))
 
     def multiply(self) -> None:
         """out float32 = sum over groups of scale * (sum of value * activation - zero * sum of activations), [M, 16] of
         one block beside that of the next, rows out_stride bytes apart.
 
-        Activations in int8 are summed as whole numbers; sums are [G, 2, M]: their scale, and their sum times it."""
-        self._each(self._multiply_block, LANES * WORD_BYTES)
+        Activations that are whole numbers are summed as such, the bytes of each apart; sums are [G, 2, M]: their scale,
+        and their sum times it."""
+        together = TOGETHER.get(self.spec.rows, 1) if self.form.slices else 1
+        self._each(self._multiply_blocks, LANES * WORD_BYTES, together)
 
-    def _multiply_block(self) -> None:
-        rows = range(self.spec.rows)
-        vectors = self.spec.rows * len(self.parts)
-        copies = max(1, min(MOST_COPIES, ACCUMULATORS[len(self.parts) > 1] // vectors))
+    def _multiply_blocks(self, width: int) -> None:
+        """So many blocks side by side."""
+        slices = max(1, self.form.slices)
+        vectors = self.spec.rows * len(self.parts) * width * slices
+        copies = range(max(1, min(MOST_COPIES, ACCUMULATORS[len(self.parts) > 1] // vectors)))
         builder, zero = self.builder, self.lanes.zero
-        none = self.lanes.no_word if self.form.int8 else zero
-        self.given = _Number(builder, self.argument["activations"])
-        totals = [[_Number(builder, zero) for _ in self.parts] for _ in rows]
-        sums = [[[_Number(builder, none) for _ in range(copies)] for _ in self.parts] for _ in rows]
+        none = self.lanes.no_word if self.form.slices else zero
+        self.given = Number(builder, self.argument["activations"])
+        every = list(product(range(width), self.parts, range(self.spec.rows)))
+        totals = {one: Number(builder, zero) for one in every}
+        sums = {one: [[Number(builder, none) for _ in copies] for _ in range(slices)] for one in every}
         with self._times(self.argument["groups"]) as index:
             group = index.get()
-            for number in (one for of_row in sums for of_part in of_row for one in of_part):
+            for number in (number for of_one in sums.values() for of_slice in of_one for number in of_slice):
                 number.set(none)
+            self._ask_for_grids(group, width)
             with self._times(self._units_of(group)):
-                self._multiply_unit(sums)
+                self._multiply_unit(sums, width)
                 self._next_unit()
-                self.given.add(self.spec.unit * self.spec.rows * WORD_BYTES // self.form.per_word)
-            (self._end_whole_group if self.form.int8 else self._end_group)(group, sums, totals)
-        for row in rows:
+                self.given.add(self.spec.unit * self.spec.rows * self.form.words // 4 * WORD_BYTES)
+            for block, part in product(range(width), self.parts):
+                (self._end_whole_group if self.form.slices else self._end_group)(group, block, part, sums, totals)
+        for (block, part, row), total in totals.items():
             to = builder.add(self.out.get(), builder.mul(ir.Constant(I64, row), self.argument["out_stride"]))
-            for part in self.parts:
-                self.lanes.store(totals[row][part].get(), to, part * self.part_bytes)
+            self.lanes.store(total.get(), to, block * LANES * WORD_BYTES + part * self.part_bytes)
 
-    def _multiply_unit(self, sums: Sequence[Sequence[Sequence[_Number]]]) -> None:
-        given, lanes, rows, ahead = self.given.get(), self.lanes, self.spec.rows, self._ahead()
-        for line in range(0, self._unit_bytes, LINE_BYTES):
-            lanes.prefetch(ahead, line)
+    def _ask_for_grids(self, group: Value, width: int) -> None:
+        """Scales and zero points of a group of the next blocks, which lie behind their codes."""
+        if not self.codes.affine:
+            return
+        builder, step = self.builder, self.argument["zero_stride"]
+        moved = builder.sub(self.next, self.first.get())
+        scales = builder.add(builder.add(self.scales.get(), moved), builder.mul(group, ir.Constant(I64, 2 * LANES)))
+        own = builder.icmp_signed("==", step, ir.Constant(I64, 0))  # zero points that all blocks share
+        moved = builder.select(own, ir.Constant(I64, 0), moved)
+        zeros = builder.add(builder.add(self.zeros.get(), moved), builder.mul(group, step))
+        for block in range(width):
+            self.lanes.prefetch(builder.add(scales, self._of(block, self.stride)), 0)
+            self.lanes.prefetch(builder.add(zeros, self._of(block, self.zero_step)), 0)
+
+    def _ahead(self, width: int) -> Value:
+        """The address to ask for now: some bytes ahead of the codes of the first block, beyond their end those of the
+        next one."""
+        builder = self.builder
+        ahead = builder.add(self.at.get(), builder.sdiv(self.argument["ahead"], ir.Constant(I64, width)))
+        end = self.scales.get()
+        beyond = builder.icmp_unsigned(">=", ahead, end)
+        return builder.add(ahead, builder.select(beyond, builder.sub(self.next, end), ir.Constant(I64, 0)))
+
+    def _multiply_unit(self, sums: Sums, width: int) -> None:
+        given, lanes, rows, ahead = self.given.get(), self.lanes, self.spec.rows, self._ahead(width)
+        steps = [self._of(block, self.stride) for block in range(width)]
+        for step in steps:
+            for line in range(0, self._unit_bytes, LINE_BYTES):
+                lanes.prefetch(self.builder.add(ahead, step), line)
+        per_value = 4 // (self.form.words // max(1, self.form.slices))
         for part in self.parts:
-            words = self._words(part)
-            for place in range(self.spec.unit // self.form.per_word):
-                values = self._values(words, place)
-                for row in range(rows):
-                    into, offset = sums[row][part], (place * rows + row) * WORD_BYTES
-                    total = into[place % len(into)]
-                    if self.form.int8:
-                        total.set(lanes.dot_quads(total.get(), values, lanes.word_in_all(given, offset)))
-                    elif self.form.pairs:
-                        total.set(lanes.dot_pairs(total.get(), values, lanes.word_in_all(given, offset)))
-                    else:
-                        total.set(lanes.fma(values, lanes.float_in_all(given, offset), total.get()))
+            words = [self._words(self.builder.add(self.at.get(), step), part) for step in steps]
+            for place in range(self.spec.unit // per_value):
+                for block in range(width):
+                    values = self._values(words[block], place)
+                    for row in range(rows):
+                        for number, copies in enumerate(sums[block, part, row]):
+                            at = number * (self.spec.unit // per_value) + place
+                            self._add(copies[place % len(copies)], values, given, (at * rows + row) * WORD_BYTES)
+
+    def _add(self, total: Number, values: Value, given: Value, offset: int) -> None:
+        """The products of values and a word of activations."""
+        lanes = self.lanes
+        if self.form.slices:
+            total.set(lanes.dot_quads(total.get(), values, lanes.word_in_all(given, offset)))
+        elif self.form.pairs:
+            total.set(lanes.dot_pairs(total.get(), values, lanes.word_in_all(given, offset)))
+        else:
+            total.set(lanes.fma(values, lanes.float_in_all(given, offset), total.get()))
 
     def _values(self, words: Sequence[Sequence[Value]], place: int) -> Value:
         """What is multiplied with a word of activations."""
-        if self.form.int8:
+        if self.form.slices:
             return self.codes.quad(self.lanes, words, place)
         if self.form.pairs:
             return self.codes.pair(self.lanes, words, place)
         return self.codes.single(self.lanes, words, *divmod(place, 2))
 
-    def _end_group(
-        self, group: Value, sums: Sequence[Sequence[Sequence[_Number]]], totals: Sequence[Sequence[_Number]]
-    ) -> None:
+    def _end_group(self, group: Value, block: int, part: int, sums: Sums, totals: Totals) -> None:
         builder, lanes, rows = self.builder, self.lanes, self.spec.rows
         at_sums = builder.add(self.argument["sums"], builder.mul(group, ir.Constant(I64, rows * WORD_BYTES)))
-        for part in self.parts:
+        if self.codes.affine:
+            scale, zero = self._grid(group, part, self.codes.values(self.form.pairs), block)
+        for row in range(rows):
+            value = reduce(builder.fadd, [one.get() for one in sums[block, part, row][0]])
+            total = totals[block, part, row]
             if self.codes.affine:
-                scale, zero = self._grid(group, part, self.codes.values(self.form.pairs))
-            for row in range(rows):
-                value = sums[row][part][0].get()
-                for other in sums[row][part][1:]:
-                    value = builder.fadd(value, other.get())
-                total = totals[row][part]
-                if self.codes.affine:
-                    value = builder.fsub(value, builder.fmul(zero, lanes.float_in_all(at_sums, row * WORD_BYTES)))
-                    total.set(lanes.fma(scale, value, total.get()))
-                else:
-                    total.set(builder.fadd(value, total.get()))
+                value = builder.fsub(value, builder.fmul(zero, lanes.float_in_all(at_sums, row * WORD_BYTES)))
+                total.set(lanes.fma(scale, value, total.get()))
+            else:
+                total.set(builder.fadd(value, total.get()))
 
-    def _end_whole_group(
-        self, group: Value, sums: Sequence[Sequence[Sequence[_Number]]], totals: Sequence[Sequence[_Number]]
-    ) -> None:
+    def _end_whole_group(self, group: Value, block: int, part: int, sums: Sums, totals: Totals) -> None:
         builder, lanes, rows = self.builder, self.lanes, self.spec.rows
         scales = builder.add(self.argument["sums"], builder.mul(group, ir.Constant(I64, 2 * rows * WORD_BYTES)))
-        for part in self.parts:
-            scale, zero = self._grid(group, part, (0.0, 1.0))
-            below = builder.fneg(zero)
-            for row in range(rows):
-                value = sums[row][part][0].get()
-                for other in sums[row][part][1:]:
-                    value = builder.add(value, other.get())
-                moved = builder.fmul(below, lanes.float_in_all(scales, (rows + row) * WORD_BYTES))
-                value = lanes.fma(lanes.to_floats(value), lanes.float_in_all(scales, row * WORD_BYTES), moved)
-                totals[row][part].set(lanes.fma(scale, value, totals[row][part].get()))
+        scale, zero = self._grid(group, part, (0.0, 1.0), block)
+        below = builder.fneg(zero)
+        byte = lanes.in_all(ir.Constant(F32, 256.0))
+        for row in range(rows):
+            slices = [reduce(builder.add, [one.get() for one in copies]) for copies in sums[block, part, row]]
+            value = lanes.to_floats(slices[0])
+            for lower in slices[1:]:
+                value = lanes.fma(value, byte, lanes.to_floats(lower))
+            moved = builder.fmul(below, lanes.float_in_all(scales, (rows + row) * WORD_BYTES))
+            value = lanes.fma(value, lanes.float_in_all(scales, row * WORD_BYTES), moved)
+            total = totals[block, part, row]
+            total.set(lanes.fma(scale, value, total.get()))
 
     def unpack(self) -> None:
         """Values of all inputs and some more at the end to out, [K and up to a unit more, 16], rows out_stride bytes
         apart, one block beside the next: exactly those of `PackedWeight.dequantize`."""
-        self._each(self._unpack_block, LANES * self._size)
+        self._each(self._unpack_block, LANES * self._size, 1)
 
     @property
     def _size(self) -> int:
         """Bytes of an unpacked value."""
         return 2 if self.spec.dtype == "bfloat16" else 4
 
-    def _unpack_block(self) -> None:
+    def _unpack_block(self, width: int) -> None:
         size, stride, out = self._size, self.argument["out_stride"], self.out.get()
         with self._times(self.argument["groups"]) as index:
             group = index.get()
             first = self.builder.mul(group, self.argument["group_inputs"])
-            to = _Number(self.builder, self.builder.add(out, self.builder.mul(first, stride)))
+            to = Number(self.builder, self.builder.add(out, self.builder.mul(first, stride)))
             values = self.codes.values(False)
             grids = [self._grid(group, part, values) for part in self.parts] if self.codes.affine else []
             with self._times(self._units_of(group)):
-                words = [self._words(part) for part in self.parts]
+                words = [self._words(self.at.get(), part) for part in self.parts]
                 for at in range(self.spec.unit):
                     for part in self.parts:
                         values = self.codes.single(self.lanes, words[part], *divmod(at, 2))
@@ -295,9 +333,8 @@ class _Blocks:
                 self._next_unit()
 
 
-def emit(builder: ir.IRBuilder, text: str, arguments: Sequence[Value]) -> None:
-    """The code of a spec's text, which ends where the builder stands; arguments: as ARGUMENTS."""
-    spec = Spec.of(text)
-    blocks = _Blocks(builder, spec, dict(zip(ARGUMENTS, arguments, strict=True)))
+def emit(builder: ir.IRBuilder, spec: Spec, arguments: Sequence[Value]) -> None:
+    """The code of a spec, which ends where the builder stands; arguments: as ARGUMENTS."""
+    blocks = Blocks(builder, spec, dict(zip(ARGUMENTS, arguments, strict=True)))
     work: Callable[[], None] = blocks.multiply if spec.rows else blocks.unpack
     work()

@@ -6,60 +6,120 @@ import platform
 from dataclasses import dataclass
 from functools import cache
 
+from moeq_kernels.cpu.permission import tiles_allowed
+
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """One way to compile the products.
 
     lanes: 32-bit lanes of a vector, 1 for plain loops; pairs: bf16 activations are multiplied two at a time, exactly,
-    by the CPU's bf16 dot product; int8: activations are rounded to int8, see `schedule`, and multiplied four at a time
-    by its dot product of bytes; features: LLVM's names of what the CPU must have; rows: of activations that one pass
-    over the codes is compiled for (more need more registers than there are); prefill: rows of an expert from which it
-    is unpacked and multiplied by torch instead, unless it has been measured.
+    by the CPU's bf16 dot product; slices: activations become whole numbers of so many bytes, see `activations`, and are
+    multiplied four at a time by its dot product of bytes, each byte apart: 3 lose nothing that sums in float32 keep, 1
+    rounds to int8; tiles: rows of activations from which on AMX's tiles multiply, 0 for none: fewer are multiplied by
+    the fastest of the same vectors; features: LLVM's names of what the CPU must have; rows: of activations that one
+    pass over the codes is compiled for (more need more registers than there are); prefill: rows of an expert from which
+    it is unpacked and multiplied by torch instead, unless it has been measured.
     """
 
     name: str
     lanes: int
     pairs: bool = False
-    int8: bool = False
+    slices: int = 0
+    tiles: int = 0
     features: tuple[str, ...] = ()
     rows: tuple[int, ...] = (1, 2, 4, 8, 16)
     prefill: int = 64
 
     @property
-    def floats(self) -> Form:
-        """The form for float32 activations as they are: this one, or that of the same vectors with float32 lanes."""
-        if not self.pairs and not self.int8:
-            return self
-        return next(form for form in FORMS.values() if form.lanes == self.lanes and form.per_word == 1)
-
-    def taking(self, pairs: bool) -> Form:
-        """The form for activations; pairs: whether they, and what they are multiplied with, are pairs of bf16."""
-        return self if self.int8 or (self.pairs and pairs) else self.floats
+    def int8(self) -> bool:
+        """Whether activations are rounded, so that results change by more than their last bits."""
+        return self.slices == 1
 
     @property
-    def per_word(self) -> int:
-        """Activations of a word of 32 bits."""
-        return 4 if self.int8 else 2 if self.pairs else 1
+    def floats(self) -> Form:
+        """The form for float32 activations as they are: this one, or that of the same vectors with float32 lanes."""
+        if not self.pairs and not self.slices:
+            return self
+        return next(form for form in FORMS.values() if form.lanes == self.lanes and form.words == WORDS_OF_FLOATS)
+
+    @property
+    def unpacking(self) -> Form:
+        """The form that unpacks matrices: this one, or that of the same vectors that rounds to bf16 at once."""
+        same = (form for form in FORMS.values() if form.lanes == self.lanes and form.pairs and not form.tiles)
+        fitting = (form for form in same if form.runs_here())
+        return next(fitting, self)
+
+    @property
+    def vectors(self) -> Form:
+        """The form without tiles: this one, or the fastest of the same vectors for few rows."""
+        if not self.tiles:
+            return self
+        return next(form for form in FORMS.values() if form.lanes == self.lanes and form.slices == 3)
+
+    def taking(self, pairs: bool, units: bool) -> Form:
+        """The form for activations; pairs: whether they, and what they are multiplied with, are pairs of bf16; units:
+        whether all groups are of whole units, as tiles need them."""
+        if not (self.int8 or (pairs and (self.pairs or self.slices))):
+            return self.floats
+        return self if units else self.vectors
+
+    def of_rows(self, rows: int) -> Form:
+        """The form whose block multiplies that many rows."""
+        return self if rows >= self.tiles else self.vectors
+
+    @property
+    def words(self) -> int:
+        """Words of 32 bits that four activations are laid out as."""
+        return self.slices or (2 if self.pairs else WORDS_OF_FLOATS)
+
+    @property
+    def layout(self) -> int:
+        """How activations are laid out: `words`, and TILED more for tiles."""
+        return self.words + (TILED if self.tiles else 0)
 
     def runs_here(self) -> bool:
         """Whether this CPU has what the form needs."""
-        return all(host_features().get(feature, False) for feature in self.features)
+        return all(host_features().get(feature, False) for feature in self.features) and (
+            not self.tiles or tiles_allowed()
+        )
 
 
-FORMS = {  # the fastest first, and last those that round activations, which nothing but a name chooses
+WORDS_OF_FLOATS = 4
+TILED = 16  # more than any number of words
+FORMS = {  # the fastest first (on Zen: see `forms`), and last those that round activations, which only a name chooses
     form.name: form
     for form in (
+        Form(
+            name="amx",
+            lanes=16,
+            pairs=True,
+            tiles=4,
+            features=("avx512f", "avx512bf16", "avx512vnni", "amx-tile", "amx-bf16"),
+            rows=(1, 2, 4, 16, 32),
+            prefill=512,
+        ),
+        Form(
+            name="avx512_vnni", lanes=16, slices=3, features=("avx512f", "avx512vnni"), rows=(1, 2, 4, 8), prefill=512
+        ),
         Form(name="avx512_bf16", lanes=16, pairs=True, features=("avx512f", "avx512bf16"), prefill=512),
         Form(name="avx512", lanes=16, features=("avx512f",), prefill=512),
+        Form(
+            name="avx2_vnni",
+            lanes=8,
+            slices=3,
+            features=("avx2", "fma", "f16c", "avxvnni"),
+            rows=(1, 2, 4),
+            prefill=256,
+        ),
         Form(name="avx2", lanes=8, features=("avx2", "fma", "f16c"), rows=(1, 2, 4), prefill=256),
         Form(name="neon", lanes=4, features=("neon",), rows=(1, 2, 4)),
         Form(name="plain", lanes=1, rows=(1, 4), prefill=2),
-        Form(name="avx512_int8", lanes=16, int8=True, features=("avx512f", "avx512vnni"), prefill=512),
+        Form(name="avx512_int8", lanes=16, slices=1, features=("avx512f", "avx512vnni"), prefill=512),
         Form(
             name="avx2_int8",
             lanes=8,
-            int8=True,
+            slices=1,
             features=("avx2", "fma", "f16c", "avxvnni"),
             rows=(1, 2, 4),
             prefill=256,
@@ -77,7 +137,25 @@ def host_features() -> dict[str, bool]:
     return found | {"neon": platform.machine() in ("aarch64", "arm64")}
 
 
+def _is_zen() -> bool:
+    """Whether this is one of AMD's CPUs with vectors of 512 bits, whose dot products of bf16 are as fast as those of
+    bytes; Intel's take four times as long."""
+    from llvmlite import binding
+
+    return bool(binding.get_host_cpu_name().startswith("znver"))
+
+
+@cache
+def ahead_bytes() -> int:
+    """How many bytes of packed matrices are asked for before they are needed. On Zen 5, 8 KiB are half as fast again as
+    leaving it to the CPU; on Sapphire Rapids, whose own prefetching that disturbs, 4 KiB are a quarter faster."""
+    return 1 << 13 if _is_zen() else 1 << 12
+
+
 def forms(*, int8: bool = False) -> list[str]:
     """Names of the forms that run on this machine, those expected to be fastest first; int8: those that round
     activations instead of those that do not."""
-    return [name for name, form in FORMS.items() if form.int8 == int8 and form.runs_here()]
+    found = [form for form in FORMS.values() if form.int8 == int8 and form.runs_here()]
+    if _is_zen():
+        found.sort(key=lambda form: (-form.lanes, not form.pairs))
+    return [form.name for form in found]

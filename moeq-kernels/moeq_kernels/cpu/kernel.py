@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from moeq_kernels.cpu.arrangement import Shape
 from moeq_kernels.cpu.codes import CODES
-from moeq_kernels.cpu.forms import FORMS, forms
+from moeq_kernels.cpu.forms import FORMS, Form, forms
 from moeq_kernels.cpu.layer import PackedLayer, PackedLinear
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 
-MOST_WHOLE = (2**31 - 1) // 127  # a group's sum of codes times int8 activations is an int32
+MOST_SUM = 2**31 - 1  # a group's sum of codes times bytes of activations is an int32
 
 
 class CpuKernel:
@@ -18,7 +20,8 @@ class CpuKernel:
 
     prefill: rows of an expert from which it is unpacked and multiplied by torch. Errors, relative to the largest
     output, against float64 with the same codes: below 1e-5 but for the rounding of what lies between gate and down
-    (bf16 activations: bf16) and of the result to the activations' dtype.
+    (bf16 activations: bf16) and of the result to the activations' dtype. Forms that multiply bf16 activations as whole
+    numbers of three bytes move those below 1/16384 of the largest of their row and group by 2**-22 of that at most.
 
     Forms of int8 round activations besides: each by at most 1/254 of the largest of its row and group, so that an
     output is wrong by at most the sum over groups of that times the sum of the weights' sizes. For activations of a
@@ -52,17 +55,29 @@ class CpuKernel:
         why = self.refusal(layer)
         if why is not None:
             raise ValueError(why)
-        return PackedLayer(layer, self.form, self.prefill)
+        shapes = [Shape.of(matrix) for one in layer.matrices for matrix in one.values()]
+        return PackedLayer(layer, self._holding(shapes), self.prefill)
 
     def linear(self, matrix: Matrix, bias: Tensor | None = None) -> PackedLinear:
-        why = self._overflow(Shape.of(matrix))
+        shape = Shape.of(matrix)
+        why = self._overflow(shape)
         if why is not None:
             raise ValueError(why)
-        return PackedLinear(matrix, bias, self.form, self.prefill)
+        return PackedLinear(matrix, bias, self._holding([shape]), self.prefill)
 
     def _overflow(self, shape: Shape) -> str | None:
-        """Why sums of whole numbers may not hold a group, None if they do."""
-        codes = CODES[shape.codes]
-        if not self.form.int8 or not codes.affine or shape.group_inputs * (2 ** sum(codes.planes) - 1) <= MOST_WHOLE:
+        """Why a form that rounds activations does not take a matrix, None if it does."""
+        if not self.form.int8 or self._holds(shape, 127):
             return None
         return f"groups of {shape.group_inputs} inputs of {shape.codes} bits, more than {self.form.name} can add up"
+
+    def _holding(self, shapes: Sequence[Shape]) -> Form:
+        """The form, or that of the same vectors in float32 where its sums do not hold all groups."""
+        fits = not self.form.slices or self.form.int8 or all(self._holds(shape, 128) for shape in shapes)
+        return self.form if fits else self.form.floats
+
+    @staticmethod
+    def _holds(shape: Shape, largest: int) -> bool:
+        """Whether sums of whole numbers hold a group; largest: of the bytes of activations."""
+        codes = CODES[shape.codes]
+        return not codes.affine or largest * shape.group_inputs * (2 ** sum(codes.planes) - 1) <= MOST_SUM

@@ -16,14 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeq_kernels.cpu import columns, finish, schedule
-from moeq_kernels.cpu.compiled import entry
-from moeq_kernels.cpu.forms import Form
+from moeq_kernels.cpu import columns, finish, routing, schedule, tiles
+from moeq_kernels.cpu.codes import LANES
+from moeq_kernels.cpu.compiled import call, entry
+from moeq_kernels.cpu.forms import Form, ahead_bytes
 from moeq_kernels.cpu.matrices import Integers, Matrices, flat
 from moeq_kernels.cpu.threads import together
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 
 ITEM_BYTES = 1 << 19  # of packed matrices that a thread claims at once, fewer where they are used for many rows
+ITEMS = 4  # of a thread, at least, where there are many rows
+BF16_BYTES = 2
 WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken
 GATED, ALONE = ("gate_proj", "up_proj"), ("up_proj",)
 
@@ -47,7 +50,7 @@ class _Routed:
     def of(cls, index: Integers, experts: int, form: Form, whole: int) -> _Routed:
         order, starts = np.empty(index.size, np.int64), np.empty(experts + 1, np.int64)
         tiles = np.empty((index.size, 5), np.int64)
-        count, tiled = schedule.route(index, starts, _sizes(form), whole, order, tiles)
+        count, tiled = routing.route(index, starts, _sizes(form), whole, order, tiles)
         return cls(order, starts, tiles[:count], tiled)
 
     @property
@@ -70,18 +73,34 @@ class _Stage:
             routed.tiles,
             matrices.table,
             self.functions,
-            matrices.per_word(form),
+            matrices.layouts(form),
             by_block,
-            int(ITEM_BYTES / max(1.0, routed.rows / 4)),
+            *self._item(by_block),
         )
         if not complete:
             matrices.compile(form, routed.tiles)
 
+    def _item(self, by_block: bool) -> tuple[int, int, int]:
+        """About how many bytes of matrices an item has, what its blocks are a multiple of, and at most how many.
+
+        Tiles are as fast as bytes come, so that items need not be smaller for many rows; all blocks of an item share
+        the activations, and every thread has some items."""
+        rows, form = self.routed.rows, self.form
+        if not form.tiles or rows < form.tiles:
+            multiple = schedule.MOST_TOGETHER if form.vectors.slices else 1
+            return int(ITEM_BYTES / max(1.0, rows / 4)), multiple, schedule.MOST_BLOCKS
+        given = len(self.routed.order) * self.matrices.inputs * BF16_BYTES if by_block else 0
+        blocks = self.matrices.rows // LANES * (1 if by_block else self.routed.experts)
+        threads = torch.get_num_threads()
+        most = blocks // (ITEMS * threads) if threads > 1 else schedule.MOST_BLOCKS
+        return max(ITEM_BYTES, given), tiles.SIDE, min(max(tiles.SIDE, most), schedule.MOST_BLOCKS)
+
     def arguments(self, source: Tensor, per_row: int, end: int, weights: Tensor, per_token: int, out: Tensor) -> Any:
         """Those of `schedule.describe`; source: [R, K] float32."""
         routed, held = self.routed, self.matrices.held
-        per_word = self.matrices.per_word(self.form)
-        how = self.matrices.table, routed.tiles, routed.order, self.starts, per_row, per_word, held.data_ptr()
+        layouts = self.matrices.layouts(self.form)
+        where = held.data_ptr(), ahead_bytes()
+        how = self.matrices.table, routed.tiles, routed.order, self.starts, per_row, layouts, *where
         counters = np.zeros(4 * schedule.LINE, np.int64)
         layout, sums = np.zeros(self.words, np.uint32), np.zeros(self.sums, np.float32)
         return (
@@ -133,7 +152,9 @@ class PackedLayer:
             return self._sum(hidden.detach(), index, weights.detach())
 
     def _sum(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        form = self.form.taking(hidden.dtype == torch.bfloat16 and self.first.pairs and self.second.pairs)
+        both = self.first, self.second
+        pairs = hidden.dtype == torch.bfloat16 and all(part.pairs for part in both)
+        form = self.form.taking(pairs, all(part.units for part in both))
         flat_index = index.reshape(-1).to(torch.int64).contiguous().numpy()
         routed = _Routed.of(flat_index, len(self.first.shapes), form, self.prefill)
         share = weights.reshape(-1).to(torch.float32).contiguous()
@@ -214,7 +235,7 @@ class PackedLinear:
         layer = LayerOfExperts(matrices=[{DOWN: matrix}], biases=biases, gate=lambda parts: parts[DOWN])
         self.held, (self.matrices,) = flat(layer, [(DOWN,)])
         self.held_bytes = self.held.nbytes
-        self._alone: dict[tuple[str, int], tuple[Any, ...]] = {}
+        self._alone: dict[tuple[str, int, bool], tuple[Integers, int]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -235,22 +256,35 @@ class PackedLinear:
             return self.matrices.product(rows, 0, 0, self.form)
         if not count:
             return rows.new_empty(0, self.matrices.rows)
-        form = self.form.taking(dtype == torch.bfloat16 and self.matrices.pairs)
-        source = rows.float().contiguous()
+        form = self.form.taking(dtype == torch.bfloat16 and self.matrices.pairs, self.matrices.units)
         if count <= form.rows[-1] and (torch.get_num_threads() == 1 or _threads(self.held_bytes, count)):
-            out = np.empty((1, count, self.matrices.rows), np.float32)
-            schedule.alone(source.numpy(), *self._how_alone(form, bisect_left(form.rows, count)), out)
-            return torch.from_numpy(out[0]).to(dtype)
+            return self._product_alone(rows, form)
+        source = rows.float().contiguous()
         routed = _Routed.of(np.zeros(count, np.int64), 1, form, self.prefill)
         return _products(self.matrices, form, routed, source, 1)[0].to(dtype)
 
-    def _how_alone(self, form: Form, place: int) -> tuple[Any, ...]:
-        """Arguments of `schedule.alone` that do not depend on the rows."""
-        if (form.name, place) not in self._alone:
-            self.matrices.compile_one(form, 0, place)
-            functions, per_word = self.matrices.functions(form), self.matrices.per_word(form)
-            self._alone[form.name, place] = (
-                place, form.rows[place], per_word, self.held.data_ptr(), self.matrices.table, functions,
-                self.matrices.grids, self.matrices.biases,
+    def _product_alone(self, rows: Tensor, form: Form) -> Tensor:
+        """As a call, of few rows and in this thread."""
+        short = rows.dtype == torch.bfloat16
+        given = (rows if short else rows.float()).contiguous()
+        out = torch.empty(rows.shape[0], self.matrices.rows, dtype=given.dtype)
+        numbers = self._how_alone(form, bisect_left(form.rows, rows.shape[0]), short)
+        call(schedule.alone)(numbers, given.data_ptr(), out.data_ptr(), rows.shape[0])
+        return out if rows.dtype == out.dtype else out.to(rows.dtype)
+
+    def _how_alone(self, form: Form, place: int, short: bool) -> int:
+        """The address of `schedule.alone`'s numbers, which do not depend on the rows."""
+        key = form.name, place, short
+        if key not in self._alone:
+            matrices = self.matrices
+            matrices.compile_one(form, 0, place)
+            parts = matrices.layouts(form), matrices.table, matrices.functions(form), matrices.grids, matrices.biases
+            numbers = np.array(
+                [
+                    place, form.rows[place], len(form.rows), *(part.ctypes.data for part in parts),
+                    len(matrices.biases), self.held.data_ptr(), ahead_bytes(), matrices.inputs, matrices.rows, short,
+                ],
+                np.int64,
             )  # fmt: skip
-        return self._alone[form.name, place]
+            self._alone[key] = numbers, int(numbers.ctypes.data)
+        return self._alone[key][1]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeq_kernels.cpu import columns, compiled, schedule
 from moeq_kernels.cpu.arrangement import ALIGNED, Shape, arrange, undo
-from moeq_kernels.cpu.codes import CODES, LANES
+from moeq_kernels.cpu.codes import CODES, LANES, UNIT
 from moeq_kernels.cpu.emit import Spec
 from moeq_kernels.cpu.forms import Form
 from moeq_kernels.cpu.threads import together
@@ -83,6 +83,11 @@ class Matrices:
         return all(codes not in ("float16", "float32") for codes, _ in self.kinds)
 
     @cached_property
+    def units(self) -> bool:
+        """Whether all groups are of whole units, as tiles multiply them."""
+        return all(unit == UNIT for _, unit in self.kinds)
+
+    @cached_property
     def inputs(self) -> int:
         return self.shapes[0][0].inputs
 
@@ -113,14 +118,15 @@ class Matrices:
         return self._functions[form.name]
 
     @cached_property
-    def _per_word(self) -> dict[str, Integers]:
+    def _layouts(self) -> dict[str, Integers]:
         return {}
 
-    def per_word(self, form: Form) -> Integers:
-        """Activations of a word as blocks of each kind read them, [kinds]."""
-        if form.name not in self._per_word:
-            self._per_word[form.name] = np.array([_form_of(form, codes).per_word for codes, _ in self.kinds])
-        return self._per_word[form.name]
+    def layouts(self, form: Form) -> Integers:
+        """How activations are laid out for blocks of each kind and size, [kinds, sizes], see `Form.layout`."""
+        if form.name not in self._layouts:
+            found = [[_form_of(form, codes, rows).layout for rows in form.rows] for codes, _ in self.kinds]
+            self._layouts[form.name] = np.array(found)
+        return self._layouts[form.name]
 
     def compile(self, form: Form, tiles: Integers) -> None:
         """Have the blocks that the tiles need."""
@@ -132,7 +138,8 @@ class Matrices:
     def compile_one(self, form: Form, slot: int, place: int) -> None:
         """Have the block for a kind and a size."""
         codes, unit = self.kinds[slot]
-        spec = Spec(form=_form_of(form, codes).name, codes=codes, unit=unit, rows=form.rows[place])
+        rows = form.rows[place]
+        spec = Spec(form=_form_of(form, codes, rows).name, codes=codes, unit=unit, rows=rows)
         self.functions(form)[slot, place] = compiled.address(spec)
 
     def product(self, rows: Tensor, expert: int, which: int, form: Form) -> Tensor:
@@ -140,7 +147,7 @@ class Matrices:
         multiplied by torch; float16 rows are multiplied as float32."""
         shape, dtype = self.shapes[expert][which], rows.dtype if rows.dtype == torch.bfloat16 else torch.float32
         name = str(dtype).removeprefix("torch.")
-        spec = Spec(form=form.name, codes=shape.codes, unit=shape.unit, rows=0, dtype=name)
+        spec = Spec(form=form.unpacking.name, codes=shape.codes, unit=shape.unit, rows=0, dtype=name)
         function, how, grid = compiled.address(spec), self.table[expert, which], self.grids[expert, which]
         step = max(1, UNPACKED_BYTES // (shape.inputs * dtype.itemsize * LANES))
         space = torch.empty(shape.inputs + shape.unit, min(step, shape.blocks) * LANES, dtype=dtype)
@@ -162,9 +169,10 @@ class Matrices:
         return result
 
 
-def _form_of(form: Form, codes: str) -> Form:
-    """The form for one kind of codes: dense values are multiplied with activations as they are."""
-    return form.floats if form.int8 and not CODES[codes].affine else form
+def _form_of(form: Form, codes: str, rows: int) -> Form:
+    """The form for one kind of codes and so many rows: dense values are multiplied with activations as they are."""
+    found = form.of_rows(rows)
+    return found.floats if found.slices and not CODES[codes].affine else found
 
 
 def flat(layer: LayerOfExperts, stages: Sequence[Sequence[str]]) -> tuple[Tensor, list[Matrices]]:

@@ -127,5 +127,6 @@ put_short = _save(ir.IntType(16), types.uint16, 2)
 put_float = _save(ir.FloatType(), types.float32, 4)
 
 int64s = _array(ir.IntType(64), types.int64)
+uint16s = _array(ir.IntType(16), types.uint16)
 uint32s = _array(ir.IntType(32), types.uint32)
 float32s = _array(ir.FloatType(), types.float32)

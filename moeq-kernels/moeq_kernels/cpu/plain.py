@@ -80,7 +80,7 @@ def blocks(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
 
     def multiply(  # type: ignore[no-untyped-def]
         codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,
-        group_inputs, activations, sums, out, out_stride, scale_step, zero_step, zero_start,
+        group_inputs, activations, sums, out, out_stride, ahead, scale_step, zero_step, zero_start,
     ):  # fmt: skip
         numbers, values = np.empty((unit, LANES), np.uint32), np.empty((unit, LANES), np.float32)
         scale, zero = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
@@ -107,7 +107,7 @@ def blocks(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
 
     def unpack(  # type: ignore[no-untyped-def]
         codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,
-        group_inputs, activations, sums, out, out_stride, scale_step, zero_step, zero_start,
+        group_inputs, activations, sums, out, out_stride, ahead, scale_step, zero_step, zero_start,
     ):  # fmt: skip
         numbers, values = np.empty((unit, LANES), np.uint32), np.empty((unit, LANES), np.float32)
         scale, zero = np.empty(LANES, np.float32), np.empty(LANES, np.float32)

@@ -1,9 +1,8 @@
 """The work of one call, compiled: tokens sorted by expert, cut into items, and done by all threads that take part.
 
-A call has one or two stages, each of the same two steps: rows of activations are laid out as the blocks read them, with
-their sums by group, or, for a form that rounds them, as int8 with a scale for every row and group, the largest of them
-divided by 127; then blocks of 16 output rows are multiplied with them, C matrices of an expert side by side (gate
-and up). Items are claimed with an atomic counter, so that cores are busy to the end whatever widths the experts have,
+A call has one or two stages, each of the same two steps: rows of activations are laid out as the blocks read them, see
+`activations`; then blocks of 16 output rows are multiplied with them, C matrices of an expert side by side (gate and
+up). Items are claimed with an atomic counter, so that cores are busy to the end whatever widths the experts have,
 and a thread that comes late or never costs nothing: a step ends when its items are done, not when threads arrive.
 
 What comes out does not depend on the number of threads: every number is computed by one thread, experts in order.
@@ -17,17 +16,15 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit, types
 
+from moeq_kernels.cpu.activations import WORDS, from_short, is_whole, lay_out_tile, shared, to_short
 from moeq_kernels.cpu.columns import (
-    ALIKE,
     COLUMNS,
     COUNT,
     EXPERT,
     FILLED,
-    FIRST,
     GROUP,
     GROUPS,
     LANES,
-    LAST,
     LAST_UNITS,
     OFFSET,
     PLACE,
@@ -36,79 +33,33 @@ from moeq_kernels.cpu.columns import (
     SIZE,
     SLOT,
     STRIDE,
-    UNIT,
     UNITS,
     ZERO_STRIDE,
     ZEROS_AT,
 )  # fmt: skip
 from moeq_kernels.cpu.compiled import call_block
-from moeq_kernels.cpu.emit import AHEAD_BYTES, LINE_BYTES
+from moeq_kernels.cpu.emit import LINE_BYTES, TOGETHER
 from moeq_kernels.cpu.finish import PRODUCTS, finish
-from moeq_kernels.cpu.memory import add_at, ask_for, bits_of, float32s, float_of, int64s, look_at, uint32s
+from moeq_kernels.cpu.memory import add_at, ask_for, float32s, int64s, look_at, uint16s, uint32s
 
-MOST_ROWS = 16  # of a tile
+MOST_ROWS = 32  # of a tile
+MOST_TOGETHER = max(TOGETHER.values())  # blocks
 MOST_BLOCKS = 16  # of an item, whose products stay in the first level of cache
 PATIENCE = 1000  # looks at a counter before the core is given to another thread
 LINE = 8  # int64 of a cache line: every counter has its own
 
 _give_way = types.ExternalFunction("sched_yield", types.int32())
 _compile = njit(nogil=True, cache=True, error_model="numpy")
-_sums = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
 
 
 @_compile  # type: ignore[untyped-decorator]
-def route(index, starts, sizes, whole, order, tiles):  # type: ignore[no-untyped-def]
-    """Sort rows by expert; how many tiles there are, and of how many experts.
-
-    index: [P] experts of rows, E and more for none; starts [E + 1] is filled with the first row of each expert in
-    order [P], which is filled too; sizes: rows that are compiled, ascending; experts with `whole` rows and more get no
-    tiles [P, 5].
-    """
-    experts = starts.shape[0] - 1
-    starts[:] = 0
-    for row in range(index.shape[0]):
-        if 0 <= index[row] < experts:
-            starts[index[row] + 1] += 1
-    for expert in range(experts):
-        starts[expert + 1] += starts[expert]
-    at = starts[:experts].copy()
-    for row in range(index.shape[0]):
-        expert = index[row]
-        if 0 <= expert < experts:
-            order[at[expert]] = row
-            at[expert] += 1
-    most, number, tiled = sizes[-1], 0, 0
-    for expert in range(experts):
-        first, stop = starts[expert], starts[expert + 1]
-        tiled += 0 < stop - first < whole
-        while first < stop and stop - starts[expert] < whole:
-            count = min(most, stop - first)
-            place = 0
-            while sizes[place] < count:
-                place += 1
-            tiles[number, EXPERT] = expert
-            tiles[number, FIRST] = first
-            tiles[number, COUNT] = count
-            tiles[number, SIZE] = sizes[place]
-            tiles[number, PLACE] = place
-            first += count
-            number += 1
-    return number, tiled
-
-
-@_compile  # type: ignore[untyped-decorator]
-def _shared(table, expert, which, per_word):  # type: ignore[no-untyped-def]
-    """Whether a matrix takes the rows as they are laid out for the expert's first one."""
-    return table[expert, which, ALIKE] and per_word[table[expert, which, SLOT]] == per_word[table[expert, 0, SLOT]]
-
-
-@_compile  # type: ignore[untyped-decorator]
-def plan(tiles, table, functions, per_word, by_block, item_bytes):  # type: ignore[no-untyped-def]
+def plan(tiles, table, functions, layouts, by_block, item_bytes, multiple, most_blocks):  # type: ignore[no-untyped-def]
     """How a stage goes: starts [S, C, 2] of each tile in layout and sums, the lengths of these, items [I, 4] of work,
-    bytes of matrices that are read, and whether all functions that are needed are there. per_word: [slots] activations
-    of a word that is laid out, 1 as float32, 2 as bf16, 4 as int8.
+    bytes of matrices that are read, and whether all functions that are needed are there. layouts: [slots, sizes]
+    how activations are laid out, see `Form.layout`.
 
-    An item is some blocks, about item_bytes of matrices: of one expert, or, by block, of all experts.
+    An item is some blocks, about item_bytes of matrices but not more than most_blocks, and a multiple of some where
+    there are as many: of one expert, or, by block, of all experts.
     """
     matrices = table.shape[1]
     starts = np.empty((tiles.shape[0], matrices, 2), np.int64)
@@ -120,12 +71,13 @@ def plan(tiles, table, functions, per_word, by_block, item_bytes):  # type: igno
         of_expert, high = 0, 0
         for which in range(matrices):
             how = table[expert, which]
-            if _shared(table, expert, which, per_word):
+            layout_of = layouts[how[SLOT], tiles[tile, PLACE]]
+            if shared(table, tiles[tile], which, layouts):
                 starts[tile, which] = starts[tile, 0]
             else:
                 starts[tile, which, 0], starts[tile, which, 1] = layout, sums
-                layout += how[FILLED] * size // per_word[how[SLOT]]
-                sums += how[GROUPS] * size * (2 if per_word[how[SLOT]] == 4 else 1)
+                layout += how[FILLED] // 2 * size * (layout_of & WORDS) // 2
+                sums += how[GROUPS] * size * (1 + is_whole(layout_of))
             of_expert += how[STRIDE]
             high = max(high, (how[ROWS] + LANES - 1) // LANES)
             complete = complete and functions[how[SLOT], tiles[tile, PLACE]] != 0
@@ -140,7 +92,7 @@ def plan(tiles, table, functions, per_word, by_block, item_bytes):  # type: igno
         spans = 1
     count = 0
     for span in range(spans):
-        cuts[span, 3] = min(max(1, cuts[span, 3]), MOST_BLOCKS)
+        cuts[span, 3] = min(max(1, cuts[span, 3] // multiple), most_blocks // multiple) * multiple
         count += -(-cuts[span, 2] // cuts[span, 3])
     items = np.empty((count, 4), np.int64)
     number = 0
@@ -154,107 +106,6 @@ def plan(tiles, table, functions, per_word, by_block, item_bytes):  # type: igno
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _bf16(value):  # type: ignore[no-untyped-def]
-    """The bits of a float32 rounded to bf16, to nearest, halves to even."""
-    bits = bits_of(value)
-    if value != value:
-        return np.uint32(0x7FC0)
-    return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-
-
-@_sums  # type: ignore[untyped-decorator]
-def _lay_out(source, into, pairs, how, sums, size, row):  # type: ignore[no-untyped-def]
-    """One row of activations [K] as words, one an input or, in bf16, one a pair of them, and its sums by group among
-    those of `size` rows, [G, size]; into: uint32, 0 where groups are filled up."""
-    at = 0
-    for group in range(how[GROUPS]):
-        last = group == how[GROUPS] - 1
-        first, count = group * how[GROUP], how[LAST] if last else how[GROUP]
-        filled = (how[LAST_UNITS] if last else how[UNITS]) * how[UNIT]
-        given = source[first : first + count]
-        total = np.float32(0)
-        if pairs:
-            own = into[at : at + filled // 2]
-            for pair in range(count >> 1):
-                low, high = _bf16(given[2 * pair]), _bf16(given[2 * pair + 1])
-                total += float_of(low << np.uint32(16)) + float_of(high << np.uint32(16))
-                own[pair] = low | high << np.uint32(16)
-            if count & 1:
-                own[count >> 1] = _bf16(given[count - 1])
-                total += float_of(own[count >> 1] << np.uint32(16))
-        else:
-            own = into[at : at + filled]
-            for k in range(count):
-                total += given[k]
-                own[k] = bits_of(given[k])
-        sums[group * size + row] = total
-        at += own.shape[0]
-
-
-@_compile  # type: ignore[untyped-decorator]
-def _whole(value):  # type: ignore[no-untyped-def]
-    """A float32 between -2**22 and 2**22 rounded to the nearest whole number, halves to even."""
-    return np.int32(bits_of(value + np.float32(1.5 * 2**23))) - np.int32(0x4B400000)
-
-
-@_compile  # type: ignore[untyped-decorator]
-def _lay_out_whole(source, into, how, sums, size, row):  # type: ignore[no-untyped-def]
-    """As `_lay_out`, in int8, the four of a word in the order 0, 2, 1, 3; sums: [G, 2, size], the scale and the sum
-    times it. A group whose largest is below 2**-120 counts as zeros; what is not finite makes the scale so."""
-    at = 0
-    for group in range(how[GROUPS]):
-        last = group == how[GROUPS] - 1
-        first, count = group * how[GROUP], how[LAST] if last else how[GROUP]
-        filled = (how[LAST_UNITS] if last else how[UNITS]) * how[UNIT]
-        given, own = source[first : first + count], into[at : at + filled // 4]
-        top = np.uint32(0)
-        for k in range(count):
-            top = max(top, bits_of(given[k]) & np.uint32(0x7FFFFFFF))
-        largest = float_of(top)
-        factor = np.float32(0) if largest < np.float32(2.0**-120) else np.float32(127) / largest
-        total = np.int32(0)
-        for quad in range(count >> 2):
-            one, two = _whole(given[4 * quad] * factor), _whole(given[4 * quad + 1] * factor)
-            three, four = _whole(given[4 * quad + 2] * factor), _whole(given[4 * quad + 3] * factor)
-            total += one + two + three + four
-            own[quad] = (one & 255) | (three & 255) << 8 | (two & 255) << 16 | (four & 255) << 24
-        for k in range(count & ~3, count):
-            value = _whole(given[k] * factor)
-            total += value
-            own[k >> 2] |= np.uint32(value & 255) << np.uint32(8 * (2 * (k & 1) + (k >> 1 & 1)))
-        scale = largest / np.float32(127) if factor != 0 else np.float32(0)
-        if not largest < np.float32(np.inf):
-            scale = np.float32(np.nan)
-        sums[2 * group * size + row] = scale
-        sums[(2 * group + 1) * size + row] = scale * np.float32(total)
-        at += filled // 4
-
-
-@_compile  # type: ignore[untyped-decorator]
-def _lay_out_tile(stage, tile, which, source, layout, sums):  # type: ignore[no-untyped-def]
-    """All rows of a tile for one of its matrices, side by side: [words of a row, size]."""
-    table, tiles, order, starts, per_row, per_word, _ = stage
-    how = table[tiles[tile, EXPERT], which]
-    size, first, count = tiles[tile, SIZE], tiles[tile, FIRST], tiles[tile, COUNT]
-    inputs = per_word[how[SLOT]]
-    words = how[FILLED] // inputs
-    begin = starts[tile, which, 0]
-    into, own = layout[begin : begin + words * size], sums[starts[tile, which, 1] :]
-    rows = into if size == 1 else np.zeros(words * count, np.uint32)
-    for row in range(count):
-        given = source[order[first + row] // per_row if per_row else first + row]
-        if inputs == 4:
-            _lay_out_whole(given, rows[row * words : row * words + words], how, own, size, row)
-        else:
-            _lay_out(given, rows[row * words : row * words + words], inputs == 2, how, own, size, row)
-    if size > 1:
-        for word in range(words):
-            side = into[word * size : word * size + count]
-            for row in range(count):
-                side[row] = rows[row * words + word]
-
-
-@_compile  # type: ignore[untyped-decorator]
 def _place(stage, tile, which, block):  # type: ignore[no-untyped-def]
     """Where a block of a matrix of a tile's expert lies."""
     table, expert = stage[0], stage[1][tile, EXPERT]
@@ -262,10 +113,19 @@ def _place(stage, tile, which, block):  # type: ignore[no-untyped-def]
 
 
 @_compile  # type: ignore[untyped-decorator]
+def _ask_for_first(stage, item):  # type: ignore[no-untyped-def]
+    """What blocks do not ask for ahead, the first lines of the first of them."""
+    for block in range(item[2], min(item[2] + MOST_TOGETHER, item[3])):
+        at = _place(stage, item[0], 0, block)
+        for line in range(0, stage[7] // MOST_TOGETHER, LINE_BYTES):
+            ask_for(at + line)
+
+
+@_compile  # type: ignore[untyped-decorator]
 def _multiply(stage, item, following, functions, grids, layout, sums, products, end, weights, per_token, out, biased):  # type: ignore[no-untyped-def]
     """One item: tiles from item[0] to item[1], blocks from item[2] to item[3]; following: address of what is read
     after it; products: [C, size * 16 * blocks and more]."""
-    table, tiles, _, starts, _, _, base = stage
+    table, tiles, _, starts, _, _, base, ahead = stage
     begin, first, matrices = item[0], item[2], table.shape[1]
     width = (item[3] - first) * LANES
     while begin < item[1]:
@@ -291,7 +151,7 @@ def _multiply(stage, item, following, functions, grids, layout, sums, products, 
                     (
                         at, at + how[SCALES_AT], zeros, how[ZERO_STRIDE], count, how[STRIDE], after, how[GROUPS],
                         how[UNITS], how[LAST_UNITS], how[GROUP], layout.ctypes.data + starts[tile, which, 0] * 4,
-                        sums.ctypes.data + starts[tile, which, 1] * 4, products[which].ctypes.data, width * 4,
+                        sums.ctypes.data + starts[tile, which, 1] * 4, products[which].ctypes.data, width * 4, ahead,
                         grid[0], grid[1], grid[2],
                     ),
                 )  # fmt: skip
@@ -314,7 +174,8 @@ def _work(stage, counters, source, layout, sums, items, functions, grids, end, w
     """One thread's part of a stage; it returns when all items are done, by whomever.
 
     stage: (table [E, C, COLUMNS], tiles [S, 5], order [P], starts [S, C, 2] of each tile in layout and sums, rows of
-    order for one of source or 0 where source is in order, per_word [slots] as in `plan`, address of the buffer);
+    order for one of source or 0 where source is in order, layouts as in `plan`, address of the buffer, bytes that are
+    asked for ahead);
     counters: int64, 0, four of them each on a line of its own; source: [R, K] float32; layout: uint32; items [I, 4];
     functions: addresses [slots, sizes]; grids: [E, C, 3]; end: what is done with the products; weights [P] float32 of T
     tokens, per_token each; out: [C, R, N].
@@ -324,16 +185,14 @@ def _work(stage, counters, source, layout, sums, items, functions, grids, end, w
     steps, most = tiles * matrices, items.shape[0]
     item = add_at(first + 128, 1)
     if item < most:
-        at = _place(stage, items[item, 0], 0, items[item, 2])
-        for line in range(0, AHEAD_BYTES, LINE_BYTES):
-            ask_for(at + line)
+        _ask_for_first(stage, items[item])
     while True:
         step = add_at(first, 1)
         if step >= steps:
             break
         tile, which = divmod(step, matrices)
-        if not which or not _shared(stage[0], stage[1][tile, EXPERT], which, stage[5]):
-            _lay_out_tile(stage, tile, which, source, layout, sums)
+        if not which or not shared(stage[0], stage[1][tile], which, stage[5]):
+            lay_out_tile(stage, tile, which, source, layout, sums)
         add_at(first + 64, 1)
     _wait(first + 64, steps)
     products = np.empty((matrices, MOST_BLOCKS * MOST_ROWS * LANES), np.float32)
@@ -356,10 +215,10 @@ def describe(  # type: ignore[no-untyped-def]
     stage, counters, source, layout, sums, items, functions, grids, end, weights, per_token, out, biased, into
 ):
     """The arguments of a stage's `_work` as numbers into [NUMBERS], addresses and shapes; whose arrays need to stay."""
-    table, tiles, order, starts, per_row, per_word, base = stage
+    table, tiles, order, starts, per_row, layouts, base, ahead = stage
     into[0], into[1], into[2] = table.ctypes.data, table.shape[0], table.shape[1]
     into[3], into[4], into[5], into[6] = tiles.ctypes.data, tiles.shape[0], order.ctypes.data, order.shape[0]
-    into[7], into[8], into[9], into[10], into[11] = starts.ctypes.data, per_row, per_word.ctypes.data, base, 0
+    into[7], into[8], into[9], into[10], into[11] = starts.ctypes.data, per_row, layouts.ctypes.data, base, ahead
     into[12], into[13], into[14], into[15] = counters.ctypes.data, source.ctypes.data, source.shape[0], source.shape[1]
     into[16], into[17], into[18], into[19] = layout.ctypes.data, layout.shape[0], sums.ctypes.data, sums.shape[0]
     into[20], into[21] = items.ctypes.data, items.shape[0]
@@ -378,7 +237,7 @@ def _described(address):  # type: ignore[no-untyped-def]
     stage = (
         carray(int64s(n[0]), (experts, matrices, COLUMNS)), carray(int64s(n[3]), (tiles, 5)),
         carray(int64s(n[5]), n[6]), carray(int64s(n[7]), (tiles, matrices, 2)),
-        n[8], carray(int64s(n[9]), n[23]), n[10],
+        n[8], carray(int64s(n[9]), (n[23], n[24])), n[10], n[11],
     )  # fmt: skip
     _work(
         stage, carray(int64s(n[12]), 4 * LINE), carray(float32s(n[13]), (n[14], n[15])),
@@ -401,23 +260,53 @@ def two_stages(address):  # type: ignore[no-untyped-def]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def alone(source, place, size, per_word, base, table, functions, grids, biased, out):  # type: ignore[no-untyped-def]
+def _alone(source, place, size, layouts, base, ahead, table, functions, grids, biased, out):  # type: ignore[no-untyped-def]
     """What `_work` does for one matrix and a single tile, in one thread and without what that costs to prepare: source
     [R, K] and out [1, R, N] float32, size >= R rows that are compiled, `place` its place among those."""
     tiles = np.zeros((1, 5), np.int64)
     tiles[0, COUNT], tiles[0, SIZE], tiles[0, PLACE] = source.shape[0], size, place
     how = table[0, 0]
-    layout = np.zeros(how[FILLED] * size // per_word[0], np.uint32)
+    high = (how[ROWS] + LANES - 1) // LANES
+    layout = np.zeros(how[FILLED] // 2 * size * (layouts[0, place] & WORDS) // 2, np.uint32)
     sums, products = np.zeros(2 * how[GROUPS] * size, np.float32), np.empty((1, MOST_BLOCKS * size * LANES), np.float32)
-    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, per_word, base)
-    _lay_out_tile(stage, 0, 0, source, layout, sums)
-    high, item = (how[ROWS] + LANES - 1) // LANES, np.array((0, 1, 0, 0))
+    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, layouts, base, ahead)
+    item = np.array((0, 1, 0, min(MOST_BLOCKS, high)))
+    _ask_for_first(stage, item)
+    lay_out_tile(stage, 0, 0, source, layout, sums)
     for first in range(0, high, MOST_BLOCKS):
         item[2], item[3] = first, min(first + MOST_BLOCKS, high)
         following = _place(stage, 0, 0, item[3] % high)
         _multiply(
             stage, item, following, functions, grids, layout, sums, products, PRODUCTS, sums, 1, out, biased
         )  # fmt: skip
+
+
+ALONE = 14  # numbers that describe a matrix alone
+
+
+def alone(address, source, into, count):  # type: ignore[no-untyped-def]
+    """Rows [count, K] at `source` times a matrix, [count, N] to `into`, in this thread; for `compiled.call`.
+
+    The numbers: the place of the rows that are compiled, and how many these are; how many such places there are,
+    addresses of layouts, table, functions, grids, biases and how many of these; address of the buffer, bytes that are
+    asked for ahead, K, N, and whether rows are bf16, 0 for float32."""
+    n = carray(int64s(address), ALONE)
+    inputs, outputs, short = n[11], n[12], n[13]
+    given, out = np.empty((count, inputs), np.float32), np.empty((1, count, outputs), np.float32)
+    flat, made = given.reshape(-1), out.reshape(-1)
+    if short:
+        from_short(carray(uint16s(source), count * inputs), flat)
+    else:
+        flat[:] = carray(float32s(source), count * inputs)
+    _alone(
+        given, n[0], n[1], carray(int64s(n[3]), (1, n[2])), n[9], n[10], carray(int64s(n[4]), (1, 1, COLUMNS)),
+        carray(int64s(n[5]), (1, n[2])), carray(float32s(n[6]), (1, 1, 3)), carray(float32s(n[7]), n[8]), out,
+    )  # fmt: skip
+    if short:
+        to_short(made, carray(uint16s(into), count * outputs))
+    else:
+        to = carray(float32s(into), count * outputs)
+        to[:] = made
 
 
 def unpack(address):  # type: ignore[no-untyped-def]
@@ -438,7 +327,7 @@ def unpack(address):  # type: ignore[no-untyped-def]
             function,
             (
                 at, at + how[SCALES_AT], zeros, how[ZERO_STRIDE], 1, how[STRIDE], at, how[GROUPS], how[UNITS],
-                how[LAST_UNITS], how[GROUP], 0, 0, to, n[23], grid[0], grid[1], grid[2],
+                how[LAST_UNITS], how[GROUP], 0, 0, to, n[23], 0, grid[0], grid[1], grid[2],
             ),
         )  # fmt: skip
         add_at(address + 64, 1)

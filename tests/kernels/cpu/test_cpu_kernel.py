@@ -201,8 +201,14 @@ def test_what_it_cannot_compute_it_refuses() -> None:
         kernel.layer(replace(layer, matrices=whole))
 
 
-@pytest.mark.parametrize(("lacking", "wanted"), [(("avx512bf16",), "avx512"), (("avx512f",), "avx2"),
-                                               (("avx512f", "avx2", "neon"), "plain")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lacking", "wanted"),
+    [
+        (("amx-bf16",), "avx512_vnni"), (("avx512bf16",), "avx512_vnni"),
+        (("avx512bf16", "avx512vnni"), "avx512"), (("avx512f",), "avx2_vnni"),
+        (("avx512f", "avxvnni"), "avx2"), (("avx512f", "avx2", "neon"), "plain"),
+    ],
+)  # fmt: skip
 def test_a_cpu_that_lacks_vectors_takes_a_form_it_has(
     lacking: tuple[str, ...], wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
