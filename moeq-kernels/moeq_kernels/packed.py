@@ -148,8 +148,8 @@ def joined(parts: Sequence[PackedWeight], axis: int = 0) -> PackedWeight:
 
 
 def some_inputs(weight: PackedWeight, first: int, count: int) -> PackedWeight:
-    """The weight [N, count] of some of the inputs [N, K]; ValueError unless they are whole groups of the grid, or all in
-    one of them."""
+    """The weight [N, count] of some of the inputs [N, K]; ValueError unless they are whole groups of the grid, or all
+    lie in one."""
     size = resolved_group_size(weight.inputs, weight.group_size)
     last = first + count
     whole = not first % size and (not last % size or last == weight.inputs)
