@@ -148,10 +148,12 @@ def joined(parts: Sequence[PackedWeight], axis: int = 0) -> PackedWeight:
 
 
 def some_inputs(weight: PackedWeight, first: int, count: int) -> PackedWeight:
-    """The weight [N, count] of some of the inputs [N, K]; ValueError unless they are whole groups of the grid."""
+    """The weight [N, count] of some of the inputs [N, K]; ValueError unless they are whole groups of the grid, or all
+    lie in one."""
     size = resolved_group_size(weight.inputs, weight.group_size)
     last = first + count
-    if first % size or (last % size and last != weight.inputs) or not 0 <= first < last <= weight.inputs:
+    whole = not first % size and (not last % size or last == weight.inputs)
+    if not (whole or first // size == (last - 1) // size) or not 0 <= first < last <= weight.inputs:
         raise ValueError(f"inputs {first} to {last - 1} are no whole groups of {size}")
     groups = slice(first // size, -(-last // size))
     zeros = weight.zeros

@@ -117,7 +117,7 @@ class LayerParts:
 def sliced(matrix: Matrix, rows: slice, inputs: slice, name: str) -> Matrix:
     """Some rows and inputs of a matrix [N, K], as one of several devices has them.
 
-    ValueError where the inputs do not begin and end with a group of the grid.
+    ValueError where the inputs are neither whole groups of the grid nor all in one.
     """
     if isinstance(matrix, Tensor):
         return matrix[rows, inputs].contiguous()
@@ -128,7 +128,10 @@ def sliced(matrix: Matrix, rows: slice, inputs: slice, name: str) -> Matrix:
     try:
         return some_inputs(matrix, inputs.start, inputs.stop - inputs.start)
     except ValueError as error:
-        raise ValueError(f"moeq: {name} cannot be divided among these devices ({error}); take fewer") from None
+        raise ValueError(
+            f"moeq: {name} cannot be divided among these devices ({error}); take fewer; "
+            "--enable-expert-parallel leaves experts whole"
+        ) from None
 
 
 def placeholder(layer: nn.Module, name: str, loader: Loader) -> torch.device:

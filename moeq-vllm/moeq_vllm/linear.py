@@ -46,7 +46,7 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
         self.name = make_known(layer.prefix, self)
         self.dtype, self.outputs = params_dtype, sum(output_partition_sizes)
         self.rows = dict(zip(self.bits, output_partition_sizes, strict=True))
-        self.inputs, self.all_inputs = input_size_per_partition, input_size
+        self.inputs = input_size_per_partition
         self.parts: dict[str, Parts] = {}
         for name, bits in self.bits.items():
             whole = self.rows[name] * self._ranks(layer, name)[1]
@@ -58,8 +58,7 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
         """Which part of a matrix's rows this device has, and of how many; heads that are copied are counted once."""
         if isinstance(layer, RowParallelLinear):
             return 0, 1
-        of = getattr(layer, "tp_size", 1) if self.inputs == self.all_inputs else 1
-        rank = getattr(layer, "tp_rank", 0) if of > 1 else 0
+        rank, of = layer.tp_rank, layer.tp_size
         if isinstance(layer, QKVParallelLinear) and name != next(iter(self.bits)):
             return rank // layer.num_kv_head_replicas, of // layer.num_kv_head_replicas
         return (rank, of) if not _replicated(layer) else (0, 1)

@@ -21,9 +21,12 @@ class Known(Protocol):
 
 
 def make_known(name: str, method: Known) -> str:
-    """Have operators find a method; the name by which they do."""
+    """Have operators find a method; the name by which they do. ValueError where adapters would be added to it."""
+    config = get_current_vllm_config()
+    if config.lora_config is not None:
+        raise ValueError(f"moeq: {name}: packed weights are served without LoRA; merge the adapter, then quantize")
     called = f"moeq:{name}"
-    get_current_vllm_config().compilation_config.static_forward_context[called] = method
+    config.compilation_config.static_forward_context[called] = method
     return called
 
 

@@ -16,7 +16,7 @@ from moeq_kernels.widths import NESTED_BITS, SUPPORTED_BITS, resolved_group_size
 
 @given(data=st.data())
 @settings(deadline=None)
-def test_whole_groups_of_inputs_have_the_same_values(data: st.DataObject) -> None:
+def test_whole_groups_and_parts_of_one_have_the_same_values(data: st.DataObject) -> None:
     bits, symmetric = data.draw(st.sampled_from(SUPPORTED_BITS)), data.draw(st.booleans())
     rows, inputs, group_size = (
         data.draw(st.integers(1, 5)),
@@ -28,13 +28,16 @@ def test_whole_groups_of_inputs_have_the_same_values(data: st.DataObject) -> Non
     weight = packed_of(made, bits, symmetric).map(lambda part: part[0])
     size = resolved_group_size(inputs, group_size)
     bounds = [*range(0, inputs, size), inputs]
-    first, last = sorted(data.draw(st.lists(st.sampled_from(bounds), min_size=2, max_size=2, unique=True)))
-    part = some_inputs(weight, first, last - first)
-    part.check()
-    assert torch.equal(part.dequantize(), weight.dequantize()[:, first:last])
-    if size > 1 and inputs > 1:
+    start = data.draw(st.sampled_from(bounds[:-1]))
+    ends = data.draw(st.sampled_from([bounds, range(start, min(start + size, inputs) + 1), range(inputs + 1)]))
+    first, last = sorted(data.draw(st.lists(st.sampled_from(ends), min_size=2, max_size=2, unique=True)))
+    if {first, last} <= set(bounds) or first // size == (last - 1) // size:
+        part = some_inputs(weight, first, last - first)
+        part.check()
+        assert torch.equal(part.dequantize(), weight.dequantize()[:, first:last])
+    else:
         with pytest.raises(ValueError, match=r"no whole groups of"):
-            some_inputs(weight, 1, inputs - 1)
+            some_inputs(weight, first, last - first)
 
 
 @pytest.mark.parametrize("bits", NESTED_BITS)

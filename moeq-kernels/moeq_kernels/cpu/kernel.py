@@ -73,7 +73,7 @@ class CpuKernel:
 
     def _holding(self, shapes: Sequence[Shape]) -> Form:
         """The form, or that of the same vectors in float32 where its sums do not hold all groups."""
-        fits = not self.form.slices or self.form.int8 or all(self._holds(shape, 128) for shape in shapes)
+        fits = self.form.vectors.slices < 2 or all(self._holds(shape, 128) for shape in shapes)
         return self.form if fits else self.form.floats
 
     @staticmethod

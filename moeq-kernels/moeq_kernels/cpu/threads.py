@@ -1,17 +1,25 @@
-"""Compiled work on several cores: threads that wait between calls, beside the one that calls.
+"""Compiled work on several cores, by torch's threads or by some of our own that wait between calls.
+
+Between torch's parallel pieces the threads of its OpenMP spin for some milliseconds, unless OMP_WAIT_POLICY is PASSIVE,
+as moeq sets it: others would get a share of the cores only. So where they spin, as in vLLM, they do the work; where
+they sleep, a crew does it, beside the thread that calls.
 
 Work is compiled code at an address, which takes the address of int64 numbers that say what is to be done, shares it out
-with all threads that have the same numbers, and returns when all of it is done. A thread that has nothing to do looks
-for more for a while, letting every other program go first, before it sleeps: to wake one takes as long as some MB of
-packed matrices. A thread that has not begun when the calling one has finished is told that it need not.
+with all threads that have the same numbers, and returns when all of it is done. A thread of the crew that has nothing
+to do looks for more for a while, letting every other program go first, before it sleeps: to wake one takes as long as
+some MB of packed matrices. One that has not begun when the calling one has finished is told that it need not.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import threading
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +83,6 @@ class _Crew:
     """Threads that wait for work, one less than `threads`."""
 
     def __init__(self, threads: int) -> None:
-        self.busy = threading.Lock()
         self._space = np.zeros((threads, 5 * LINE // 8), np.int64)
         skipped = -self._space.ctypes.data % LINE // 8
         self._posts = self._space.reshape(-1)[skipped:][: (threads - 1) * 5 * LINE // 8].reshape(threads - 1, -1)
@@ -111,19 +118,56 @@ class _Crew:
             thread.join(1)
 
 
+Parallel = Callable[[int, int, int, int], None]
 _crew = cache(_Crew)
-os.register_at_fork(after_in_child=_crew.cache_clear)  # a child has none of its parent's threads
+_busy = threading.Lock()
+
+
+@cache
+def _parallel() -> Parallel | None:
+    """`GOMP_parallel`(work, numbers, threads, 0) of the OpenMP runtime that torch calls: libgomp, or Intel's or LLVM's,
+    which have it too; None where there is none."""
+    libraries = [None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")]  # the program's own goes first
+    for library in libraries if torch.backends.openmp.is_available() else ():
+        try:
+            found: Any = ctypes.CDLL(library).GOMP_parallel
+        except (AttributeError, OSError):
+            continue
+        found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+        return found  # type: ignore[no-any-return]
+    return None
+
+
+@cache
+def _spinning() -> bool:
+    """Whether torch's threads do; OpenMP reads the variable as it is loaded."""
+    return os.environ.get("OMP_WAIT_POLICY", "").strip().upper() != "PASSIVE"
+
+
+def _after_fork() -> None:
+    """A child has none of its parent's threads, and OpenMP would wait for them."""
+    global _busy, _parallel
+    _crew.cache_clear()
+    _busy, _parallel = threading.Lock(), cache(lambda: None)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def together(work: int, numbers: NDArray[np.int64], threads: int | None = None) -> None:
     """Do work in as many threads at once as torch has, this one among them; see the top of this file."""
     count = torch.get_num_threads() if threads is None else threads
-    crew = _crew(count) if count > 1 else None
-    if crew is None or not crew.busy.acquire(blocking=False):  # another thread of this program has them now
+    busy = _busy
+    if count == 1 or not busy.acquire(blocking=False):  # another thread of this program has them now
         _lead(np.zeros(0, np.int64), work, numbers.ctypes.data)
         return
     try:
+        parallel = _parallel() if _spinning() else None
+        if parallel is not None:
+            parallel(work, numbers.ctypes.data, count, 0)
+            return
+        crew = _crew(count)
         crew.wake()
         _lead(crew.addresses, work, numbers.ctypes.data)
     finally:
-        crew.busy.release()
+        busy.release()

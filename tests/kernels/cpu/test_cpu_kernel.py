@@ -19,6 +19,7 @@ from packed_layers import layer_of, matrix_of, reference, routed, silu_gate, val
 from torch import nn
 
 from moeq_kernels import measured
+from moeq_kernels.cpu import threads
 from moeq_kernels.cpu.forms import FORMS, Form, forms, host_features
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.description import DOWN, LayerOfExperts
@@ -126,17 +127,28 @@ def test_unpacked_values_are_those_of_the_weight(form: str) -> None:
         assert torch.equal(CpuKernel(form, prefill=0).linear(matrix)(torch.eye(72)), matrix.dequantize().T)
 
 
+@pytest.fixture(params=["torch's threads", "a crew"])
+def spinning(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does the work: torch's threads where they spin."""
+    spin = request.param == "torch's threads"
+    if spin and threads._parallel() is None:
+        pytest.skip("torch has no OpenMP with GOMP_parallel here")
+    monkeypatch.setattr(threads, "_spinning", lambda: spin)
+
+
+@pytest.mark.usefixtures("spinning")
 def test_what_comes_out_does_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moeq_kernels.cpu.layer.WAKING_BYTES", 0)
     monkeypatch.setattr("moeq_kernels.cpu.layer.ITEM_BYTES", 1)
     prepared, given = CpuKernel().layer(layer_of(MIXED, 96, 64)), routed(9, 5, 3, 96, BF16)
     results = []
-    for threads in (1, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+    for count in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         results += [prepared(*given) for _ in range(10)]
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.usefixtures("spinning")
 def test_threads_are_woken_again_and_callers_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of several threads of a program at once, and after the helpers of the kernel have gone to sleep."""
     monkeypatch.setattr("moeq_kernels.cpu.layer.WAKING_BYTES", 0)
@@ -150,7 +162,30 @@ def test_threads_are_woken_again_and_callers_do_not_wait_for_each_other(monkeypa
         assert all(torch.equal(result, wanted) for result in results)
 
 
-def test_a_forked_process_has_threads_of_its_own() -> None:
+def test_torchs_threads_do_the_work_where_they_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    parallel = threads._parallel()
+    if parallel is None:
+        pytest.skip("torch has no OpenMP with GOMP_parallel here")
+
+    def counted(work: int, numbers: int, count: int, flags: int) -> None:
+        asked.append(count)
+        parallel(work, numbers, count, flags)
+
+    monkeypatch.setattr("moeq_kernels.cpu.layer.WAKING_BYTES", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(threads, "_parallel", lambda: counted)
+    monkeypatch.setattr(threads, "_spinning", threads._spinning.__wrapped__)  # which looks at every call
+    layer, given = layer_of(MIXED, 96, 64), routed(9, 5, 3, 96, torch.float32)
+    for policy, wanted in (("PASSIVE", 0), ("active", 1), ("", 1)):
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+        asked.clear()
+        check(layer, CpuKernel(), given)
+        assert asked == [2] * wanted
+
+
+@pytest.mark.parametrize("policy", ["ACTIVE", "PASSIVE"])
+def test_a_forked_process_has_threads_of_its_own(policy: str) -> None:
     program = """
 import os, torch
 from packed_layers import layer_of, routed
@@ -166,7 +201,7 @@ if not child:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), torch.equal(prepared(*given), first))
 """
     paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    environment = os.environ | {"PYTHONPATH": paths}
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_WAIT_POLICY": policy}
     command = [sys.executable, "-c", program]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert (answer.stdout.split(), answer.returncode) == (["0", "True"], 0), answer.stderr

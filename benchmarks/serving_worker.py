@@ -1,0 +1,123 @@
+"""A model in vLLM, for benchmarks/serving.py: takes jobs as lines of JSON, answers each with a line.
+
+    python serving_worker.py CHECKPOINT [--eager]
+
+Runs in vLLM's own environment, in one process, so that its model can be looked at. The first line tells what was
+loaded: bytes of the model's tensors and of what kernels arranged, and by how much resident memory has grown. A job is
+{batch, tokens}: answered are seconds of a decode step, and of the experts of one layer in it (0 where the model is
+compiled, and no call of them is seen).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from functools import wraps
+from typing import Any
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+PROMPT, MOST = 32, 16  # tokens of a prompt, prompts at once
+calls: list[float] = []  # seconds of each call of a layer's experts
+
+
+def warm_up() -> None:
+    """What every process that computes with packed weights has: the compiler, compiled code."""
+    import torch
+
+    from moeq_kernels import choice
+    from moeq_kernels.measured import _matrix
+
+    prepared, why = choice.prepared_linear(_matrix(), None, torch.device("cpu"), "measured")
+    assert prepared is not None, why
+    prepared(torch.zeros(1, 2048, dtype=torch.bfloat16))
+
+
+def held(model: Any) -> int:
+    """Bytes of a model's tensors, each once, and of what kernels have arranged."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    methods = {id(one.quant_method): one.quant_method for one in model.modules() if hasattr(one, "quant_method")}
+    prepared = [getattr(method, "prepared", None) or () for method in methods.values()]
+    arranged = [one for some in prepared for one in (some if isinstance(some, tuple) else (some,))]
+    return sum(storages.values()) + sum(one.nbytes for one in arranged)
+
+
+def load(checkpoint: str, eager: bool) -> tuple[Any, dict[str, int]]:
+    """The engine, and what loading its model took."""
+    import torch
+    from figures import resident
+    from vllm import LLM
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    warm_up()
+    found: dict[str, int] = {}
+    loading = CPUModelRunner.load_model
+
+    @wraps(loading)
+    def watched(runner: Any, *given: Any, **named: Any) -> None:
+        before = sum(resident().values())
+        loading(runner, *given, **named)
+        for tensor in [*runner.model.parameters(), *runner.model.buffers()]:  # some may only be mapped
+            if tensor.numel():
+                torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[::4096].sum()
+        found.update(held=held(runner.model), grown=sum(resident().values()) - before)
+        for module in runner.model.modules() if eager else ():
+            if type(module).__name__ == "RoutedExperts":
+                module.quant_method.apply = timed(module.quant_method.apply)
+
+    CPUModelRunner.load_model = watched
+    engine = LLM(
+        checkpoint, dtype="bfloat16", enforce_eager=eager, skip_tokenizer_init=True, max_model_len=256,
+        max_num_seqs=MOST, enable_prefix_caching=False, gpu_memory_utilization=0.1,
+    )  # fmt: skip
+    return engine, found
+
+
+def timed(apply: Any) -> Any:
+    @wraps(apply)
+    def measured(*given: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        output = apply(*given, **named)
+        calls.append(time.perf_counter() - began)
+        return output
+
+    return measured
+
+
+def step(engine: Any, batch: int, tokens: int) -> dict[str, float]:
+    """Seconds of a decode step: of requests of so many tokens, less those of one token, by step between them."""
+    from vllm import SamplingParams, TokensPrompt
+
+    draw = random.Random(batch)
+    prompts = [TokensPrompt(prompt_token_ids=draw.sample(range(3, 4096), PROMPT)) for _ in range(batch)]
+
+    def took(count: int) -> float:
+        params = SamplingParams(temperature=0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        engine.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - began
+
+    first = took(1)
+    calls.clear()
+    seconds = (took(1 + tokens) - first) / tokens
+    return {"step": seconds, "experts": statistics.median(calls) if calls else 0.0}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints must not be taken for an answer
+    engine, found = load(sys.argv[1], "--eager" in sys.argv)
+    print(json.dumps(found), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(step(engine, **json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
