@@ -18,6 +18,7 @@ from moeq_kernels.threads import side_by_side
 
 FACTOR_BLOCK = 256  # columns that are factored at once
 TURNED_BLOCK = 128  # the same where products are as fast with few columns
+LEAST_TURNED = 512  # inputs from which on a CPU makes the factor's transpose
 MAX_DAMPING = 1.0
 
 
@@ -60,8 +61,8 @@ def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
     diagonal.add_(damping * mean)
     damped = diagonal.clone()
     used = torch.full((experts,), damping, dtype=torch.float64)
-    upper, info = _upper_factors(work)
-    bad = (info != 0) | ~torch.isfinite(upper.diagonal(dim1=-2, dim2=-1)).all(-1)
+    upper, pivots, info = _unit_factors(work)
+    bad = (info != 0) | ~torch.isfinite(pivots).all(-1)
     float64 = torch.zeros(experts, dtype=torch.bool)
     failed = torch.zeros(experts, dtype=torch.bool)
     for expert in bad.nonzero().flatten().tolist():
@@ -73,25 +74,33 @@ def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
             failed[expert] = True
             fixed = torch.eye(size, dtype=torch.float64, device=hessian.device)
         upper[expert] = fixed.to(upper.dtype)
-    pivots = upper.diagonal(dim1=-2, dim2=-1).clone()
-    upper.div_(pivots.unsqueeze(-2))
+        pivots[expert] = upper[expert].diagonal()
+        upper[expert].div_(pivots[expert])
     unseen = torch.where(mean > 0, damping * mean, 1.0)  # what damping makes of them; 1 is only for Cholesky
     pivots = torch.where(dead, unseen, pivots.square_())
     return Factor(unit_upper=upper, pivots=pivots, damping=used, float64=float64, failed=failed)
 
 
-def _upper_factors(work: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_upper_factor`; on a CPU every Hessian by itself."""
+def _unit_factors(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_upper_factor`, its columns divided by U_jj, these [E, K], and what is nonzero where there is none; on a CPU
+    every Hessian by itself."""
     if work.device.type != "cpu":
-        return _upper_factor(work)
-    info = torch.zeros(len(work), dtype=torch.int32)
+        upper, info = _upper_factor(work)
+        pivots = upper.diagonal(dim1=-2, dim2=-1).clone()
+        return upper.div_(pivots.unsqueeze(-2)), pivots, info
+    info, pivots = torch.zeros(len(work), dtype=torch.int32), work.new_empty(work.shape[:2])
 
     def piece(expert: int) -> None:
         one = work[expert : expert + 1]
-        info[expert] = _turned_factor(one) if products.pays(one) else _upper_factor(one)[1][0]
+        if work.shape[-1] >= LEAST_TURNED:
+            info[expert] = _turned_factor(one, pivots[expert])
+            return
+        info[expert] = _upper_factor(one)[1][0]
+        pivots[expert] = one[0].diagonal()
+        one.div_(pivots[expert])
 
     side_by_side(piece, range(len(work)))
-    return work, info
+    return work, pivots, info
 
 
 def _upper_factor(work: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,40 +128,47 @@ def _upper_factor(work: Tensor) -> tuple[Tensor, Tensor]:
     return work.triu_(), info
 
 
-def _turned_factor(work: Tensor) -> Tensor:
-    """As `_upper_factor` of one Hessian [1, K, K] on a CPU where `products.pays`; made as U^T, whose lines the products
-    take as they lie."""
-    size = work.shape[-1]
+def _turned_factor(work: Tensor, pivots: Tensor) -> Tensor:
+    """As `_unit_factors` of one Hessian [1, K, K] on a CPU, pivots [K] filled; made as U^T, whose lines the products
+    and LAPACK take as they lie."""
+    size, own = work.shape[-1], products.pays(work)
     lower, info = work[0], torch.zeros((), dtype=torch.int32)
-    unit = torch.eye(TURNED_BLOCK, dtype=torch.float64)
-    for stop in range(size, 0, -TURNED_BLOCK):
-        start = max(0, stop - TURNED_BLOCK)
-        if stop < size:
+    step = TURNED_BLOCK if own else FACTOR_BLOCK
+    for stop in range(size, 0, -step):
+        start = max(0, stop - step)
+        lines = lower[start:stop]
+        if stop < size and own:
             products.add_product(
                 work, start, work, work, summed=(stop, size), columns=(start, stop), lanes=stop, negative=True
             )
-        lines = lower[start:stop]
+        elif stop < size:
+            lines[:, :stop].addmm_(lower[stop:, start:stop].T, lower[stop:, :stop], alpha=-1)
         found, wrong = torch.linalg.cholesky_ex(lines[:, start:stop].flip(0, 1))
         info = torch.maximum(info, wrong)
         block = found.T.flip(0, 1)
         lines[:, start:stop] = block
-        if start:
-            inverse = torch.linalg.solve_triangular(block.double(), unit[: len(block), : len(block)], upper=False)
+        if start and own:
+            unit = torch.eye(len(block), dtype=torch.float64)
+            inverse = torch.linalg.solve_triangular(block.double(), unit, upper=False)
             above = lines[:, :start].clone()
             lines[:, :start] = 0
-            whole, own = (0, len(block)), inverse.to(work.dtype).contiguous()[None]
-            products.add_product(work, start, own, above[None], summed=whole, columns=whole)
-    _turn(lower.numpy())
+            whole, each = (0, len(block)), inverse.to(work.dtype).contiguous()[None]
+            products.add_product(work, start, each, above[None], summed=whole, columns=whole)
+        elif start:
+            lines[:, :start] = torch.linalg.solve_triangular(block, lines[:, :start].T, upper=False, left=False).T
+    pivots.copy_(lower.diagonal())
+    _turn(lower.numpy(), pivots.numpy())
     return info
 
 
 @compiled  # type: ignore[untyped-decorator]
-def _turn(matrix):  # type: ignore[no-untyped-def]
-    """The lower triangle of [K, K] into the upper one, zeros into the lower one."""
+def _turn(matrix, pivots):  # type: ignore[no-untyped-def]
+    """The lower triangle of [K, K], its lines divided by pivots [K], into the upper one, zeros into the lower one."""
     size, tile = matrix.shape[0], 32
     part = np.empty((tile, tile), matrix.dtype)  # lines a power of two of bytes apart push each other out of the cache
     for top in range(0, size, tile):
         rows = min(tile, size - top)
+        divisors = pivots[top : top + rows]
         for left in range(0, top + 1, tile):
             columns = min(tile, size - left)
             for row in range(rows):
@@ -164,7 +180,7 @@ def _turn(matrix):  # type: ignore[no-untyped-def]
             for column in range(columns):
                 line = matrix[left + column, top : top + rows]
                 for row in range(0 if left < top else column, rows):
-                    line[row] = part[row, column]
+                    line[row] = part[row, column] / divisors[row]
 
 
 def _retry(work: Tensor, mean: Tensor, damping: float) -> tuple[Tensor | None, float]:
@@ -182,19 +198,21 @@ def _retry(work: Tensor, mean: Tensor, damping: float) -> tuple[Tensor | None, f
         total = raised
 
 
-def feedback(factor: Tensor, residual: Tensor, first: int, start: int, stop: int) -> Tensor:
+def feedback(factor: Tensor, residual: Tensor, first: int, start: int, stop: int, into: Tensor | None = None) -> Tensor:
     """What the columns from first to start give to those from start to stop, [E, stop - start, R].
 
-    factor: unit upper triangular [E, K, K]; residual: [E, K, R] of the same dtype, what rounding left of the columns.
+    factor: unit upper triangular [E, K, K]; residual: [E, K, R] of the same dtype, what rounding left of the columns;
+    into: where to compute it, contiguous.
     """
+    given = residual.new_empty(len(residual), stop - start, residual.shape[2]) if into is None else into
     if first == start:
-        return residual.new_zeros(len(residual), stop - start, residual.shape[2])
+        return given.zero_()
     if products.pays(factor):
-        given = residual.new_zeros(len(residual), stop - start, residual.shape[2])
+        given.zero_()
         whole = factor.contiguous(), residual.contiguous()
         products.add_product(given, 0, *whole, summed=(first, start), columns=(start, stop))
         return given
-    return torch.bmm(factor[:, first:start, start:stop].mT, residual[:, first:start])
+    return torch.bmm(factor[:, first:start, start:stop].mT, residual[:, first:start], out=given)
 
 
 def act_order(hessian: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ Letters: E experts, K inputs, B bit widths, N output rows, R = B*N, G groups.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,14 +17,14 @@ from torch import Tensor
 from moeq.numerics import products, sweep
 from moeq.numerics.factor import feedback
 from moeq.numerics.group_grids import group_grid, stacked, static_grids
-from moeq.numerics.slab import large_empty, transposed
+from moeq.numerics.slab import Spaces, large_empty, transposed
 from moeq.numerics.sweep import BLOCK
 from moeq_kernels.grids import Symmetry, extent, inverse_scale, max_codes
 from moeq_kernels.threads import side_by_side
 
 LANES_AT_ONCE = 2048  # rows times widths that a thread works on together
 SPAN = 256  # columns whose feedback from all columns before them is one matrix product
-LONG_SPAN = 512  # the same where that is a product of products.py
+LONG_SPAN = 512  # the same from products.LEAST_INPUTS inputs on
 
 
 def codes_and_grids(
@@ -48,17 +47,15 @@ def codes_and_grids(
     chunks = max(1, round(rows * len(bits) / LANES_AT_ONCE))
     step = -(-rows // (chunks * sweep.LANES)) * sweep.LANES
     some = max(1, LANES_AT_ONCE // (len(bits) * rows))
-    spaces = threading.local()
+    spaces = Spaces()
 
     def piece(at: tuple[int, int]) -> None:
         which, part = slice(at[0], at[0] + some), slice(at[1], at[1] + step)
-        columns = transposed(weight[which, part].to(factor.dtype))
-        size = columns.numel() * len(bits)
-        if not hasattr(spaces, "residual") or spaces.residual.numel() < size:
-            spaces.residual = large_empty((size,), factor.dtype)
-        residual = spaces.residual[:size].view(*columns.shape[:2], -1)
+        own = weight[which, part].to(factor.dtype)
+        columns = transposed(own, spaces.space("columns", own.mT.shape, own.dtype))
+        residual = spaces.space("residual", (*columns.shape[:2], len(bits) * columns.shape[2]), own.dtype)
         counts = None if importance is None else importance[which]
-        work = _Rows(columns, factor[which], bits, residual, codes, at)
+        work = _Rows(columns, factor[which], bits, residual, codes, at, spaces)
         if order is None:
             grids = work.by_group(group, symmetric, counts)
         else:
@@ -83,6 +80,7 @@ class _Rows:
     residual: Tensor
     codes: Tensor
     at: tuple[int, int]
+    spaces: Spaces
 
     def in_order(
         self, order: Tensor, group: int, symmetric: Symmetry, importance: Tensor | None
@@ -103,10 +101,13 @@ class _Rows:
         grids = []
         span = max(group, self._span() // group * group)
         for far in range(0, inputs, span):
-            from_far = feedback(self.factor, self.residual, 0, far, min(far + span, inputs))
+            stop = min(far + span, inputs)
+            shape = (experts, stop - far, self.residual.shape[2])
+            space = self.spaces.space("from far", shape, self.residual.dtype)
+            from_far = feedback(self.factor, self.residual, 0, far, stop, space)
             for start in range(far, min(far + span, inputs), group):
                 stop = min(start + group, inputs)
-                given = self._with_near(from_far, far, start, stop)
+                given = self._given(from_far, far, start, stop, group)
                 if start:
                     keep = importance is not None
                     *ends, moved = sweep.extent(self.columns, given, self.factor, start, keep=keep)
@@ -115,9 +116,9 @@ class _Rows:
                     moved = self.columns[:, :stop]
                     ends = [end.unsqueeze(1).expand(-1, widths, -1) for end in extent(moved)]
                 counts = None if importance is None else importance[:, start:stop]
-                scale, zero = group_grid(moved, ends, self.bits, symmetric, counts)
-                grids.append((scale, zero))
-                own = [part.reshape(experts, 1, -1).contiguous() for part in (scale, inverse_scale(scale), zero)]
+                found = group_grid(moved, ends, self.bits, symmetric, counts)
+                grids.append((found[0], found[2]))
+                own = [part.reshape(experts, 1, -1).contiguous() for part in found]
                 self._round(given, start, stop, own, first_group)
         return stacked(grids)
 
@@ -132,13 +133,32 @@ class _Rows:
             end = min(far + span, stop)
             from_far = self._with_near(given, start, far, end)
             for begin in range(far, end, BLOCK):
-                nearer = self._with_near(from_far, far, begin, min(begin + BLOCK, end))
+                nearer = self._given(from_far, far, begin, min(begin + BLOCK, end), BLOCK)
                 sweep.round_block(
                     self.columns, nearer, self.factor, begin, grids, top, group_of, self.residual, self.codes, self.at
                 )
 
     def _span(self) -> int:
-        return LONG_SPAN if products.pays(self.factor) else SPAN
+        return LONG_SPAN if self._long() else SPAN
+
+    def _long(self) -> bool:
+        return self.columns.shape[1] >= products.LEAST_INPUTS
+
+    def _given(self, given: Tensor, far: int, start: int, stop: int, block: int) -> Tensor:
+        """As `_with_near` of a span from `far` on, block after block.
+
+        Products of torch's library are slow with few columns: halfway through a span, a quarter of it and so on, what
+        the columns behind give goes to as many ahead at once.
+        """
+        if not self._long() or products.pays(self.factor):
+            return self._with_near(given, far, start, stop)
+        passed = (start - far) // block
+        if passed:
+            size = (passed & -passed) * block
+            ahead = slice(start, min(start + size, far + given.shape[1]))
+            part = given[:, ahead.start - far : ahead.stop - far]
+            part.baddbmm_(self.factor[:, start - size : start, ahead].mT, self.residual[:, start - size : start])
+        return given[:, start - far : stop - far].contiguous()
 
     def _with_near(self, given: Tensor | None, first: int, start: int, stop: int) -> Tensor:
         """What all columns before `start` give to those from start to stop, [E, stop - start, R].

@@ -19,24 +19,26 @@ from moeq_kernels.grids import (
     extent,
     fit_clipped_grid,
     grid_between,
+    inverse_scale,
     max_codes,
 )
 
 
 def group_grid(
     weight: Tensor, ends: Sequence[Tensor], bits: Sequence[int], symmetric: Symmetry, importance: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Scale and zero [E, B, N] of one group, in the dtype of its weights.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale, its `inverse_scale` and zero [E, B, N] of one group, in the dtype of its weights.
 
     weight: [E, g, N], the same at all widths, or [E, g, R]; ends: its `grids.extent`, three of [E, B, N]; importance:
     [E, g] what an input's error counts in clipping, None for the whole range.
     """
     low, high, size = ends
     if importance is None and weight.device.type == "cpu":
-        scale, _, zero = compiled_grids.grids_between(low, high, size, bits, symmetric)
-        return scale[0], zero[0]
+        scale, inverse, zero = compiled_grids.grids_between(low, high, size, bits, symmetric)
+        return scale[0], inverse[0], zero[0]
     if importance is None:
-        return grid_between(low, high, size, bits, symmetric)
+        scale, zero = grid_between(low, high, size, bits, symmetric)
+        return scale, inverse_scale(scale), zero
     return _clipped(weight, ends, bits, symmetric, importance)
 
 
@@ -49,7 +51,8 @@ def static_grids(
         here = slice(start, start + group)
         ends = [end.unsqueeze(1).expand(-1, len(bits), -1) for end in extent(columns[:, here])]
         counts = None if importance is None else importance[:, here]
-        grids.append(group_grid(columns[:, here], ends, bits, symmetric, counts))
+        scale, _, zero = group_grid(columns[:, here], ends, bits, symmetric, counts)
+        grids.append((scale, zero))
     return grids
 
 
@@ -60,15 +63,16 @@ def stacked(grids: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _clipped(
     weight: Tensor, ends: Sequence[Tensor], bits: Sequence[int], symmetric: Symmetry, importance: Tensor
-) -> tuple[Tensor, Tensor]:
-    """As `fit_clipped_grid`, arguments as of `group_grid`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `fit_clipped_grid`, with the inverse; arguments as of `group_grid`."""
     widths, rows = ends[0].shape[1:]
     if weight.device.type != "cpu":
         every = weight.unflatten(-1, (-1, rows)).expand(-1, -1, widths, -1)
-        return fit_clipped_grid(every, importance, bits, symmetric)
+        scale, zero = fit_clipped_grid(every, importance, bits, symmetric)
+        return scale, inverse_scale(scale), zero
     low, high, size = ends
     grids = compiled_grids.grids_between(low, high, size, bits, symmetric, SHRINKS)
     scale, inverse, zero = (part.flatten(2) for part in grids)
     weight, importance, top = weight.contiguous(), importance.contiguous(), max_codes(bits, scale).flatten()
     best = compiled_grids.grid_errors(weight, importance, scale, inverse, zero, top).argmin(0)[None]
-    return tuple(part.gather(0, best)[0].unflatten(1, (widths, rows)) for part in (scale, zero))  # type: ignore[return-value]
+    return tuple(part.gather(0, best)[0].unflatten(1, (widths, rows)) for part in (scale, inverse, zero))  # type: ignore[return-value]

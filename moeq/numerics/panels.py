@@ -131,9 +131,11 @@ class _Code:
         """Fetch a line's part of the next strip, or of as many strips further as said."""
         lanes = VECTORS * self.width
         for lane in range(0, lanes, 64 // lines.element_bytes):
-            place = lines.at(self.builder, ir.IntType(8), row, _int(strips * lanes + lane))
-            hints = [ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)]  # to read, into the nearest cache, data
-            self._call("llvm.prefetch.p0", ir.VoidType(), place, *hints)
+            self.fetch(lines.at(self.builder, ir.IntType(8), row, _int(strips * lanes + lane)))
+
+    def fetch(self, place: Any, hints: Sequence[int] = (0, 3, 1)) -> None:
+        """Fetch a line of the cache; hints as LLVM has them: to read or write, how near, data."""
+        self._call("llvm.prefetch.p0", ir.VoidType(), place, *(ir.Constant(ir.IntType(32), hint) for hint in hints))
 
     def each(self, operation: Callable[..., Any], *vectors: Vector) -> Vector:
         return [operation(*values) for values in zip(*vectors, strict=True)]
@@ -425,3 +427,18 @@ def pack_strip(typing, source, into, length, count):  # type: ignore[no-untyped-
         return context.get_dummy_value()
 
     return types.void(source, into, length, count), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fetch_strip(typing, into, length, count):  # type: ignore[no-untyped-def]
+    """Fetch lines that lie apart, into [count, length] uint8, before they are written."""
+
+    def emit(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        into, length, count = _opened(context, builder, signature, values)
+        code = _Code(builder, ir.FloatType())
+        each = cgutils.for_range_slice(builder, _int(0), length, _int(64), inc=True)
+        with cgutils.for_range(builder, count) as row, each as (column, _):
+            code.fetch(into.at(builder, ir.IntType(8), row.index, column), (1, 2, 1))
+        return context.get_dummy_value()
+
+    return types.void(into, length, count), emit

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,15 +36,30 @@ def large_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return memory[begin : begin + size].view(dtype).view(*shape)
 
 
-def transposed(matrices: Tensor) -> Tensor:
-    """Matrices [E, N, K] as [E, K, N], contiguous.
+def transposed(matrices: Tensor, into: Tensor | None = None) -> Tensor:
+    """Matrices [E, N, K] as [E, K, N], contiguous; into: where they are copied.
 
     One at a time and from contiguous ones: these torch copies in blocks, others element by element.
     """
-    columns = matrices.new_empty(matrices.shape[0], matrices.shape[2], matrices.shape[1])
+    columns = matrices.new_empty(matrices.shape[0], matrices.shape[2], matrices.shape[1]) if into is None else into
     for matrix, into in zip(matrices.contiguous(), columns, strict=True):
         into.copy_(matrix.T)
     return columns
+
+
+class Spaces(threading.local):
+    """Memory for temporaries that each thread keeps and fills again, since fresh memory costs time to touch."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def space(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """This thread's memory of a name as a tensor [...], its contents undefined."""
+        size = math.prod(shape)
+        held = self._held.get(name)
+        if held is None or held.numel() < size or held.dtype != dtype:
+            held = self._held[name] = large_empty((size,), dtype)
+        return held[:size].view(*shape)
 
 
 class Slab:

@@ -22,7 +22,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from moeq.numerics.panels import VECTOR_BYTES, VECTORS, extent_strip, round_strip
+from moeq.numerics.panels import VECTOR_BYTES, VECTORS, extent_strip, fetch_strip, round_strip
 
 BLOCK = 128  # columns that the inner loop rounds one by one
 LANES = 128  # rows of a tile, what threads divide among each other
@@ -193,6 +193,8 @@ def _round_block(  # type: ignore[no-untyped-def]
         for moved in range(0, lanes, left.shape[1]):
             count = min(lanes - moved, left.shape[1])
             begin, offset = tile + moved, place + moved
+            lines = codes[at_expert + expert, width, at_row + begin : at_row + begin + count, start : start + block]
+            fetch_strip(lines, block, count)
             round_strip(
                 columns[expert, start : start + block, begin : begin + count],
                 feedback[expert, :, offset : offset + count],
@@ -210,7 +212,7 @@ def _round_block(  # type: ignore[no-untyped-def]
                 count,
             )
             for lane in range(count):
-                line = codes[at_expert + expert, width, at_row + begin + lane, start : start + block]
+                line = lines[lane]
                 for k in range(block):
                     line[k] = made[lane, k]
 

@@ -193,7 +193,8 @@ def test_act_order_equals_the_oracle(inputs: int, rows: int, group: int, experts
 
 
 def clipped_in_torch(weight: Tensor, ends: list[Tensor], bits: Any, symmetric: Any, importance: Tensor) -> Any:
-    return grids.fit_clipped_grid(weight.unsqueeze(2).expand(-1, -1, len(bits), -1), importance, bits, symmetric)
+    scale, zero = grids.fit_clipped_grid(weight.unsqueeze(2).expand(-1, -1, len(bits), -1), importance, bits, symmetric)
+    return scale, grids.inverse_scale(scale), zero
 
 
 @pytest.mark.parametrize("clip", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeq.numerics import gptq, products
+from moeq.numerics import gptq, gptq_device, products
 from moeq.numerics.factor import factorize
 
 
@@ -85,8 +85,22 @@ def test_a_row_is_rounded_alike_whatever_is_beside_it(monkeypatch: pytest.Monkey
     assert torch.equal(whole.scale[1:, 1:, 37:38], alone.scale)
 
 
-def test_an_indefinite_hessian_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "faster_here", lambda: True)
+@pytest.mark.parametrize("group", [64, 96, 320])
+def test_long_sweeps_equal_those_in_torch(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans, their halves and quarters, whole and ragged, within groups and over several of them."""
+    monkeypatch.setattr(products, "faster_here", lambda: False)
+    weight, hessian = problem(2, 20, 1100, torch.float64)
+    factor = factorize(hessian).unit_upper
+    whole = gptq.quantize(weight, factor, bits=(2, 4), group_size=group)
+    monkeypatch.setattr(gptq, "gptq_cpu", gptq_device)
+    in_torch = gptq.quantize(weight, factor, bits=(2, 4), group_size=group)
+    assert torch.equal(whole.codes, in_torch.codes)
+    torch.testing.assert_close(whole.scale, in_torch.scale)
+
+
+@pytest.mark.parametrize("vectors", [True, False])
+def test_an_indefinite_hessian_is_found(vectors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "faster_here", lambda: vectors)
     _, hessian = problem(2, 1, 520, torch.float32)
     hessian[1] *= -1
     factor = factorize(hessian)
