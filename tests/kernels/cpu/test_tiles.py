@@ -123,6 +123,14 @@ def test_without_permission_there_are_no_tiles(monkeypatch: pytest.MonkeyPatch) 
     permission.tiles_allowed.cache_clear()
 
 
+@needs_tiles
+def test_groups_too_long_for_int32_are_summed_as_floats() -> None:
+    """Few rows would be multiplied as whole numbers."""
+    most = (2**31 - 1) // (128 * 255)
+    assert CpuKernel("amx").linear(matrix_of(1, most + 1, 8, -1)).form == FORMS["avx512"]
+    assert CpuKernel("amx").linear(matrix_of(1, most, 8, -1)).form == AMX
+
+
 def test_the_form_of_fewer_rows_has_the_same_vectors() -> None:
     assert AMX.vectors is VECTORS
     assert AMX.of_rows(AMX.tiles) is AMX
