@@ -45,7 +45,7 @@ Found = tuple[str, int]  # form, rows from which on to unpack
 @cache
 def best(make: Callable[[str, int], Kernel], forms: tuple[str, ...], threads: int) -> Found:
     """The form and the rows from which on to unpack; make(form, rows from which on to unpack) gives a kernel."""
-    entry, path = _entry(threads), caches.folder() / NAME
+    entry, path = _entry(threads, forms[:COMPARED]), caches.folder() / NAME
     kept = _read(path).get(entry)
     if kept is not None and _is_found(kept, forms):
         return str(kept[0]), int(kept[1])
@@ -110,10 +110,10 @@ def _agreed(times: Sequence[float]) -> bool:
     return second <= AGREED * first
 
 
-def _entry(threads: int) -> str:
+def _entry(threads: int, compared: Sequence[str]) -> str:
     """What the figures depend on."""
     versions = f"moeq {__version__}, numba {version('numba')}, torch {torch.__version__}"
-    return f"{cpu_model()}, {threads} threads, {versions}"
+    return f"{cpu_model()}, {threads} threads, {versions}, of {' '.join(compared)}"
 
 
 def cpu_model() -> str:
