@@ -76,7 +76,8 @@ class Buffers:
 @dataclass(kw_only=True)
 class Draft:
     """An unfinished checkpoint. runtime: what is to load it; where: the file of every tensor; grids: of every packed
-    module, by its name in memory; plain: modules of experts in full precision, by theirs."""
+    module, by its name in memory; plain: modules of experts in full precision, by theirs; biases: of the expert whose
+    matrices come, {module: bias [N]}."""
 
     runtime: Runtime
     source: PackedSource
@@ -88,6 +89,7 @@ class Draft:
     where: dict[str, str] = field(default_factory=dict)
     grids: dict[str, Grid] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
+    biases: dict[str, Tensor] = field(default_factory=dict)
     buffers: Buffers = field(default_factory=Buffers)
     reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     writing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
@@ -135,7 +137,8 @@ class Draft:
         """
         coming = self.reading.submit(self.expert, layer, 0)
         for expert in range(layer.num_experts):
-            matrices, _ = coming.result()
+            matrices, biases = coming.result()
+            self.biases = {f"{layer.name}.{expert}.{projection}": bias for projection, bias in biases.items()}
             if expert + 1 < layer.num_experts:
                 coming = self.reading.submit(self.expert, layer, expert + 1)
             for projection, matrix in matrices.items():
