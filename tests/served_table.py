@@ -129,7 +129,7 @@ OF_VLLM: dict[str, Any] = {
 FIVE = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 THREE = FIVE[:3]
 SHORT = ("mixtral", "qwen3_moe")
-GIVEN: dict[str, Any] = {"families": (), "given": True}
+GIVEN: dict[str, Any] = {"families": SHORT, "given": True}
 ROUNDED = {"bound": 1e-4, "computes": "float32, weights rounded to float16 or bfloat16"}
 READERS = {
     "transformers with moeq": Reader(runtime="native", package="", families=(*THREE, "gpt_oss")),
@@ -144,14 +144,14 @@ READERS = {
     ),
     "vLLM, GPTQ": Reader(runtime="vllm-gptq", **OF_VLLM),
     "gptqmodel": Reader(
-        runtime="gptqmodel", package="gptqmodel", loader="gptqmodel", families=FIVE[:4], **ROUNDED
+        runtime="gptqmodel", package="gptqmodel", loader="gptqmodel", families=(*FIVE[:4], TRAINED), **ROUNDED
     ),
     "gptqmodel 7.7": Reader(
         runtime="gptqmodel", package="gptqmodel-7.7.0", loader="gptqmodel", families=SHORT, **ROUNDED
     ),
     "llama.cpp": Reader(
         runtime="llama.cpp", package="llama-cpp-python", loader="llama.cpp", group_size=256, bound=0.005,
-        computes="float32, activations rounded to 8 bits", families=THREE,
+        computes="float32, activations rounded to 8 bits", families=(*THREE, TRAINED),
     ),
     "transformers": Reader(runtime="dequantized", package="", families=(*THREE, "gpt_oss"), **ROUNDED),
     "vLLM, of gptqmodel": Reader(runtime="gptqmodel", **GIVEN, **OF_VLLM),
