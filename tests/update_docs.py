@@ -6,10 +6,10 @@ import ast
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Callable
 from pathlib import Path
 
+import served_pages
 from recipe_reference import reference
 
 import moeq
@@ -110,61 +110,24 @@ def called(one: Runtime) -> str:
     return (one.target and one.target.called) or str(one.exporter.runtime)
 
 
-def loads() -> str:
-    """What each runtime loads, and how it is asked for."""
-    rows = [
-        (called(one), f"`--for {one.name}`", one.exporter.help if one.target is None else loaded(one.target))
-        for one in own_runtimes()
-    ]
-    return table("| runtime | asked for by | loads |", rows)
-
-
-def loaded(target: Target) -> str:
-    """What a runtime loads, in words."""
-    how = {
-        "projection": "{}, by expert or by matrix",
-        "layer": f"one width of {{}} for {'each projection' if target.stacks else 'all experts'} of a layer",
-        "model": "one width of {} for all experts",
-    }[target.granularity]
-    grid = ("symmetric" if target.symmetric_only else "with or without zero points") + sized(target)
-    if not target.proof.startswith("tests/"):
-        grid += f" ({target.proof})"
-    if target.blocks is not None:
-        grid = "in the grids and families of [formats](docs/formats.md#gguf)"
-    return f"{how.format(f'{spans(target.widths)} bits')}, {grid}"
-
-
 def sized(target: Target) -> str:
     """Which groups it takes, where it does not take any."""
     *most, last = target.groups or (None,)
     return "" if last is None else f", in groups of {', '.join(map(str, most))} and {last}"
 
 
-def spans(widths: Sequence[int]) -> str:
-    """Rising numbers, three and more in a row as a span: 2 to 8 and 16."""
-    numbered = groupby(enumerate(widths), key=lambda pair: pair[1] - pair[0])
-    rows = [[width for _, width in row] for _, row in numbered]
-    parts = [text for row in rows for text in ([f"{row[0]} to {row[-1]}"] if len(row) > 2 else map(str, row))]
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
-
-
-def targets() -> str:
-    """What runtimes load, as refusals and `assign.target` have it."""
+def formats() -> str:
+    """Every runtime, the format that is written for it, what runs it, and what assignments and refusals have of it."""
     rows = []
     for one in own_runtimes():
-        if (target := one.target) is None:
-            continue
-        grid = "symmetric" if target.symmetric_only else "symmetric, zero points" if target.blocks is None else "below"
-        grid += sized(target)
-        matrices = "matrix of a layer" if target.stacks else "matrix" if target.granularity == "projection" else None
-        rows.append((f"`{one.name}`", target.listed(), matrices or target.granularity, grid, target.proof))
-    return table(f"| runtime | bits ({FULL}: plain) | one width for every | grids | shown by |", rows)
-
-
-def formats() -> str:
-    """Every runtime, the format that is written for it, and what runs it."""
-    rows = [(f"`{one.name}`", f"`{one.exporter.name}`", one.exporter.help, called(one)) for one in own_runtimes()]
-    return table("| runtime | format | | loaded by |", rows)
+        target, limits = one.target, ("any", "matrix", "any")
+        if target is not None:
+            grid = "symmetric" if target.symmetric_only else "symmetric, zero points"
+            grid = grid + sized(target) if target.blocks is None else "[below](#gguf)"
+            of = "matrix of a layer" if target.stacks else target.granularity.replace("projection", "matrix")
+            limits = (target.listed(), of, grid)
+        rows.append((f"`{one.name}`", f"`{one.exporter.name}`", one.exporter.help, called(one), *limits))
+    return table(f"| runtime | format | | loaded by | bits ({FULL}: plain) | one width for every | grids |", rows)
 
 
 def gguf() -> str:
@@ -223,13 +186,13 @@ PARTS: dict[str, Callable[[], str]] = {
     "formats": formats,
     "gguf": gguf,
     "hardware": hardware,
-    "loads": loads,
     "papers": papers,
     "presets": presets,
     "python": python,
     "recipe": lambda: reference(Recipe),
     "rooms": rooms,
-    "targets": targets,
+    "served": served_pages.whole,
+    "served in short": served_pages.short,
 }
 
 

@@ -139,7 +139,11 @@ def _group(targets: list[str], grid: Grid) -> dict[str, Any]:
 
 
 def _by_layer(draft: Draft) -> tuple[list[tuple[list[str], Grid]], list[str]]:
-    """(patterns of layers' experts, their grid) of every grid, and patterns of the layers in full precision."""
+    """(patterns of layers' experts, their grid) of every grid, and patterns of the layers in full precision.
+
+    The widest grid comes first: transformers, which takes the first one for all layers, then finds tensors too small
+    and says so, where it would fill parts of larger ones.
+    """
     from moeq.exporters.schemes import grids_by_layer
 
     groups: dict[tuple[int, int], tuple[list[str], Grid]] = {}
@@ -150,7 +154,7 @@ def _by_layer(draft: Draft) -> tuple[list[tuple[list[str], Grid]], list[str]]:
             plain.append(pattern)
         else:
             groups.setdefault((grid.bits, grid.group_size), ([], grid))[0].append(pattern)
-    return list(groups.values()), plain
+    return [groups[key] for key in sorted(groups, key=lambda key: (-key[0], key[1]))], plain
 
 
 EXPORTER = Exporter(

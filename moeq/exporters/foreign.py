@@ -77,7 +77,7 @@ class Buffers:
 class Draft:
     """An unfinished checkpoint. runtime: what is to load it; where: the file of every tensor; grids: of every packed
     module, by its name in memory; plain: modules of experts in full precision, by theirs; notes: lines on what is not
-    as it was in the checkpoint."""
+    as it was in the checkpoint; biases: of the expert whose matrices come, {module: bias [N]}."""
 
     runtime: Runtime
     source: PackedSource
@@ -90,6 +90,7 @@ class Draft:
     grids: dict[str, Grid] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    biases: dict[str, Tensor] = field(default_factory=dict)
     buffers: Buffers = field(default_factory=Buffers)
     reading: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     writing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
@@ -137,7 +138,8 @@ class Draft:
         """
         coming = self.reading.submit(self.expert, layer, 0)
         for expert in range(layer.num_experts):
-            matrices, _ = coming.result()
+            matrices, biases = coming.result()
+            self.biases = {f"{layer.name}.{expert}.{projection}": bias for projection, bias in biases.items()}
             if expert + 1 < layer.num_experts:
                 coming = self.reading.submit(self.expert, layer, expert + 1)
             for projection, matrix in matrices.items():

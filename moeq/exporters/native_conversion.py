@@ -184,11 +184,13 @@ def _write_layer(draft: Draft, layer: ExpertLayer, common: Common) -> None:
     """Write a layer's experts into a file of their own, with tensors that make loading without moeq fail."""
     guards = {f"{layer.name}.{name}": shape for name, shape in guard_shapes(layer).items()}
     stems = [f"{layer.name}.{expert}.{name}" for expert in range(layer.num_experts) for name in layer.projections]
-    keys = [f"{stem}.{part}" for stem in stems for part in (*PARTS, DENSE)]
+    keys = [f"{stem}.{part}" for stem in stems for part in (*PARTS, DENSE, "bias")]
     with draft.file(layer_name(layer.index), [*keys, *guards]) as add:
         for _, _, name, matrix in draft.matrices(layer):
             for part, tensor in _parts(matrix, common).items():
                 add(f"{name}.{part}", tensor)
+            if name in draft.biases:
+                add(f"{name}.bias", draft.biases[name])
         for key, shape in guards.items():
             add(key, torch.zeros(shape, dtype=GUARD_DTYPE))
 

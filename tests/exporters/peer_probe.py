@@ -15,9 +15,7 @@ from safetensors.torch import load_file, save_file
 def transformers_model(checkpoint, **options):
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.bfloat16, output_loading_info=True, **options
-    )
+    model, info = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True, **options)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         print(problem, sorted(map(str, info.get(problem) or []))[:6])
     return model

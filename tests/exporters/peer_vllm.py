@@ -43,6 +43,8 @@ def logprobs(checkpoint, ids, dtype):
 def answer(job):
     out = Path(job["logprobs"])
     try:
+        if job.get("plugins"):
+            del os.environ["VLLM_PLUGINS"]
         ids = load_file(job["ids"])["ids"]
         save_file({"logprobs": logprobs(job["checkpoint"], ids, job["dtype"])}, out)
     except Exception:

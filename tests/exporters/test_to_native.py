@@ -7,8 +7,9 @@ from pathlib import Path
 import peers
 import pytest
 import torch
-from made_sources import MadeSource, rounded, save_model
+from made_sources import IDS, MadeSource, reference_logits, rounded, save_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from moeq.conversion import convert
 from moeq.errors import ArtifactError, FormatError
@@ -71,6 +72,16 @@ def test_what_moeq_wrote_for_others_comes_back(runtime: str, mixtral: Path, tmp_
     assert manifest.assignment["name"] == "carried over"
     assert {layer.top_k for layer in manifest.layers} == {2}
     assert {expert.tier for layer in manifest.layers for expert in layer.experts} == {"gpu"}
+
+
+def test_biases_of_experts_go_along(tmp_path: Path) -> None:
+    model_path = save_model(tmp_path / "model", "gpt_oss")
+    source = MadeSource(model_path, lambda layer, expert, projection: (4, 16)[expert % 2])
+    write("native", source, tmp_path / "native", WriteOptions())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "native", dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(input_ids=IDS).logits
+    assert (logits - reference_logits(source)).abs().max() < 1e-4
 
 
 MIX = (2, 3, 4, 8, 16, 4)

@@ -9,7 +9,7 @@ import peers
 import pytest
 from made_sources import MadeSource, quantization_of, save_model
 
-from moeq.errors import FormatError
+from moeq.errors import EvaluationError, FormatError
 from moeq.exporters import write
 from moeq.exporters.exporter import of_method, read_by
 from moeq.exporters.foreign import WriteOptions
@@ -58,6 +58,17 @@ def test_every_layer_has_a_scheme_and_the_rest_none(model: Path, tmp_path: Path)
     assert ignored(full, EXPERTS.format(0))
     assert schemes(full, EXPERTS.format(1)) == [4]
     assert not ignored(full, EXPERTS.format(1))
+
+
+def test_transformers_fails_where_layers_differ(model: Path, tmp_path: Path) -> None:
+    """It takes the first scheme for all layers: of the widest tensors, so that the others are too small for it."""
+    peers.module("compressed_tensors")
+    for first, second in ((2, 4), (8, 3), (4, 16)):
+        out = written(model, tmp_path / f"{first}-{second}", first, second)
+        groups = quantization_of(out)["config_groups"].values()
+        assert [group["weights"]["num_bits"] for group in groups] == sorted({first, second} - {16}, reverse=True)
+        with pytest.raises(EvaluationError, match="cannot be loaded"):
+            verify(out, Options(target="transformers"), Reporter(quiet=True))
 
 
 def test_a_layer_has_one_width(model: Path, tmp_path: Path) -> None:

