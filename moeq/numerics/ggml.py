@@ -127,14 +127,14 @@ def _half(scales: Tensor) -> Tensor:
 
 
 def halves(codes: Tensor, run: int) -> Tensor:
-    """4 bits a code: byte i of every 2*run codes holds code i and, above it, code i + run."""
+    """Codes [..., K] of 4 bits as bytes [..., K/2]: byte i of every 2*run codes holds code i and, above it, i + run."""
     pairs = codes.unflatten(-1, (-1, 2, run))
     joined: Tensor = (pairs[..., 0, :] & 15 | (pairs[..., 1, :] & 15) << 4).flatten(-2)
     return joined
 
 
 def quarters(codes: Tensor) -> Tensor:
-    """2 bits a code: byte i of every 128 codes holds the codes i, i + 32, i + 64 and i + 96."""
+    """Codes [..., K] of 2 bits as bytes [..., K/4]: byte i of every 128 codes holds i, i + 32, i + 64 and i + 96."""
     four = codes.unflatten(-1, (-1, 4, 32)) & 3
     joined: Tensor = (four[..., 0, :] | four[..., 1, :] << 2 | four[..., 2, :] << 4 | four[..., 3, :] << 6).flatten(-2)
     return joined
@@ -147,7 +147,7 @@ def _in_a_row(flags: Tensor) -> Tensor:
 
 
 def across(flags: Tensor) -> Tensor:
-    """1 bit a code, 256 of them: bit i // 32 of byte i % 32."""
+    """Flags [..., 256] as bytes [..., 32]: bit i // 32 of byte i % 32."""
     shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
     joined: Tensor = (flags.unflatten(-1, (8, 32)) << shifts).sum(-2, dtype=torch.uint8)
     return joined
