@@ -5,10 +5,11 @@
 One matrix (2048 -> 768) and a layer of 8 experts a token, gate and activation included, at the shape of Qwen3-30B-A3B.
 The kernels with bf16 activations as they are stand beside auto-round-lib's (bf16 rows, zero points, the same width and
 group; a layer is a loop over its products); those of the form that rounds activations to int8 beside llama.cpp's,
-which does so too (Q2_K, Q3_K, Q4_0, Q4_K, Q8_0, in the fastest of its CPU's buffers; a layer is its own graph of
-mul_mat_id). Every contender is a process of its own in the environment that has it, and they take turns of some calls
-with weights that no cache holds; what is shown is a ratio of the medians. Peers are looked for in --peers, by default
-MOEQ_PEERS or .peers, which `make peers` fills.
+which does so too (Q2_K, Q3_K, Q4_0, Q4_K, Q8_0, in the fastest of its CPU's buffers, for 16 rows but the one for AMX,
+where libggml ends by a segmentation fault; a layer is its own graph of mul_mat_id). Every contender is a process of
+its own in the environment that has it, and they take turns of some calls with weights that no cache holds; what is
+shown is a ratio of the medians. Peers are looked for in --peers, by default MOEQ_PEERS or .peers, which `make peers`
+fills.
 """
 
 from __future__ import annotations

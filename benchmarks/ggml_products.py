@@ -23,13 +23,14 @@ WORST = {"Q2_K": 0.5, "Q3_K": 0.3, "Q4_K": 0.2, "Q4_0": 0.2, "Q8_0": 0.02}  # re
 F32, I32 = 0, 26
 NODES = 1024  # of a graph, and tensors of what it needs
 BYTES = 4
+AMX = "AMX"  # the buffer of llama-cpp-python 0.3.36 in which products of several rows end by a segmentation fault
 Floats = NDArray[np.float32]
 Address = ctypes.c_void_p | int
 _POINTERS = (  # functions that give one
     "ggml_init", "ggml_new_tensor_2d", "ggml_new_tensor_3d", "ggml_mul_mat", "ggml_mul_mat_id", "ggml_swiglu_split",
     "ggml_mul", "ggml_add", "ggml_view_2d", "ggml_new_graph_custom", "ggml_backend_alloc_ctx_tensors_from_buft",
     "ggml_backend_alloc_ctx_tensors", "ggml_backend_cpu_init", "ggml_backend_cpu_reg", "ggml_backend_cpu_buffer_type",
-    "ggml_backend_reg_dev_get", "ggml_backend_reg_get_proc_address",
+    "ggml_backend_reg_dev_get", "ggml_backend_reg_get_proc_address", "ggml_backend_buft_name",
 )  # fmt: skip
 _SIZES = ("ggml_tensor_overhead", "ggml_graph_overhead_custom", "ggml_row_size", "ggml_quantize_chunk")
 
@@ -92,6 +93,10 @@ class Ggml:
         given = np.ascontiguousarray(weights)
         self.call("ggml_quantize_chunk", self.type, given.ctypes, made.ctypes, 0, rows, inputs, None)
         return made
+
+    def name(self, place: int) -> str:
+        """Of a kind of buffer."""
+        return ctypes.string_at(self.call("ggml_backend_buft_name", place)).decode()
 
     def held(self, sizes: Sequence[tuple[int, ...]], copies: Sequence[NDArray[np.uint8]], place: int) -> list[int]:
         """Tensors of sizes (K, N) or (K, N, E) in a kind of buffer, filled; none where it does not take them."""
@@ -163,14 +168,16 @@ class MatrixOfGgml:
         data = self.ggml.packed(weights)
         copies = -(-cold_bytes // data.nbytes)
         size = weights.shape[::-1]
-        tried = [self.ggml.held([size] * copies, [data] * copies, place) for place in self.ggml.places]
-        self.forms = [tensors for tensors in tried if tensors]
+        tried = {place: self.ggml.held([size] * copies, [data] * copies, place) for place in self.ggml.places}
+        self.forms = {self.ggml.name(place): tensors for place, tensors in tried.items() if tensors}
         self.bits = self.ggml.bits(weights.shape[1])
 
     def turns(self, rows: Floats, calls: int) -> Callable[[], None]:
         """So many products of rows [T, K], each with another copy."""
         ggml, made = self.ggml, []
-        for tensors in self.forms:
+        for name, tensors in self.forms.items():
+            if name == AMX and len(rows) > 1:
+                continue
             graphs = []
             for first in range(0, len(tensors) - calls + 1, calls):
                 graph, outputs = ggml.graph(lambda context, inputs, some=tensors[first : first + calls]: [  # type: ignore[misc]
