@@ -29,7 +29,6 @@ from moeq.artifacts.stage import (
     write_record,
 )
 from moeq.errors import ArtifactError
-from moeq.numerics.slab import return_memory
 from moeq.stages import assign, export, integer_forward, making, report
 from moeq.stages.context import Context
 from moeq.stages.making import TEXT_FILES
@@ -37,6 +36,7 @@ from moeq.stages.order import BY_NAME, Stage
 from moeq.stages.recorded import MODEL_FILES, changed_files
 from moeq.stages.run_directory import check_model, record_of, write_recipe
 from moeq.tables import human_seconds
+from moeq_kernels.freed import return_memory
 
 REPARAM, PROFILE = "reparam", "profile"
 

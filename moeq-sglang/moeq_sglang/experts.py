@@ -17,6 +17,7 @@ from torch import Tensor
 from moeq_kernels.checkpoint import Grid
 from moeq_kernels.choice import policy, prepared_layer
 from moeq_kernels.description import PreparedLayer
+from moeq_kernels.freed import return_memory
 from moeq_kernels.parts import ALL_PARTS, GATE, GUARD, STEMS, UP, LayerParts, drop, placeholder
 from moeq_kernels.widths import Width
 
@@ -85,6 +86,8 @@ class MoeqExperts(FusedMoEMethodBase):  # type: ignore[misc]
         given = self.parts.layer(self.dtype, lambda parts: GATES[activation](parts[GATE]) * parts[UP], activation)
         self.parts = None
         self.prepared, why = prepared_layer(given, self.device, policy())
+        del given
+        return_memory()
         if self.prepared is None:
             raise ValueError(f"moeq: {layer.layer_name}: no kernel takes it: {why}")
 

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from moeq_kernels.checkpoint import Grid
 from moeq_kernels.choice import policy, prepared_layer
 from moeq_kernels.description import PreparedLayer
+from moeq_kernels.freed import return_memory
 from moeq_kernels.parts import ALL_PARTS, GATE, GUARD, STEMS, UP, LayerParts, drop, placeholder
 from moeq_kernels.widths import Width
 from moeq_vllm.operators import make_known, routed
@@ -97,6 +98,8 @@ class MoeqExperts(FusedMoEMethodBase):
         given = self.parts.layer(self.dtype, partial(self._gate, layer), NAMES.get(layer.activation))
         self.parts = None
         self.prepared, why = prepared_layer(given, self.device, policy())
+        del given
+        return_memory()
         if self.prepared is None:
             raise ValueError(f"moeq: {layer.layer_name}: no kernel takes it: {why}")
 

@@ -22,7 +22,7 @@ from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import share, skeleton, tied
 from moeq.models.source import ModelSource
 from moeq.models.weights import WeightReader, owner
-from moeq.numerics.slab import return_memory
+from moeq_kernels.freed import return_memory
 
 META = torch.device("meta")
 Overlay = Callable[[nn.Module, ExpertLayer], None]  # changes a layer's experts right after it was read

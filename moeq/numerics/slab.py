@@ -1,11 +1,10 @@
-"""Memory: small results apart from their temporaries, what was freed given back, large results on large pages.
+"""Memory: small results apart from their temporaries, large results on large pages.
 
 Letters: E experts, N rows and K columns of a matrix.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 from collections.abc import Sequence
@@ -16,13 +15,6 @@ from torch import Tensor
 
 BLOCK_BYTES = 64 << 20  # over 32 MiB, glibc maps an allocation by itself, apart from the heap
 ALIGNMENT = 64
-
-
-def return_memory() -> None:
-    """Give what was freed back to the system; glibc keeps it otherwise, and whatever comes next lies on top of it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def large_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.walk import LayerInputs
 from moeq.numerics.gptq import Quantized
-from moeq.numerics.slab import Slab, return_memory
+from moeq.numerics.slab import Slab
 from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens
 from moeq.quantizers.measuring import Candidate, measured
 from moeq.quantizers.memory import working_memory
@@ -25,6 +25,7 @@ from moeq.quantizers.stored import Packed, packed_batch
 from moeq.quantizers.trained_grid import select
 from moeq.recipe import LossesSection
 from moeq.registry import QUANTIZERS
+from moeq_kernels.freed import return_memory
 from moeq_kernels.packed import PackedWeight, joined
 
 

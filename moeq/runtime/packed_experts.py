@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from moeq.artifacts.assignment import FULL, Width, width_of
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import jetmoe, numbered
-from moeq.numerics.slab import return_memory
 from moeq.runtime.arranged import (
     GRADIENTS,
     OFFLOADED,
@@ -37,6 +36,7 @@ from moeq.runtime.arranged import (
 from moeq_kernels import choice
 from moeq_kernels.checkpoint import DENSE
 from moeq_kernels.description import LayerOfExperts, Matrix, PreparedLayer
+from moeq_kernels.freed import return_memory
 from moeq_kernels.packed import PackedWeight, packed_shapes
 from moeq_kernels.reference import routed_sum, values
 from moeq_kernels.widths import NESTED_BITS, PARTS

@@ -29,7 +29,6 @@ from moeq.exporters.native_writer import ExportInputs, export
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN
 from moeq.models.loading import memory_bytes
-from moeq.numerics.slab import return_memory
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
 from moeq.runtimes import Runtime, runtime, runtimes, written
@@ -43,6 +42,7 @@ from moeq.stages.needs import APART, Moment, Needs, Rates, Sizes
 from moeq.stages.replicas import REFINED, load_losses
 from moeq.verification.reference import GROUP_BYTES
 from moeq.verification.written import check_written
+from moeq_kernels.freed import return_memory
 
 FORMAT_REVISION = 2  # raised when the same checkpoint gives other bytes in some format
 

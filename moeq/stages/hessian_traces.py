@@ -12,11 +12,11 @@ from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import read_sensitivities
 from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer
-from moeq.numerics.slab import return_memory
 from moeq.numerics.traces import closed_form, hutchinson
 from moeq.recipe import AssignSection
 from moeq.stages.context import Context
 from moeq.stages.model import RunModel
+from moeq_kernels.freed import return_memory
 
 SAMPLES = 32
 _MADE: WeakKeyDictionary[RunModel, dict[tuple[str, int | None], list[np.ndarray]]] = WeakKeyDictionary()

@@ -24,7 +24,6 @@ from moeq.artifacts.run import OLDER
 from moeq.errors import ArtifactError, CorpusError
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
 from moeq.models.walk import LayerInputs
-from moeq.numerics.slab import return_memory
 from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.stages import effects
@@ -33,6 +32,7 @@ from moeq.stages.context import Context
 from moeq.stages.expert_effects import measure as measure_experts
 from moeq.stages.finite import naming_the_file, say_left_out
 from moeq.stages.replicas import lacking, load_index, load_losses, planned
+from moeq_kernels.freed import return_memory
 
 
 def run(context: Context) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer
 from moeq.models.parameters import ParameterReader
 from moeq.numerics.matrix_error import recorded, relative_error
-from moeq.numerics.slab import Slab, return_memory
+from moeq.numerics.slab import Slab
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, on_demand
 from moeq.quantizers.refine import BATCH_ROWS
@@ -40,6 +40,7 @@ from moeq.stages.expert_bytes import store_bytes
 from moeq.stages.needs import CAPTURED, STATES, Moment, Needs, Rates, Sizes
 from moeq.stages.non_experts import Stored
 from moeq.stages.replicas import Replicas, load_losses
+from moeq_kernels.freed import return_memory
 from moeq_kernels.packed import PackedWeight
 
 NAME = "quantizers.json"

@@ -26,9 +26,9 @@ from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource
 from moeq.models.weights import plain_chunks, plain_header
 from moeq.numerics.matrix_error import UNRELATED, is_recorded, most_error, relative_error, unlike_rows
-from moeq.numerics.slab import return_memory
 from moeq.progress import Reporter
 from moeq.verification.reference import packed_others, values
+from moeq_kernels.freed import return_memory
 from moeq_kernels.packed import PackedWeight
 
 STATED = 1e-6  # of an error that is written down as a float32
