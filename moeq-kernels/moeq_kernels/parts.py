@@ -6,29 +6,37 @@ what comes. Letters: N output rows, K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moeq_kernels.checkpoint import DENSE, Grid
-from moeq_kernels.description import DOWN, Gate, LayerOfExperts, Matrix
+from moeq_kernels.choice import policy, prepared_layer, prepared_linear
+from moeq_kernels.description import DOWN, Gate, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
+from moeq_kernels.freed import return_memory
 from moeq_kernels.packed import has_zeros, some_inputs
 from moeq_kernels.widths import FULL, PARTS, Width, width_of
 
 GATE, UP = "gate_proj", "up_proj"
 PROJECTIONS = {"w1": GATE, "w3": UP, "w2": DOWN}  # by the runtimes' names
 STEMS = ("w13", "w2")  # of their parameters
+PLACES: dict[Any, int] = {None: 0, "q": 0, "k": 1, "v": 2}  # of matrices in a fused layer, by the runtimes' names
 GUARD = "weight"  # of a packed module in the checkpoint; the weight itself where the module is dense
+ALL = slice(None)
+ALL_PARTS = (*PARTS, DENSE)
 Loader = Callable[..., Any]
 
 
 class Parts:
-    """What came of one matrix [rows, inputs] of `bits` bits."""
+    """What came of one matrix [rows, inputs] of `bits` bits, of which a device has the rows and inputs `mine`."""
 
-    def __init__(self, bits: int, grid: Grid, rows: int, inputs: int, biased: bool = False) -> None:
-        self.bits, self.grid, self.rows, self.inputs = bits, grid, rows, inputs
+    def __init__(
+        self, bits: int, grid: Grid, rows: int, inputs: int, mine: tuple[slice, slice], biased: bool = False
+    ) -> None:
+        self.bits, self.grid, self.rows, self.inputs, self.mine = bits, grid, rows, inputs, mine
         stored = ("codes", "scales", *(("zeros",) if has_zeros(bits, grid.symmetric) else ()))
         self.wanted = {*((DENSE,) if bits == FULL else stored), *(("bias",) if biased else ())}
         self.found: dict[str, Tensor] = {}
@@ -44,94 +52,179 @@ class Parts:
         return self.wanted == self.found.keys()
 
     def matrix(self, dtype: torch.dtype, name: str) -> Matrix:
-        """The matrix as it is stored; ValueError where parts are missing or have other shapes than config.json says."""
+        """What the device has of it; ValueError where parts are missing, have other shapes than config.json says, or
+        where the device's inputs are neither whole groups of the grid nor all in one."""
         if not self.complete:
             missing = ", ".join(sorted(self.wanted - self.found.keys()))
             raise ValueError(f"moeq: {name}: {missing} did not come with the checkpoint; export it again")
+        rows, inputs = self.mine
         if self.bits == FULL:
-            return self.found[DENSE].to(dtype)
+            return self.found[DENSE].to(dtype)[rows, inputs].contiguous()
         try:
             weight = self.grid.weight(self.found, self.bits, self.inputs)
         except ValueError as error:
             raise ValueError(f"moeq: {name}: {error}; export the checkpoint again") from None
         if weight.codes.shape[0] != self.rows:
             raise ValueError(f"moeq: {name} has {weight.codes.shape[0]} rows, not {self.rows}; export it again")
-        return weight
+        weight = weight.map(lambda part: part[rows].contiguous())
+        first, end, _ = inputs.indices(self.inputs)
+        if (first, end) == (0, self.inputs):
+            return weight
+        try:
+            return some_inputs(weight, first, end - first)
+        except ValueError as error:
+            raise ValueError(
+                f"moeq: {name} cannot be divided among these devices ({error}); take fewer; "
+                "--enable-expert-parallel leaves experts whole"
+            ) from None
 
 
 class LayerParts:
-    """What came of a layer's experts on one device, which has the rows `mine` of gate and up, and those inputs of down.
+    """What came of a layer's experts on one device; a kernel arranges them as soon as the last tensor has come.
 
-    widths: {number on this device: of the expert}; sizes: hidden and intermediate, of whole matrices; leads: whether
-    this device, of those whose outputs are added, is the one that adds down's biases.
+    widths: of every expert; count: the experts that the runtime has; sizes: hidden and intermediate, of whole matrices;
+    gate and activation: as of LayerOfExperts; mine: rows of gate and up, and inputs of down, that the device has;
+    local: the number of an expert on it, below 0 where it is another's; leads: whether this device, of those whose
+    outputs are added, is the one that adds down's biases. ValueError for another number of experts.
     """
 
     def __init__(
         self,
         name: str,
         grid: Grid,
-        widths: Mapping[int, Width],
+        widths: Sequence[Width],
+        count: int,
         sizes: tuple[int, int],
-        mine: slice,
+        dtype: torch.dtype,
+        gate: Gate,
+        activation: str | None,
         *,
+        mine: slice = ALL,
+        local: Callable[[int], int] = int,
         biased: bool = False,
         leads: bool = True,
     ) -> None:
-        hidden, whole = sizes
-        shapes = {GATE: (whole, hidden), UP: (whole, hidden), DOWN: (hidden, whole)}
-        self.name, self.mine, self.leads = name, mine, leads
+        if len(widths) != count:
+            raise ValueError(f"moeq: {name}: {len(widths)} widths for {count} experts; export the checkpoint again")
+        (hidden, whole), inner = sizes, (mine, ALL)
+        shapes = {GATE: (whole, hidden, inner), UP: (whole, hidden, inner), DOWN: (hidden, whole, inner[::-1])}
+        self.name, self.dtype, self.gate, self.activation = name, dtype, gate, activation
+        self.local, self.biased, self.leads = local, biased, leads
         self.parts = {
-            (expert, projection): Parts(width_of(width, projection), grid, *shape, biased)
-            for expert, width in widths.items()
+            (local(expert), projection): Parts(width_of(width, projection), grid, *shape, biased)
+            for expert, width in enumerate(widths)
             for projection, shape in shapes.items()
+            if local(expert) >= 0
         }
-        self.count = 0  # of those that are complete
+        self.complete = 0
+        self.prepared: PreparedLayer | None = None
 
-    def take(self, expert: int, shard: str, part: str, tensor: Tensor, name: str) -> bool:
-        """Keep one tensor of an expert, by its number on this device and w1, w2 or w3; whether it was the last."""
-        parts = self.parts[expert, PROJECTIONS[shard]]
-        parts.take(part, tensor, name)
-        self.count += parts.complete
-        return self.count == len(self.parts)
+    def place(self, layer: nn.Module, loader: Loader) -> None:
+        """Give a runtime's layer the parameters by whose names it looks for a loader."""
+        for stem in STEMS:
+            for part in (*ALL_PARTS, GUARD, *(("bias",) if self.biased else ())):
+                self.device = placeholder(layer, f"{stem}_{part}", loader)
 
-    def layer(self, dtype: torch.dtype, gate: Gate, activation: str | None) -> LayerOfExperts:
+    def take(self, expert: int, shard: str, name: str, tensor: Tensor) -> bool:
+        """One tensor of w1, w2 or w3 of an expert, a guard is passed over; whether the expert is on this device."""
+        place, part = (self.local(expert), PROJECTIONS[shard]), name.rpartition("_")[2]
+        if place[0] >= 0 and part != GUARD:
+            assert self.prepared is None, "a tensor came after all had come"
+            self.parts[place].take(part, tensor.to(self.device), name)
+            self.complete += self.parts[place].complete
+            if self.complete == len(self.parts):
+                self._prepare()
+        return place[0] >= 0
+
+    def finish(self, layer: nn.Module) -> PreparedLayer:
+        """The layer as its kernel has it, placeholders taken away; ValueError where a tensor never came."""
+        prepared = self.prepared or self._prepare()  # which names what is missing
+        for name in [name for name, _ in layer.named_parameters(recurse=False) if name.startswith(STEMS)]:
+            delattr(layer, name)
+        return prepared
+
+    def _prepare(self) -> PreparedLayer:
+        """Have a kernel take the layer; what was loaded is let go."""
+        given = self._layer()
+        self.parts = {}
+        self.prepared, why = prepared_layer(given, self.device, policy())
+        del given
+        return_memory()
+        if self.prepared is None:
+            raise ValueError(f"moeq: {self.name}: no kernel takes it: {why}")
+        return self.prepared
+
+    def _layer(self) -> LayerOfExperts:
         """All of it, as kernels take it; ValueError where tensors never came or have other shapes."""
         experts = 1 + max((expert for expert, _ in self.parts), default=-1)
         matrices: list[dict[str, Matrix]] = [{} for _ in range(experts)]
         biases: list[dict[str, Tensor]] = [{} for _ in range(experts)]
         for (expert, projection), parts in self.parts.items():
-            name = f"{self.name}.{expert}.{projection}"
-            matrix = parts.matrix(dtype, name)
-            every = slice(0, parts.inputs if projection != DOWN else parts.rows)
-            rows, inputs = (self.mine, every) if projection != DOWN else (every, self.mine)
-            matrices[expert][projection] = sliced(matrix, rows, inputs, name)
+            matrices[expert][projection] = parts.matrix(self.dtype, f"{self.name}.{expert}.{projection}")
             if "bias" in parts.found:
-                bias = parts.found["bias"].to(dtype)
-                if projection != DOWN:
-                    biases[expert][projection] = bias[self.mine].contiguous()
-                else:
-                    biases[expert][projection] = bias if self.leads else torch.zeros_like(bias)
-        return LayerOfExperts(matrices=matrices, biases=biases, gate=gate, activation=activation)
+                bias = parts.found["bias"].to(self.dtype)[parts.mine[0]].contiguous()
+                biases[expert][projection] = bias if projection != DOWN or self.leads else torch.zeros_like(bias)
+        return LayerOfExperts(matrices=matrices, biases=biases, gate=self.gate, activation=self.activation)
 
 
-def sliced(matrix: Matrix, rows: slice, inputs: slice, name: str) -> Matrix:
-    """Some rows and inputs of a matrix [N, K], as one of several devices has them.
+class LinearParts:
+    """What came of the matrices side by side in a layer.
 
-    ValueError where the inputs are neither whole groups of the grid nor all in one.
+    bits: {module of the checkpoint: width}, in order, 16 for one that is dense; rows: those that a device has of each;
+    ranks: which part of a matrix's rows that is, and of how many; mine: the inputs that it has. ValueError where the
+    layer has another number of matrices.
     """
-    if isinstance(matrix, Tensor):
-        return matrix[rows, inputs].contiguous()
-    if rows != slice(0, matrix.codes.shape[0]):
-        matrix = matrix.map(lambda part: part[rows].contiguous())
-    if inputs == slice(0, matrix.inputs):
-        return matrix
-    try:
-        return some_inputs(matrix, inputs.start, inputs.stop - inputs.start)
-    except ValueError as error:
-        raise ValueError(
-            f"moeq: {name} cannot be divided among these devices ({error}); take fewer; "
-            "--enable-expert-parallel leaves experts whole"
-        ) from None
+
+    def __init__(
+        self,
+        layer: str,
+        grid: Grid,
+        bits: Mapping[str, int],
+        rows: Sequence[int],
+        inputs: int,
+        dtype: torch.dtype,
+        ranks: Callable[[str], tuple[int, int]] = lambda _: (0, 1),
+        mine: slice = ALL,
+    ) -> None:
+        if len(rows) != len(bits):
+            what = f"{len(rows)} matrices, the checkpoint {len(bits)}: {', '.join(bits)}"
+            raise ValueError(f"moeq: {layer} has {what}; this kind of layer is not served packed")
+        self.dtype, self.parts = dtype, dict[str, Parts]()
+        for (name, width), own in zip(bits.items(), rows, strict=True):
+            rank, of = ranks(name)
+            self.parts[name] = Parts(width, grid, of * own, inputs, (slice(rank * own, (rank + 1) * own), mine))
+
+    def place(self, layer: nn.Module) -> None:
+        """Give a runtime's layer the parameters by whose names it looks for a loader."""
+        for part in (*ALL_PARTS, GUARD):
+            self.device = placeholder(layer, part, partial(self.take, part))
+
+    def take(self, part: str, param: Tensor, loaded_weight: Tensor, shard: Any = None) -> None:
+        """One tensor of a matrix, by its number or q, k, v; the guard of a packed module is passed over, one that is
+        dense has its weight under it."""
+        name = list(self.parts)[PLACES.get(shard, shard)]
+        parts = self.parts[name]
+        if part != GUARD or parts.bits == FULL:
+            parts.take(DENSE if part == GUARD else part, loaded_weight.to(param.device), f"{name}.{part}")
+
+    def finish(self, layer: nn.Module) -> tuple[PreparedLinear, ...]:
+        """The matrices as their kernels have them, placeholders taken away; ValueError where a tensor never came."""
+        arranged = []
+        for name, parts in self.parts.items():
+            prepared, why = prepared_linear(parts.matrix(self.dtype, name), None, self.device, policy())
+            if prepared is None:
+                raise ValueError(f"moeq: {name}: no kernel takes it: {why}")
+            arranged.append(prepared)
+        self.parts = {}
+        for part in (*ALL_PARTS, GUARD):
+            delattr(layer, part)
+        return tuple(arranged)
+
+
+def products(matrices: Sequence[PreparedLinear], rows: Tensor) -> Tensor:
+    """rows [T, K] -> [T, N], of all matrices one after the other."""
+    found = [matrix(rows) for matrix in matrices]
+    return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
 def placeholder(layer: nn.Module, name: str, loader: Loader) -> torch.device:
@@ -140,12 +233,3 @@ def placeholder(layer: nn.Module, name: str, loader: Loader) -> torch.device:
     parameter.weight_loader = loader  # type: ignore[attr-defined]
     layer.register_parameter(name, parameter)
     return parameter.device
-
-
-def drop(layer: nn.Module, *names: str) -> None:
-    """Placeholders are done with."""
-    for name in names:
-        delattr(layer, name)
-
-
-ALL_PARTS = (*PARTS, DENSE)

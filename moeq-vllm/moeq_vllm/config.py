@@ -15,45 +15,20 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import WeightsMapper
 
 from moeq_kernels.checkpoint import Stored
-from moeq_kernels.widths import FULL, METHOD, Width
+from moeq_kernels.method import Method, layer_of
 from moeq_vllm.experts import MoeqExperts
 from moeq_vllm.linear import MoeqEmbedding, MoeqLinear, MoeqTiedHead
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 GUARDS = re.compile(r"\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)(?:_bias)?$")  # of stacks of experts
 
 
-class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
-    """stored: what the checkpoint says of its packed weights."""
+class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
+    """tied: heads that have the tensors of embeddings; family: the model's."""
 
     def __init__(self, stored: Stored) -> None:
-        super().__init__()
-        self.stored = stored
-        self.bits = dict(stored.others.bits) if stored.others is not None else {}
+        super().__init__(stored)
         self.tied = set(stored.others.tied.values()) if stored.others is not None else set()
-        self.experts: dict[int, list[Width]] = {}
-        for name, widths in stored.experts.items():
-            found = LAYER.search(name)
-            if found is None or int(found[1]) in self.experts:
-                raise ValueError(f"moeq: {name}: experts outside of a row of layers are not served")
-            self.experts[int(found[1])] = list(widths)
         self.family = ""
-
-    @classmethod
-    def get_name(cls) -> str:
-        return METHOD
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return [torch.float32, torch.bfloat16, torch.float16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 80  # of NVIDIA GPUs: what Triton's programs are compiled for
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []  # config.json says it
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MoeqConfig:
@@ -76,21 +51,14 @@ class MoeqConfig(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
-            found = LAYER.search(prefix)
-            widths = self.experts.get(int(found[1])) if found else None
-            if widths is None:
+            number = layer_of(prefix)
+            if number not in self.experts:
                 return UnquantizedFusedMoEMethod(layer.moe_config)
-            return MoeqExperts(layer.moe_config, self.stored.grid, widths)
-        packed = self._packed(prefix)
+            return MoeqExperts(layer.moe_config, self.stored.grid, self.experts[number])
+        packed = self.packed_in(prefix)
         if packed and self.stored.others is not None:
             kind = MoeqEmbedding if isinstance(layer, VocabParallelEmbedding) else MoeqLinear
             return kind(self.stored.others.grid, packed)
         if isinstance(layer, ParallelLMHead) and prefix in self.tied:
             return MoeqTiedHead()
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
-
-    def _packed(self, prefix: str) -> dict[str, int]:
-        """{module of the checkpoint: width} of the matrices of a layer, empty where none is packed."""
-        before, _, last = prefix.rpartition(".")
-        names = [f"{before}.{name}" for name in self.packed_modules_mapping.get(last, ())] or [prefix]
-        return {name: self.bits.get(name, FULL) for name in names} if any(name in self.bits for name in names) else {}

@@ -16,10 +16,8 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from moeq_kernels.checkpoint import Grid
-from moeq_kernels.choice import policy, prepared_layer
 from moeq_kernels.description import PreparedLayer
-from moeq_kernels.freed import return_memory
-from moeq_kernels.parts import ALL_PARTS, GATE, GUARD, STEMS, UP, LayerParts, drop, placeholder
+from moeq_kernels.parts import GATE, UP, LayerParts
 from moeq_kernels.widths import Width
 from moeq_vllm.operators import make_known, routed
 
@@ -46,32 +44,30 @@ class MoeqExperts(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """num_experts: of this device."""
-        if len(self.widths) != layer.global_num_experts:
-            what = f"{len(self.widths)} widths for {layer.global_num_experts} experts"
-            raise ValueError(f"moeq: {layer.layer_name}: {what}; export the checkpoint again")
         if not self.moe.is_act_and_mul or layer.activation == MoEActivation.SWIGLUOAI:
             raise ValueError(f"moeq: {layer.layer_name}: experts with {layer.activation.value} are not served")
         self.name = make_known(layer.layer_name, self)
-        self.dtype, self.own = params_dtype, num_experts
+        self.own = num_experts
         ranks = self.moe.moe_parallel_config
         first, count = ranks.tp_rank * intermediate_size_per_partition, intermediate_size_per_partition
-        local = {self._local(layer, expert): width for expert, width in enumerate(self.widths)}
-        self.parts: LayerParts | None = LayerParts(
+        self.parts = LayerParts(
             layer.layer_name,
             self.grid,
-            {expert: width for expert, width in sorted(local.items()) if expert >= 0},
-            (hidden_size, ranks.tp_size * intermediate_size_per_partition),
-            slice(first, first + count),
+            self.widths,
+            layer.global_num_experts,
+            (hidden_size, ranks.tp_size * count),
+            params_dtype,
+            partial(self._gate, layer),
+            NAMES.get(layer.activation),
+            mine=slice(first, first + count),
+            local=layer._map_global_expert_id_to_local_expert_id,
             biased=self.moe.has_bias,
             leads=ranks.tp_rank == 0,
         )
-        for stem in STEMS:
-            for part in (*ALL_PARTS, GUARD, *(("bias",) if self.moe.has_bias else ())):
-                self.device = placeholder(layer, f"{stem}_{part}", partial(self.take, layer))
+        self.parts.place(layer, self.take)
 
     def take(
         self,
-        layer: Any,
         param: Tensor,
         loaded_weight: Tensor,
         weight_name: str,
@@ -79,29 +75,9 @@ class MoeqExperts(FusedMoEMethodBase):
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        """One tensor of one expert; guards, and experts of other devices, are passed over."""
-        local, part = self._local(layer, expert_id), weight_name.rpartition("_")[2]
-        if local >= 0 and part != GUARD:
-            assert self.parts is not None, "a tensor came after all had come"
-            if self.parts.take(local, shard_id, part, loaded_weight.to(param.device), weight_name):
-                self.arrange(layer)
-        return local >= 0 if return_success else None
-
-    def _local(self, layer: Any, expert: int) -> int:
-        """The number of an expert on this device, -1 for one of another device."""
-        local: int = layer._map_global_expert_id_to_local_expert_id(expert)
-        return local
-
-    def arrange(self, layer: Any) -> None:
-        """Have a kernel take the layer; what was loaded is let go."""
-        assert self.parts is not None, "arranged twice"
-        given = self.parts.layer(self.dtype, partial(self._gate, layer), NAMES.get(layer.activation))
-        self.parts = None
-        self.prepared, why = prepared_layer(given, self.device, policy())
-        del given
-        return_memory()
-        if self.prepared is None:
-            raise ValueError(f"moeq: {layer.layer_name}: no kernel takes it: {why}")
+        """One tensor of one expert; experts of other devices are passed over."""
+        taken = self.parts.take(expert_id, shard_id, weight_name, loaded_weight)
+        return taken if return_success else None
 
     def _gate(self, layer: Any, parts: dict[str, Tensor]) -> Tensor:
         """Of activations that a kernel does not compute itself: vLLM's own."""
@@ -112,9 +88,7 @@ class MoeqExperts(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """ValueError where a tensor never came."""
-        if self.prepared is None:
-            self.arrange(layer)  # which names what is missing
-        drop(layer, *(name for name, _ in list(layer.named_parameters(recurse=False)) if name.startswith(STEMS)))
+        self.prepared = self.parts.finish(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
         return None

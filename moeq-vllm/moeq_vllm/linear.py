@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear, RowParallelLinear
 
-from moeq_kernels.checkpoint import DENSE, Grid
-from moeq_kernels.choice import policy, prepared_linear
+from moeq_kernels.checkpoint import Grid
 from moeq_kernels.description import PreparedLinear
-from moeq_kernels.parts import ALL_PARTS, GUARD, Parts, drop, placeholder, sliced
+from moeq_kernels.parts import GUARD, LinearParts, placeholder, products
 from moeq_kernels.reference import values
-from moeq_kernels.widths import FULL
 from moeq_vllm.operators import looked_up, make_known, product
 
 
@@ -40,19 +38,20 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        if len(output_partition_sizes) != len(self.bits):
-            what = f"{len(output_partition_sizes)} matrices, the checkpoint {len(self.bits)}: {', '.join(self.bits)}"
-            raise ValueError(f"moeq: {layer.prefix} has {what}; this kind of layer is not served packed")
+        self.dtype, self.inputs, self.outputs = params_dtype, input_size_per_partition, sum(output_partition_sizes)
+        first = layer.tp_rank * self.inputs if isinstance(layer, RowParallelLinear) else 0
+        self.parts = LinearParts(
+            layer.prefix,
+            self.grid,
+            self.bits,
+            output_partition_sizes,
+            input_size,
+            params_dtype,
+            partial(self._ranks, layer),
+            slice(first, first + self.inputs),
+        )
         self.name = make_known(layer.prefix, self)
-        self.dtype, self.outputs = params_dtype, sum(output_partition_sizes)
-        self.rows = dict(zip(self.bits, output_partition_sizes, strict=True))
-        self.inputs = input_size_per_partition
-        self.parts: dict[str, Parts] = {}
-        for name, bits in self.bits.items():
-            whole = self.rows[name] * self._ranks(layer, name)[1]
-            self.parts[name] = Parts(bits, self.grid, whole, input_size)
-        for part in (*ALL_PARTS, GUARD):
-            self.device = placeholder(layer, part, partial(self.take, part))
+        self.parts.place(layer)
 
     def _ranks(self, layer: Any, name: str) -> tuple[int, int]:
         """Which part of a matrix's rows this device has, and of how many; heads that are copied are counted once."""
@@ -63,30 +62,9 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
             return rank // layer.num_kv_head_replicas, of // layer.num_kv_head_replicas
         return (rank, of) if not _replicated(layer) else (0, 1)
 
-    def take(self, part: str, param: Tensor, loaded_weight: Tensor, shard: str | int | None = None) -> None:
-        """One tensor; the guard of a packed module is passed over, a module that is dense has its weight under it."""
-        names = list(self.bits)
-        place = {"q": 0, "k": 1, "v": 2}.get(shard, shard) if isinstance(shard, str) else shard or 0
-        name = names[place]  # type: ignore[index]
-        if part == GUARD and self.bits[name] != FULL:
-            return
-        self.parts[name].take(DENSE if part == GUARD else part, loaded_weight.to(param.device), f"{name}.{part}")
-
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Have a kernel take the matrices; ValueError where a tensor never came."""
-        arranged = []
-        for name, parts in self.parts.items():
-            rank, _ = self._ranks(layer, name)
-            rows = slice(rank * self.rows[name], (rank + 1) * self.rows[name])
-            first = layer.tp_rank * self.inputs if isinstance(layer, RowParallelLinear) else 0
-            matrix = sliced(parts.matrix(self.dtype, name), rows, slice(first, first + self.inputs), name)
-            prepared, why = prepared_linear(matrix, None, self.device, policy())
-            if prepared is None:
-                raise ValueError(f"moeq: {name}: no kernel takes it: {why}")
-            arranged.append(prepared)
-        self.parts = {}
-        drop(layer, *ALL_PARTS, GUARD)
-        self.prepared = tuple(arranged)
+        """ValueError where a tensor never came."""
+        self.prepared = self.parts.finish(layer)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N]."""
@@ -97,8 +75,7 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
 
     def compute(self, rows: Tensor) -> Tensor:
         """rows [T, K] -> [T, N]."""
-        found = [matrix(rows) for matrix in self.prepared]
-        return found[0] if len(found) == 1 else torch.cat(found, -1)
+        return products(self.prepared, rows)
 
 
 class MoeqEmbedding(MoeqLinear):
