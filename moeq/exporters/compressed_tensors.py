@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.exporters.foreign import Draft
-    from moeq.exporters.schemes import Scheme
     from moeq_kernels.packed import PackedWeight
 
 NAME, VERSION = "compressed-tensors", "0.20.0"
@@ -63,21 +62,8 @@ def write(draft: Draft) -> None:
     for layer in layers:
         if not whole:
             scheme, bits = Scheme(draft), common_width(draft, [layer]) if widen else None
-        draft.write_experts(layer, draft.expert_keys(layer), PARTS, partial(_tensors, draft, scheme), bits)
+        draft.write_experts(layer, draft.expert_keys(layer), PARTS, partial(scheme.tensors, linear_tensors), bits)
     draft.finish(_config(draft))
-
-
-def _tensors(draft: Draft, scheme: Scheme, name: str, matrix: PackedWeight | Tensor) -> dict[str, Tensor]:
-    """The parts of a matrix; FormatError where it differs from the others of its scheme."""
-    from torch import Tensor
-
-    from moeq.exporters.schemes import refuse_infinite
-
-    scheme.check(name, matrix)
-    if isinstance(matrix, Tensor):
-        return {"weight": matrix}
-    refuse_infinite(draft, name, matrix)
-    return linear_tensors(matrix)
 
 
 def linear_tensors(weight: PackedWeight) -> dict[str, Tensor]:

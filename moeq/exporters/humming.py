@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.exporters.foreign import Draft
-    from moeq.exporters.schemes import Scheme
     from moeq_kernels.packed import PackedWeight
 
 NAME, VERSION = "humming", "0.1.19"
@@ -44,22 +43,9 @@ def write(draft: Draft) -> None:
     refuse_others(draft)
     for layer in draft.source.layers:
         bits = common_width(draft, [layer]) if draft.options.widen else None
-        tensors = partial(_tensors, draft, Scheme(draft))
+        tensors = partial(Scheme(draft).tensors, linear_tensors)
         draft.write_experts(layer, draft.expert_keys(layer), PARTS, tensors, bits)
     draft.finish(_config(draft))
-
-
-def _tensors(draft: Draft, scheme: Scheme, name: str, matrix: PackedWeight | Tensor) -> dict[str, Tensor]:
-    """The parts of a matrix; FormatError where it differs from the others of its layer."""
-    from torch import Tensor
-
-    from moeq.exporters.schemes import refuse_infinite
-
-    scheme.check(name, matrix)
-    if isinstance(matrix, Tensor):
-        return {"weight": matrix}
-    refuse_infinite(draft, name, matrix)
-    return linear_tensors(matrix)
 
 
 def linear_tensors(weight: PackedWeight) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from moeq.artifacts.targets import ANY_GRID, Grid
 from moeq.errors import FormatError
 from moeq.exporters.foreign import Draft
 from moeq.models.experts import ExpertLayer
+from moeq_kernels.description import Matrix
 from moeq_kernels.packed import PackedWeight, symmetric_bits
 from moeq_kernels.widths import FULL
 
@@ -33,7 +34,7 @@ class Scheme:
         self._draft = draft
         self._first: tuple[str, Grid | None] | None = None  # None: full precision
 
-    def check(self, name: str, matrix: PackedWeight | Tensor) -> None:
+    def check(self, name: str, matrix: Matrix) -> None:
         """FormatError where a matrix differs from the first in what one scheme says."""
         plain = isinstance(matrix, Tensor)
         if plain and FULL not in self._draft.target.widths:
@@ -49,6 +50,17 @@ class Scheme:
             raise self._mixed(name, f"{grid.bits} bits", f"{first.bits} bits of {first_name}")
         elif grid.group_size != first.group_size:
             raise self._mixed(name, f"groups of {grid.group_size}", f"groups of {first.group_size} of {first_name}")
+
+    def tensors(
+        self, linear: Callable[[PackedWeight], dict[str, Tensor]], name: str, matrix: Matrix
+    ) -> dict[str, Tensor]:
+        """The parts of a matrix, `linear` those of a packed one; FormatError where it differs from the others, or has
+        values beyond float16."""
+        self.check(name, matrix)
+        if isinstance(matrix, Tensor):
+            return {"weight": matrix}
+        refuse_infinite(self._draft, name, matrix)
+        return linear(matrix)
 
     def _mixed(self, name: str, what: str, other: str) -> FormatError:
         target = self._draft.target
