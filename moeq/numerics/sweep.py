@@ -218,6 +218,37 @@ def _round_block(  # type: ignore[no-untyped-def]
 
 
 @compiled  # type: ignore[untyped-decorator]
+def _nearest(place, counts, least, best):  # type: ignore[no-untyped-def]
+    """Into best [LANES] the code of 4 bits whose distances cost the least, into least what it costs.
+
+    place [3, LANES]: what is wanted in codes of 2, 3 and 4 bits; counts [3]: of the squares of distances to them.
+    """
+    kind = place.dtype.type
+    nothing, unit, half_unit = kind(0), kind(1), kind(0.5)
+    two, three, four = place[0], place[1], place[2]
+    for lane in range(LANES):
+        least[lane] = np.inf
+    for middle in range(8):  # by the 3-bit code; of the two 4-bit ones in it, the nearer
+        high = kind(middle >> 1)
+        half = kind(middle)
+        low = kind(2 * middle)
+        for lane in range(LANES):
+            first_bits = high - two[lane]
+            more_bits = half - three[lane]
+            all_bits = low - four[lane]
+            upper = unit if all_bits < -half_unit else nothing
+            all_bits += upper
+            cost = (
+                counts[0] * (first_bits * first_bits)
+                + counts[1] * (more_bits * more_bits)
+                + counts[2] * (all_bits * all_bits)
+            )
+            better = cost < least[lane]
+            least[lane] = cost if better else least[lane]
+            best[lane] = low + upper if better else best[lane]
+
+
+@compiled  # type: ignore[untyped-decorator]
 def _round_nested(  # type: ignore[no-untyped-def]
     columns, feedback, factor, start, scale, inverse, zero, counts, residual, codes, at_expert, at_row, first, last
 ):
@@ -229,8 +260,6 @@ def _round_nested(  # type: ignore[no-untyped-def]
     rows = columns.shape[2]
     widths = counts.shape[0]
     block = feedback.shape[1]
-    kind = columns.dtype.type
-    nothing, unit, half_unit = kind(0), kind(1), kind(0.5)
     target = np.zeros((widths, block, LANES), columns.dtype)
     left = np.zeros((widths, block, LANES), columns.dtype)
     made = np.zeros((block, LANES), np.uint8)
@@ -252,27 +281,7 @@ def _round_nested(  # type: ignore[no-untyped-def]
                     into = place[width]
                     for lane in range(count):
                         into[lane] = wanted[lane] * inverses[lane] + zeros[lane]
-                two, three, four = place[0], place[1], place[2]
-                for lane in range(LANES):
-                    least[lane] = np.inf
-                for middle in range(8):  # by the 3-bit code; of the two 4-bit ones in it, the nearer
-                    high = kind(middle >> 1)
-                    half = kind(middle)
-                    low = kind(2 * middle)
-                    for lane in range(LANES):
-                        first_bits = high - two[lane]
-                        more_bits = half - three[lane]
-                        all_bits = low - four[lane]
-                        upper = unit if all_bits < -half_unit else nothing
-                        all_bits += upper
-                        cost = (
-                            counts[0] * (first_bits * first_bits)
-                            + counts[1] * (more_bits * more_bits)
-                            + counts[2] * (all_bits * all_bits)
-                        )
-                        better = cost < least[lane]
-                        least[lane] = cost if better else least[lane]
-                        best[lane] = low + upper if better else best[lane]
+                _nearest(place, counts, least, best)
                 for lane in range(LANES):
                     made[i, lane] = np.uint8(best[lane])
                 source = columns[expert, start + i, begin : begin + count]
