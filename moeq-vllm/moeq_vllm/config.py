@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from moeq_kernels.checkpoint import Stored
 from moeq_kernels.method import Method, layer_of
 from moeq_vllm.experts import MoeqExperts
-from moeq_vllm.linear import MoeqEmbedding, MoeqLinear, MoeqTiedHead
+from moeq_vllm.linear import DenseTable, MoeqEmbedding, MoeqLinear, MoeqTiedHead
 
 GUARDS = re.compile(r"\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)(?:_bias)?$")  # of stacks of experts
 
@@ -61,4 +61,6 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
             return kind(self.stored.others.grid, packed)
         if isinstance(layer, ParallelLMHead) and prefix in self.tied:
             return MoeqTiedHead()
+        if isinstance(layer, VocabParallelEmbedding):
+            return DenseTable()
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None

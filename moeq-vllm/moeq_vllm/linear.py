@@ -1,4 +1,4 @@
-"""Packed modules outside of the experts in vLLM: linears, fused ones too, embeddings and heads.
+"""Modules outside of the experts in vLLM: packed linears, fused ones too, embeddings and heads, packed or not.
 
 A fused module (`qkv_proj`) holds the matrices of several modules of the checkpoint, each in its own width or dense;
 they are multiplied one after the other. Letters: T tokens, N output rows, K inputs.
@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
 
 from moeq_kernels.checkpoint import Grid
 from moeq_kernels.description import PreparedLinear
@@ -114,6 +118,26 @@ class MoeqTiedHead(LinearMethodBase):  # type: ignore[misc]
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         output: Tensor = self.embeddings.quant_method.apply(self.embeddings, x, bias)
         return output
+
+
+class DenseTable(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """Embeddings, or a head, that are not packed.
+
+    On CPUs vLLM (0.32) keeps either twice, as it was loaded and as products want it: here embeddings are kept for
+    look-ups alone, and a head for products, unless vLLM casts its weight for them.
+    """
+
+    def create_weights(self, layer: nn.Module, *sizes: Any, params_dtype: torch.dtype, **attributes: Any) -> None:
+        super().create_weights(layer, *sizes, params_dtype=params_dtype, **attributes)
+        self.cast = get_current_vllm_config().model_config.head_dtype != params_dtype
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if not current_platform.is_cpu():
+            super().process_weights_after_loading(layer)
+        elif isinstance(layer, ParallelLMHead) and not self.cast:
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=True)  # where it is tied, embeddings keep the weight
+        else:
+            layer.cpu_linear = nn.functional.linear  # of models whose head is the embeddings' module
 
 
 def _replicated(layer: nn.Module) -> bool:
