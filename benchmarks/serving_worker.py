@@ -3,7 +3,8 @@
     python serving_worker.py CHECKPOINT [--eager]
 
 Runs in vLLM's own environment, in one process, so that its model can be looked at. The first line tells what was
-loaded: bytes of the model's tensors and of what kernels arranged, and by how much resident memory has grown. A job is
+loaded: bytes of the model's tensors and of what kernels arranged, but for what oneDNN keeps; by how much memory of the
+process's own (RssAnon) and pages of mapped files (RssFile) have grown by it, and what both were before. A job is
 {batch, tokens}: answered are seconds of a decode step, and of the experts of one layer in it (0 where the model is
 compiled, and no call of them is seen).
 """
@@ -56,18 +57,25 @@ def load(checkpoint: str, eager: bool) -> tuple[Any, dict[str, int]]:
     from vllm import LLM
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+    from moeq_kernels.freed import return_memory
+
     warm_up()
     found: dict[str, int] = {}
     loading = CPUModelRunner.load_model
 
     @wraps(loading)
     def watched(runner: Any, *given: Any, **named: Any) -> None:
-        before = sum(resident().values())
+        before = resident()
         loading(runner, *given, **named)
         for tensor in [*runner.model.parameters(), *runner.model.buffers()]:  # some may only be mapped
             if tensor.numel():
                 torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[::4096].sum()
-        found.update(held=held(runner.model), grown=sum(resident().values()) - before)
+        return_memory()
+        after = resident()
+        found.update(
+            held=held(runner.model), own=after["RssAnon"] - before["RssAnon"],
+            mapped=after["RssFile"] - before["RssFile"], before=sum(before.values()),
+        )  # fmt: skip
         for module in runner.model.modules() if eager else ():
             if type(module).__name__ == "RoutedExperts":
                 module.quant_method.apply = timed(module.quant_method.apply)
