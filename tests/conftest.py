@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import os
@@ -31,6 +32,8 @@ from unittest.mock import patch
 import peers
 import pytest
 import torch
+import typer.main
+import typer.testing
 from fork_server import LIBRARIES, MOEQ, ForkServer, shared, shared_folder, unsynced
 from tiny_models import FULL, save_tiny
 
@@ -141,6 +144,16 @@ def no_sync() -> Iterator[None]:
     """Nothing waits for the disk: no test can tell, whoever reads or is killed sees what the system holds."""
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(os, "fsync", unsynced)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_once() -> Iterator[None]:
+    """What typer makes of an application's functions is made once, not for every command line."""
+    once = functools.cache(typer.main.get_command)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(typer.main, "get_command", once)
+        changed.setattr(typer.testing, "_get_command", once)
         yield
 
 

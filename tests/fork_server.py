@@ -205,6 +205,8 @@ def _serve(address: str, modules: list[str]) -> None:
     gc.disable()
     for name in modules:
         importlib.import_module(name)
+    if "moeq.cli" in modules:
+        _make_command_once()
     if "numba.np.arrayobj" in modules:  # what numba does when it compiles or loads its first function
         importlib.import_module("numba.core.registry").cpu_target.target_context.refresh()
     gc.enable()
@@ -224,6 +226,16 @@ def _serve(address: str, modules: list[str]) -> None:
             _handle(connection)
             os._exit(0)
         connection.close()
+
+
+def _make_command_once() -> None:
+    """What typer makes of moeq's functions at every start, made before the first fork."""
+    import typer.main
+
+    from moeq.cli import app
+
+    typer.main.get_command = functools.cache(typer.main.get_command)
+    typer.main.get_command(app)
 
 
 def _handle(connection: socket.socket) -> None:

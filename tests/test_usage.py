@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import typer.main
 from typer.main import get_command
 
 from moeq import cli
@@ -189,6 +190,7 @@ def test_completion(
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_shown(shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    monkeypatch.setattr(typer.main, "get_command", typer.main.get_command.__wrapped__)  # type: ignore[attr-defined]
     code, out, _ = ended(["--show-completion", shell], monkeypatch, capsys)
     assert code == 0
     assert "_MOEQ_COMPLETE" in out

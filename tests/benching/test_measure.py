@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 import moeq
 from moeq.artifacts.bench import FOLDER, read_bench
 from moeq.artifacts.manifest import read_manifest
-from moeq.benching import measure, one_expert, tables
+from moeq.benching import bandwidth, measure, one_expert, tables
 from moeq.benching.asked import BATCHES, GRID_BATCHES, Asked, whole_numbers
 from moeq.benching.subject import load_subject
 from moeq.cli import app
@@ -31,12 +32,21 @@ from moeq.stages import report
 SHORT: dict[str, Any] = {"prompt_tokens": 6, "new_tokens": 3, "repeat": 1, "quiet": True}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short() -> Iterator[None]:
+    """Nothing here asks how fast this machine is: little is read for the bandwidth, and few calls are timed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bandwidth, "LEAST_BYTES", 8 << 20)
+        patch.setattr(bandwidth, "CACHES", 0)
+        patch.setattr(one_expert, "SECONDS", 0.002)
+        yield
+
+
 @pytest.fixture(scope="module")
 def found(packed_run: Path, tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Both models at two batch sizes, beside the libraries that are here."""
     out = tmp_path_factory.mktemp("benched")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_expert, "SECONDS", 0.002)
         patch.setenv(measure.VARIABLE, "reference")
         done = moeq.bench(packed_run, dense=tiny_mixtral, batches=(1, 3), out=out, **SHORT)
     return done | {"out": out}

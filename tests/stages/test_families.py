@@ -1,7 +1,8 @@
 """Every family of transformers: streamed, quantized, exported and loaded, and the record of it.
 
 The record (models/families.json) is what `moeq families` prints and docs/families.md shows. The families in REQUIRED
-are measured in every run of the tests, the others in the long sweeps; MOEQ_RECORD=1 writes what is measured.
+are measured in every run of the tests, the others in the long sweeps, which make the report of each too (its drawings
+take a fifth of a run's time); MOEQ_RECORD=1 writes what is measured.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import family_models
 import pytest
 import torch
+from tiny_models import FULL
 
 from moeq import inspection, pipeline
 from moeq.errors import ModelError
@@ -119,7 +121,7 @@ def measure(family: str, folder: Path) -> Support:
     names = DiskNames(model)
     separate = all(not layer.biased and names.experts(layer) is not None for layer in layers)
     words = [layers[0].kind.name, *layers[0].kind.remarks(model.get_submodule(layers[0].name))]
-    pipeline.run(context)
+    pipeline.run(context, tuple(name for name in pipeline.BY_NAME if FULL or name != "report"))
     check_export(context, folder)
     return dataclasses.replace(row, experts=", ".join(dict.fromkeys(words)), quantized=True, separate=separate)
 

@@ -32,6 +32,7 @@ ACTIVATIONS = {
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x) ** 2,
 }
+UNPACKED = [(1, torch.float32), (1, torch.bfloat16), (1 << 20, torch.float16)]  # the long form's
 CASES = [  # bits, group, symmetric, nested
     (1, 128, False, False), (2, 128, False, False), (2, 128, True, False), (3, 128, False, False),
     (4, 128, False, False), (4, -1, True, False), (5, 128, False, False), (6, -1, False, False),
@@ -277,18 +278,27 @@ def test_the_form_for_one_token_sorts_nothing(place: str, launches: list[tuple[i
     assert launches == [(1, 2, 1), (1, 2, 1), (1, 1)]
 
 
+@pytest.mark.parametrize(
+    ("hidden", "block_n", "numbers"), [(72, 64, (1, 5, 60)), pytest.param(128, 32, (1, 5, 300), marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("sort", [True, False])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_persistent_programs_store_the_same(place: str, routing: str, sort: bool) -> None:
+def test_persistent_programs_store_the_same(
+    place: str, routing: str, sort: bool, hidden: int, block_n: int, numbers: tuple[int, ...]
+) -> None:
     """Any number of programs, more than there is work too: the same bits as with a program an item."""
     maker = Maker(11, place)
-    layer = layer_of(mixed(maker, 128, 144))
+    matrices = mixed(maker, hidden, 144)
     index = ROUTINGS[routing](maker.generator).to(place)
-    rows, weights = maker.rows(len(index), 128), maker.rows(*index.shape).abs()
-    alone = Settings(sort=sort, block_n=32, block_m=8, splits=2)
+    if hidden == 72:  # items take the interpreter long: 3 tokens are enough, or 3 blocks of one expert's rows
+        matrices = [{name: one[name] for name in ("up_proj", DOWN)} for one in matrices]
+        index = index if sort else index[:3]
+    layer = layer_of(matrices)
+    rows, weights = maker.rows(len(index), hidden), maker.rows(*index.shape).abs()
+    alone = Settings(sort=sort, block_n=block_n, block_m=8, splits=2)
     wanted = prepared(layer, alone)(rows, index, weights)
     assert error(wanted, reference(layer, rows, index, weights)) < TOLERANCES[torch.float32]
-    for programs in (1, 5, 300):
+    for programs in numbers:
         assert torch.equal(prepared(layer, replace(alone, persistent=programs))(rows, index, weights), wanted)
 
 
@@ -309,8 +319,13 @@ def test_persistent_programs_share_work_by_bytes(place: str) -> None:
     assert stack.costs((0,)).tolist() == [128 * 2 // 8 + 2, 128 + 2], "bytes of a row: codes and a scale"
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("scratch", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("scratch", "dtype"),
+    [
+        (1, torch.float16), (1 << 20, torch.float32), (1 << 20, torch.bfloat16),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in UNPACKED),
+    ],
+)  # fmt: skip
 def test_unpacked_experts_give_the_same(
     place: str, scratch: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
