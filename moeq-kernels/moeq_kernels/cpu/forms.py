@@ -145,13 +145,6 @@ def _is_zen() -> bool:
     return bool(binding.get_host_cpu_name().startswith("znver"))
 
 
-@cache
-def ahead_bytes() -> int:
-    """How many bytes of packed matrices are asked for before they are needed. On Zen 5, 8 KiB are half as fast again as
-    leaving it to the CPU; on Sapphire Rapids, whose own prefetching that disturbs, 4 KiB are a quarter faster."""
-    return 1 << 13 if _is_zen() else 1 << 12
-
-
 def forms(*, int8: bool = False) -> list[str]:
     """Names of the forms that run on this machine, those expected to be fastest first; int8: those that round
     activations instead of those that do not."""

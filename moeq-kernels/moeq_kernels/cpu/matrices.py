@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeq_kernels.cpu import columns, compiled, schedule
+from moeq_kernels.cpu import columns, compiled, pages, schedule
 from moeq_kernels.cpu.arrangement import ALIGNED, Shape, arrange, undo
 from moeq_kernels.cpu.codes import CODES, LANES, UNIT
 from moeq_kernels.cpu.emit import Spec
@@ -182,7 +182,7 @@ def flat(layer: LayerOfExperts, stages: Sequence[Sequence[str]]) -> tuple[Tensor
     shapes = [{name: Shape.of(matrices[name]) for name in names} for matrices in layer.matrices]
     sizes = [shape[name].nbytes for shape in shapes for name in names]
     ends = np.cumsum([ALIGNED, *sizes]).tolist()
-    held = torch.from_numpy(np.zeros(ends[-1], np.uint8))  # in huge pages, as numpy asks for and torch does not
+    held = pages.zeros(ends[-1])
     offsets = [dict(zip(names, ends[n * len(names) :], strict=False)) for n in range(len(shapes))]
 
     def put(expert: int) -> None:
