@@ -32,7 +32,7 @@ def test_a_shared_buffer_is_freed_with_its_last_matrix(monkeypatch):
     monkeypatch.setattr(pages, "_free", pages.np.zeros(0, "uint8"))
     first, second = pages.zeros(100), pages.zeros(100)
     whole = weakref.ref(pages._free.base)
-    monkeypatch.setattr(pages, "_free", pages.np.zeros(0, "uint8"))
+    pages._free = pages.np.zeros(0, "uint8")
     del first
     gc.collect()
     assert whole() is not None
