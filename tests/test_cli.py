@@ -24,7 +24,8 @@ BUDGET = {"--bits", "--code-bits", "--size"}
 BUILD = BUDGET | {"--group-size", "--text", "--eval-text", "--quality", "--preset", "--quantizer", "--refine"}
 FLAGS = {
     "run": STAGE | DEVICE | BUILD | {"--for", "--verify", "--force"},
-    **dict.fromkeys(("profile", "reparam"), STAGE | DEVICE),
+    "reparam": STAGE | DEVICE,
+    "profile": STAGE | DEVICE | {"--imatrix"},
     "eval": RUN
     | {"recipe"}
     | {"--tasks", "--include-path", "--num-fewshot", "--limit", "--batch-size", "--text", "--window", "--stride"}

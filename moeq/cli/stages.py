@@ -33,10 +33,38 @@ def reparam(asked: StageOptions) -> None:
     run_stage(asked, "reparam")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions(StageOptions):
+    """Options of `moeq profile`."""
+
+    imatrix: Path | None = option(
+        "File for llama.cpp's own quantizer, such as imatrix.gguf: the mean squares of every matrix's inputs on the "
+        "same text (llama-quantize --imatrix)."
+    )
+
+
 @takes_options("device")
-def profile(asked: StageOptions) -> None:
+def profile(asked: ProfileOptions) -> None:
     """Count what the routers choose on calibration text."""
-    run_stage(asked, "profile")
+    if asked.imatrix is None:
+        run_stage(asked, "profile")
+        return
+    if asked.imatrix.exists():
+        raise RecipeError("is there already", where=f"--imatrix {asked.imatrix}", do="name another, or remove it")
+    context = context_of(asked, "profile")
+    from moeq import pipeline, terminal
+    from moeq.exporters.imatrix import check
+    from moeq.stages.imatrix import write
+
+    check(context.model.skeleton.config)
+    outcome = terminal.outcome_json(pipeline.run_alone(context, "profile"))
+    outcome["imatrix"] = write(context, asked.imatrix)
+
+    def show_text(_: Any) -> None:
+        terminal.print_summary(outcome["summary"])
+        terminal.print_summary(outcome["imatrix"])
+
+    show(outcome, show_text, json=asked.json, quiet=asked.quiet)
 
 
 @takes_options("device", "quantizer")

@@ -68,11 +68,11 @@ class Entry:
 
 @dataclass(kw_only=True)
 class Writer:
-    """The file while it is written; entries: its tensors in order; errors: relative, of the matrices of some, by how
-    much they are not as in the checkpoint."""
+    """The file while it is written; arch: None for one that is no model; entries: its tensors in order; errors:
+    relative, of the matrices of some, by how much they are not as in the checkpoint."""
 
     gguf: Any
-    arch: str
+    arch: str | None
     stream: IO[bytes]
     fields: dict[str, Value]
     entries: dict[str, Entry]
@@ -109,10 +109,11 @@ class Writer:
 
     def _header(self) -> bytes:
         """The header, padded, as gguf's own writer has it."""
-        writer = self.gguf.GGUFWriter(self.scratch, self.arch)
-        kinds = Counter(entry.type for name, entry in self.entries.items() if "_exps." in name)
-        common = next(iter(kinds)) if len(kinds) == 1 else None
-        writer.add_file_type(_file_type(self.gguf, common))
+        writer = self.gguf.GGUFWriter(self.scratch, self.arch or "")  # which leaves empty texts out
+        if self.arch is not None:
+            kinds = Counter(entry.type for name, entry in self.entries.items() if "_exps." in name)
+            common = next(iter(kinds)) if len(kinds) == 1 else None
+            writer.add_file_type(_file_type(self.gguf, common))
         for key, value in self.fields.items():
             _add(writer, key, value)
         for name, errors in self.errors.items():

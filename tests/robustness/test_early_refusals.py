@@ -128,7 +128,7 @@ REFUSED: dict[str, list[Case]] = {
         (("--set", "losses.bites=3"), 2, "did you mean 'bits'"),
     ],
     "reparam": of_a_run(NO_TEXT, dense=True),
-    "profile": of_a_run(NO_TEXT),
+    "profile": of_a_run(NO_TEXT, ((*BUNDLED, "--imatrix", "file.txt"), 2, "--imatrix file.txt: is there already")),
     "losses": of_a_run(NO_TEXT),
     "assign": of_a_run(
         NO_HARDWARE,
