@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -99,3 +100,18 @@ def test_gptq_is_measured_on_cuda_and_named_where_there_is_none(name: str, tmp_p
     gpu.benchmarks(runs, False, tmp_path, tune=False)
     assert name not in commands
     assert f"{name}: {gpu.NONE}" in runs.not_run
+
+
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys(("numba", "llvmlite", "pyarrow")))  # as where they are not installed
+sys.path.insert(0, "benchmarks")
+import gpu_kernels, pytest
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/kernels/gpu"]))
+"""
+
+
+def test_kernels_tests_and_benchmark_are_found_without_the_large_wheels() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=gpu.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "tests/kernels/gpu/test_products.py" in done.stdout

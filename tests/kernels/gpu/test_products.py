@@ -13,11 +13,11 @@ import pytest
 import torch
 from kernels.gpu.packed_matrices import Maker, Matrix, exact
 
-from moeq.numerics import storing
 from moeq_kernels.description import DOWN, LayerOfExperts
 from moeq_kernels.gpu import kernel, unpacked
 from moeq_kernels.gpu.kernel import TritonKernel, TritonLayer, sort_by_expert
 from moeq_kernels.gpu.settings import Settings, Shape, candidates, choose, rows_to_unpack, usual, variants, write
+from moeq_kernels.packing import unpack
 
 # the interpreter's sigmoid of rows that are no token's
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -370,8 +370,8 @@ def test_numbers_of_codes_are_exact(place: str, bits: int, dtype: torch.dtype) -
     matrix = maker.packed(16, 128, bits, -1)
     linear = TritonKernel().linear(matrix)
     found = numbers(linear, bits, dtype)
-    codes = storing.unpacked(matrix).codes.view(16, 128).cpu().double()
-    assert torch.equal(found.cpu().double(), codes)
+    codes = unpack(matrix.codes, bits, 128).view(16, 128)
+    assert torch.equal(found.cpu().double(), codes.cpu().double())
 
 
 def test_what_it_refuses(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
