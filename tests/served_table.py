@@ -259,7 +259,8 @@ def exported(
 
 
 def asked(package: str, checkpoints: Mapping[Place, Path], folder: Path) -> Iterator[tuple[Place, Tensor | str]]:
-    """Logits, or the error, of checkpoints in turn, all in one process of a package's; the same one is asked once."""
+    """Logits, or the error, of checkpoints in turn, those of a family in one process of a package's, in vLLM all; the
+    same one is asked once. auto-round leaves transformers' Mixtral changed after other families' checkpoints."""
     save_file({"ids": IDS}, folder / "ids.safetensors")
     jobs: dict[tuple[Any, ...], dict[str, Any]] = {}
     of: dict[Place, dict[str, Any]] = {}
@@ -272,11 +273,13 @@ def asked(package: str, checkpoints: Mapping[Place, Path], folder: Path) -> Iter
             "logprobs": out, "dtype": reader.dtype, "plugins": reader.plugins,
         }  # fmt: skip
         of[place] = jobs.setdefault((path, loader, reader.dtype, reader.plugins), job)
-    (folder / "jobs.json").write_text(json.dumps([*jobs.values()]))
     in_vllm = any(job["loader"] == "vllm" for job in jobs.values())
-    printed = peers.run(package, PROBES / ("peer_vllm.py" if in_vllm else "peer_probe.py"), folder / "jobs.json")
-    if in_vllm:
-        peers.need_int4(printed)
+    for family in {"" if in_vllm else place[1]: None for place in of}:
+        mine = {job["logits"]: job for place, job in of.items() if family in ("", place[1])}
+        (folder / "jobs.json").write_text(json.dumps([*mine.values()]))
+        printed = peers.run(package, PROBES / ("peer_vllm.py" if in_vllm else "peer_probe.py"), folder / "jobs.json")
+        if in_vllm:
+            peers.need_int4(printed)
     for place, job in of.items():
         out, error = Path(job["logits"]), Path(f"{job['logits']}.error")
         if out.exists():

@@ -22,6 +22,7 @@ NO_COMPUTATION = re.compile(  # keys of config.json that say how weights are sto
 )
 OF_THE_WRITER = frozenset(  # keys of other files that whoever saves them again writes anew
     {"transformers_version", "_from_model_config", "_commit_hash", "name_or_path", "tokenizer_class", "processor_class"}
+    | {"local_files_only"}  # an option of whoever loaded it
 )
 LICENCE = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)", re.IGNORECASE)
 ABSENT = object()

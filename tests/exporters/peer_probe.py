@@ -34,9 +34,14 @@ def gptqmodel_model(checkpoint):
 
 
 def llama_logits(checkpoint, ids):
-    """llama.cpp's own, which has no model of torch's."""
+    """llama.cpp's own, which has no model of torch's; on a CPU with tiles its form for them (libggml 0.3.36) ends
+    small matrices of 8 bits by a segmentation fault, and is left out."""
+    import llama_cpp
     from llama_cpp import Llama
 
+    usual = llama_cpp.llama_model_default_params()
+    usual.use_extra_bufts = False
+    llama_cpp.llama_model_default_params = llama_cpp.llama_cpp.llama_model_default_params = lambda: usual
     model = Llama(f"{checkpoint}/model.gguf", n_ctx=ids.shape[1], logits_all=True, type_k=0, type_v=0, verbose=False)
     found = []
     for row in ids.tolist():
