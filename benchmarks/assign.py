@@ -20,6 +20,7 @@ import numpy as np
 from moeq.assigners.online import decide
 from moeq.numerics.knapsack import solve
 from moeq_kernels.packed import packed_bytes
+from moeq_kernels.widths import Encoding
 
 SPLIT_GOAL, OPTIMAL_GOAL = 0.020, 5.0
 AVERAGES = ("3/2", "2", "5/2", "3", "7/2")
@@ -49,7 +50,12 @@ def measure(layers: int, experts: int, hidden: int, intermediate: int, rounds: i
     losses = scale[..., None] * FALL * np.exp(rng.normal(0, 0.2, (layers, experts, len(BITS))))
     counts = rng.poisson(40 * scale / scale.mean(1, keepdims=True)).astype(float)
     shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
-    cost = np.array([sum(packed_bytes(*shape, bits, 128, False) for shape in shapes) for bits in BITS])
+    cost = np.array(
+        [
+            sum(packed_bytes(*shape, bits, Encoding(group_size=128, symmetric=False)) for shape in shapes)
+            for bits in BITS
+        ]
+    )
     values, costs = losses.reshape(-1, len(BITS)), np.tile(cost, (layers * experts, 1))
     split, optimal = [], []
     for average in AVERAGES:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moeq_kernels.packed import PackedWeight, packed_shapes
+from moeq_kernels.widths import Encoding
 
 GROUP, BITS = 128, 4
 METADATA = {"format": "pt"}
@@ -50,7 +51,7 @@ class _Drawn:
     def packed(self, rows: int, inputs: int) -> PackedWeight:
         """Values of variance 1 / inputs and, by zero points of 7 and 8, of mean 0: otherwise one direction would win
         in every layer, and all tokens would be routed alike."""
-        shapes = packed_shapes(rows, inputs, BITS, GROUP, symmetric=False)
+        shapes = packed_shapes(rows, inputs, BITS, Encoding(group_size=GROUP, symmetric=False))
         codes = torch.randint(0, 256, shapes["codes"][0], generator=self.generator, dtype=torch.uint8)
         scales = torch.rand(shapes["scales"][0], generator=self.generator) * 0.5 + 0.75
         low, high = torch.randint(7, 9, (2, *shapes["zeros"][0]), generator=self.generator, dtype=torch.uint8)

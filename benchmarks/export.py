@@ -66,6 +66,7 @@ def make_experts(folder: Path, model: Path, widths: tuple[int, ...]) -> None:
     from moeq.models.source import open_source
     from moeq.runtime.packed_experts import guard_shapes
     from moeq_kernels.packed import packed_shapes
+    from moeq_kernels.widths import Encoding
 
     for layer in describe(open_source(str(model)))[1]:
         tensors = {f"{layer.name}.{name}": torch.zeros(shape, dtype=torch.float16)
@@ -73,7 +74,9 @@ def make_experts(folder: Path, model: Path, widths: tuple[int, ...]) -> None:
         for expert in range(layer.num_experts):
             bits = widths[expert % len(widths)]
             for projection in layer.projections:
-                for part, (shape, dtype) in packed_shapes(*layer.shape(projection), bits, GROUP, True).items():
+                for part, (shape, dtype) in packed_shapes(
+                    *layer.shape(projection), bits, Encoding(group_size=GROUP, symmetric=True)
+                ).items():
                     values = torch.rand(shape).to(dtype) if part == "scales" else torch.randint(256, shape, dtype=dtype)
                     tensors[f"{layer.name}.{expert}.{projection}.{part}"] = values
         write_tensors(folder / layer_name(layer.index), tensors, {"format": "pt"})

@@ -45,6 +45,7 @@ from moeq_kernels.gpu.settings import Settings, Shape, write  # isort: skip
 from moeq_kernels.gpu.stored import Stored  # isort: skip
 from moeq_kernels.gpu.unpacked import grouped_product  # isort: skip
 from moeq_kernels.packed import PackedWeight, packed_shapes  # isort: skip
+from moeq_kernels.widths import Encoding
 
 ACTIVE = (1, 4, 8, 16, 24, 32)
 TABLE1 = {4: 1.56, 8: 1.35}  # geometric means of paper 002
@@ -127,7 +128,9 @@ class Bench:
             name: torch.full(shape, 0.01, dtype=dtype, device=self.device)
             if dtype.is_floating_point
             else torch.randint(0, 256, shape, dtype=dtype, device=self.device, generator=self.generator)
-            for name, (shape, dtype) in packed_shapes(rows, inputs, bits, group, symmetric).items()
+            for name, (shape, dtype) in packed_shapes(
+                rows, inputs, bits, Encoding(group_size=group, symmetric=symmetric)
+            ).items()
         }
         return PackedWeight(
             codes=parts["codes"], scales=parts["scales"], zeros=parts.get("zeros"), bits=bits, group_size=group,

@@ -144,9 +144,7 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
         **_signature(directory),
         "loads_in": loads_in(
             [[expert.widths for expert in layer.experts] for layer in manifest.layers],
-            group_size=manifest.layout["group_size"],
-            symmetric=manifest.layout["symmetric"],
-            nested=bool(manifest.layout.get("nested")),
+            **vars(manifest.encoding),
             layers=manifest.layers,
             others=bool(manifest.others),
         ),
@@ -423,9 +421,7 @@ def _assignment(path: Path) -> dict[str, Any]:
         **_by_bits(list(chain.from_iterable(assignment.expert_widths()))),
         "loads_in": loads_in(
             assignment.expert_widths(),
-            group_size=assignment.group_size,
-            symmetric=assignment.symmetric,
-            nested=assignment.nested,
+            **vars(assignment.encoding),
             names=[layer.name for layer in assignment.layers],
         ),
     }

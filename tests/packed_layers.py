@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
-from moeq_kernels.packed import PackedWeight, grid_bits, has_zeros
+from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack
-from moeq_kernels.widths import group_count
+from moeq_kernels.widths import Encoding, group_count
 
 
 def matrix_of(
@@ -30,8 +30,9 @@ def matrix_of(
         return torch.randn(rows, inputs, generator=random).to(dtype)
     groups = group_count(inputs, group_size)
     zeros = None
-    if has_zeros(bits, symmetric):
-        width = grid_bits(bits, nested)
+    encoding = Encoding(group_size=group_size, symmetric=symmetric, nested=nested)
+    if encoding.has_zeros(bits):
+        width = encoding.grid_bits(bits)
         zeros = pack(torch.randint(0, 2**width, (rows, groups), generator=random), width)
     return PackedWeight(
         codes=pack(torch.randint(0, 2**bits, (rows, inputs), generator=random), bits),

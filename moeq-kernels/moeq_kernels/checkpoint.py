@@ -9,11 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from moeq_kernels.errors import ArtifactError
-from moeq_kernels.packed import PackedWeight
-from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, NESTED_BITS, NESTED_VERSION, WIDTHS, Width
+from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, NESTED_VERSION, WIDTHS, Encoding, Width
 
 FORMAT_VERSION = 1
 MIXED_VERSION = 2  # of checkpoints in which the matrices of some expert differ in width
@@ -28,35 +25,11 @@ def wrong_config(what: str, place: str) -> ArtifactError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
-    """How codes stand for values. group_size: inputs that share a scale, -1 for all of a row."""
-
-    group_size: int
-    symmetric: bool
-    nested: bool = False
-
-    def weight(self, parts: Mapping[str, Tensor], bits: int, inputs: int) -> PackedWeight:
-        """A matrix [N, inputs] of the tensors that are stored; ValueError where they are not those of this grid."""
-        weight = PackedWeight(
-            codes=parts["codes"],
-            scales=parts["scales"],
-            zeros=parts.get("zeros"),
-            bits=bits,
-            group_size=self.group_size,
-            inputs=inputs,
-            symmetric=self.symmetric,
-            nested=self.nested and bits in NESTED_BITS,
-        )
-        weight.check()
-        return weight
-
-
-@dataclass(frozen=True, kw_only=True)
 class Others:
     """Packed modules outside of the experts. bits: {module: width}; tied: {embeddings: the head with its tensors}."""
 
     bits: Mapping[str, int]
-    grid: Grid
+    encoding: Encoding
     tied: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -80,9 +53,8 @@ class Others:
         if not all(isinstance(name, str) for name in tied.values()):
             raise wrong_config("tied names no modules", "others")
         _check_group_size(block["group_size"], "others")
-        return cls(
-            bits=block["bits"], grid=Grid(group_size=block["group_size"], symmetric=block["symmetric"]), tied=tied
-        )
+        encoding = Encoding(group_size=block["group_size"], symmetric=block["symmetric"])
+        return cls(bits=block["bits"], encoding=encoding, tied=tied)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +62,7 @@ class Stored:
     """A checkpoint's packed weights. experts: {path of an experts module: the width of every expert}."""
 
     experts: Mapping[str, Sequence[Width]]
-    grid: Grid
+    encoding: Encoding
     others: Others | None = None
 
     @classmethod
@@ -114,7 +86,7 @@ class Stored:
             raise wrong_config(f"widths of experts must be of {WIDTHS}", "quantization_config")
         return cls(
             experts=experts,
-            grid=Grid(group_size=group_size, symmetric=symmetric, nested=nested),
+            encoding=Encoding(group_size=group_size, symmetric=symmetric, nested=nested),
             others=Others.of(block["others"]) if block.get("others") else None,
         )
 

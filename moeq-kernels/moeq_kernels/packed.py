@@ -18,41 +18,31 @@ from torch import Tensor
 
 from moeq_kernels import grids
 from moeq_kernels.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
-from moeq_kernels.widths import NESTED_BITS, PARTS, SUPPORTED_BITS, group_count, resolved_group_size
+from moeq_kernels.widths import PARTS, SUPPORTED_BITS, Encoding, group_count, resolved_group_size
 
 
-def has_zeros(bits: int, symmetric: bool) -> bool:
-    """Whether zero points are stored."""
-    return bits > 1 and not symmetric
-
-
-def grid_bits(bits: int, nested: bool) -> int:
-    """The width of the grid that a weight of `bits` bits is stored with: that of the widest where it is nested."""
-    return NESTED_BITS[-1] if nested and bits in NESTED_BITS else bits
-
-
-def middle_of(bits: int, nested: bool) -> float:
+def middle_of(bits: int, encoding: Encoding) -> float:
     """The zero point of codes whose zero points are not stored."""
-    return grids.SIGN_ZERO if bits == 1 else 2.0 ** (grid_bits(bits, nested) - 1)
+    return grids.SIGN_ZERO if bits == 1 else 2.0 ** (encoding.grid_bits(bits) - 1)
 
 
-def packed_bytes(rows: int, inputs: int, bits: int, group_size: int, symmetric: bool, nested: bool = False) -> int:
+def packed_bytes(rows: int, inputs: int, bits: int, encoding: Encoding) -> int:
     """Bytes of one packed weight [rows, inputs]: codes, scales and zero points."""
-    shapes = packed_shapes(rows, inputs, bits, group_size, symmetric, nested)
+    shapes = packed_shapes(rows, inputs, bits, encoding)
     return sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
 def packed_shapes(
-    rows: int, inputs: int, bits: int, group_size: int, symmetric: bool, nested: bool = False
+    rows: int, inputs: int, bits: int, encoding: Encoding
 ) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
     """Shape and dtype of each stored part of one packed weight."""
-    groups = group_count(inputs, group_size)
+    groups = group_count(inputs, encoding.group_size)
     shapes = {
         "codes": ((rows, packed_row_bytes(inputs, bits)), torch.uint8),
         "scales": ((rows, groups), grids.SCALE_DTYPE),
     }
-    if has_zeros(bits, symmetric):
-        shapes["zeros"] = ((rows, packed_row_bytes(groups, grid_bits(bits, nested))), torch.uint8)
+    if encoding.has_zeros(bits):
+        shapes["zeros"] = ((rows, packed_row_bytes(groups, encoding.grid_bits(bits))), torch.uint8)
     return shapes
 
 
@@ -71,6 +61,19 @@ class PackedWeight:
     inputs: int
     symmetric: bool
     nested: bool = False
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Tensor], bits: int, inputs: int, encoding: Encoding) -> PackedWeight:
+        """A weight of its stored tensors by name, see `parts`; KeyError where it has no codes or scales."""
+        own = vars(encoding.at(bits))
+        return cls(
+            codes=parts["codes"], scales=parts["scales"], zeros=parts.get("zeros"), bits=bits, inputs=inputs, **own
+        )
+
+    @property
+    def encoding(self) -> Encoding:
+        """How its codes stand for values."""
+        return Encoding.of(self)
 
     def parts(self) -> dict[str, Tensor]:
         """The stored tensors by name: codes [..., N, B], scales [..., N, G] and, where there are some, zeros."""
@@ -92,9 +95,7 @@ class PackedWeight:
         *before, rows, _ = self.codes.shape
         wanted = {
             part: ([*before, *shape], dtype)
-            for part, (shape, dtype) in packed_shapes(
-                rows, self.inputs, self.bits, self.group_size, self.symmetric, self.nested
-            ).items()
+            for part, (shape, dtype) in packed_shapes(rows, self.inputs, self.bits, self.encoding).items()
         }
         given = {part: (list(tensor.shape), tensor.dtype) for part, tensor in self.parts().items()}
         if wanted != given:
@@ -124,9 +125,9 @@ class PackedWeight:
 
     def grid(self) -> tuple[Tensor, Tensor | float]:
         """Scale and zero point of the codes as they are."""
-        zero: Tensor | float = middle_of(self.bits, self.nested)
+        zero: Tensor | float = middle_of(self.bits, self.encoding)
         if self.zeros is not None:
-            zero = unpack(self.zeros, grid_bits(self.bits, self.nested), self.scales.shape[-1])
+            zero = unpack(self.zeros, self.encoding.grid_bits(self.bits), self.scales.shape[-1])
         if not self.nested:
             return self.scales, zero
         scale = self.scales.float()
@@ -158,7 +159,7 @@ def some_inputs(weight: PackedWeight, first: int, count: int) -> PackedWeight:
     groups = slice(first // size, -(-last // size))
     zeros = weight.zeros
     if zeros is not None:
-        bits = grid_bits(weight.bits, weight.nested)
+        bits = weight.encoding.grid_bits(weight.bits)
         zeros = pack(unpack(zeros, bits, weight.scales.shape[-1])[..., groups], bits)
     return replace(
         weight,

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeq_kernels.checkpoint import DENSE, Grid
+from moeq_kernels.checkpoint import DENSE
 from moeq_kernels.choice import policy, prepared_layer, prepared_linear
 from moeq_kernels.description import DOWN, Gate, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
 from moeq_kernels.freed import return_memory
-from moeq_kernels.packed import has_zeros, some_inputs
-from moeq_kernels.widths import FULL, PARTS, Width, width_of
+from moeq_kernels.packed import PackedWeight, some_inputs
+from moeq_kernels.widths import FULL, PARTS, Encoding, Width, width_of
 
 GATE, UP = "gate_proj", "up_proj"
 PROJECTIONS = {"w1": GATE, "w3": UP, "w2": DOWN}  # by the runtimes' names
@@ -34,10 +34,10 @@ class Parts:
     """What came of one matrix [rows, inputs] of `bits` bits, of which a device has the rows and inputs `mine`."""
 
     def __init__(
-        self, bits: int, grid: Grid, rows: int, inputs: int, mine: tuple[slice, slice], biased: bool = False
+        self, bits: int, encoding: Encoding, rows: int, inputs: int, mine: tuple[slice, slice], biased: bool = False
     ) -> None:
-        self.bits, self.grid, self.rows, self.inputs, self.mine = bits, grid, rows, inputs, mine
-        stored = ("codes", "scales", *(("zeros",) if has_zeros(bits, grid.symmetric) else ()))
+        self.bits, self.encoding, self.rows, self.inputs, self.mine = bits, encoding, rows, inputs, mine
+        stored = ("codes", "scales", *(("zeros",) if encoding.has_zeros(bits) else ()))
         self.wanted = {*((DENSE,) if bits == FULL else stored), *(("bias",) if biased else ())}
         self.found: dict[str, Tensor] = {}
 
@@ -61,7 +61,8 @@ class Parts:
         if self.bits == FULL:
             return self.found[DENSE].to(dtype)[rows, inputs].contiguous()
         try:
-            weight = self.grid.weight(self.found, self.bits, self.inputs)
+            weight = PackedWeight.of(self.found, self.bits, self.inputs, self.encoding)
+            weight.check()
         except ValueError as error:
             raise ValueError(f"moeq: {name}: {error}; export the checkpoint again") from None
         if weight.codes.shape[0] != self.rows:
@@ -91,7 +92,7 @@ class LayerParts:
     def __init__(
         self,
         name: str,
-        grid: Grid,
+        encoding: Encoding,
         widths: Sequence[Width],
         count: int,
         sizes: tuple[int, int],
@@ -111,7 +112,7 @@ class LayerParts:
         self.name, self.dtype, self.gate, self.activation = name, dtype, gate, activation
         self.local, self.biased, self.leads = local, biased, leads
         self.parts = {
-            (local(expert), projection): Parts(width_of(width, projection), grid, *shape, biased)
+            (local(expert), projection): Parts(width_of(width, projection), encoding, *shape, biased)
             for expert, width in enumerate(widths)
             for projection, shape in shapes.items()
             if local(expert) >= 0
@@ -178,7 +179,7 @@ class LinearParts:
     def __init__(
         self,
         layer: str,
-        grid: Grid,
+        encoding: Encoding,
         bits: Mapping[str, int],
         rows: Sequence[int],
         inputs: int,
@@ -192,7 +193,7 @@ class LinearParts:
         self.dtype, self.parts = dtype, dict[str, Parts]()
         for (name, width), own in zip(bits.items(), rows, strict=True):
             rank, of = ranks(name)
-            self.parts[name] = Parts(width, grid, of * own, inputs, (slice(rank * own, (rank + 1) * own), mine))
+            self.parts[name] = Parts(width, encoding, of * own, inputs, (slice(rank * own, (rank + 1) * own), mine))
 
     def place(self, layer: nn.Module) -> None:
         """Give a runtime's layer the parameters by whose names it looks for a loader."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 FULL = 16  # stands for an expert or a matrix as the checkpoint has it
 WIDTHS = (1, 2, 3, 4, 8, FULL)  # of an expert, or of one of its matrices
@@ -21,6 +22,55 @@ EXACT_BITS = 52  # whole numbers up to 2**52, and half of one more, are exact in
 MAX_SHIFT = 62
 
 Width = int | Mapping[str, int]  # of an expert: one for all of its matrices, or {projection: bits}
+
+
+class _Said(Protocol):
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def symmetric(self) -> bool: ...
+    @property
+    def nested(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How the codes of packed weights stand for values, whatever their width: what decides their parts and sizes.
+
+    group_size: inputs that share a scale, -1 for all of a row; symmetric: no zero points are stored; nested: the codes
+    of 2 and 3 bits are the leading bits of those of 4.
+    """
+
+    group_size: int
+    symmetric: bool
+    nested: bool = False
+
+    @classmethod
+    def of(cls, said: _Said) -> Encoding:
+        """That of an assignment, of a recipe's section `losses`, of a packed weight."""
+        return cls(group_size=said.group_size, symmetric=said.symmetric, nested=said.nested)
+
+    @classmethod
+    def described(cls, said: Mapping[str, Any]) -> Encoding:
+        """The inverse of `describe`; what else is said there is not looked at."""
+        return cls(group_size=said["group_size"], symmetric=said["symmetric"], nested=bool(said.get("nested", False)))
+
+    def describe(self) -> dict[str, Any]:
+        """As files say it: nested only where it is."""
+        said = {"group_size": self.group_size, "symmetric": self.symmetric}
+        return said | ({"nested": True} if self.nested else {})
+
+    def at(self, bits: int) -> Encoding:
+        """That of weights of one width: others than 2, 3 and 4 bits are never nested."""
+        return replace(self, nested=False) if self.nested and bits not in NESTED_BITS else self
+
+    def has_zeros(self, bits: int) -> bool:
+        """Whether zero points are stored."""
+        return bits > 1 and not self.symmetric
+
+    def grid_bits(self, bits: int) -> int:
+        """The width of the grid that a weight of `bits` bits is stored with: that of the widest where it is nested."""
+        return NESTED_BITS[-1] if self.nested and bits in NESTED_BITS else bits
 
 
 def width_of(widths: Width, projection: str) -> int:

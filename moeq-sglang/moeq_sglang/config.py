@@ -48,13 +48,13 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
             if number not in self.experts:
                 return UnquantizedFusedMoEMethod()
             self.asked.add(number)
-            return MoeqExperts(self.stored.grid, self.experts[number])
+            return MoeqExperts(self.stored.encoding, self.experts[number])
         packed = self.packed_in(below(prefix))
         self.asked |= packed.keys()
         if packed and isinstance(layer, VocabParallelEmbedding):
             raise ValueError(f"moeq: {prefix}: packed embeddings and heads are not served by SGLang; export without")
         if packed and self.stored.others is not None:
-            return MoeqLinear(self.stored.others.grid, packed, prefix)
+            return MoeqLinear(self.stored.others.encoding, packed, prefix)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
     def check(self) -> None:

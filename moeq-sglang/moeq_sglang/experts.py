@@ -13,10 +13,9 @@ from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from torch import Tensor
 
-from moeq_kernels.checkpoint import Grid
 from moeq_kernels.description import PreparedLayer
 from moeq_kernels.parts import GATE, UP, LayerParts
-from moeq_kernels.widths import Width
+from moeq_kernels.widths import Encoding, Width
 
 GATES = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}  # act(gate_proj) * up_proj
 SPECIAL = ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")  # of gates of another form
@@ -26,8 +25,8 @@ SCALED = "routed_scaling_factor"  # applied by the kernels on CUDA and by SGLang
 class MoeqExperts(FusedMoEMethodBase):  # type: ignore[misc]
     """widths: of every expert of the layer. A layer is arranged as soon as its last tensor has come."""
 
-    def __init__(self, grid: Grid, widths: Sequence[Width]) -> None:
-        self.grid, self.widths = grid, widths
+    def __init__(self, encoding: Encoding, widths: Sequence[Width]) -> None:
+        self.encoding, self.widths = encoding, widths
         self.prepared: PreparedLayer | None = None
 
     def create_weights(
@@ -54,7 +53,7 @@ class MoeqExperts(FusedMoEMethodBase):  # type: ignore[misc]
         act = GATES[config.activation]
         self.parts = LayerParts(
             name,
-            self.grid,
+            self.encoding,
             self.widths,
             num_experts,
             (hidden_size, intermediate_size_per_partition),

@@ -13,16 +13,16 @@ import torch
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from torch import Tensor, nn
 
-from moeq_kernels.checkpoint import Grid
 from moeq_kernels.description import PreparedLinear
 from moeq_kernels.parts import LinearParts, products
+from moeq_kernels.widths import Encoding
 
 
 class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
     """bits: {module of the checkpoint: width} of those that lie in the layer, in order; 16 for one that is dense."""
 
-    def __init__(self, grid: Grid, bits: Mapping[str, int], prefix: str) -> None:
-        self.grid, self.bits, self.prefix = grid, bits, prefix
+    def __init__(self, encoding: Encoding, bits: Mapping[str, int], prefix: str) -> None:
+        self.encoding, self.bits, self.prefix = encoding, bits, prefix
         self.prepared: tuple[PreparedLinear, ...] = ()
 
     def create_weights(
@@ -38,7 +38,9 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
         """ValueError for what is not served."""
         if (input_size_per_partition, sum(output_partition_sizes)) != (input_size, output_size):
             raise ValueError(f"moeq: {self.prefix}: packed linears are served on one device in SGLang; set --tp 1")
-        self.parts = LinearParts(self.prefix, self.grid, self.bits, output_partition_sizes, input_size, params_dtype)
+        self.parts = LinearParts(
+            self.prefix, self.encoding, self.bits, output_partition_sizes, input_size, params_dtype
+        )
         self.parts.place(layer)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

@@ -54,11 +54,11 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
             number = layer_of(prefix)
             if number not in self.experts:
                 return UnquantizedFusedMoEMethod(layer.moe_config)
-            return MoeqExperts(layer.moe_config, self.stored.grid, self.experts[number])
+            return MoeqExperts(layer.moe_config, self.stored.encoding, self.experts[number])
         packed = self.packed_in(prefix)
         if packed and self.stored.others is not None:
             kind = MoeqEmbedding if isinstance(layer, VocabParallelEmbedding) else MoeqLinear
-            return kind(self.stored.others.grid, packed)
+            return kind(self.stored.others.encoding, packed)
         if isinstance(layer, ParallelLMHead) and prefix in self.tied:
             return MoeqTiedHead()
         if isinstance(layer, VocabParallelEmbedding):

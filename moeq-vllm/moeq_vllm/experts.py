@@ -15,10 +15,9 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from moeq_kernels.checkpoint import Grid
 from moeq_kernels.description import PreparedLayer
 from moeq_kernels.parts import GATE, UP, LayerParts
-from moeq_kernels.widths import Width
+from moeq_kernels.widths import Encoding, Width
 from moeq_vllm.operators import make_known, routed
 
 NAMES = {  # of vLLM's activations, as kernels know them
@@ -29,9 +28,9 @@ NAMES = {  # of vLLM's activations, as kernels know them
 class MoeqExperts(FusedMoEMethodBase):
     """widths: of every expert of the layer. A layer is arranged as soon as its last tensor has come."""
 
-    def __init__(self, moe: FusedMoEConfig, grid: Grid, widths: Sequence[Width]) -> None:
+    def __init__(self, moe: FusedMoEConfig, encoding: Encoding, widths: Sequence[Width]) -> None:
         super().__init__(moe)
-        self.grid, self.widths = grid, widths
+        self.encoding, self.widths = encoding, widths
         self.prepared: PreparedLayer | None = None
 
     def create_weights(
@@ -52,7 +51,7 @@ class MoeqExperts(FusedMoEMethodBase):
         first, count = ranks.tp_rank * intermediate_size_per_partition, intermediate_size_per_partition
         self.parts = LayerParts(
             layer.layer_name,
-            self.grid,
+            self.encoding,
             self.widths,
             layer.global_num_experts,
             (hidden_size, ranks.tp_size * count),

@@ -18,18 +18,18 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from moeq_kernels.checkpoint import Grid
 from moeq_kernels.description import PreparedLinear
 from moeq_kernels.parts import GUARD, LinearParts, placeholder, products
 from moeq_kernels.reference import values
+from moeq_kernels.widths import Encoding
 from moeq_vllm.operators import looked_up, make_known, product
 
 
 class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
     """bits: {module of the checkpoint: width} of those that lie in the layer, in order; 16 for one that is dense."""
 
-    def __init__(self, grid: Grid, bits: Mapping[str, int]) -> None:
-        self.grid, self.bits = grid, bits
+    def __init__(self, encoding: Encoding, bits: Mapping[str, int]) -> None:
+        self.encoding, self.bits = encoding, bits
         self.prepared: tuple[PreparedLinear, ...] = ()
 
     def create_weights(
@@ -46,7 +46,7 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
         first = layer.tp_rank * self.inputs if isinstance(layer, RowParallelLinear) else 0
         self.parts = LinearParts(
             layer.prefix,
-            self.grid,
+            self.encoding,
             self.bits,
             output_partition_sizes,
             input_size,

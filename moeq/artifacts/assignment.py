@@ -25,6 +25,7 @@ from moeq.artifacts.files import write_json
 from moeq.artifacts.stage import Frozen, read_model
 from moeq_kernels.widths import FULL as FULL
 from moeq_kernels.widths import WIDTHS as WIDTHS
+from moeq_kernels.widths import Encoding
 from moeq_kernels.widths import Width as Width
 from moeq_kernels.widths import width_of as width_of
 
@@ -136,6 +137,11 @@ class Assignment(Frozen):
     symmetric: bool = False
     nested: bool = False
     layers: tuple[LayerAssignment, ...]
+
+    @property
+    def encoding(self) -> Encoding:
+        """How the codes of packed experts stand for values."""
+        return Encoding.of(self)
 
     @property
     def is_mixed(self) -> bool:

@@ -22,7 +22,7 @@ from moeq.artifacts.stage import Frozen, ModelStamp, read_model
 from moeq.bounded import shown
 from moeq.errors import ArtifactError
 from moeq.version import __version__
-from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, NESTED_VERSION
+from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, NESTED_VERSION, Encoding
 
 SCHEMA_VERSION = 1
 NAME = "placement.json"
@@ -191,6 +191,11 @@ class PlacedModule(Frozen):
     bytes: int
     sha256: str
 
+    @property
+    def encoding(self) -> Encoding:
+        """How its codes stand for values."""
+        return Encoding(group_size=self.group_size, symmetric=self.symmetric)
+
     @model_validator(mode="after")
     def _adds_up(self) -> PlacedModule:
         _check_sum(self.tensors, self.bytes)
@@ -252,6 +257,11 @@ class PlacementManifest(Frozen):
         return self
 
     @property
+    def encoding(self) -> Encoding:
+        """How the codes of packed experts stand for values."""
+        return Encoding.described(self.layout)
+
+    @property
     def bits_per_weight(self) -> float:
         """Bits that the placed replicas store for a weight of the experts."""
         return 8 * self.totals.placed_expert_bytes / max(1, sum(layer.weights for layer in self.layers))
@@ -263,14 +273,13 @@ class PlacementManifest(Frozen):
         return of_experts | {module.file for module in self.others} | {code.file for code in self.code}
 
 
-def layout(group_size: int, symmetric: bool, nested: bool = False, mixed: bool = False) -> dict[str, Any]:
+def layout(encoding: Encoding, mixed: bool = False) -> dict[str, Any]:
     """The layout block of a manifest; mixed: whether some expert's matrices differ in width."""
+    nested = encoding.nested
     return {
         "name": LAYOUT,
         "version": NESTED_VERSION if nested else LAYOUT_VERSION,
-        "group_size": group_size,
-        "symmetric": symmetric,
-        **({"nested": True} if nested else {}),
+        **encoding.describe(),
         "description": LAYOUT_TEXT + (NESTED_TEXT if nested else "") + (MIXED_TEXT if mixed else ""),
     }
 

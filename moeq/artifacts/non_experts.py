@@ -20,6 +20,7 @@ from moeq.artifacts.files import write_json
 from moeq.artifacts.replicas import SCHEMA_VERSION as STORE_VERSION
 from moeq.artifacts.replicas import Made, ReplicaIndex
 from moeq.artifacts.stage import Frozen, read_model
+from moeq_kernels.widths import Encoding
 
 SCHEMA_VERSION = 1
 NAME = "others.json"
@@ -44,6 +45,11 @@ class OtherRow(Frozen):
     fallback: str
     bytes: int
     tied: str | None = None
+
+    @property
+    def encoding(self) -> Encoding:
+        """How its codes stand for values."""
+        return Encoding(group_size=self.group_size, symmetric=self.symmetric)
 
 
 class OtherTable(Frozen):

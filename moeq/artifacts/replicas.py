@@ -32,7 +32,7 @@ from moeq.artifacts.reading import NAME_BYTES, PlainName, TensorHeader, parse_js
 from moeq.artifacts.stage import Frozen, check_schema_version, read_model
 from moeq.artifacts.tensor_files import dtype_name, layout_of, stored_chunks, tensor_bytes, write_in_chunks
 from moeq.errors import ArtifactError
-from moeq_kernels.widths import PARTS
+from moeq_kernels.widths import PARTS, Encoding
 
 if TYPE_CHECKING:
     from moeq_kernels.packed import PackedWeight
@@ -243,11 +243,10 @@ class LayerReplicas:
             self._handle = safe_open(self.path, "pt")
         stated = self.entries[entry]
         prefix = f"{entry}.{projection}"
-        parts: dict[str, Any] = {
-            part: self._handle.get_slice(f"{prefix}.{part}")[expert] if f"{prefix}.{part}" in self.tensors else None
-            for part in PARTS
-        }
-        return PackedWeight(bits=stated["bits"], **parts, **stated["projections"][projection])
+        keys = {part: f"{prefix}.{part}" for part in PARTS if f"{prefix}.{part}" in self.tensors}
+        parts = {part: self._handle.get_slice(key)[expert] for part, key in keys.items()}
+        said = stated["projections"][projection]
+        return PackedWeight.of(parts, stated["bits"], said["inputs"], Encoding.described(said))
 
     def _check_stack(self, entry: str, projection: str, expert: int) -> None:
         """ArtifactError unless a projection's tensors are a stack of what its entry says, with this expert in it."""
@@ -258,10 +257,12 @@ class LayerReplicas:
         shape = () if codes is None else codes.shape
         if len(shape) != 3 or expert >= shape[0]:
             raise ArtifactError(f"no replica {entry} of expert {expert}", where=str(self.path), do=REMEDY)
-        grid = {"nested": False} | stated["projections"][projection]
+        said = stated["projections"][projection]
         wanted = {
             part: (dtype_name(dtype), (shape[0], *size))
-            for part, (size, dtype) in packed_shapes(shape[1], bits=stated["bits"], **grid).items()
+            for part, (size, dtype) in packed_shapes(
+                shape[1], said["inputs"], stated["bits"], Encoding.described(said)
+            ).items()
         }
         there = {part: self.tensors.get(f"{entry}.{projection}.{part}") for part in PARTS}
         if wanted != {part: (header.dtype, header.shape) for part, header in there.items() if header is not None}:
@@ -336,8 +337,7 @@ def lacking(
 
 
 def described(entry: str, sha256: str, projections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What a layer's file says of an entry; projections: {name: inputs, group_size, symmetric,
-    nested where it is}."""
+    """What a layer's file says of an entry; projections: {name: inputs and encoding}."""
     return {"bits": int(entry.split(".")[1]), "projections": projections, "sha256": sha256}
 
 
@@ -406,9 +406,7 @@ def _write(
         own = {f"{name}.{projection}.{part}": tensor for projection, weight in weights.items()
                for part, tensor in weight.parts().items()}  # fmt: skip
         shapes = {
-            projection: {"inputs": weight.inputs, "group_size": weight.group_size, "symmetric": weight.symmetric}
-            | ({"nested": True} if weight.nested else {})
-            for projection, weight in weights.items()
+            projection: {"inputs": weight.inputs} | weight.encoding.describe() for projection, weight in weights.items()
         }
         entries[name] = described(name, digest_of_chunks(tensor_bytes(own[key]) for key in sorted(own)), shapes)
         tensors |= own

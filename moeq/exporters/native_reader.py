@@ -24,7 +24,7 @@ from moeq.runtime.hook import unhooked
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name
 from moeq_kernels.packed import PackedWeight, packed_shapes
-from moeq_kernels.widths import NESTED_BITS, PARTS
+from moeq_kernels.widths import PARTS, Encoding
 
 REMEDY = "export the checkpoint again"
 ALL_REPLICAS = "export with quantize.replicas: all"
@@ -100,8 +100,8 @@ class NativeReader:
         for module in self.manifest.others:
             self._check(module, module.name)
             shape = (module.rows, module.inputs)
-            grid = {"bits": module.bits, "group_size": module.group_size, "symmetric": module.symmetric}
-            yield module.name, self._packed(module, module.key_prefix, shape, grid, module.name)
+            packed = self._packed(module, module.key_prefix, shape, module.bits, module.encoding, module.name)
+            yield module.name, packed
 
     def rest(self) -> list[str]:
         """Keys of tensors that are neither of experts nor of packed modules, nor guards."""
@@ -120,10 +120,7 @@ class NativeReader:
             if tuple(tensor.shape) != shape:
                 raise ArtifactError(f"is {list(tensor.shape)}, not {list(shape)}", where=self._where(what), do=REMEDY)
             return tensor
-        grid = self.manifest.layout
-        nested = bool(grid.get("nested")) and bits in NESTED_BITS
-        settings = {"bits": bits, "group_size": grid["group_size"], "symmetric": grid["symmetric"], "nested": nested}
-        return self._packed(replica, prefix, shape, settings, what)
+        return self._packed(replica, prefix, shape, bits, self.manifest.encoding, what)
 
     def _check(self, place: Replica | PlacedModule, what: str) -> None:
         """ArtifactError unless the tensors of an expert or a module hold what the manifest says."""
@@ -134,17 +131,21 @@ class NativeReader:
             )
 
     def _packed(
-        self, place: Replica | PlacedModule, prefix: str, shape: tuple[int, int], grid: dict[str, Any], what: str
+        self,
+        place: Replica | PlacedModule,
+        prefix: str,
+        shape: tuple[int, int],
+        bits: int,
+        encoding: Encoding,
+        what: str,
     ) -> PackedWeight:
         parts = {}
-        for name, (size, dtype) in packed_shapes(*shape, **grid).items():
+        for name, (size, dtype) in packed_shapes(*shape, bits, encoding).items():
             parts[name] = self._tensor(place.file, f"{prefix}{name}", what)
             if (tuple(parts[name].shape), parts[name].dtype) != (size, dtype):
                 why = f"{name} is {parts[name].dtype} {list(parts[name].shape)}, not {dtype} {list(size)}"
                 raise ArtifactError(why, where=self._where(what), do=REMEDY)
-        return PackedWeight(
-            codes=parts["codes"], scales=parts["scales"], zeros=parts.get("zeros"), inputs=shape[1], **grid
-        )
+        return PackedWeight.of(parts, bits, shape[1], encoding)
 
     def _tensor(self, file: str, key: str, what: str) -> Tensor:
         if file not in self._files:

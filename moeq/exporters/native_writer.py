@@ -48,7 +48,7 @@ from moeq.runtime.hook import HOOK_FILE, HOOK_SHA256, HOOK_TEXT, hooked
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name
 from moeq_kernels.checkpoint import FORMAT_VERSION, MIXED_VERSION
-from moeq_kernels.widths import METHOD, NESTED_BITS, PARTS
+from moeq_kernels.widths import METHOD, NESTED_BITS, PARTS, Encoding
 
 _EXTRA = "replicas-"
 
@@ -134,24 +134,20 @@ def native_config(inputs: ExportInputs, config: dict[str, Any]) -> dict[str, Any
 def _quantization(inputs: ExportInputs) -> dict[str, Any]:
     own = inputs.assignment
     experts = {layer.name: widths for layer, widths in zip(inputs.layers, own.expert_widths(), strict=True)}
-    block = quantization(own.group_size, own.symmetric, own.nested, own.is_mixed, inputs.others)
+    block = quantization(own.encoding, own.is_mixed, inputs.others)
     return block | {"experts": experts}
 
 
-def quantization(
-    group_size: int, symmetric: bool, nested: bool, mixed: bool, others: OtherTable | None
-) -> dict[str, Any]:
+def quantization(encoding: Encoding, mixed: bool, others: OtherTable | None) -> dict[str, Any]:
     """What config.json says of a checkpoint, but for the width of every expert."""
-    block = layout(group_size, symmetric, nested, mixed)
+    block = layout(encoding, mixed)
     return {
         **({} if others is None or not others.modules else {"others": other_widths(others)}),
         "quant_method": METHOD,
         "format_version": MIXED_VERSION if mixed else FORMAT_VERSION,
         "layout": block["name"],
         "layout_version": block["version"],
-        "group_size": group_size,
-        "symmetric": symmetric,
-        **({"nested": True} if nested else {}),
+        **encoding.describe(),
     }
 
 
@@ -192,7 +188,7 @@ def native_manifest(inputs: ExportInputs, headers: dict[str, TensorHeader], side
     return PlacementManifest(
         model=inputs.stamp,
         assignment=own.model_dump(mode="json", include={"name", "method", "parameters"}),
-        layout=layout(own.group_size, own.symmetric, own.nested, own.is_mixed),
+        layout=layout(own.encoding, own.is_mixed),
         layers=tuple(layers),
         others=others,
         tensors=stored_tensors({key: header for key, header in headers.items() if key not in packed}),

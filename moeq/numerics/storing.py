@@ -10,9 +10,9 @@ from torch import Tensor
 
 from moeq.numerics.gptq import Quantized
 from moeq_kernels import grids
-from moeq_kernels.packed import PackedWeight, grid_bits, has_zeros, middle_of
+from moeq_kernels.packed import PackedWeight, middle_of
 from moeq_kernels.packing import pack, unpack
-from moeq_kernels.widths import NESTED_BITS
+from moeq_kernels.widths import Encoding
 
 
 class NotStorable(ValueError):
@@ -56,26 +56,18 @@ def packed_of(quantized: Quantized, bits: int, symmetric: bool, nested: bool = F
     nested: the widths 2, 3 and 4 of the batch are what `nested.quantize` made. Raises NotStorable for what would
     have to be rounded: codes or zero points off the grid, scales that are not finite or have too many digits.
     """
-    index, nested = quantized.bits.index(bits), nested and bits in NESTED_BITS
+    encoding = Encoding(group_size=quantized.group_size, symmetric=symmetric, nested=nested).at(bits)
+    index = quantized.bits.index(bits)
     codes, scale, zero = (part[:, index] for part in (quantized.codes, quantized.scale, quantized.zero))
-    if nested:
+    if encoding.nested:
         scale, zero = grids.grid_of_nested(scale, zero, bits)
-    scales, stored = _stored_scales(scale), None
-    if has_zeros(bits, symmetric):
-        stored = _packed_codes("zero points", zero, grid_bits(bits, nested))
+    parts = {"scales": _stored_scales(scale)}
+    if encoding.has_zeros(bits):
+        parts["zeros"] = _packed_codes("zero points", zero, encoding.grid_bits(bits))
     else:
-        between = middle_of(bits, nested)
+        between = middle_of(bits, encoding)
         _refuse(zero != between, f"zero points other than {between:g}")
-    return PackedWeight(
-        codes=_packed_codes("codes", codes, bits),
-        scales=scales,
-        zeros=stored,
-        bits=bits,
-        group_size=quantized.group_size,
-        inputs=codes.shape[-1],
-        symmetric=symmetric,
-        nested=nested,
-    )
+    return PackedWeight.of(parts | {"codes": _packed_codes("codes", codes, bits)}, bits, codes.shape[-1], encoding)
 
 
 def unpacked(weight: PackedWeight) -> Quantized:

@@ -54,7 +54,7 @@ def _refused(context: Context, name: str, widths: Widths) -> str | None:
         loaded = [bits for bits in used if loads_width(target, bits, group_size=size, symmetric=symmetric)]
         variants = [[[bits] * len(layer) for layer in widths] for bits in loaded or used]
     for variant in variants:
-        reason = export.refused(context, name, variant, section)
+        reason = export.refused(context, name, variant, section.encoding)
         if reason is not None:
             return "; ".join(reason)
     return None

@@ -26,6 +26,7 @@ from moeq.quantizers.stored import stored_as
 from moeq.registry import QUANTIZERS
 from moeq_kernels.grids import beyond_float16
 from moeq_kernels.packed import PackedWeight, joined
+from moeq_kernels.widths import Encoding
 
 ROUNDING = "rtn"  # what quantizes embeddings, and linears of whose inputs too little is known
 ROWS_AT_ONCE = 4096  # output rows of a large matrix that are quantized and measured together
@@ -155,6 +156,11 @@ class Grid:
     group_size: int
     symmetric: bool
     damping: float
+
+    @property
+    def encoding(self) -> Encoding:
+        """How its codes stand for values."""
+        return Encoding(group_size=self.group_size, symmetric=self.symmetric)
 
     @property
     def needs_factor(self) -> bool:

@@ -9,6 +9,7 @@ from pydantic import Field, create_model, model_validator
 from moeq.recipe.choices import Bits, Quantizer
 from moeq.recipe.types import Bytes, Section, check_group_size, check_named
 from moeq.registry import QUANTIZERS
+from moeq_kernels.widths import Encoding
 
 
 class LayerEffectsSection(Section):
@@ -90,6 +91,11 @@ class _LossesSection(Section):
             if effects is not None and effects.bits not in self.bits:
                 raise ValueError(f"{name}: {effects.bits} bits is not among losses.bits")
         return self
+
+    @property
+    def encoding(self) -> Encoding:
+        """How the codes of replicas stand for values."""
+        return Encoding.of(self)
 
     def symmetry(self) -> bool | Literal["narrow", "full"]:
         """The kind of grid, as the numerics take it."""

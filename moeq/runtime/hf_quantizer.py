@@ -92,9 +92,7 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
                 packed = PACKED[layer.kind.name](
                     layer,
                     config.experts[name],
-                    group_size=config.group_size,
-                    symmetric=config.symmetric,
-                    nested=config.nested,
+                    encoding=stored.encoding,
                     original=original,
                     dtype=original.get_parameter(layer.parameters[0]).dtype,
                 )

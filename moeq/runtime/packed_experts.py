@@ -39,7 +39,7 @@ from moeq_kernels.description import LayerOfExperts, Matrix, PreparedLayer
 from moeq_kernels.freed import return_memory
 from moeq_kernels.packed import PackedWeight, packed_shapes
 from moeq_kernels.reference import routed_sum, values
-from moeq_kernels.widths import NESTED_BITS, PARTS
+from moeq_kernels.widths import PARTS, Encoding
 
 GUARD_DTYPE = torch.float16
 HELD = (*PARTS, DENSE, "bias")
@@ -69,15 +69,12 @@ class PackedLinear(Puts):
         rows: int,
         inputs: int,
         bits: int,
-        group_size: int,
-        symmetric: bool,
+        encoding: Encoding,
         dense_dtype: torch.dtype,
         biased: bool,
-        nested: bool = False,
     ) -> None:
         super().__init__()
-        self.inputs, self.bits, self.group_size, self.symmetric = inputs, bits, group_size, symmetric
-        self.nested = nested and bits in NESTED_BITS
+        self.inputs, self.bits, self.encoding = inputs, bits, encoding
         self.biased = biased
         self.arranged: Arranged | None = None
         if biased:
@@ -85,7 +82,7 @@ class PackedLinear(Puts):
         if bits == FULL:
             self.register_buffer(DENSE, torch.empty(rows, inputs, dtype=dense_dtype))
             return
-        for part, (shape, dtype) in packed_shapes(rows, inputs, bits, group_size, symmetric, nested).items():
+        for part, (shape, dtype) in packed_shapes(rows, inputs, bits, encoding).items():
             self.register_buffer(part, torch.empty(shape, dtype=dtype))
 
     @property
@@ -99,16 +96,8 @@ class PackedLinear(Puts):
             return self.arranged.matrix()
         if self.bits == FULL:
             return self.get_buffer(DENSE)
-        return PackedWeight(
-            codes=self.get_buffer("codes"),
-            scales=self.get_buffer("scales"),
-            zeros=self._buffers.get("zeros"),
-            bits=self.bits,
-            group_size=self.group_size,
-            inputs=self.inputs,
-            symmetric=self.symmetric,
-            nested=self.nested,
-        )
+        parts = {part: held for part in PARTS if (held := self._buffers.get(part)) is not None}
+        return PackedWeight.of(parts, self.bits, self.inputs, self.encoding)
 
     def offset(self) -> Tensor | None:
         """The bias [N], None without."""
@@ -167,9 +156,9 @@ class PackedLinear(Puts):
 class PackedExperts(Puts):
     """All experts of one layer, each in its own width or widths; called with hidden [T, H], indices and weights [T, k].
 
-    bits: of every expert one width, or {projection: bits}; group_size and symmetric: of the grids; nested: see
-    `numerics.packed`; dtype: of dense matrices and biases. What of the original module is not an expert's weight (a
-    norm, a router) is taken over under its name.
+    bits: of every expert one width, or {projection: bits}; encoding: of packed matrices; dtype: of dense
+    matrices and biases. What of the original module is not an expert's weight (a norm, a router) is taken over under
+    its name.
 
     prepared: the layer in a kernel's arrangement, None where the stored tensors are computed with; refused: why no
     kernel takes the layer; reason: why the last call did not go through a kernel, None if it did.
@@ -184,11 +173,9 @@ class PackedExperts(Puts):
         layer: ExpertLayer,
         bits: Sequence[Width],
         *,
-        group_size: int,
-        symmetric: bool,
+        encoding: Encoding,
         original: nn.Module,
         dtype: torch.dtype,
-        nested: bool = False,
     ) -> None:
         super().__init__()
         self.policy = choice.policy()
@@ -197,7 +184,7 @@ class PackedExperts(Puts):
             linears = nn.ModuleDict()
             for projection in layer.projections:
                 size, width = layer.shape(projection), width_of(widths, projection)
-                linears[projection] = PackedLinear(*size, width, group_size, symmetric, dtype, layer.biased, nested)
+                linears[projection] = PackedLinear(*size, width, encoding, dtype, layer.biased)
             self.add_module(str(expert), linears)
         for name, shape in guard_shapes(layer).items():
             _register(self, name, torch.zeros(shape, dtype=GUARD_DTYPE))

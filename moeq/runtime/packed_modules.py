@@ -26,6 +26,7 @@ from moeq_kernels import choice
 from moeq_kernels.checkpoint import Others, wrong_config
 from moeq_kernels.description import PreparedLinear
 from moeq_kernels.reference import some_rows, values
+from moeq_kernels.widths import Encoding
 
 GUARD_SHAPE = (1, 1)
 
@@ -45,11 +46,11 @@ class PackedModule(PackedLinear):
     refused: str | None = None
     reason: str | None = None
 
-    def __init__(self, original: nn.Module, bits: int, group_size: int, symmetric: bool) -> None:
+    def __init__(self, original: nn.Module, bits: int, encoding: Encoding) -> None:
         weight = original.get_parameter("weight")
         biased = getattr(original, "bias", None) is not None
         rows, inputs = weight.shape
-        super().__init__(rows, inputs, bits, group_size, symmetric, weight.dtype, biased)
+        super().__init__(rows, inputs, bits, encoding, weight.dtype, biased)
         self.policy = choice.policy()
         self.out_features, self.in_features = rows, inputs
         if not biased:
@@ -102,8 +103,8 @@ class PackedEmbedding(PackedModule):
     A kernel takes it only where it is a head, too.
     """
 
-    def __init__(self, original: nn.Module, bits: int, group_size: int, symmetric: bool) -> None:
-        super().__init__(original, bits, group_size, symmetric)
+    def __init__(self, original: nn.Module, bits: int, encoding: Encoding) -> None:
+        super().__init__(original, bits, encoding)
         self.num_embeddings, self.embedding_dim = self.out_features, self.in_features
         self.padding_idx = getattr(original, "padding_idx", None)
         self.dtype = original.get_parameter("weight").dtype
@@ -163,7 +164,7 @@ def replace_modules(model: Any, widths: Others) -> None:
         original = _original(model, name)
         kind = PackedEmbedding if isinstance(original, nn.Embedding) else PackedModule
         with torch.device("meta"):
-            packed = kind(original, bits, widths.grid.group_size, widths.grid.symmetric)
+            packed = kind(original, bits, widths.encoding)
         model.set_submodule(name, packed)
     for embeddings, head in widths.tied.items():
         with torch.device("meta"):

@@ -17,7 +17,7 @@ from moeq.models.experts import ExpertLayer
 from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 from moeq_kernels.packed import PackedWeight
-from moeq_kernels.widths import NESTED_BITS, PARTS
+from moeq_kernels.widths import PARTS, Encoding
 
 REMEDY = "run `moeq quantize` again"
 
@@ -47,10 +47,8 @@ class AsQuantized:
             if bits == FULL:
                 matrices[projection] = self._tensor(name, f"{prefix}.dense")
             else:
-                grid = self._assignment
-                nested = grid.nested and bits in NESTED_BITS
-                settings = (bits, grid.group_size, layer.shape(projection)[1], grid.symmetric, nested)
-                matrices[projection] = self._packed(name, prefix, *settings)
+                inputs = layer.shape(projection)[1]
+                matrices[projection] = self._packed(name, prefix, bits, inputs, self._assignment.encoding)
         biases = {p: self._tensor(name, f"{prefix}.bias") for p, prefix in prefixes.items()} if layer.biased else {}
         return matrices, biases
 
@@ -65,23 +63,18 @@ class AsQuantized:
             file = next((file for file in files if f"{name}.codes" in self._open(file)[1]), None)
             if file is None:
                 raise ArtifactError(f"no file holds {name}", where=str(self._directory), do=REMEDY)
-            yield name, self._packed(file, name, row.bits, row.group_size, row.inputs, row.symmetric, False)
+            yield name, self._packed(file, name, row.bits, row.inputs, row.encoding)
 
     def rest(self) -> list[str]:
         """Keys of the model's tensors that stay as they are, and their scales."""
         return sorted(self._kept)
 
-    def _packed(
-        self, file: str, prefix: str, bits: int, group_size: int, inputs: int, symmetric: bool, nested: bool
-    ) -> PackedWeight:
+    def _packed(self, file: str, prefix: str, bits: int, inputs: int, encoding: Encoding) -> PackedWeight:
         handle, keys = self._open(file)
         parts = {part: handle.get_tensor(f"{prefix}.{part}") for part in PARTS if f"{prefix}.{part}" in keys}
         if not {"codes", "scales"} <= parts.keys():
             raise ArtifactError(f"no codes and scales of {prefix}", where=str(self._directory / file), do=REMEDY)
-        grid: dict[str, Any] = {"bits": bits, "group_size": group_size, "symmetric": symmetric, "nested": nested}
-        return PackedWeight(
-            codes=parts["codes"], scales=parts["scales"], zeros=parts.get("zeros"), inputs=inputs, **grid
-        )
+        return PackedWeight.of(parts, bits, inputs, encoding)
 
     def _tensor(self, file: str, key: str) -> Tensor:
         handle, keys = self._open(file)

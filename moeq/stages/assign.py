@@ -166,9 +166,10 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
 def _inputs(context: Context, config: AssignSection, name: str, statistics: ExpertProfile) -> AssignInputs:
     """What an assigner is given beside what was measured of the experts."""
     section, full = context.recipe.losses, source_dtype(context.model.source).itemsize
+    own = section.encoding
     widths = (*section.bits, FULL)
     matrices = tuple(
-        {name: {bits: matrix_bytes(layer, name, bits, section, full) for bits in widths} for name in layer.projections}
+        {name: {bits: matrix_bytes(layer, name, bits, own, full) for bits in widths} for name in layer.projections}
         for layer in context.model.layers
     )
     return AssignInputs(
@@ -176,10 +177,8 @@ def _inputs(context: Context, config: AssignSection, name: str, statistics: Expe
         config=config,
         profile=statistics,
         losses=None,
-        group_size=section.group_size,
-        symmetric=section.symmetric,
-        nested=section.nested,
-        bytes=tuple({bits: sum(sizes[bits] for sizes in own.values()) for bits in widths} for own in matrices),
+        **vars(own),
+        bytes=tuple({bits: sum(sizes[bits] for sizes in each.values()) for bits in widths} for each in matrices),
         weights=tuple(layer.weights_per_expert for layer in context.model.layers),
         matrix_bytes=matrices,
         **_checkpoint_sizes(context, config, matrices),

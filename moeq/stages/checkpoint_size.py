@@ -201,8 +201,7 @@ class CheckpointSize:
     def _config(self) -> int:
         """config.json with every expert's widths but for what `_matrix` counts."""
         table = self._others.table() if self._others.modules else None
-        losses = self.recipe.losses
-        block = quantization(losses.group_size, losses.symmetric, losses.nested, True, table)
+        block = quantization(self.recipe.losses.encoding, True, table)
         plain = self.model.side_files.config(self.source.config)
         base = plain if self._own_code else hooked(plain)
         experts: dict[str, list[dict[str, int]]] = {layer.name: [{}] * layer.num_experts for layer in self.layers}
@@ -233,7 +232,7 @@ class CheckpointSize:
                 "method": max(ALLOCATORS.names(), key=len),
                 "parameters": {"all": PARAMETERS},
             },
-            layout=manifest.layout(section.group_size, section.symmetric, section.nested, mixed=True),
+            layout=manifest.layout(section.encoding, mixed=True),
             layers=tuple(self._placed_layer(layer, ()) for layer in self.layers),
             others=self._others.placed(),
             tensors=stored,
@@ -363,7 +362,7 @@ def replica_shapes(
         if bits == FULL:
             shapes[f"{prefix}.{projection}.dense"] = (dense, layer.shape(projection))
             continue
-        parts = packed_shapes(*layer.shape(projection), bits, section.group_size, section.symmetric, section.nested)
+        parts = packed_shapes(*layer.shape(projection), bits, section.encoding)
         shapes |= {f"{prefix}.{projection}.{part}": (dtype, shape) for part, (shape, dtype) in parts.items()}
     return shapes
 

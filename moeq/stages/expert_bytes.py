@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 from moeq.artifacts.assignment import FULL, Assignment, Tier, Width, width_of
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
 from moeq.stages.context import Context
 from moeq_kernels.packed import packed_bytes
+from moeq_kernels.widths import Encoding
 
 
-class PackedGrid(Protocol):
-    """What beside the width decides the size of packed weights: the recipe's section `losses`, or an assignment."""
-
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def symmetric(self) -> bool: ...
-    @property
-    def nested(self) -> bool: ...
-
-
-def expert_bytes(layer: ExpertLayer, widths: Width, grid: PackedGrid, full_bytes_per_weight: int) -> int:
+def expert_bytes(layer: ExpertLayer, widths: Width, encoding: Encoding, full_bytes_per_weight: int) -> int:
     """Stored bytes of one expert at a width, or its matrices at theirs."""
     return sum(
-        matrix_bytes(layer, name, width_of(widths, name), grid, full_bytes_per_weight) for name in layer.projections
+        matrix_bytes(layer, name, width_of(widths, name), encoding, full_bytes_per_weight) for name in layer.projections
     )
 
 
-def matrix_bytes(layer: ExpertLayer, projection: str, bits: int, grid: PackedGrid, full_bytes_per_weight: int) -> int:
+def matrix_bytes(layer: ExpertLayer, projection: str, bits: int, encoding: Encoding, full_bytes_per_weight: int) -> int:
     """Stored bytes of one matrix of an expert: codes, scales and zero points, or the checkpoint's own weights at 16.
 
     Its bias stays in the checkpoint's type at every width.
@@ -39,12 +28,12 @@ def matrix_bytes(layer: ExpertLayer, projection: str, bits: int, grid: PackedGri
     bias = rows * full_bytes_per_weight if layer.biased else 0
     if bits == FULL:
         return rows * inputs * full_bytes_per_weight + bias
-    return packed_bytes(rows, inputs, bits, grid.group_size, grid.symmetric, grid.nested) + bias
+    return packed_bytes(rows, inputs, bits, encoding) + bias
 
 
-def store_bytes(layer: ExpertLayer, widths: Sequence[int], grid: PackedGrid) -> int:
+def store_bytes(layer: ExpertLayer, widths: Sequence[int], encoding: Encoding) -> int:
     """Bytes of the packed replicas of one layer by one method: all experts at some widths, without their biases."""
-    return layer.num_experts * sum(expert_bytes(layer, bits, grid, 0) for bits in widths)
+    return layer.num_experts * sum(expert_bytes(layer, bits, encoding, 0) for bits in widths)
 
 
 def total_bytes(context: Context, assignment: Assignment) -> int:
@@ -69,4 +58,4 @@ def _sizes(context: Context, assignment: Assignment, tier: Tier | None = None) -
     for layer, placed in zip(context.model.layers, assignment.layers, strict=True):
         for choice in placed.experts:
             if tier in (None, choice.tier):
-                yield expert_bytes(layer, choice.widths, assignment, full), layer.weights_per_expert
+                yield expert_bytes(layer, choice.widths, assignment.encoding, full), layer.weights_per_expert

@@ -36,13 +36,13 @@ from moeq.stages import assign, making, model_card, profile, quantize
 from moeq.stages import non_experts as others
 from moeq.stages.as_quantized import AsQuantized
 from moeq.stages.context import Context
-from moeq.stages.expert_bytes import PackedGrid
 from moeq.stages.loading import where_it_loads
 from moeq.stages.needs import APART, Moment, Needs, Rates, Sizes
 from moeq.stages.replicas import REFINED, load_losses
 from moeq.verification.reference import GROUP_BYTES
 from moeq.verification.written import check_written
 from moeq_kernels.freed import return_memory
+from moeq_kernels.widths import Encoding
 
 FORMAT_REVISION = 2  # raised when the same checkpoint gives other bytes in some format
 
@@ -140,7 +140,7 @@ def _check_uniform(context: Context) -> None:
         return
     hot = section.gpu_experts
     widths = [[FULL] * hot + named * (layer.num_experts - hot) for layer in context.model.layers]
-    _check_widths(context, widths, context.recipe.losses)
+    _check_widths(context, widths, context.recipe.losses.encoding)
 
 
 def _check_others(context: Context, asked: Runtime) -> None:
@@ -164,26 +164,26 @@ def _check_others(context: Context, asked: Runtime) -> None:
 
 def check_formats(context: Context, assignment: Assignment) -> None:
     """FormatError for a runtime that could not load what was assigned, before anything is written."""
-    _check_widths(context, assignment.expert_widths(), assignment)
+    _check_widths(context, assignment.expert_widths(), assignment.encoding)
 
 
-def _check_widths(context: Context, widths: Sequence[Sequence[Width]], grid: PackedGrid) -> None:
+def _check_widths(context: Context, widths: Sequence[Sequence[Width]], encoding: Encoding) -> None:
     """FormatError for a runtime that could not load the widths [E] of some layer."""
     for name in context.recipe.export.formats:
-        reason = refused(context, name, widths, grid)
+        reason = refused(context, name, widths, encoding)
         if reason is not None:
             raise FormatError(reason[0], where=f"export.formats: {name}", do=reason[1])
 
 
-def refused(context: Context, name: str, widths: Sequence[Sequence[Width]], grid: PackedGrid) -> tuple[str, str] | None:
+def refused(
+    context: Context, name: str, widths: Sequence[Sequence[Width]], encoding: Encoding
+) -> tuple[str, str] | None:
     """Why a runtime could not load the widths [E] of some layer, and what to do; None where it could."""
     return refuse_layers(
         name,
         context.model.layers,
         widths,
-        group_size=grid.group_size,
-        symmetric=grid.symmetric,
-        nested=grid.nested,
+        **vars(encoding),
         widen=context.recipe.export.widen,
     )
 

@@ -16,10 +16,10 @@ def foreseen_widths(checkpoint: CheckpointSize, section: AssignSection) -> list[
     """Widths of every layer's experts, those on the GPU first: what the method's own file foresees, else as many bytes
     as its budget allows (without one the widest that it takes for all).
     """
-    layers, losses, full = checkpoint.layers, checkpoint.recipe.losses, checkpoint.dtype.itemsize
+    layers, encoding, full = checkpoint.layers, checkpoint.recipe.losses.encoding, checkpoint.dtype.itemsize
     cold = [layer.num_experts - section.gpu_experts for layer in layers]
     foreseen = section.allocator.foreseen
-    chosen = foreseen and foreseen(section, cold, lambda layer, bits: expert_bytes(layers[layer], bits, losses, full))
+    chosen = foreseen and foreseen(section, cold, lambda layer, bits: expert_bytes(layers[layer], bits, encoding, full))
     return [[*[FULL] * section.gpu_experts, *widths] for widths in chosen or _fullest(checkpoint, section, cold)]
 
 
@@ -32,7 +32,7 @@ def _fullest(checkpoint: CheckpointSize, section: AssignSection, cold: Sequence[
             return bits
         if section.size is not None:
             return sum(checkpoint.matrix_bytes(layer, name, bits) for name in layer.projections)
-        return expert_bytes(layer, bits, checkpoint.recipe.losses, checkpoint.dtype.itemsize)
+        return expert_bytes(layer, bits, checkpoint.recipe.losses.encoding, checkpoint.dtype.itemsize)
 
     left: Fraction | int
     if section.code_bits is not None:

@@ -98,9 +98,7 @@ def _not_loaded(context: Context, name: str, assignment: Assignment) -> str | No
         target,
         context.model.layers,
         assignment.expert_widths(),
-        group_size=assignment.group_size,
-        symmetric=assignment.symmetric,
-        nested=assignment.nested,
+        **vars(assignment.encoding),
         widen=context.recipe.export.widen,
     )
     return None if refused is None else refused[0]

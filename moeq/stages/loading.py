@@ -23,9 +23,7 @@ def where_it_loads(context: Context, assignment: Assignment, inputs: AssignInput
     """
     found = loads_in(
         assignment.expert_widths(),
-        group_size=assignment.group_size,
-        symmetric=assignment.symmetric,
-        nested=assignment.nested,
+        **vars(assignment.encoding),
         layers=context.model.layers,
         others=bool(context.recipe.others.widths()),
         check=partial(_check, context),

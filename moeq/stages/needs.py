@@ -167,7 +167,7 @@ class Sizes:
 
     def expert_bytes(self, layer: ExpertLayer, bits: Width) -> int:
         """Stored bytes of one expert."""
-        return expert_bytes(layer, bits, self.recipe.losses, self.source_dtype.itemsize)
+        return expert_bytes(layer, bits, self.recipe.losses.encoding, self.source_dtype.itemsize)
 
     def loss_rows(self) -> int:
         """Rows of the loss table."""

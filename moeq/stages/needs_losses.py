@@ -20,7 +20,6 @@ from moeq.stages.expert_effects import AT_ONCE
 from moeq.stages.needs import CAPTURED, PACKED_CALLS, STATES, Needs, Rates, Sizes
 from moeq.stages.replicas import entries
 from moeq_kernels.packed import packed_shapes
-from moeq_kernels.widths import NESTED_BITS
 
 SET = "0" * 64  # stands for the digest that names a set in the store
 ROW = 1300  # bytes of one row of the loss table as a Python dictionary
@@ -38,7 +37,7 @@ def batch_moments(layer: ExpertLayer, section: LossesSection, routed: int, *, gp
     """
     first = next(expert_batches(layer, section))
     count = first.stop - first.start
-    every = store_bytes(layer, section.bits, section)
+    every = store_bytes(layer, section.bits, section.encoding)
     own = every * count // layer.num_experts
     quantizers = [QUANTIZERS.get(method) for method in section.methods]
     store = every if any(quantizer.stored for quantizer in quantizers) else 0
@@ -80,7 +79,6 @@ def losses_operations(layer: ExpertLayer, tokens: float, heldout: float, section
 def _store(sizes: Sizes) -> dict[str, int]:
     """Bytes of the files in an empty replica store, by name."""
     section, folder, files = sizes.recipe.losses, Path(SET), {replicas.MARKER: 56}
-    group_size, symmetric, nested = section.group_size, section.symmetric, section.nested
     for layer in sizes.layers:
         count = layer.num_experts * (1 + len(layer.projections) if section.per_projection else 1)
         shapes, stamps = {}, {}
@@ -90,12 +88,11 @@ def _store(sizes: Sizes) -> dict[str, int]:
             files[name] = ROWS + count * (ROWS_ROW + more + len(layer.name))
             if made.entry is None:
                 continue
-            inside = {"group_size": group_size, "symmetric": symmetric}
-            inside |= {"nested": True} if nested and made.bits in NESTED_BITS else {}
-            described = {name: {"inputs": layer.shape(name)[1], **inside} for name in layer.projections}
+            encoding = section.encoding.at(made.bits)
+            described = {name: {"inputs": layer.shape(name)[1]} | encoding.describe() for name in layer.projections}
             stamps[made.entry] = replicas.described(made.entry, SET, described)
             for name in layer.projections:
-                parts = packed_shapes(*layer.shape(name), made.bits, group_size, symmetric, nested)
+                parts = packed_shapes(*layer.shape(name), made.bits, encoding)
                 for part, (shape, dtype) in parts.items():
                     shapes[f"{made.entry}.{name}.{part}"] = (dtype, (layer.num_experts, *shape))
         if stamps:

@@ -86,7 +86,7 @@ class Others:
 
     def _shapes(self, module: OtherModule) -> Shapes:
         how = stage.grid(self.recipe, module.kind)
-        parts = packed_shapes(module.rows, module.inputs, how.bits, how.group_size, how.symmetric)
+        parts = packed_shapes(module.rows, module.inputs, how.bits, how.encoding)
         return {part: (dtype, shape) for part, (shape, dtype) in parts.items()}
 
     def written(self) -> dict[str, int]:

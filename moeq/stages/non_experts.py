@@ -88,7 +88,7 @@ def check(context: Context) -> None:
 def packed_weight_bytes(recipe: Recipe, module: OtherModule) -> int:
     """Stored bytes of a module's codes, scales and zero points."""
     how = grid(recipe, module.kind)
-    return packed_bytes(module.rows, module.inputs, how.bits, how.group_size, how.symmetric)
+    return packed_bytes(module.rows, module.inputs, how.bits, how.encoding)
 
 
 def non_expert_bytes(context: Context) -> tuple[int, int]:

@@ -207,7 +207,7 @@ def needs(sizes: Sizes) -> Needs:
     made_now = on_demand(recipe.losses.methods if maker == BEST else [maker])  # which one is best is not known yet
     stored, packed = sizes.placed[0], sizes.placed[0] / len(sizes.layers)
     if every:
-        stores = [store_bytes(other, recipe.losses.bits, recipe.losses) for other in sizes.layers]
+        stores = [store_bytes(other, recipe.losses.bits, recipe.losses.encoding) for other in sizes.layers]
         stored, packed = sum(stores), max(stores) + layer.num_experts * sizes.expert_bytes(layer, FULL)
     files = packed_files(sizes)
     replicas = len(recipe.losses.bits) if every else 1

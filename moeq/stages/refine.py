@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -174,16 +173,11 @@ def read(directory: Path, layer: ExpertLayer, assignment: Assignment, experts: l
             replicas[expert] = {}
             for name in layer.projections:
                 keys = {part: f"{layer.name}.{expert}.{name}.{part}" for part in PARTS}
-                parts: dict[str, Any] = {p: file.get_tensor(key) if key in there else None for p, key in keys.items()}
-                if parts["codes"] is None or parts["scales"] is None:
+                parts = {part: file.get_tensor(key) for part, key in keys.items() if key in there}
+                if not {"codes", "scales"} <= parts.keys():
                     raise ArtifactError(f"no {keys['codes']}", where=str(path), do="run `moeq quantize` again")
-                replicas[expert][name] = PackedWeight(
-                    **parts,
-                    bits=width_of(widths, name),
-                    group_size=assignment.group_size,
-                    inputs=layer.shape(name)[1],
-                    symmetric=assignment.symmetric,
-                )
+                bits, inputs = width_of(widths, name), layer.shape(name)[1]
+                replicas[expert][name] = PackedWeight.of(parts, bits, inputs, assignment.encoding)
     return replicas
 
 

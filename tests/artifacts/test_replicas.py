@@ -15,6 +15,7 @@ from moeq.artifacts import replicas
 from moeq.artifacts.replicas import LayerReplicas, add_replicas, add_rows, drop_replicas, layer_file, read_rows
 from moeq.errors import ArtifactError
 from moeq_kernels.packed import PackedWeight, packed_shapes
+from moeq_kernels.widths import Encoding
 
 PROJECTIONS = {"gate_proj": (24, 40), "down_proj": (40, 24)}
 EXPERTS = 3
@@ -30,7 +31,7 @@ def weights(bits: int, seed: int = 0, symmetric: bool = False) -> dict[str, Pack
     for projection, shape in PROJECTIONS.items():
         parts = {
             part: torch.randint(256, (EXPERTS, *size), generator=generator).to(dtype)
-            for part, (size, dtype) in packed_shapes(*shape, bits, 16, symmetric).items()
+            for part, (size, dtype) in packed_shapes(*shape, bits, Encoding(group_size=16, symmetric=symmetric)).items()
         }
         zeros = parts.get("zeros")
         found[projection] = PackedWeight(

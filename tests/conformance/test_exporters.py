@@ -40,7 +40,7 @@ from moeq.verification import probe
 from moeq.verification.reference import values
 from moeq.verification.weights import differences
 from moeq_kernels.packed import PackedWeight, packed_bytes
-from moeq_kernels.widths import FULL, SUPPORTED_BITS
+from moeq_kernels.widths import FULL, SUPPORTED_BITS, Encoding
 
 WRITTEN = [*written(), "strangers-runtime"]
 GROUP = 64  # that every runtime reads
@@ -247,7 +247,7 @@ def test_it_is_as_large_as_it_says(writer: Runtime, models: dict[str, Path], tmp
             rows, inputs = layer.shape(projection)
             grids = grids_of(layer, projection, [4], group_size=GROUP, symmetric=True)
             stacks.append((layer.num_experts * rows * inputs, tuple(grids), False))
-            packed += layer.num_experts * packed_bytes(rows, inputs, 4, GROUP, True)
+            packed += layer.num_experts * packed_bytes(rows, inputs, 4, Encoding(group_size=GROUP, symmetric=True))
     sizes = ExportSizes(
         plain=sum(header.bytes for header in every.values()), rest=sum(every[key].bytes for key in rest), packed=0,
         experts=packed, stacks=tuple(stacks), widen=False,

@@ -15,6 +15,7 @@ from moeq.models.walk import LayerInputs, walk
 from moeq.quantizers.layer import LayerResult, quantize_layer
 from moeq.recipe import LossesSection
 from moeq.runtime.packed_experts import FULL, PACKED
+from moeq_kernels.widths import Encoding
 
 CONFIG = LossesSection(group_size=16, bits=[2, 3], min_tokens=4)
 
@@ -41,7 +42,7 @@ def test_the_loss_is_that_of_the_familys_own_arithmetic(family: str) -> None:
     layer = inputs.layer
     result = quantized(model, inputs)
     module = PACKED[layer.kind.name](
-        layer, [FULL] * layer.num_experts, group_size=16, symmetric=False,
+        layer, [FULL] * layer.num_experts, encoding=Encoding(group_size=16, symmetric=False),
         original=model.get_submodule(layer.name), dtype=torch.float32,
     )  # fmt: skip
     with torch.no_grad():

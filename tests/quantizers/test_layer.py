@@ -20,6 +20,7 @@ from moeq.stages import losses as losses_stage
 from moeq.stages.context import Context
 from moeq.stages.replicas import load_losses
 from moeq_kernels.packed import packed_bytes
+from moeq_kernels.widths import Encoding
 
 LAYER = ExpertLayer(index=0, name="layers.0.experts", num_experts=5, hidden_size=40, intermediate_size=24)
 SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
@@ -74,7 +75,7 @@ def test_loss_is_the_mean_squared_error_on_heldout_tokens() -> None:
     only_up = {**weights, "up_proj": stored["up_proj"]}
     wanted = float((expert_output(only_up, 1, rows) - exact).square().mean())
     assert row(result, expert=1, projection="up_proj", method="gptq", bits=2)["loss"] == pytest.approx(wanted, rel=1e-4)
-    size = sum(packed_bytes(*LAYER.shape(name), 2, 16, symmetric=False) for name in GATED)
+    size = sum(packed_bytes(*LAYER.shape(name), 2, Encoding(group_size=16, symmetric=False)) for name in GATED)
     assert found["bytes"] == size == sum(result.replicas[name][2].nbytes for name in GATED) // 5
 
 

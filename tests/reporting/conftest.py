@@ -18,6 +18,7 @@ from moeq.artifacts.sensitivities import SensitivityTable
 from moeq.artifacts.stage import ModelStamp
 from moeq.estimator import Estimate, Grid, Placement, estimate, load_geometry, load_hardware
 from moeq.reporting.inputs import ReportInputs, SpeedInputs
+from moeq_kernels.widths import Encoding
 
 EXPERT_WEIGHTS = 3_000_000  # of the 4,000,000 of all
 BASELINES = ("monde_bwrule", "monde_opt", "hobbit")
@@ -162,7 +163,7 @@ def make(estimated: Callable[[str], Estimate]) -> Callable[..., ReportInputs]:
             manifest=PlacementManifest(
                 model=stamp,
                 assignment={"name": name, "method": "prefix-split"},
-                layout=layout(64, symmetric=False),
+                layout=layout(Encoding(group_size=64, symmetric=False)),
                 layers=(),
                 totals=totals,
                 inputs={},

@@ -20,6 +20,7 @@ from moeq.models.configuration import TOP_K, check_config, check_top_k
 from moeq.models.forward import check_tokens
 from moeq.models.source import open_source
 from moeq.runtime.packed_modules import PackedEmbedding
+from moeq_kernels.widths import Encoding
 
 VALUES: list[Any] = [None, True, 0, -1, 10**30, 1.5, "many", [1, 2], {"a": 1}]
 MORE_KEYS = (
@@ -175,7 +176,7 @@ def test_tokens_of_packed_embeddings() -> None:
     """Their own weight is a guard of one number."""
     model = torch.nn.Module()
     model.config = None
-    packed = PackedEmbedding(torch.nn.Embedding(10, 16), 4, 16, False)
+    packed = PackedEmbedding(torch.nn.Embedding(10, 16), 4, Encoding(group_size=16, symmetric=False))
     model.get_input_embeddings = lambda: packed
     check_tokens(model, torch.tensor([[0, 9]]))
     check_tokens(model, torch.tensor([], dtype=torch.long))

@@ -17,6 +17,7 @@ from moeq.errors import EvaluationError, ModelError
 from moeq.models.experts import find_expert_layers
 from moeq.runtime.batch_pruning import pruning
 from moeq.runtime.packed_experts import FULL, PACKED
+from moeq_kernels.widths import Encoding
 
 EOS, PAD, PROMPT, CERTAIN = 1, 2, 5, 1e4
 ENDS = (2, 6, 3, 8)  # new tokens of every sequence
@@ -29,7 +30,11 @@ def packed(model: Any) -> Any:
     for layer in find_expert_layers(model):
         original = model.get_submodule(layer.name)
         experts = PACKED[layer.kind.name](
-            layer, [FULL] * layer.num_experts, group_size=16, symmetric=False, original=original, dtype=torch.float32
+            layer,
+            [FULL] * layer.num_experts,
+            encoding=Encoding(group_size=16, symmetric=False),
+            original=original,
+            dtype=torch.float32,
         )
         weights, biases = (of(original, slice(None)) for of in (layer.kind.weights, layer.kind.biases))
         for expert in range(layer.num_experts):

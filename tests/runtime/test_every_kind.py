@@ -21,6 +21,7 @@ from moeq.models.streaming import StreamedModel
 from moeq.models.walk import walk
 from moeq.runtime.packed_experts import FULL, PACKED
 from moeq.stages.profile import count_routing
+from moeq_kernels.widths import Encoding
 
 REFUSED = {
     "doge": "rows of two embeddings",
@@ -34,7 +35,11 @@ def packed(model: Any, layer: Any) -> Any:
     """The layer's experts as a packed module whose experts are all dense."""
     original = model.get_submodule(layer.name)
     experts = PACKED[layer.kind.name](
-        layer, [FULL] * layer.num_experts, group_size=16, symmetric=False, original=original, dtype=torch.float32
+        layer,
+        [FULL] * layer.num_experts,
+        encoding=Encoding(group_size=16, symmetric=False),
+        original=original,
+        dtype=torch.float32,
     )
     weights, biases = (of(original, slice(None)) for of in (layer.kind.weights, layer.kind.biases))
     for expert in range(layer.num_experts):

@@ -26,8 +26,10 @@ from moeq.runtime.packed_modules import PackedEmbedding, PackedModule, TiedHead
 from moeq_kernels import choice
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.reference import ReferenceLayer
+from moeq_kernels.widths import Encoding
 
 Exported = Callable[[str], Path]
+GRID = Encoding(group_size=16, symmetric=False)
 CPU = torch.device("cpu")
 KINDS = {  # of experts, and whether the gate is one that a kernel computes by itself
     "mixtral": "silu", "gpt_oss": None, "aria_text": "silu", "nemotron_h": "relu2", "longcat_flash": "silu",
@@ -56,9 +58,7 @@ def packed(model: Any, layer: ExpertLayer, policy: choice.Policy = "fixed") -> P
     bits = [WIDTHS[expert % len(WIDTHS)] for expert in range(layer.num_experts)]
     original = model.get_submodule(layer.name)
     with choice.choosing(policy):
-        made = PACKED[layer.kind.name](
-            layer, bits, group_size=16, symmetric=False, original=original, dtype=torch.float32
-        )
+        made = PACKED[layer.kind.name](layer, bits, encoding=GRID, original=original, dtype=torch.float32)
     return filled(made).eval()
 
 
@@ -208,8 +208,8 @@ def test_a_loaded_model_gives_the_same_tokens(
 def test_linears_and_tied_heads_go_through_the_kernel(biased: bool) -> None:
     table, head = nn.Embedding(70, 64), nn.Linear(64, 70, bias=biased)
     with choice.choosing("fixed"):
-        embeddings = PackedEmbedding(table, 4, 16, False)
-        linear = PackedModule(nn.Linear(64, 70, bias=biased), 3, 16, False)
+        embeddings = PackedEmbedding(table, 4, GRID)
+        linear = PackedModule(nn.Linear(64, 70, bias=biased), 3, GRID)
     tied = TiedHead(head, embeddings)
     modules = nn.ModuleList([embeddings, linear, tied])
     for module in (embeddings, linear):
@@ -265,7 +265,7 @@ def large(experts: int, hidden: int, intermediate: int, bits: list[Any]) -> Pack
     original.act_fn = nn.SiLU()
     with choice.choosing("fixed"):
         return PACKED["stacked"](
-            layer, bits, group_size=128, symmetric=False, original=original, dtype=torch.bfloat16
+            layer, bits, encoding=Encoding(group_size=128, symmetric=False), original=original, dtype=torch.bfloat16
         ).eval()
 
 

@@ -19,8 +19,9 @@ from moeq.runtime.packed_modules import (
     TiedHead,
     replace_modules,
 )
-from moeq_kernels.checkpoint import Grid, Others
+from moeq_kernels.checkpoint import Others
 from moeq_kernels.packed import PackedWeight
+from moeq_kernels.widths import Encoding
 
 
 def packed_weight(weight: torch.Tensor, bits: int, symmetric: bool) -> PackedWeight:
@@ -41,7 +42,7 @@ def fill(module: nn.Module, weight: PackedWeight) -> None:
 def test_a_packed_linear_is_its_dequantized_linear(bits: int, symmetric: bool, biased: bool) -> None:
     original = nn.Linear(40, 24, bias=biased)
     weight = packed_weight(original.weight, bits, symmetric)
-    packed = PackedModule(original, bits, 16, symmetric)
+    packed = PackedModule(original, bits, Encoding(group_size=16, symmetric=symmetric))
     fill(packed, weight)
     if biased:
         packed.get_buffer("bias").copy_(original.bias)
@@ -58,7 +59,7 @@ def test_a_packed_linear_is_its_dequantized_linear(bits: int, symmetric: bool, b
 def test_an_embedding_dequantizes_what_is_looked_up(dtype: torch.dtype) -> None:
     original = nn.Embedding(60, 40, padding_idx=2, dtype=dtype)
     weight = packed_weight(original.weight, 4, False)
-    packed = PackedEmbedding(original, 4, 16, False)
+    packed = PackedEmbedding(original, 4, Encoding(group_size=16, symmetric=False))
     fill(packed, weight)
     with torch.no_grad():
         original.weight.copy_(weight.dequantize())
@@ -72,7 +73,7 @@ def test_an_embedding_dequantizes_what_is_looked_up(dtype: torch.dtype) -> None:
 def test_a_tied_head_has_no_tensor_of_its_own() -> None:
     table, head = nn.Embedding(60, 40), nn.Linear(40, 60)
     weight = packed_weight(table.weight, 3, False)
-    embeddings = PackedEmbedding(table, 3, 16, False)
+    embeddings = PackedEmbedding(table, 3, Encoding(group_size=16, symmetric=False))
     fill(embeddings, weight)
     tied = TiedHead(head, embeddings)
     tied.get_buffer("bias").copy_(head.bias)
@@ -84,7 +85,7 @@ def test_a_tied_head_has_no_tensor_of_its_own() -> None:
 
 
 def widths(bits: dict[str, int], tied: dict[str, str] | None = None) -> Others:
-    return Others(bits=bits, grid=Grid(group_size=16, symmetric=False), tied=tied or {})
+    return Others(bits=bits, encoding=Encoding(group_size=16, symmetric=False), tied=tied or {})
 
 
 def test_modules_are_put_in_place_and_no_longer_tied() -> None:

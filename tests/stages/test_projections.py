@@ -27,6 +27,7 @@ from moeq.stages.context import Context
 from moeq.stages.expert_bytes import total_bytes
 from moeq.stages.replicas import load_index, load_losses, open_layer
 from moeq_kernels.packed import packed_bytes
+from moeq_kernels.widths import Encoding
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.bits=[1,2,3,4]",
@@ -65,7 +66,7 @@ def test_the_bundled_model_at_two_bits(finished: Context) -> None:
     assert summary["proven"]
     assert summary["gap_to_optimum"] == pytest.approx(0, abs=1e-9)
     size = sum(
-        packed_bytes(*layer.shape(name), width_of(choice.widths, name), 16, False)
+        packed_bytes(*layer.shape(name), width_of(choice.widths, name), Encoding(group_size=16, symmetric=False))
         for layer, mine in zip(finished.model.layers, assignment.layers, strict=True)
         for choice in mine.experts
         for name in layer.projections

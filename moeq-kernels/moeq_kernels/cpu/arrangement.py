@@ -20,9 +20,9 @@ from torch import Tensor
 from moeq_kernels import grids
 from moeq_kernels.cpu.codes import CODES, LANES, UNIT, least_unit
 from moeq_kernels.description import Matrix
-from moeq_kernels.packed import PackedWeight, grid_bits, has_zeros
+from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack, packed_row_bytes, unpack
-from moeq_kernels.widths import NESTED_BITS, group_count, resolved_group_size
+from moeq_kernels.widths import NESTED_BITS, Encoding, group_count, resolved_group_size
 
 ALIGNED = 64  # bytes, of every block
 DENSE = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -119,7 +119,7 @@ class Shape:
 
     @property
     def has_zeros(self) -> bool:
-        return CODES[self.codes].affine and has_zeros(int(self.codes), self.symmetric)
+        return CODES[self.codes].affine and Encoding.of(self).has_zeros(int(self.codes))
 
     @property
     def stride(self) -> int:
@@ -139,7 +139,7 @@ class Shape:
         inside = 2.0 ** (NESTED_BITS[-1] - bits) if self.nested else 1.0
         start = -(inside - 1) / 2 / inside
         if not self.has_zeros:
-            middle = grids.SIGN_ZERO if bits == 1 else 2.0 ** (grid_bits(bits, self.nested) - 1)
+            middle = grids.SIGN_ZERO if bits == 1 else 2.0 ** (Encoding.of(self).grid_bits(bits) - 1)
             start += middle / inside
         return inside, 1 / inside, start
 
@@ -230,7 +230,7 @@ def arrange(matrix: Matrix, shape: Shape, into: Tensor) -> None:
         scales = _by_block(matrix.scales, shape).view(torch.uint8)
         blocks[:, shape.scales_at : shape.zeros_at] = scales.view(shape.blocks, -1)
         if matrix.zeros is not None:
-            width = grid_bits(matrix.bits, matrix.nested)
+            width = matrix.encoding.grid_bits(matrix.bits)
             zeros = _by_block(unpack(matrix.zeros, width, shape.groups), shape)
             blocks[:, shape.zeros_at : shape.zeros_at + LANES * shape.groups] = zeros.view(shape.blocks, -1)
 
@@ -250,7 +250,7 @@ def undo(shape: Shape, held: Tensor) -> Matrix:
     zeros = None
     if shape.has_zeros:
         stored = _by_row(blocks[:, shape.zeros_at : shape.zeros_at + LANES * shape.groups], shape)
-        zeros = pack(stored, grid_bits(bits, shape.nested))
+        zeros = pack(stored, Encoding.of(shape).grid_bits(bits))
     return PackedWeight(
         codes=codes,
         scales=_by_row(scales, shape),

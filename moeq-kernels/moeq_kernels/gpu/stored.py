@@ -19,9 +19,9 @@ from torch import Tensor
 from moeq_kernels.description import Matrix
 from moeq_kernels.gpu.swizzle import FRAGMENT, code_bytes, rows_of, swizzle, unswizzle
 from moeq_kernels.grids import SIGN_ZERO
-from moeq_kernels.packed import PackedWeight, grid_bits
+from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack, packed_row_bytes, unpack
-from moeq_kernels.widths import NESTED_BITS, resolved_group_size
+from moeq_kernels.widths import resolved_group_size
 
 ALIGNMENT = 16  # bytes: the widest load of a thread
 COLUMNS = ("width", "codes", "scales", "zeros", "zero_bits", "group", "bias", "unused")
@@ -59,7 +59,7 @@ class Place:
         """Of a zero point as it lies here: 2, 4 or 8, so that none crosses a byte; 0 where none is stored."""
         if self.zeros is None or not isinstance(self.like, PackedWeight):
             return 0
-        return 1 << (grid_bits(self.like.bits, self.like.nested) - 1).bit_length()
+        return 1 << (self.like.encoding.grid_bits(self.like.bits) - 1).bit_length()
 
     @property
     def zero_row_bytes(self) -> int:
@@ -96,9 +96,9 @@ class Place:
             return [1.0, 0.0, 0.0]
         if like.bits == 1:
             return [1.0, 0.0, SIGN_ZERO]
-        nested = like.nested and like.bits in NESTED_BITS
-        inside = 2 ** (NESTED_BITS[-1] - like.bits) if nested else 1
-        middle = 0.0 if self.zero_bits else 2.0 ** (grid_bits(like.bits, nested) - 1)
+        width = like.encoding.grid_bits(like.bits)
+        inside = 2 ** (width - like.bits)
+        middle = 0.0 if self.zero_bits else 2.0 ** (width - 1)
         return [float(inside), 1.0 / inside if self.zero_bits else 0.0, (middle - (inside - 1) / 2) / inside]
 
 
@@ -190,7 +190,7 @@ class Stored:
             like,
             codes=pack(unswizzle(words, rows, inputs, like.bits), like.bits),
             scales=scales.contiguous(),
-            zeros=None if zeros is None else pack(zeros.contiguous(), grid_bits(like.bits, like.nested)),
+            zeros=None if zeros is None else pack(zeros.contiguous(), like.encoding.grid_bits(like.bits)),
         )
 
     def bias(self, expert: int, slot: int) -> Tensor | None:
@@ -210,7 +210,7 @@ class Stored:
             assert place.scales is not None
             self._write(place.scales, matrix.scales.T)
             if place.zeros is not None and matrix.zeros is not None:
-                zeros = unpack(matrix.zeros, grid_bits(matrix.bits, matrix.nested), matrix.scales.shape[-1])
+                zeros = unpack(matrix.zeros, matrix.encoding.grid_bits(matrix.bits), matrix.scales.shape[-1])
                 packed = pack(zeros.T[:, _zero_order(place.rows)].contiguous(), place.zero_bits)
                 missing = place.zero_row_bytes - packed.shape[1]
                 self._write(place.zeros, torch.nn.functional.pad(packed, (0, missing)) if missing else packed)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from moeq_kernels.packed import PackedWeight, grid_bits, has_zeros
+from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack
-from moeq_kernels.widths import group_count
+from moeq_kernels.widths import Encoding, group_count
 
 Matrix = PackedWeight | torch.Tensor
 
@@ -27,12 +27,13 @@ class Maker:
     def packed(
         self, rows: int, inputs: int, bits: int, group: int, symmetric: bool = False, nested: bool = False
     ) -> PackedWeight:
-        groups, grid = group_count(inputs, group), grid_bits(bits, nested)
+        encoding = Encoding(group_size=group, symmetric=symmetric, nested=nested)
+        groups, grid = group_count(inputs, group), encoding.grid_bits(bits)
         scales = (0.01 + 0.1 * torch.rand(rows, groups, generator=self.generator)).half()
         made = PackedWeight(
             codes=self.codes(bits, rows, inputs),
             scales=scales,
-            zeros=self.codes(grid, rows, groups) if has_zeros(bits, symmetric) else None,
+            zeros=self.codes(grid, rows, groups) if encoding.has_zeros(bits) else None,
             bits=bits,
             group_size=group,
             inputs=inputs,

@@ -20,6 +20,7 @@ from moeq.artifacts.trace import HEADER, RoutingTrace, is_trace, read_trace, wri
 from moeq.errors import ArtifactError
 from moeq.models.source import read_header
 from moeq_kernels.packed import PackedWeight, packed_shapes
+from moeq_kernels.widths import Encoding
 
 
 def made_weight(bits: int) -> PackedWeight:
@@ -27,7 +28,7 @@ def made_weight(bits: int) -> PackedWeight:
     generator = torch.Generator().manual_seed(bits)
     parts = {
         name: torch.randint(0, 200, (2, *shape), generator=generator, dtype=torch.uint8).to(dtype)
-        for name, (shape, dtype) in packed_shapes(4, 20, bits, 8, False).items()
+        for name, (shape, dtype) in packed_shapes(4, 20, bits, Encoding(group_size=8, symmetric=False)).items()
     }
     return PackedWeight(
         codes=parts["codes"], scales=parts["scales"], zeros=parts.get("zeros"), bits=bits, group_size=8, inputs=20,
