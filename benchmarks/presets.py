@@ -43,6 +43,7 @@ from moeq.stages.expert_bytes import expert_weights, total_bytes
 WINDOWS = 96  # held-out, evenly thinned
 FAST, PAPER, GOAL = "by matrix, mass", "prefix-split", 0.7
 MSE = {"clip": "mse"}
+SQUARED_HESSIAN = {"hessian_weighting": "squared"}
 LOSSES: dict[str, dict[str, Any]] = {
     "gptq": {},
     "gptq, mse": MSE,
@@ -54,9 +55,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gptq, mse, groups of 128": MSE | {"group_size": 128},
     "gptq, mse, act order, groups of 128": MSE | {"act_order": True, "group_size": 128},
     "gptq, mse, whole rows": MSE | {"group_size": -1},
+    "gptq, mse, weighted, groups of 128": MSE | SQUARED_HESSIAN | {"group_size": 128},
+    "gptq, mse, act order, weighted, groups of 128": MSE | SQUARED_HESSIAN | {"act_order": True, "group_size": 128},
+    "gptq, mse, weighted, whole rows": MSE | SQUARED_HESSIAN | {"group_size": -1},
     "best of gptq and signround": {"methods": ["gptq", "signround"]},
     "best of gptq and signround, groups of 128": {"methods": ["gptq", "signround"], "group_size": 128},
     "best of gptq and signround, mse, groups of 128": MSE | {"methods": ["gptq", "signround"], "group_size": 128},
+    "best, mse, weighted, groups of 128": MSE | SQUARED_HESSIAN | {"methods": ["gptq", "signround"], "group_size": 128},
 }
 SQUARED = {"method": "optimal", "loss_weighting": "squared"}
 MEASURED = {"layer_weighting": "measured"}

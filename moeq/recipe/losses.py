@@ -56,6 +56,11 @@ class _LossesSection(Section):
         0.01, gt=0, le=1, description="gptq: share of the Hessian's mean diagonal that is added to it"
     )
     act_order: bool = Field(False, description="GPTQ: columns by falling activation energy, grids of the groups static")
+    hessian_weighting: Literal["none", "squared"] = Field(
+        "none",
+        description="what a token counts in gptq's Hessians and signround's error. none: as much as every other; "
+        "squared: its squared routing weight, which its error counts in the layer's output",
+    )
     borrow_tokens: float = Field(64, ge=0, description="lambda: tokens' worth of the layer's Hessian mixed in")
     min_tokens: int = Field(16, ge=1, description="fewer own tokens than this is reported as a fallback")
     tokens: Literal["routed", "all"] = Field("routed", description="all: every expert calibrates on all tokens")
