@@ -48,7 +48,7 @@ class _LossesSection(Section):
         False, description="codes of 2 and 3 bits are the leading bits of the 4-bit ones, chosen for all three at once"
     )
     clip: Literal["minmax", "mse"] = Field(
-        "minmax",
+        "mse",
         description="ends of the grids: least and largest weight, or the part of that range with the least error of "
         "rounding (gptq: weighted by what an input counts once later ones have made up for it)",
     )
@@ -57,7 +57,7 @@ class _LossesSection(Section):
     )
     act_order: bool = Field(False, description="GPTQ: columns by falling activation energy, grids of the groups static")
     hessian_weighting: Literal["none", "squared"] = Field(
-        "none",
+        "squared",
         description="what a token counts in gptq's Hessians and signround's error. none: as much as every other; "
         "squared: its squared routing weight, which its error counts in the layer's output",
     )

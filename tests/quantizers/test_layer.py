@@ -25,7 +25,7 @@ from moeq_kernels.packed import packed_bytes
 
 LAYER = ExpertLayer(index=0, name="layers.0.experts", num_experts=5, hidden_size=40, intermediate_size=24)
 SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
-CONFIG = LossesSection(group_size=16, min_tokens=8)
+CONFIG = LossesSection(group_size=16, min_tokens=8, clip="minmax")
 TOKENS = 64  # a sequence
 SEQUENCES = 8
 
