@@ -43,20 +43,24 @@ from moeq.stages.expert_bytes import expert_weights, total_bytes
 WINDOWS = 96  # held-out, evenly thinned
 FAST, PAPER, GOAL = "by matrix, mass", "prefix-split", 0.7
 MSE = {"clip": "mse"}
+ALIKE = {"hessian_weighting": "none"}
+PLAIN = ALIKE | {"clip": "minmax"}
 LOSSES: dict[str, dict[str, Any]] = {
-    "gptq": {},
+    "gptq": PLAIN,
     "gptq, mse": MSE,
     "gptq, mse, act order": MSE | {"act_order": True},
     "gptq, mse, 1/16 held out": MSE | {"heldout_fraction": 0.0625},
-    "gptq, groups of 128": {"group_size": 128},
+    "gptq, groups of 128": PLAIN | {"group_size": 128},
     "gptq, mse, symmetric": MSE | {"symmetric": True},
     "gptq, mse, groups of 32": MSE | {"group_size": 32},
     "gptq, mse, groups of 128": MSE | {"group_size": 128},
     "gptq, mse, act order, groups of 128": MSE | {"act_order": True, "group_size": 128},
     "gptq, mse, whole rows": MSE | {"group_size": -1},
-    "best of gptq and signround": {"methods": ["gptq", "signround"]},
-    "best of gptq and signround, groups of 128": {"methods": ["gptq", "signround"], "group_size": 128},
+    "gptq, mse, all tokens alike, groups of 128": MSE | ALIKE | {"group_size": 128},
+    "best of gptq and signround": PLAIN | {"methods": ["gptq", "signround"]},
+    "best of gptq and signround, groups of 128": PLAIN | {"methods": ["gptq", "signround"], "group_size": 128},
     "best of gptq and signround, mse, groups of 128": MSE | {"methods": ["gptq", "signround"], "group_size": 128},
+    "best, mse, all tokens alike, groups of 128": MSE | ALIKE | {"methods": ["gptq", "signround"], "group_size": 128},
 }
 SQUARED = {"method": "optimal", "loss_weighting": "squared"}
 MEASURED = {"layer_weighting": "measured"}

@@ -81,6 +81,21 @@ class RoutedTokens:
         scale = torch.where(chosen.any(1), own, self.scores.mean(1))
         return self.hidden[rows] * scale[rows].unsqueeze(1)
 
+    def calibration_weights(self, expert: int) -> Tensor:
+        """Squared weight [n] that multiplies the expert's output at each calibration token, as `routed` has them,
+        divided by their mean.
+
+        A token that is not the expert's own (where it sees all) counts with the mean weight of the token's experts.
+        """
+        chosen, side = self.experts == expert, ~self.heldout
+        own = (self.weights * chosen).sum(1)
+        if self.everyone:
+            squared = torch.where(chosen.any(1), own, self.weights.mean(1))[side].square()
+        else:
+            squared = own[chosen.any(1) & side].square()
+        mean = squared.mean()
+        return squared / mean if bool(mean > 0) else torch.ones_like(squared)
+
     def squared_weights(self, expert: int) -> Tensor:
         """Squared weight [n] that multiplies the expert's output at each of its held-out tokens, as `routed` has them.
 
@@ -144,8 +159,9 @@ def part_rows(features: int) -> int:
 
 def row_bytes(layer: ExpertLayer, rows: int) -> int:
     """Bytes of rows that an expert is given, and of what it makes of those that are multiplied at once."""
-    inner = layer.intermediate_size
-    return 4 * (rows * layer.hidden_size + min(rows, part_rows(inner)) * 3 * inner)
+    inner, hidden = layer.intermediate_size, layer.hidden_size
+    at_once = max(min(rows, part_rows(inner)) * 3 * inner, min(rows, part_rows(hidden)) * hidden)
+    return 4 * (rows * hidden + at_once)
 
 
 def sum_of_products(parts: Iterable[Tensor]) -> Tensor:

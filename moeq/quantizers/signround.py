@@ -43,6 +43,7 @@ def quantize(weights: dict[str, Tensor], statistics: Statistics, settings: Losse
             working_memory=working_memory(settings.working_memory, statistics.lent.device),
         ),
         start=statistics.start,
+        counts=statistics.row_weights,
     )
 
 

@@ -69,12 +69,14 @@ def sign_round(
     symmetric: bool,
     training: Training,
     start: dict[str, Quantized],
+    counts: Callable[[int], Tensor | None] = lambda _: None,
 ) -> dict[str, Quantized]:
     """Codes and grids of all matrices of a batch of experts, each expert trained as a whole at each width.
 
     rows(index): [n, H] what an expert is trained on, asked for once, when its turn comes; lent: [S, H] rows of the
-    layer that stand in where own ones are few; start: codes to begin with, of the same group size and symmetry. What is
-    drawn hangs on the experts' numbers and the seed, not on the batch.
+    layer that stand in where own ones are few; start: codes to begin with, of the same group size and symmetry;
+    counts(index): [n] what the squared error of each of its own rows counts, None: 1. What is drawn hangs on the
+    experts' numbers and the seed, not on the batch.
 
     On the rows of the check (all of an expert's own and lent rows up to CHECK_ROWS of either, evenly spaced among
     more) the mean squared error, lent rows by their share, is never above the start's. An expert without any rows keeps
@@ -83,7 +85,7 @@ def sign_round(
     """
     check_start(start, bits, group_size)
     parts: list[dict[str, Quantized]] = []
-    for which, pools in _chunks(rows, lent, batch, training):
+    for which, pools in _chunks(rows, counts, lent, batch, training):
         begin = {name: select(codes, which) for name, codes in start.items()}
         widths = [_train(batch.some(which), pools, begin, width, symmetric, training) for width in bits]
         parts.append({name: quantized([width[name] for width in widths], bits, group_size) for name in batch.weights})
@@ -98,7 +100,11 @@ def check_start(start: dict[str, Quantized], bits: Sequence[int], group_size: in
 
 
 def _chunks(
-    rows: Callable[[int], Tensor], lent: Tensor, batch: ExpertBatch, training: Training
+    rows: Callable[[int], Tensor],
+    counts: Callable[[int], Tensor | None],
+    lent: Tensor,
+    batch: ExpertBatch,
+    training: Training,
 ) -> Iterator[tuple[slice, Pools]]:
     """Experts that are trained at once within the working memory (at least one), with their rows."""
     count, hidden, inter = batch.weights[DOWN].shape
@@ -106,7 +112,7 @@ def _chunks(
     each += 4 * (training.batch_rows + 2 * CHECK_ROWS) * (4 * hidden + (len(batch.weights) + 3) * inter)
     first, used, pools = 0, 0, list[Pool]()
     for index in range(count):
-        pool = _pool(rows(index), lent, batch.some(slice(index, index + 1)), training)
+        pool = _pool(rows(index), counts(index), lent, batch.some(slice(index, index + 1)), training)
         needed = each + 2 * pool.nbytes
         if pools and used + needed > training.working_memory:
             yield slice(first, index), Pools(pools)
@@ -116,7 +122,7 @@ def _chunks(
     yield slice(first, count), Pools(pools)
 
 
-def _pool(rows: Tensor, lent: Tensor, expert: ExpertBatch, training: Training) -> Pool:
+def _pool(rows: Tensor, weights: Tensor | None, lent: Tensor, expert: ExpertBatch, training: Training) -> Pool:
     """One expert's own rows and as many of the lent ones as their part of the draws is worth.
 
     Without either it gets a row that counts nothing, which moves nothing.
@@ -126,6 +132,8 @@ def _pool(rows: Tensor, lent: Tensor, expert: ExpertBatch, training: Training) -
     few = lent[evenly(len(lent), min(usable, max(MIN_LENT, round((1 - share) * usable)))).to(lent.device)]
     hidden = torch.cat([rows.float(), few.float()])
     counts = hidden.new_ones(len(hidden))
+    if weights is not None:
+        counts[:own] = weights
     if not len(hidden):
         own, hidden, counts = 1, hidden.new_zeros(1, hidden.shape[1]), hidden.new_zeros(1)
     return Pool(

@@ -51,27 +51,48 @@ class Statistics:
         """The calibration rows [n, H] of one expert of the batch, maybe none."""
         return self.tokens.routed(self.batch.numbers()[index], heldout=False)
 
+    def row_weights(self, index: int) -> Tensor | None:
+        """What each of one expert's calibration rows counts, [n] with mean 1; None: all the same."""
+        if self.settings.hessian_weighting == "none":
+            return None
+        return self.tokens.calibration_weights(self.batch.numbers()[index])
+
     def hessians(self) -> tuple[list[Tensor], list[Tensor]]:
         """Of every expert: what its first matrices are given, [H, H], and its down projection, [I, I]; fills notes.
 
-        H_e <- (n_e*H_e + lambda*H_layer) / (n_e + lambda), H as means over tokens; for down, H_layer runs a sample of
-        the layer's tokens through the expert itself. Up to a factor, GPTQ's H = 2 X X^T (Frantar et al., arXiv
-        2210.17323).
+        H_e <- (n_e*H_e + lambda*H_layer) / (n_e + lambda), H as means over tokens, own ones weighted by `row_weights`;
+        for down, H_layer runs a sample of the layer's tokens through the expert itself. Up to a factor, GPTQ's H = 2 X
+        X^T (Frantar et al., arXiv 2210.17323), and where an error's square counts with a weight, H = 2 X diag(w) X^T.
         """
         first, second = list[Tensor](), list[Tensor]()
         lend = self.settings.borrow_tokens
         for index, note in enumerate(self.notes):
-            rows = self.rows(index)
-            own, borrowed = (self._inner_products(index, part) for part in (rows, self.lent))
+            rows, weights = self.rows(index), self.row_weights(index)
+            own, borrowed = self._inner_products(index, rows, weights), self._inner_products(index, self.lent)
             total = max(len(rows) + lend, 1e-9)
-            first.append((rows.T @ rows + lend * self.tokens.shared) / total)
+            first.append((_products(rows, weights) + lend * self.tokens.shared) / total)
             second.append((own + lend * borrowed / len(self.lent)) / total)
             note.add(borrowed_hessian=len(rows) < self.settings.min_tokens, left_out_tokens=self.tokens.left_out > 0)
             note.hessian_trace = (float(first[-1].diagonal().sum()), float(second[-1].diagonal().sum()))
         return first, second
 
-    def _inner_products(self, index: int, rows: Tensor) -> Tensor:
-        """Sum [I, I] of y y^T over what an expert's down projection is given at some rows [n, H]."""
+    def _inner_products(self, index: int, rows: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Sum [I, I] of y y^T, times their counts [n], over what an expert's down projection is given at some rows [n,
+        H]."""
         weights, biases = self.batch.one(index)
-        parts = rows.split(part_rows(weights[DOWN].shape[1]))
-        return sum_of_products(self.batch.math.intermediate(part, weights, biases) for part in parts)
+        size = part_rows(weights[DOWN].shape[1])
+        inner = (self.batch.math.intermediate(part, weights, biases) for part in rows.split(size))
+        return sum_of_products(inner if counts is None else map(_weighed, inner, counts.split(size)))
+
+
+def _products(rows: Tensor, counts: Tensor | None) -> Tensor:
+    """Sum [H, H] of x x^T over some rows [n, H], times their counts [n]."""
+    if counts is None:
+        return rows.T @ rows
+    size = part_rows(rows.shape[1])
+    return sum_of_products(map(_weighed, rows.split(size), counts.split(size)))
+
+
+def _weighed(rows: Tensor, counts: Tensor) -> Tensor:
+    """Rows [n, K] whose products count as often as counts [n] say."""
+    return rows * counts.sqrt().unsqueeze(1)

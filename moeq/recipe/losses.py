@@ -49,7 +49,7 @@ class _LossesSection(Section):
         False, description="codes of 2 and 3 bits are the leading bits of the 4-bit ones, chosen for all three at once"
     )
     clip: Literal["minmax", "mse"] = Field(
-        "minmax",
+        "mse",
         description="ends of the grids: least and largest weight, or the part of that range with the least error of "
         "rounding (gptq: weighted by what an input counts once later ones have made up for it)",
     )
@@ -57,6 +57,11 @@ class _LossesSection(Section):
         0.01, gt=0, le=1, description="gptq: share of the Hessian's mean diagonal that is added to it"
     )
     act_order: bool = Field(False, description="GPTQ: columns by falling activation energy, grids of the groups static")
+    hessian_weighting: Literal["none", "squared"] = Field(
+        "squared",
+        description="what a token counts in gptq's Hessians and signround's error. none: as much as every other; "
+        "squared: its squared routing weight, which its error counts in the layer's output",
+    )
     borrow_tokens: float = Field(64, ge=0, description="lambda: tokens' worth of the layer's Hessian mixed in")
     min_tokens: int = Field(16, ge=1, description="fewer own tokens than this is reported as a fallback")
     tokens: Literal["routed", "all"] = Field("routed", description="all: every expert calibrates on all tokens")

@@ -40,7 +40,13 @@ every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda on
 def section(quantizer: Quantizer, **settings: Any) -> LossesSection:
     few = {key: 3 for key in quantizer.settings.model_fields if key.endswith("_iterations")}
     groups = quantizer.group_sizes or (GROUP,)
-    common = {"bits": quantizer.widths, "methods": [quantizer.name], "group_size": groups[0], "min_tokens": 4}
+    common = {
+        "bits": quantizer.widths,
+        "methods": [quantizer.name],
+        "group_size": groups[0],
+        "min_tokens": 4,
+        "clip": "minmax",
+    }
     return LossesSection.model_validate(common | few | settings)
 
 

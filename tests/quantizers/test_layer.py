@@ -15,6 +15,8 @@ from moeq.models.kinds import GATED, KINDS
 from moeq.models.kinds.base import act_then_multiply
 from moeq.models.walk import LayerInputs
 from moeq.quantizers.layer import LayerResult, expert_batches, quantize_layer
+from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens
+from moeq.quantizers.statistics import Note, Statistics
 from moeq.recipe import LossesSection, load_recipe
 from moeq.stages import losses as losses_stage
 from moeq.stages.context import Context
@@ -24,7 +26,7 @@ from moeq_kernels.widths import Encoding
 
 LAYER = ExpertLayer(index=0, name="layers.0.experts", num_experts=5, hidden_size=40, intermediate_size=24)
 SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
-CONFIG = LossesSection(group_size=16, min_tokens=8)
+CONFIG = LossesSection(group_size=16, min_tokens=8, clip="minmax")
 TOKENS = 64  # a sequence
 SEQUENCES = 8
 
@@ -195,3 +197,49 @@ def test_clipping_loses_less_at_few_bits_and_leaves_one_bit_alone() -> None:
         assert total(clipped, method, 2) < 0.9 * total(whole, method, 2)
         for bits in (3, 4, 8):
             assert total(clipped, method, bits) < 1.1 * total(whole, method, bits)
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+def test_hessians_are_weighted_by_squared_routing_weights(everyone: bool) -> None:
+    """As an expert's error enters the layer's output; for a token that is not its own the mean weight stands in."""
+    inputs, weights = layer_inputs(), layer_weights()
+    wanted = {"hessian_weighting": "squared", "borrow_tokens": 0, "tokens": "all" if everyone else "routed"}
+    config = CONFIG.model_copy(update=wanted)
+    tokens = RoutedTokens.of(inputs, config)
+    batch = ExpertBatch(which=slice(1, 3), weights={n: w[1:3] for n, w in weights.items()}, biases={}, math=SILU)
+    first, second = Statistics(tokens=tokens, batch=batch, settings=config, notes=[Note(), Note()]).hessians()
+    for place, expert in enumerate((1, 2)):
+        chosen = inputs.experts == expert
+        rows = (inputs.sequence % 4 != 3) & (chosen.any(1) | everyone)
+        squared = torch.where(chosen.any(1), (inputs.weights * chosen).sum(1), inputs.weights.mean(1)).square()[rows]
+        hidden = inputs.hidden[rows]
+        gate, up, _ = (weights[name][expert] for name in GATED)
+        inner = nn.functional.silu(hidden @ gate.T) * (hidden @ up.T)
+        for found, of in ((first[place], hidden), (second[place], inner)):
+            torch.testing.assert_close(found, (of * squared[:, None]).T @ of / squared.sum(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_routing_weight_that_multiplies_inputs_is_counted_once() -> None:
+    """Where inputs were multiplied by it, outputs are not: weighted Hessians are the others."""
+    kind = next(one for one in KINDS if one.scales_inputs)
+    inputs = replace(layer_inputs(), layer=replace(LAYER, kind=kind))
+    plain, weighted = (
+        quantize_layer(inputs, layer_weights(), SILU, CONFIG.model_copy(update={"hessian_weighting": how}))
+        for how in ("none", "squared")
+    )
+    for name in GATED:
+        assert torch.equal(plain.replicas[name][2].codes, weighted.replicas[name][2].codes)
+
+
+def test_weighted_hessians_lose_less_of_the_layers_output() -> None:
+    """Tokens of two kinds, of different inputs, of which one kind has a tenth of the other's routing weight."""
+    inputs, weights = layer_inputs(never=None), layer_weights()
+    faint = torch.arange(len(inputs.hidden)) % 2 == 1
+    inputs.hidden[faint] = 4 * inputs.hidden[faint].flip(1)
+    inputs = replace(inputs, weights=torch.where(faint[:, None], 0.1, 1.0).expand(-1, 2))
+    totals = []
+    for how in ("none", "squared"):
+        found = quantize_layer(inputs, weights, SILU, CONFIG.model_copy(update={"hessian_weighting": how})).rows
+        here = (one for one in found if (one["projection"], one["method"], one["bits"]) == (WHOLE, "gptq", 2))
+        totals.append(sum(float(one["weighted_loss"]) for one in here))
+    assert totals[1] < 0.9 * totals[0]

@@ -24,7 +24,7 @@ from moeq.recipe import LossesSection, load_recipe
 from moeq.stages.context import Context
 from moeq_kernels.packing import unpack
 
-SETTINGS = {"methods": ["rtn"], "bits": [4, 8], "group_size": -1, "symmetric": True}
+SETTINGS = {"methods": ["rtn"], "bits": [4, 8], "group_size": -1, "symmetric": True, "clip": "minmax"}
 REACH = {("narrow", 8): 127, ("narrow", 4): 7, ("full", 8): 128, ("full", 4): 8}
 LEAST = {("narrow", 8): -127, ("narrow", 4): -7, ("full", 8): -128, ("full", 4): -8}
 MOST = {8: 127, 4: 7}
@@ -84,8 +84,9 @@ def test_a_range_without_symmetry_is_refused() -> None:
 def test_a_run_stores_them_exactly(tiny_mixtral: Path, tmp_path: Path) -> None:
     recipe = load_recipe(None, [
         "corpus.sequences=8", "corpus.sequence_length=32", "losses.methods=[rtn]", "losses.bits=[4, 8]",
-        "losses.group_size=-1", "losses.symmetric=true", "losses.symmetric_range=narrow", "quantize.replicas=all",
-        "assign={method: uniform, bits: 4, quantizer: rtn}", "eval.perplexity=null", "eval.compare=[]",
+        "losses.group_size=-1", "losses.symmetric=true", "losses.symmetric_range=narrow", "losses.clip=minmax",
+        "assign={method: uniform, bits: 4, quantizer: rtn}", "quantize.replicas=all", "eval.perplexity=null",
+        "eval.compare=[]",
     ])  # fmt: skip
     context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path, reporter=Reporter(quiet=True))
     pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))

@@ -266,3 +266,25 @@ def test_a_start_that_does_not_fit_is_refused() -> None:
         trained(weights, hidden, [2], start=start, group_size=8)
     with pytest.raises(ValueError, match="at least 1"):
         Training(iterations=0)
+
+
+def test_rows_that_count_more_are_fitted_better() -> None:
+    """Two halves of an expert's rows, of which only one counts."""
+    weights, hidden = problem()
+    half = len(hidden[0]) // 2
+
+    def found(first: float, second: float) -> list[float]:
+        """The mean error on either half."""
+        counts = torch.cat([torch.full((half,), first), torch.full((half,), second)])
+        made = trained(weights, hidden, [2], counts=lambda _: counts)
+        return [
+            sum(losses(weights, made, [rows[side] for rows in hidden], 2)) for side in (slice(half), slice(half, None))
+        ]
+
+    one, other = found(2, 0), found(0, 2)
+    assert one[0] < 0.97 * other[0]
+    assert other[1] < 0.97 * one[1]
+    assert found(1, 1) == [
+        sum(losses(weights, trained(weights, hidden, [2]), [rows[side] for rows in hidden], 2))
+        for side in (slice(half), slice(half, None))
+    ]

@@ -95,7 +95,7 @@ def test_what_cannot_be_stored_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     spoil, message = ROGUES[case]
     honest = gptq.quantize
     monkeypatch.setattr(gptq, "quantize", lambda *given, **settings: spoil(honest(*given, **settings)))
-    config = LossesSection(bits=[2, 4], methods=[method], group_size=16, min_tokens=8)
+    config = LossesSection(bits=[2, 4], methods=[method], group_size=16, min_tokens=8, clip="minmax")
     with pytest.raises(QuantizationError) as caught:
         quantize_layer(layer_inputs(), layer_weights(), SILU, config)
     expert = LAYER.num_experts - 1 if case == "codes out of range" else r"\d"

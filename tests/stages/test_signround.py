@@ -16,7 +16,8 @@ from moeq.stages.replicas import load_losses
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.bits=[1,2,3,4]",
-    "losses.methods=[gptq,rtn,signround]", "losses.signround_iterations=30", "assign.quantizer=best",
+    "losses.clip=minmax", "losses.methods=[gptq,rtn,signround]", "losses.signround_iterations=30",
+    "assign.quantizer=best",
     "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48", "eval.compare=[]", "eval.tasks=[]",
     "estimate.grid.inputs=[128]",
 )  # fmt: skip
