@@ -19,11 +19,13 @@ from torch import Tensor
 from moeq.numerics import trellis, trellis_device
 from moeq.numerics.factor import Factor, feedback
 from moeq_kernels.grids import SCALE_DTYPE
-from moeq_kernels.trellis import TILE, UNIT, TrellisWeight, pack, tiles_along, values
+from moeq_kernels.threads import side_by_side
+from moeq_kernels.trellis import TILE, UNIT, TrellisWeight, pack, packed_shapes, tiles_along, values
 from moeq_kernels.trellis_tables import NORMAL, table
 
 SPAN = 256  # columns whose feedback from all columns before them is one matrix product
-RESIDUAL_BYTES = 256 << 20  # of the experts that are worked on at once
+ROWS_AT_ONCE = 256  # that a thread works on together: 16 tiles side by side
+RESIDUAL_BYTES = 256 << 20  # of the experts that a GPU works on at once
 SHRINK = {1: 0.9, 2: 0.96, 3: 0.98, 4: 0.98}  # spread of the values that were not trained, over that of the weights
 LEAST_SCALE, LARGEST_SCALE = 2.0**-24, 65504.0
 
@@ -36,22 +38,37 @@ def quantize(
     factor: of hessian [E, K, K], float32, damped as `factor.factorize` did; hessian: what the rows' scales are fitted
     to, undamped. Rows are independent of each other but for those of a tile.
     """
-    some = max(1, RESIDUAL_BYTES // (4 * len(bits) * weight.shape[1] * weight.shape[2]))
-    parts = []
-    for start in range(0, len(weight), some):
-        which = slice(start, start + some)
-        batch = _Batch(weight[which], factor.unit_upper[which], factor.pivots[which], bits, state_bits)
-        parts.append(batch.run(hessian[which]))
-    return [
-        TrellisWeight(
-            codes=torch.cat([part[width][0] for part in parts]),
-            scales=torch.cat([part[width][1] for part in parts]),
-            bits=k,
-            state_bits=state_bits,
-            inputs=weight.shape[2],
-        )
-        for width, k in enumerate(bits)
-    ]
+    experts, rows, inputs = weight.shape
+    on_cpu = weight.device.type == "cpu"
+    step = ROWS_AT_ONCE if on_cpu else rows
+    least = ROWS_AT_ONCE // rows if on_cpu else RESIDUAL_BYTES // (4 * len(bits) * rows * inputs)
+    some = max(1, least)
+    found = [_empty(weight, k, state_bits) for k in bits]
+
+    def piece(at: tuple[int, int]) -> None:
+        which, part = slice(at[0], at[0] + some), slice(at[1], at[1] + step)
+        tiles = slice(at[1] // TILE, tiles_along(min(at[1] + step, rows)))
+        batch = _Batch(weight[which, part], factor.unit_upper[which], factor.pivots[which], bits, state_bits)
+        for into, (codes, scale) in zip(found, batch.run(hessian[which]), strict=True):
+            into.codes[which, tiles], into.scales[which, part] = codes, scale
+
+    pieces = [(first, start) for first in range(0, experts, some) for start in range(0, rows, step)]
+    if on_cpu:
+        side_by_side(piece, pieces)
+    else:
+        for at in pieces:
+            piece(at)
+    return found
+
+
+def _empty(weight: Tensor, bits: int, state_bits: int) -> TrellisWeight:
+    """The stored form of weights [E, N, K], its contents undefined."""
+    experts, rows, inputs = weight.shape
+    parts = {
+        name: torch.empty(experts, *shape, dtype=dtype, device=weight.device)
+        for name, (shape, dtype) in packed_shapes(rows, inputs, bits).items()
+    }
+    return TrellisWeight(**parts, bits=bits, state_bits=state_bits, inputs=inputs)
 
 
 def first_scale(weight: Tensor, bits: int, state_bits: int) -> Tensor:

@@ -164,7 +164,7 @@ def test_feedback_pays_and_widths_do_not_disturb_each_other(monkeypatch: pytest.
     for own, other in zip(losses, plain, strict=True):
         assert own < 0.85 * loss(weight, other.dequantize(), hessian)
     assert losses[0] > 3 * losses[1] > 20 * losses[2]
-    monkeypatch.setattr(trellis_ldlq, "RESIDUAL_BYTES", 1)  # an expert at a time
+    monkeypatch.setattr(trellis_ldlq, "ROWS_AT_ONCE", 16)  # a row of tiles of one expert at a time
     alone = trellis_ldlq.quantize(weight, factor, hessian, [2], 8)[0]
     assert torch.equal(alone.codes, found[1].codes)
     assert torch.equal(alone.scales, found[1].scales)
