@@ -3,7 +3,8 @@
     python benchmarks/trellis.py [--tiles 512] [--states 8 10 12] [--threads 2] [--train]
 
 Errors are of normal weights of standard deviation 1, times 4^k for k bits (1 is the bound of rate and distortion), best
-of a few scales; a scalar quantizer has 1.45, 1.88, 2.21 and 2.43 (Lloyd-Max). Times are of a walk, its seam included.
+of a few scales; a scalar quantizer has 1.45, 1.88, 2.21 and 2.43 (Lloyd-Max). Times are the processor's of a walk, its
+seam included.
 Then one expert of the shape of Qwen3-30B-A3B (gate and up share a Hessian) at 2, 3 and 4 bits with 2^10 states, beside
 GPTQ in groups of 128 at the same widths. --train makes the tables of moeq_kernels/trellis_tables.py again and tells
 their errors instead (minutes).
@@ -75,15 +76,15 @@ def train() -> int:
 
 def codes(options: argparse.Namespace, results: figures.Figures) -> None:
     """Error and time of every code."""
-    results.table(["states", "bits", "error x 4^k", "scalar", "ns a weight"])
+    results.table(["states", "bits", "error x 4^k", "scalar", "ns a weight, one thread"])
     wanted = normal(options.tiles, 5)
     for state_bits in options.states:
         for bits in BITS:
             value = values(bits, state_bits) / (UNIT * NORMAL)
             trellis.walks(wanted[:16], value, bits)
-            start = time.perf_counter()
             found = [error(wanted, value * scale, bits) for scale in SCALES]
-            each = (time.perf_counter() - start) / len(found) / wanted.numel() * 1e9
+            taken = figures.processor_seconds(lambda value=value, bits=bits: trellis.walks(wanted, value, bits), 3)
+            each = taken / wanted.numel() * 1e9
             scalar = f"{SCALAR[bits] * 4**bits:.3f}"
             results.row(f"2^{state_bits}", str(bits), f"{min(found):.3f}", scalar, f"{each:.0f}")
             if state_bits == options.states[0]:
@@ -114,7 +115,9 @@ def main() -> int:
     if options.train:
         return train()
     results = figures.Figures(options)
+    torch.set_num_threads(1)  # threads that wait for each other would be counted
     codes(options, results)
+    torch.set_num_threads(options.threads)
     scalar = seconds(
         lambda weight, hessian: gptq.quantize(
             weight, factorize(hessian).unit_upper, bits=WIDTHS, group_size=128, symmetric=False
