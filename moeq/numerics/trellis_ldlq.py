@@ -1,0 +1,152 @@
+"""Trellis codes of all experts of a batch at several widths from one factor: error feedback over tiles (LDLQ).
+
+The left-looking form of gptq.py, 16 columns at a time. For the unit upper M and pivots d of the Hessian, the loss of a
+residual e is the sum over columns j of d_j^2 (e_j + sum_{i<j} e_i M_ij)^2. What the columns before a block give to it,
+g, its own residual makes up for where M_b^T e_b = -g, M_b the block's own part of M: so the walk goes to the weights
+moved by the solution of this system (QTIP, arXiv 2406.11235, 3.4; LDLQ of arXiv 2307.13304, by blocks). An error in a
+column counts with the diagonal of M_b diag(d_b^2) M_b^T.
+
+Letters: E experts, N output rows, K inputs, B widths, b columns of a block (16), R and C tiles along rows and inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moeq.numerics import trellis, trellis_device
+from moeq.numerics.factor import Factor, feedback
+from moeq_kernels.grids import SCALE_DTYPE
+from moeq_kernels.threads import side_by_side
+from moeq_kernels.trellis import TILE, UNIT, TrellisWeight, pack, packed_shapes, tiles_along, values
+from moeq_kernels.trellis_tables import NORMAL, table
+
+SPAN = 256  # columns whose feedback from all columns before them is one matrix product
+ROWS_AT_ONCE = 256  # that a thread works on together: 16 tiles side by side
+RESIDUAL_BYTES = 256 << 20  # of the experts that a GPU works on at once
+SHRINK = {1: 0.9, 2: 0.96, 3: 0.98, 4: 0.98}  # spread of the values that were not trained, over that of the weights
+LEAST_SCALE, LARGEST_SCALE = 2.0**-24, 65504.0
+
+
+def quantize(
+    weight: Tensor, factor: Factor, hessian: Tensor, bits: Sequence[int], state_bits: int
+) -> list[TrellisWeight]:
+    """Quantize a batch of weights [E, N, K] at several widths, 1 to 4 bits, with 2**L states: a stack [E] each.
+
+    factor: of hessian [E, K, K], float32, damped as `factor.factorize` did; hessian: what the rows' scales are fitted
+    to, undamped. Rows are independent of each other but for those of a tile.
+    """
+    experts, rows, inputs = weight.shape
+    on_cpu = weight.device.type == "cpu"
+    step = ROWS_AT_ONCE if on_cpu else rows
+    least = ROWS_AT_ONCE // rows if on_cpu else RESIDUAL_BYTES // (4 * len(bits) * rows * inputs)
+    some = max(1, least)
+    found = [_empty(weight, k, state_bits) for k in bits]
+
+    def piece(at: tuple[int, int]) -> None:
+        which, part = slice(at[0], at[0] + some), slice(at[1], at[1] + step)
+        tiles = slice(at[1] // TILE, tiles_along(min(at[1] + step, rows)))
+        batch = _Batch(weight[which, part], factor.unit_upper[which], factor.pivots[which], bits, state_bits)
+        for into, (codes, scale) in zip(found, batch.run(hessian[which]), strict=True):
+            into.codes[which, tiles], into.scales[which, part] = codes, scale
+
+    pieces = [(first, start) for first in range(0, experts, some) for start in range(0, rows, step)]
+    if on_cpu:
+        side_by_side(piece, pieces)
+    else:
+        for at in pieces:
+            piece(at)
+    return found
+
+
+def _empty(weight: Tensor, bits: int, state_bits: int) -> TrellisWeight:
+    """The stored form of weights [E, N, K], its contents undefined."""
+    experts, rows, inputs = weight.shape
+    parts = {
+        name: torch.empty(experts, *shape, dtype=dtype, device=weight.device)
+        for name, (shape, dtype) in packed_shapes(rows, inputs, bits).items()
+    }
+    return TrellisWeight(**parts, bits=bits, state_bits=state_bits, inputs=inputs)
+
+
+def first_scale(weight: Tensor, bits: int, state_bits: int) -> Tensor:
+    """Scales [..., N] that fit rows [..., N, K] best if their weights are normal, from their root mean square."""
+    normal = NORMAL * UNIT
+    if table(bits, state_bits) is None:
+        normal = float(values(bits, state_bits).square().mean().sqrt()) / SHRINK[bits]
+    return weight.float().square().mean(-1).sqrt() / normal
+
+
+class _Batch:
+    """Some experts' weights [E, N, K], their factor and pivots; residuals input-major, [E, K, B*N]."""
+
+    def __init__(self, weight: Tensor, upper: Tensor, pivots: Tensor, bits: Sequence[int], state_bits: int) -> None:
+        self.weight = weight.to(upper.dtype)
+        self.columns = self.weight.mT.contiguous()
+        self.upper, self.pivots, self.bits, self.state_bits = upper, pivots, bits, state_bits
+        experts, inputs, rows = self.columns.shape
+        self.residual = torch.empty(experts, inputs, len(bits) * rows, dtype=upper.dtype, device=upper.device)
+        self.scales = [_storable(first_scale(weight, k, state_bits)) for k in bits]
+        along = tiles_along(rows), tiles_along(inputs), TILE * TILE
+        self.codes = [torch.empty(experts, *along, dtype=torch.uint8, device=upper.device) for _ in bits]
+
+    def run(self, hessian: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Packed codes and fitted scales float16 [E, N] of every width."""
+        inputs, rows = self.columns.shape[1:]
+        for far in range(0, inputs, SPAN):
+            end = min(far + SPAN, inputs)
+            given = feedback(self.upper, self.residual, 0, far, end)
+            for start in range(far, end, TILE):
+                stop = min(start + TILE, end)
+                part = given[:, start - far : stop - far]
+                if start > far:
+                    part = torch.baddbmm(part, self.upper[:, far:start, start:stop].mT, self.residual[:, far:start])
+                self._block(start, stop, part)
+        found = []
+        for width, scale in enumerate(self.scales):
+            left = self.residual[:, :, width * rows : (width + 1) * rows].mT
+            fitted = fitted_scale(self.weight, self.weight - left, scale, hessian.to(left.dtype))
+            found.append((pack(self.codes[width], self.bits[width]), fitted))
+        return found
+
+    def _block(self, start: int, stop: int, given: Tensor) -> None:
+        """Round the columns from start to stop; given [E, b, B*N]: what those before give to them."""
+        rows, own = self.columns.shape[2], self.upper[:, start:stop, start:stop]
+        moved = torch.linalg.solve_triangular(own.mT, given, upper=False, unitriangular=True)
+        counts = (own * self.pivots[:, None, start:stop].to(own.dtype) * own).sum(-1)
+        for width, scale in enumerate(self.scales):
+            lanes = slice(width * rows, (width + 1) * rows)
+            target = (self.columns[:, start:stop] + moved[:, :, lanes]).mT
+            values = self._walks(target / scale.to(target.dtype).unsqueeze(-1), counts, width, start // TILE)
+            values = (values * scale.to(target.dtype).unsqueeze(-1)).mT
+            torch.sub(self.columns[:, start:stop], values, out=self.residual[:, start:stop, lanes])
+
+    def _walks(self, target: Tensor, counts: Tensor, width: int, column: int) -> Tensor:
+        """Values [E, N, b] nearest to a target [E, N, b] in units of the scales; keeps the codes of the tiles."""
+        experts, rows, size = target.shape
+        whole = torch.nn.functional.pad(target, (0, TILE - size, 0, -rows % TILE)).reshape(-1, TILE * TILE)
+        counts = counts / counts.mean(1, keepdim=True)
+        counts = torch.nn.functional.pad(counts, (0, TILE - size)).repeat(1, TILE)
+        form = trellis if target.device.type == "cpu" else trellis_device
+        value = values(self.bits[width], self.state_bits).to(target.device)
+        codes, nearest = form.walks(whole, value, self.bits[width], counts)
+        self.codes[width][:, :, column] = codes.view(experts, -1, TILE * TILE)
+        found: Tensor = nearest.view(experts, -1, TILE)[:, :rows, :size]
+        return found
+
+
+def _storable(scale: Tensor) -> Tensor:
+    """Scales as they are stored, float16; none is 0 or infinite."""
+    return scale.clamp(LEAST_SCALE, LARGEST_SCALE).to(SCALE_DTYPE)
+
+
+def fitted_scale(weight: Tensor, rounded: Tensor, scale: Tensor, hessian: Tensor) -> Tensor:
+    """Scales float16 [E, N] with which rounded weights [E, N, K], made with scale [E, N], have the least loss.
+
+    Least squares by the Hessian [E, K, K], row by row: scale * (q H w) / (q H q); unchanged where that is not positive.
+    """
+    seen = rounded @ hessian
+    ratio = (seen * weight).sum(-1) / (seen * rounded).sum(-1)
+    return _storable(scale.float() * torch.where(ratio > 0, ratio, 1.0).float())
