@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def matrix(
     """Values [rows, inputs] of one matrix."""
     if "dense" in parts:
         return parts["dense"].astype(np.float64)
+    if "state_bits" in layout:
+        return walked(parts, inputs, bits, layout)
     group = inputs if layout["group_size"] == -1 else min(layout["group_size"], inputs)
     groups = -(-inputs // group)
     of = np.arange(inputs) // group
@@ -56,6 +59,20 @@ def matrix(
         k = 2 ** (4 - bits)
         return (codes * k + (k - 1) / 2 - zero) * scales
     return (codes - zero) * scales
+
+
+def walked(parts: dict[str, np.ndarray], inputs: int, bits: int, layout: dict[str, Any]) -> np.ndarray:
+    """Values [rows, inputs] of trellis codes."""
+    value = np.frombuffer(b64decode(layout["values"][str(bits)]), np.int8).astype(np.float64) / 32
+    tiles, long = parts["codes"].shape[0], layout["state_bits"]
+    whole = np.empty((16 * tiles, parts["codes"].shape[1] // (32 * bits) * 16))
+    for row, line in enumerate(parts["codes"].reshape(tiles, -1, 32 * bits)):
+        for column, tile in enumerate(line):
+            ring = np.unpackbits(tile, bitorder="little")
+            ends = np.arange(1, 257) * bits
+            state = sum(ring[(ends - long + place) % len(ring)].astype(np.int64) << place for place in range(long))
+            whole[16 * row : 16 * row + 16, 16 * column : 16 * column + 16] = value[state].reshape(16, 16)
+    return whole[: len(parts["scales"]), :inputs] * parts["scales"].astype(np.float64)
 
 
 def relative_error(values: np.ndarray, exact: np.ndarray) -> float:

@@ -17,7 +17,6 @@ class Settings(BaseModel):
 def write(draft):
     """The parts of every matrix; its grid goes into config.json."""
     from moeq_kernels.packed import PackedWeight
-    from moeq_kernels.widths import Encoding
 
     for name in draft.source.other_names():
         raise FormatError("packed", where=f"format strangers: {name}", do="run without `others`")
@@ -50,6 +49,7 @@ class Layout:
         from moeq.artifacts.tensor_files import dtype_name
         from moeq.exporters.readers.layout import expect
         from moeq_kernels.packed import packed_shapes
+        from moeq_kernels.widths import Encoding
 
         shapes = packed_shapes(rows, inputs, grid.bits, Encoding(group_size=grid.group_size, symmetric=grid.symmetric))
         for part, (shape, dtype) in shapes.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moeq_kernels.errors import ArtifactError
-from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, NESTED_VERSION, WIDTHS, Encoding, Width
+from moeq_kernels.widths import FULL, LAYOUT, LAYOUT_VERSION, STATE_BITS, TRELLIS_BITS, WIDTHS, Encoding, Width
 
 FORMAT_VERSION = 1
 MIXED_VERSION = 2  # of checkpoints in which the matrices of some expert differ in width
@@ -71,9 +71,15 @@ class Stored:
         nested, symmetric = block.get("nested", False), block.get("symmetric", False)
         if type(nested) is not bool or type(symmetric) is not bool:
             raise wrong_config("nested and symmetric are true or false", "quantization_config")
-        check_version(block, nested)
+        state_bits = block.get("state_bits", 0)
+        if type(state_bits) is not int or state_bits not in (0, *STATE_BITS) or (state_bits and nested):
+            raise wrong_config("no trellis code has so many states", "quantization_config.state_bits")
         group_size, experts = block.get("group_size", 128), block.get("experts") or {}
         _check_group_size(group_size, "quantization_config")
+        own = Encoding(group_size=group_size, symmetric=symmetric, nested=nested, state_bits=state_bits)
+        check_version(block, own)
+        if state_bits and own != Encoding.trellis(state_bits):
+            raise wrong_config("trellis codes have a scale a row and no zero points", "quantization_config")
         if not isinstance(experts, dict) or not all(isinstance(each, list) for each in experts.values()):
             raise wrong_config("experts is not a list of widths of every layer", "quantization_config")
         every = (
@@ -82,19 +88,20 @@ class Stored:
             for widths in layer
             for width in (widths.values() if isinstance(widths, dict) else [widths])
         )
-        if any(type(width) is not int or width not in WIDTHS for width in every):
-            raise wrong_config(f"widths of experts must be of {WIDTHS}", "quantization_config")
+        widths = (*TRELLIS_BITS, FULL) if state_bits else WIDTHS
+        if any(type(width) is not int or width not in widths for width in every):
+            raise wrong_config(f"widths of experts must be of {widths}", "quantization_config")
         return cls(
             experts=experts,
-            encoding=Encoding(group_size=group_size, symmetric=symmetric, nested=nested),
+            encoding=own,
             others=Others.of(block["others"]) if block.get("others") else None,
         )
 
 
-def check_version(block: Mapping[str, Any], nested: bool) -> None:
+def check_version(block: Mapping[str, Any], encoding: Encoding) -> None:
     """ArtifactError unless this package reads the block's format."""
     version, layout = block.get("format_version", FORMAT_VERSION), block.get("layout", LAYOUT)
-    wanted, layout_version = NESTED_VERSION if nested else LAYOUT_VERSION, block.get("layout_version", LAYOUT_VERSION)
+    wanted, layout_version = encoding.layout_version, block.get("layout_version", LAYOUT_VERSION)
     if version not in (FORMAT_VERSION, MIXED_VERSION) or (layout, layout_version) != (LAYOUT, wanted):
         raise ArtifactError(
             f"checkpoint format {version}, layout {layout} {layout_version}; "

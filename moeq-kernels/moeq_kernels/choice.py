@@ -25,9 +25,10 @@ from torch import Tensor
 
 from moeq_kernels import measured
 from moeq_kernels.cpu.forms import FORMS, forms
-from moeq_kernels.description import Kernel, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
+from moeq_kernels.description import TRELLIS, Kernel, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
 from moeq_kernels.errors import ModelError
 from moeq_kernels.names import CPU, CPU_INT8, REFERENCE, TRITON, VARIABLE
+from moeq_kernels.packed import PackedWeight
 from moeq_kernels.reference import ReferenceKernel
 
 Policy = Literal["measured", "fixed", "reference"]
@@ -77,7 +78,8 @@ def prepared_layer(
     """A layer that lies on a device, in the arrangement of its kernel; or None and why no kernel takes it."""
     kernel, why = _kernel(device, policy)
     if kernel is not None:
-        why = kernel.refusal(layer)
+        every = (matrix for matrices in layer.matrices for matrix in matrices.values())
+        why = TRELLIS if any(map(_is_trellis, every)) else kernel.refusal(layer)
     return (None, why) if kernel is None or why is not None else (kernel.layer(layer), None)
 
 
@@ -86,12 +88,16 @@ def prepared_linear(
 ) -> tuple[PreparedLinear | None, str | None]:
     """One matrix, as `prepared_layer`."""
     kernel, why = _kernel(device, policy)
-    if kernel is None:
-        return None, why
+    if kernel is None or _is_trellis(matrix):
+        return None, TRELLIS if kernel is not None else why
     try:
         return kernel.linear(matrix, bias), None
     except ValueError as error:  # what a kernel cannot arrange
         return None, str(error)
+
+
+def _is_trellis(matrix: Matrix) -> bool:
+    return isinstance(matrix, PackedWeight) and matrix.state_bits > 0
 
 
 def _kernel(device: torch.device, policy: Policy) -> tuple[Kernel | None, str | None]:

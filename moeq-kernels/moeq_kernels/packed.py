@@ -1,8 +1,9 @@
 """A packed weight: codes, scales and zero points as they are stored, and their way back to values.
 
 codes uint8 [..., N, ceil(K*b/8)]; scales float16 [..., N, G]; zeros uint8 [..., N, ceil(G*b/8)], absent for 1 bit (0.5)
-and for symmetric grids (2**(b-1)). A nested weight of 2, 3 or 4 bits has the scales and zeros of its 4-bit grid at
-every width, see `grids.nested_grid`.
+and for symmetric grids (2**(b-1)). Of trellis codes codes [..., ceil(N/16), ceil(K/16)*32*b], scales [..., N, 1], see
+trellis.py. A nested weight of 2, 3 or 4 bits has the scales and zeros of its 4-bit grid at every width, see
+`grids.nested_grid`.
 
 Letters: E experts, N output rows, K inputs, G groups of inputs, b bits, B bytes of a row.
 """
@@ -16,7 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from moeq_kernels import grids
+from moeq_kernels import grids, trellis
 from moeq_kernels.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
 from moeq_kernels.widths import PARTS, SUPPORTED_BITS, Encoding, group_count, resolved_group_size
 
@@ -36,6 +37,9 @@ def packed_shapes(
     rows: int, inputs: int, bits: int, encoding: Encoding
 ) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
     """Shape and dtype of each stored part of one packed weight."""
+    if encoding.state_bits:
+        codes, dtype = trellis.packed_shapes(rows, inputs, bits)["codes"]
+        return {"codes": (codes, dtype), "scales": ((rows, 1), grids.SCALE_DTYPE)}
     groups = group_count(inputs, encoding.group_size)
     shapes = {
         "codes": ((rows, packed_row_bytes(inputs, bits)), torch.uint8),
@@ -50,7 +54,8 @@ def packed_shapes(
 class PackedWeight:
     """One weight, or a stack of weights of the same width, in its stored form.
 
-    nested: whether its codes are the leading bits of 4-bit ones; no weight of another width than 2, 3 or 4 is.
+    nested: whether its codes are the leading bits of 4-bit ones; no weight of another width than 2, 3 or 4 is;
+    state_bits: of trellis codes, 0 for grids.
     """
 
     codes: Tensor
@@ -61,6 +66,7 @@ class PackedWeight:
     inputs: int
     symmetric: bool
     nested: bool = False
+    state_bits: int = 0
 
     @classmethod
     def of(cls, parts: Mapping[str, Tensor], bits: int, inputs: int, encoding: Encoding) -> PackedWeight:
@@ -92,7 +98,9 @@ class PackedWeight:
             raise ValueError(f"no packed weight has {what}")
         if self.codes.dim() < 2:
             raise ValueError(f"codes are {list(self.codes.shape)}, not rows of codes")
-        *before, rows, _ = self.codes.shape
+        if self.state_bits:
+            trellis.integer_values(self.bits, self.state_bits)  # or there is no such code
+        *before, rows, _ = self.scales.shape if self.state_bits and self.scales.dim() > 1 else self.codes.shape
         wanted = {
             part: ([*before, *shape], dtype)
             for part, (shape, dtype) in packed_shapes(rows, self.inputs, self.bits, self.encoding).items()
@@ -109,6 +117,10 @@ class PackedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values [..., N, K]: (code - zero) * scale in float32, then rounded to `dtype`; ValueError as `check`."""
         self.check()
+        if self.state_bits:
+            return trellis.dequantize(
+                self.codes, self.scales.squeeze(-1), self.bits, self.state_bits, self.inputs, dtype
+            )
         rows, count = self.map(lambda part: part.flatten(0, -2)), prod(self.codes.shape[:-1])
         values = torch.empty((count, self.inputs), dtype=dtype, device=self.codes.device)
         step = max(1, BLOCK_VALUES // self.inputs) if values.device.type == "cpu" else max(1, count)
@@ -120,11 +132,13 @@ class PackedWeight:
 
     def leading(self, bits: int) -> PackedWeight:
         """The nested weight of fewer bits that this one holds."""
+        assert self.nested
         codes = unpack(self.codes, self.bits, self.inputs) >> (self.bits - bits)
         return replace(self, codes=pack(codes, bits), bits=bits)
 
     def grid(self) -> tuple[Tensor, Tensor | float]:
-        """Scale and zero point of the codes as they are."""
+        """Scale and zero point of the codes as they are; ValueError for trellis codes, which have no grid."""
+        _refuse_trellis(self)
         zero: Tensor | float = middle_of(self.bits, self.encoding)
         if self.zeros is not None:
             zero = unpack(self.zeros, self.encoding.grid_bits(self.bits), self.scales.shape[-1])
@@ -133,6 +147,12 @@ class PackedWeight:
         scale = self.scales.float()
         middle = zero.float() if isinstance(zero, Tensor) else torch.full_like(scale, zero)
         return grids.nested_grid(scale, middle, self.bits)
+
+
+def _refuse_trellis(weight: PackedWeight) -> None:
+    """ValueError for what only codes of a grid have."""
+    if weight.state_bits:
+        raise ValueError("trellis codes stand for no grid")
 
 
 def joined(parts: Sequence[PackedWeight], axis: int = 0) -> PackedWeight:
@@ -151,6 +171,7 @@ def joined(parts: Sequence[PackedWeight], axis: int = 0) -> PackedWeight:
 def some_inputs(weight: PackedWeight, first: int, count: int) -> PackedWeight:
     """The weight [N, count] of some of the inputs [N, K]; ValueError unless they are whole groups of the grid, or all
     lie in one."""
+    _refuse_trellis(weight)
     size = resolved_group_size(weight.inputs, weight.group_size)
     last = first + count
     whole = not first % size and (not last % size or last == weight.inputs)
@@ -171,7 +192,9 @@ def some_inputs(weight: PackedWeight, first: int, count: int) -> PackedWeight:
 
 
 def symmetric_bits(weight: PackedWeight) -> int:
-    """The least width of a symmetric grid that holds exactly the values of a weight that is not nested."""
+    """The least width of a symmetric grid that holds exactly the values of a weight that is not nested; ValueError for
+    trellis codes."""
+    _refuse_trellis(weight)
     if weight.bits == 1:
         return 2  # -s and +s are -1 and 1 of the codes -2 to 1
     return weight.bits if weight.zeros is None else weight.bits + 1

@@ -65,6 +65,10 @@ class Parts:
             weight.check()
         except ValueError as error:
             raise ValueError(f"moeq: {name}: {error}; export the checkpoint again") from None
+        if weight.state_bits:
+            raise ValueError(
+                f"moeq: {name} has trellis codes, which no kernel computes with yet; load it in transformers"
+            )
         if weight.codes.shape[0] != self.rows:
             raise ValueError(f"moeq: {name} has {weight.codes.shape[0]} rows, not {self.rows}; export it again")
         weight = weight.map(lambda part: part[rows].contiguous())

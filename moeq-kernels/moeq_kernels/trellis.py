@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +27,11 @@ from moeq_kernels.grids import SCALE_DTYPE
 from moeq_kernels.packing import pack as packed_stream
 from moeq_kernels.packing import unpack as unpacked_stream
 from moeq_kernels.trellis_tables import table
+from moeq_kernels.widths import STATE_BITS
+from moeq_kernels.widths import TRELLIS_BITS as BITS
 
 TILE = 16
 STEPS = TILE * TILE
-BITS = (1, 2, 3, 4)
-STATE_BITS = range(8, 17)
 UNIT = 1 / 32  # of a value; a row's scale is the rest
 MULTIPLIER, ADDEND = 3229014335, 2605480817  # the best of 24 pairs drawn at random, see benchmarks/trellis.py
 BLOCK_WEIGHTS = 1 << 18  # that are decoded at a time on a CPU
@@ -41,7 +42,7 @@ def tiles_along(length: int) -> int:
     return -(-length // TILE)
 
 
-def packed_shapes(rows: int, inputs: int, bits: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def packed_shapes(rows: int, inputs: int, bits: int) -> dict[str, Any]:
     """Shape and dtype of each stored part of one weight [rows, inputs]."""
     codes = tiles_along(rows), tiles_along(inputs) * (STEPS // 8) * bits
     return {"codes": (codes, torch.uint8), "scales": ((rows,), SCALE_DTYPE)}
@@ -155,14 +156,21 @@ class TrellisWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values [..., N, K]: value / 32 * scale in float32, then rounded to `dtype`; ValueError as `check`."""
         self.check()
-        rows, along = self.scales.shape[-1], tiles_along(self.inputs)
-        value = values(self.bits, self.state_bits).to(self.codes.device)
-        lines = self.codes.reshape(-1, self.codes.shape[-1])
-        decoded = torch.empty((len(lines) * TILE, along * TILE), device=self.codes.device)
-        step = max(1, BLOCK_WEIGHTS // (along * STEPS)) if decoded.device.type == "cpu" else max(1, len(lines))
-        for start in range(0, len(lines), step):
-            found = states(unpack(lines[start : start + step], self.bits), self.bits, self.state_bits)
-            block = from_tiles(value[found.long()].unsqueeze(1), TILE, along * TILE).flatten(0, 1)
-            decoded[start * TILE : start * TILE + len(block)] = block
-        whole = decoded.view(*self.scales.shape[:-1], -1, along * TILE)[..., :rows, : self.inputs]
-        return (whole * self.scales.float().unsqueeze(-1)).to(dtype)
+        return dequantize(self.codes, self.scales, self.bits, self.state_bits, self.inputs, dtype)
+
+
+def dequantize(
+    codes: Tensor, scales: Tensor, bits: int, state_bits: int, inputs: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Values [..., N, K] of codes uint8 [..., R, C*32*k] with scales [..., N]."""
+    rows, along = scales.shape[-1], tiles_along(inputs)
+    value = values(bits, state_bits).to(codes.device)
+    lines = codes.reshape(-1, codes.shape[-1])
+    decoded = torch.empty((len(lines) * TILE, along * TILE), device=codes.device)
+    step = max(1, BLOCK_WEIGHTS // (along * STEPS)) if decoded.device.type == "cpu" else max(1, len(lines))
+    for start in range(0, len(lines), step):
+        found = states(unpack(lines[start : start + step], bits), bits, state_bits)
+        block = from_tiles(value[found.long()].unsqueeze(1), TILE, along * TILE).flatten(0, 1)
+        decoded[start * TILE : start * TILE + len(block)] = block
+    whole = decoded.view(*scales.shape[:-1], -1, along * TILE)[..., :rows, :inputs]
+    return (whole * scales.float().unsqueeze(-1)).to(dtype)

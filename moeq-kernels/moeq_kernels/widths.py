@@ -16,6 +16,9 @@ METHOD = "moeq"  # quant_method of checkpoints in the native format
 LAYOUT = "moeq-bitstream"
 LAYOUT_VERSION = 1
 NESTED_VERSION = 2  # where weights are nested
+TRELLIS_VERSION = 3  # where experts have trellis codes
+TRELLIS_BITS = (1, 2, 3, 4)  # widths of trellis codes
+STATE_BITS = range(8, 17)  # L of trellis codes of 2**L states
 ROUNDING: Literal["half_up"] = "half_up"
 MULTIPLIER_BITS = 16
 EXACT_BITS = 52  # whole numbers up to 2**52, and half of one more, are exact in float64
@@ -38,27 +41,42 @@ class Encoding:
     """How the codes of packed weights stand for values, whatever their width: what decides their parts and sizes.
 
     group_size: inputs that share a scale, -1 for all of a row; symmetric: no zero points are stored; nested: the codes
-    of 2 and 3 bits are the leading bits of those of 4.
+    of 2 and 3 bits are the leading bits of those of 4; state_bits: L of trellis codes of 2**L states, 0 for grids, see
+    `moeq_kernels.trellis`: of them a scale a row is all that is stored beside the codes.
     """
 
     group_size: int
     symmetric: bool
     nested: bool = False
+    state_bits: int = 0
+
+    @classmethod
+    def trellis(cls, state_bits: int) -> Encoding:
+        """Trellis codes of 2**L states."""
+        return cls(group_size=-1, symmetric=True, state_bits=state_bits)
 
     @classmethod
     def of(cls, said: _Said) -> Encoding:
         """That of an assignment, of a recipe's section `losses`, of a packed weight."""
-        return cls(group_size=said.group_size, symmetric=said.symmetric, nested=said.nested)
+        state_bits = getattr(said, "state_bits", 0)  # which what knows of grids alone has not
+        return cls(group_size=said.group_size, symmetric=said.symmetric, nested=said.nested, state_bits=state_bits)
 
     @classmethod
     def described(cls, said: Mapping[str, Any]) -> Encoding:
         """The inverse of `describe`; what else is said there is not looked at."""
-        return cls(group_size=said["group_size"], symmetric=said["symmetric"], nested=bool(said.get("nested", False)))
+        nested, state_bits = bool(said.get("nested", False)), said.get("state_bits", 0)
+        return cls(group_size=said["group_size"], symmetric=said["symmetric"], nested=nested, state_bits=state_bits)
 
     def describe(self) -> dict[str, Any]:
-        """As files say it: nested only where it is."""
-        said = {"group_size": self.group_size, "symmetric": self.symmetric}
-        return said | ({"nested": True} if self.nested else {})
+        """As files say it: nested only where it is, state_bits only of trellis codes."""
+        more = {"nested": self.nested, "state_bits": self.state_bits}
+        said: dict[str, Any] = {"group_size": self.group_size, "symmetric": self.symmetric}
+        return said | {name: value for name, value in more.items() if value}
+
+    @property
+    def layout_version(self) -> int:
+        """Of the layout that such weights are written in."""
+        return TRELLIS_VERSION if self.state_bits else NESTED_VERSION if self.nested else LAYOUT_VERSION
 
     def at(self, bits: int) -> Encoding:
         """That of weights of one width: others than 2, 3 and 4 bits are never nested."""

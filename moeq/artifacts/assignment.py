@@ -136,6 +136,7 @@ class Assignment(Frozen):
     group_size: int
     symmetric: bool = False
     nested: bool = False
+    state_bits: int = 0
     layers: tuple[LayerAssignment, ...]
 
     @property

@@ -23,6 +23,7 @@ def loads_in(
     group_size: int,
     symmetric: bool,
     nested: bool = False,
+    state_bits: int = 0,
     names: Sequence[str] = (),
     layers: Sequence[Sized] = (),
     others: bool = False,
@@ -37,12 +38,14 @@ def loads_in(
     for name, target in targets().items():
         reason, do = None, f"`--for {name}` assigns what it loads"
         if layers:
-            grid = {"group_size": group_size, "symmetric": symmetric, "nested": nested}
+            grid = {"group_size": group_size, "symmetric": symmetric, "nested": nested, "state_bits": state_bits}
             refused = refuse_layers(name, layers, widths, **grid)  # type: ignore[arg-type]
             reason = None if refused is None else refused[0]
         else:
             reason = refusal(target, widths, names, symmetric=symmetric, group_size=group_size)
-        if reason is not None:
+        if state_bits and not target.trellis:
+            reason, do = "trellis codes", "quantize with another of losses.methods"
+        elif reason is not None:
             reason = _short(target, widths, symmetric, nested) or reason.rpartition(": ")[2].partition(";")[0]
         elif others and not target.others:
             reason, do = "packed modules beside the experts", "run without `others`"

@@ -8,6 +8,7 @@ beside the file.
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +23,7 @@ from moeq.artifacts.stage import Frozen, ModelStamp, read_model
 from moeq.bounded import shown
 from moeq.errors import ArtifactError
 from moeq.version import __version__
-from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, NESTED_VERSION, Encoding
+from moeq_kernels.widths import LAYOUT, STATE_BITS, TRELLIS_BITS, Encoding
 
 SCHEMA_VERSION = 1
 NAME = "placement.json"
@@ -34,6 +35,13 @@ NESTED_TEXT = (
     "symmetric: zero = 8), and with k = 2^(4-bits), value = (code*k + (k-1)/2 - zero) * scale. A replica with "
     "`leading_bits_of` has no tensors of its own: its codes are the leading `bits` bits of those of the replica of "
     "that width, whose tensors it names."
+)
+TRELLIS_TEXT = (
+    "Trellis codes: tiles of 16 x 16 weights, row after row of a tile the steps of one walk, its stream of `bits` bits "
+    "a step, least significant bit first, a ring; a state is the `state_bits` bits that end with a step's; weight = "
+    "value(state) / 32 * scale of the row, value(state) as `values` lists them for every width: int8, base64. Rows and "
+    "inputs are filled up to whole tiles. `codes` uint8 [ceil(rows/16), ceil(inputs/16)*32*bits], tile by tile; "
+    "`scales` float16 [rows, 1]. `dense` and `bias` are in the checkpoint's type."
 )
 MIXED_TEXT = (
     " The matrices of a replica with `projections` have the widths that it names, each read at its own; `bits` is the "
@@ -254,6 +262,9 @@ class PlacementManifest(Frozen):
         group_size = self.layout["group_size"]
         if not isinstance(group_size, int) or group_size == 0 or group_size < -1:
             raise ValueError("layout.group_size is no size of a group")
+        state_bits = self.layout.get("state_bits", 0)
+        if type(state_bits) is not int or state_bits not in (0, *STATE_BITS):
+            raise ValueError("layout.state_bits is no trellis code's")
         return self
 
     @property
@@ -273,14 +284,28 @@ class PlacementManifest(Frozen):
         return of_experts | {module.file for module in self.others} | {code.file for code in self.code}
 
 
+def trellis_values(encoding: Encoding) -> dict[str, str]:
+    """{width: values of the 2**L states in units of 1/32, int8 in base64}."""
+    from moeq_kernels.trellis import integer_values  # with torch
+
+    every = {str(bits): integer_values(bits, encoding.state_bits) for bits in TRELLIS_BITS}
+    return {bits: b64encode(values.numpy().tobytes()).decode() for bits, values in every.items()}
+
+
+def _described(encoding: Encoding, mixed: bool) -> str:
+    """How weights are stored, in words."""
+    kind = TRELLIS_TEXT if encoding.state_bits else LAYOUT_TEXT + (NESTED_TEXT if encoding.nested else "")
+    return kind + (MIXED_TEXT if mixed else "")
+
+
 def layout(encoding: Encoding, mixed: bool = False) -> dict[str, Any]:
     """The layout block of a manifest; mixed: whether some expert's matrices differ in width."""
-    nested = encoding.nested
     return {
         "name": LAYOUT,
-        "version": NESTED_VERSION if nested else LAYOUT_VERSION,
+        "version": encoding.layout_version,
         **encoding.describe(),
-        "description": LAYOUT_TEXT + (NESTED_TEXT if nested else "") + (MIXED_TEXT if mixed else ""),
+        **({"values": trellis_values(encoding)} if encoding.state_bits else {}),
+        "description": _described(encoding, mixed),
     }
 
 
@@ -307,10 +332,13 @@ def read_manifest(directory: Path) -> PlacementManifest:
     for a layout that this moeq does not read."""
     manifest = read_model(directory / NAME, PlacementManifest, SCHEMA_VERSION, remedy=REMEDY)
     stated = (manifest.layout["name"], manifest.layout["version"])
-    known = (LAYOUT, NESTED_VERSION if manifest.layout.get("nested") else LAYOUT_VERSION)
+    known = (LAYOUT, manifest.encoding.layout_version)
     if stated != known:
         what = f"layout {shown(stated[0])} {shown(stated[1])}, this moeq ({__version__}) reads {known[0]} {known[1]}"
         raise ArtifactError(what, where=str(directory / NAME), do="install the moeq that wrote it, or export again")
+    if manifest.encoding.state_bits and manifest.layout.get("values") != trellis_values(manifest.encoding):
+        what = "its states stand for other values than this moeq's"
+        raise ArtifactError(what, where=f"{directory / NAME}: layout.values", do="install the moeq that wrote it")
     try:
         for name in sorted(manifest.files() | {tensor.file for tensor in manifest.tensors}):
             inside(directory, name)

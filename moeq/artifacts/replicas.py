@@ -166,6 +166,7 @@ class _ProjectionText(Frozen, strict=True):
     group_size: int = Field(ge=-1)
     symmetric: bool
     nested: bool = False
+    state_bits: int = Field(0, ge=0, le=16)
 
     @field_validator("group_size")
     @classmethod
@@ -253,8 +254,8 @@ class LayerReplicas:
         from moeq_kernels.packed import packed_shapes
 
         stated = self.entries[entry]
-        codes = self.tensors.get(f"{entry}.{projection}.codes")
-        shape = () if codes is None else codes.shape
+        scales = self.tensors.get(f"{entry}.{projection}.scales")
+        shape = () if scales is None else scales.shape
         if len(shape) != 3 or expert >= shape[0]:
             raise ArtifactError(f"no replica {entry} of expert {expert}", where=str(self.path), do=REMEDY)
         said = stated["projections"][projection]

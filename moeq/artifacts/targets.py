@@ -40,11 +40,11 @@ class Target:
     granularity: what shares one width; reads: where that comes from; multiple: of what a matrix's rows and inputs must
     be; others: whether modules beside the experts may be packed; short_groups: whether a row's last group may be
     shorter; groups: sizes of groups that it has kernels for, None: any; nested: whether codes may be the leading bits
-    of wider ones; stacks: whether, where the experts of a layer share a width, their matrices may differ; blocks:
-    {(bits, symmetric): of what a row and its groups must be multiples}, where only these grids have a type at all;
-    runs: the same of groups alone, where scales may be rounded to fit; rounded: the name of such a target beside one
-    that takes values as they are; proof: the test or source behind the row; called, snippet: the runtime in words and
-    how it loads, where they are not its exporter's.
+    of wider ones; trellis: whether it reads trellis codes; stacks: whether, where the experts of a layer share a width,
+    their matrices may differ; blocks: {(bits, symmetric): of what a row and its groups must be multiples}, where only
+    these grids have a type at all; runs: the same of groups alone, where scales may be rounded to fit; rounded: the
+    name of such a target beside one that takes values as they are; proof: the test or source behind the row; called,
+    snippet: the runtime in words and how it loads, where they are not its exporter's.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Target:
     short_groups: bool = False
     groups: tuple[int, ...] | None = None
     nested: bool = False
+    trellis: bool = False
     stacks: bool = False
     blocks: Mapping[tuple[int, bool], int] | None = None
     runs: Mapping[tuple[int, bool], int] | None = None
@@ -92,7 +93,8 @@ def loaded_by(name: str) -> Target | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """How one packed matrix [rows, inputs] is stored; nested: its codes are the leading bits of wider ones."""
+    """How one packed matrix [rows, inputs] is stored; nested: its codes are the leading bits of wider ones;
+    state_bits: of trellis codes."""
 
     rows: int
     inputs: int
@@ -100,10 +102,13 @@ class Grid:
     group_size: int
     symmetric: bool
     nested: bool = False
+    state_bits: int = 0
 
 
 def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     """Why a target cannot load one packed matrix, whatever lies beside it, and the nearest thing that works."""
+    if grid.state_bits and not target.trellis:
+        return f"trellis codes; {target.name} has none", "take other losses.methods"
     if grid.nested and not target.nested:
         return f"{grid.bits} bits that lead wider codes; {target.name} has no such grid", "set losses.nested: false"
     if grid.bits not in target.widths:
@@ -181,6 +186,7 @@ def refuse_layers(
     group_size: int,
     symmetric: bool,
     nested: bool = False,
+    state_bits: int = 0,
     widen: bool = False,
 ) -> tuple[str, str] | None:
     """Why a runtime cannot load widths of every layer's experts, and the nearest thing that works; None where it can.
@@ -190,7 +196,8 @@ def refuse_layers(
     target = loaded_by(name)
     if target is None:
         return None
-    return refuse_target(target, layers, widths, group_size=group_size, symmetric=symmetric, nested=nested, widen=widen)
+    grid = {"group_size": group_size, "symmetric": symmetric, "nested": nested, "state_bits": state_bits}
+    return refuse_target(target, layers, widths, **grid, widen=widen)  # type: ignore[arg-type]
 
 
 def refuse_target(
@@ -201,6 +208,7 @@ def refuse_target(
     group_size: int,
     symmetric: bool,
     nested: bool = False,
+    state_bits: int = 0,
     widen: bool = False,
 ) -> tuple[str, str] | None:
     """As `refuse_layers`, of a target."""
@@ -216,7 +224,8 @@ def refuse_target(
     for layer, experts in zip(layers, widths, strict=True):
         for projection in layer.projections:
             of_matrix = sorted({width_of(width, projection) for width in experts})
-            grids = grids_of(layer, projection, of_matrix, group_size=group_size, symmetric=symmetric, nested=nested)
+            grid = {"group_size": group_size, "symmetric": symmetric, "nested": nested, "state_bits": state_bits}
+            grids = grids_of(layer, projection, of_matrix, **grid)  # type: ignore[arg-type]
             refused = refuse_stack(target, grids, full=FULL in of_matrix, widen=widen)
             if refused is not None:
                 return f"{layer.name}, {projection}: {refused[0]}", refused[1]
@@ -224,11 +233,18 @@ def refuse_target(
 
 
 def grids_of(
-    layer: Sized, projection: str, widths: Sequence[int], *, group_size: int, symmetric: bool, nested: bool = False
+    layer: Sized,
+    projection: str,
+    widths: Sequence[int],
+    *,
+    group_size: int,
+    symmetric: bool,
+    nested: bool = False,
+    state_bits: int = 0,
 ) -> list[Grid]:
     """How a matrix of a layer's experts is stored at several widths, but for full precision."""
     rows, inputs = layer.shape(projection)
-    grid = Grid(rows=rows, inputs=inputs, bits=0, group_size=group_size, symmetric=symmetric)
+    grid = Grid(rows=rows, inputs=inputs, bits=0, group_size=group_size, symmetric=symmetric, state_bits=state_bits)
     return [replace(grid, bits=bits, nested=nested and bits in NESTED) for bits in widths if bits != FULL]
 
 

@@ -54,6 +54,7 @@ class AssignInputs:
     group_size: int
     symmetric: bool
     nested: bool = False
+    state_bits: int = 0
     bytes: tuple[dict[int, int], ...] = ()
     weights: tuple[int, ...] = ()
     matrix_bytes: tuple[dict[str, dict[int, int]], ...] = ()
@@ -250,5 +251,6 @@ def build(inputs: AssignInputs, bits: list[np.ndarray], hot: list[np.ndarray]) -
         group_size=inputs.group_size,
         symmetric=inputs.symmetric,
         nested=inputs.nested,
+        state_bits=inputs.state_bits,
         layers=tuple(layers),
     )

@@ -282,12 +282,13 @@ def drafting(runtime: Runtime, source: PackedSource, directory: Path, options: W
 def grid_of(weight: PackedWeight) -> Grid:
     """How a weight is stored; 1 bit is a sign grid, 4 nested bits are a grid like any other."""
     return Grid(
-        rows=weight.codes.shape[-2],
+        rows=weight.scales.shape[-2],
         inputs=weight.inputs,
         bits=weight.bits,
         group_size=weight.group_size,
         symmetric=weight.zeros is None,
         nested=weight.nested and weight.bits < 4,
+        state_bits=weight.state_bits,
     )
 
 

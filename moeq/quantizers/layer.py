@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.walk import LayerInputs
-from moeq.numerics.gptq import Quantized
 from moeq.numerics.slab import Slab
 from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens
 from moeq.quantizers.measuring import Candidate, measured
@@ -101,13 +100,14 @@ def _candidate(
     return Candidate(packed=packed, notes=notes)
 
 
-def _codes(quantizer: Quantizer, statistics: Statistics, layer: ExpertLayer) -> dict[str, Quantized]:
+def _codes(quantizer: Quantizer, statistics: Statistics, layer: ExpertLayer) -> dict[str, Any]:
     """What a quantizer makes of a batch of experts, from the codes of the one that it starts from."""
     if quantizer.starts_from is not None:
         start = _codes(QUANTIZERS.get(quantizer.starts_from), statistics, layer)
         statistics = replace(statistics, start=start)
     with QUANTIZERS.blaming(quantizer.name, lambda: f"{layer.name}, {_failing(quantizer, statistics)}"):
-        return quantizer.quantize(statistics.batch.weights, statistics, statistics.settings)
+        made: dict[str, Any] = quantizer.quantize(statistics.batch.weights, statistics, statistics.settings)
+        return made
 
 
 def _failing(quantizer: Quantizer, statistics: Statistics) -> str:

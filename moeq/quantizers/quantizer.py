@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from moeq.models.experts import ExpertLayer
     from moeq.numerics.gptq import Quantized
     from moeq.recipe import LossesSection
+    from moeq_kernels.widths import Encoding
 
 Grid = Literal["asymmetric", "even", "narrow", "full"]
 GRIDS: tuple[Grid, ...] = ("asymmetric", "even", "narrow", "full")  # zero points, or losses.symmetric_range
@@ -63,15 +64,16 @@ class Quantizer:
     (statistics.start). stored: its replicas are kept; those of others are made again, expert by expert, whenever they
     are needed. linear(weight, factor, grid): `Quantized` of some rows [N, K] float32 of a module that is no expert,
     codes [1, 1, N, K], at one width; grid: `quantizers.non_experts.Grid`; factor: `numerics.factor.Factor` of what the
-    module is given, for who needs Hessians; None: experts alone. memory(sizes): bytes at its fullest moments beside the
-    batch's float32 weights, those of its start apart; operations(sizes): floating-point operations of one expert,
-    beside WEIGHT_OPERATIONS a weight.
+    module is given, for who needs Hessians; None: experts alone. encoding(settings): of codes that are no grid's: such
+    a quantizer gives {projection: {bits: a stack of PackedWeight}} and goes alone; None: the section's grid.
+    memory(sizes): bytes at its fullest moments beside the batch's float32 weights, those of its start apart;
+    operations(sizes): floating-point operations of one expert, beside WEIGHT_OPERATIONS a weight.
     """
 
     name: str
     label: str
     help: str
-    quantize: Callable[..., dict[str, Quantized]]
+    quantize: Callable[..., Any]
     memory: Callable[[BatchSizes], list[int]]
     operations: Callable[[BatchSizes], float] = lambda sizes: 0.0
     settings: type[BaseModel] = NoSettings
@@ -84,6 +86,7 @@ class Quantizer:
     needs: Literal["nothing", "tokens", "hessians"] = "nothing"
     starts_from: str | None = None
     linear: Callable[..., Quantized] | None = None
+    encoding: Callable[[LossesSection], Encoding] | None = None
     stored: bool = True
 
     def __post_init__(self) -> None:

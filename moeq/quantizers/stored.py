@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from moeq.errors import QuantizationError
 from moeq.models.experts import ExpertLayer
 from moeq.numerics import storing
-from moeq.numerics.gptq import Quantized
 from moeq.recipe import LossesSection
 from moeq_kernels.packed import PackedWeight
 
@@ -29,7 +29,7 @@ def stored_as(method: str, place: Callable[[int], str]) -> Iterator[None]:
 
 
 def packed_batch(
-    made: dict[str, Quantized],
+    made: dict[str, Any],
     config: LossesSection,
     bits: Sequence[int],
     *,
@@ -39,12 +39,15 @@ def packed_batch(
 ) -> Packed:
     """What a method made of some experts, packed at some widths; its codes are given up as it goes.
 
-    made: {projection: codes [e, B, N, K]}, emptied; experts: their numbers. Raises QuantizationError naming method,
-    layer, expert, matrix and width where a packed weight would not stand for exactly what was made.
+    made: {projection: codes [e, B, N, K], or {bits: packed}}, emptied; experts: their numbers. Raises QuantizationError
+    naming method, layer, expert, matrix and width where a packed weight would not stand for exactly what was made.
     """
     packed: Packed = {}
     for projection in list(made):
         quantized = made.pop(projection)
+        if isinstance(quantized, Mapping):  # packed by the method itself
+            packed[projection] = {width: quantized[width] for width in bits}
+            continue
         packed[projection] = {}
         for width in bits:
             places = [

@@ -83,6 +83,9 @@ class _LossesSection(Section):
     def _check_losses(self) -> _LossesSection:
         if self.symmetric_range != "even" and not self.symmetric:
             raise ValueError(f"symmetric_range: {self.symmetric_range} needs symmetric: true")
+        others = [method for method in self.methods if QUANTIZERS.get(method).encoding is not None]
+        if others and len(self.methods) > 1:
+            raise ValueError(f"methods: {others[0]} stores other codes than a grid's, and cannot go with others")
         alone = [quantizer.name for quantizer in QUANTIZERS if not quantizer.nested]
         if self.nested and (self.act_order or set(alone) & set(self.methods)):
             raise ValueError(f"nested cannot go with {' or '.join(['act_order', *alone])}")
@@ -100,7 +103,8 @@ class _LossesSection(Section):
     @property
     def encoding(self) -> Encoding:
         """How the codes of replicas stand for values."""
-        return Encoding.of(self)
+        own = QUANTIZERS.get(self.methods[0]).encoding
+        return Encoding.of(self) if own is None else own(self)
 
     def symmetry(self) -> bool | Literal["narrow", "full"]:
         """The kind of grid, as the numerics take it."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from moeq.recipe.assign import AssignSection
+from moeq.recipe.assign import DEFAULT_QUANTIZER, AssignSection
 from moeq.recipe.choices import BEST
 from moeq.recipe.corpus import CorpusSection, ProfileSection
 from moeq.recipe.estimate import EstimateSection
@@ -64,6 +64,23 @@ class Recipe(Section):
     eval: EvalSection = Field(default_factory=EvalSection)
     estimate: EstimateSection = EstimateSection()
     gates: GatesSection = GatesSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_method(cls, given: Any) -> Any:
+        """Where losses.methods is one method, it is the quantizer of every assignment that names none."""
+        losses = given.get("losses") if isinstance(given, dict) else None
+        methods = losses.get("methods") if isinstance(losses, dict) else None
+        if not isinstance(methods, list) or len(methods) != 1 or methods[0] == DEFAULT_QUANTIZER:
+            return given
+        own, only = dict(given), {"quantizer": methods[0]}
+        if isinstance(given.get("assign", {}), dict):
+            own["assign"] = only | given.get("assign", {})
+        evaluation = given.get("eval")
+        if isinstance(evaluation, dict) and isinstance(evaluation.get("compare"), list):
+            compared = [only | one if isinstance(one, dict) else one for one in evaluation["compare"]]
+            own["eval"] = evaluation | {"compare": compared}
+        return own
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
@@ -122,6 +139,8 @@ class Recipe(Section):
     def _check_refine(self) -> None:
         if self.losses.nested:
             raise ValueError("losses.nested cannot go with quantize.refine, which trains a width alone")
+        if self.losses.encoding.state_bits:
+            raise ValueError("losses.methods: trellis cannot go with quantize.refine, which trains grids")
         if self.losses.symmetric_range != "even":
             raise ValueError("losses.symmetric_range cannot go with quantize.refine, which trains even grids")
         if self.assign.granularity == "projection" and 16 in (self.assign.widths or ()):

@@ -45,6 +45,7 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         group_size: int = 128,
         symmetric: bool = False,
         nested: bool = False,
+        state_bits: int = 0,
         others: dict[str, Any] | None = None,
         format_version: int = FORMAT_VERSION,
         layout: str = LAYOUT,
@@ -57,6 +58,8 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.format_version, self.layout, self.layout_version = format_version, layout, layout_version
         if others:
             self.others = others
+        if state_bits:
+            self.state_bits = state_bits
         Stored.of(vars(self))  # refused here, before anything is loaded
 
     @property

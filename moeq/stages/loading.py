@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from moeq.artifacts.assignment import Assignment
@@ -54,16 +55,14 @@ def refuse_width(context: Context, target: Target, bits: int) -> FormatError | N
 
     A target of symmetric grids alone is asked about those: its price is that of the same widths.
     """
-    section = context.recipe.losses
+    own = context.recipe.losses.encoding
     for layer in context.model.layers:
         for projection in layer.projections:
             grids = grids_of(
                 layer,
                 projection,
                 [bits],
-                group_size=section.group_size,
-                symmetric=section.symmetric or target.symmetric_only,
-                nested=section.nested,
+                **vars(replace(own, symmetric=own.symmetric or target.symmetric_only)),
             )
             refusal = refuse_stack(target, grids, full=False, widen=False)
             if refusal is not None:

@@ -190,7 +190,7 @@ class Replicas:
         choice = self.choices[expert]
         methods = {bits: self.method(expert, bits) for bits in matrix_widths(choice.widths) if bits != FULL}
         section = self.context.recipe.losses
-        grid = [section.group_size, section.symmetry(), section.nested, section.clip]
+        grid = [section.encoding.describe(), section.symmetry(), section.clip]
         stored_in = self.index.set if any(QUANTIZERS.get(method).stored for method in methods.values()) else ""
         return digest_of([str(self.context.store), stored_in, grid, choice.widths, methods, refined_in])
 

@@ -160,7 +160,11 @@ def test_best_chooses_among_the_methods_there_are() -> None:
     one = load_recipe(None, ["losses.methods=[rtn]", "assign.quantizer=best", "eval.compare=[]"])
     assert (one.assign.quantizer, one.losses.methods) == ("best", ["rtn"])
     with pytest.raises(RecipeError, match=r"quantizer gptq is not among losses\.methods"):
-        load_recipe(None, ["losses.methods=[rtn]", "eval.compare=[]"])
+        load_recipe(None, ["losses.methods=[rtn]", "assign.quantizer=gptq", "eval.compare=[]"])
+    only = load_recipe(None, ["losses.methods=[rtn]", "eval.compare=[{name: two, method: uniform, bits: 2}]"])
+    assert [only.assign.quantizer, only.eval.compare[0].quantizer] == ["rtn", "rtn"]
+    with pytest.raises(RecipeError, match=r"quantizer gptq is not among losses\.methods"):
+        load_recipe(None, ["losses.methods=[rtn,signround]", "eval.compare=[]"])
 
 
 def test_others_are_full_precision_by_default() -> None:

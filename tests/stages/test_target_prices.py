@@ -34,7 +34,7 @@ def priced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def refused(context: Context, name: str, bits: int) -> tuple[str, str] | None:
     """Why a target refuses experts that all have one width."""
     widths = [[bits] * layer.num_experts for layer in context.model.layers]
-    return export.refused(context, name, widths, context.recipe.losses)
+    return export.refused(context, name, widths, context.recipe.losses.encoding)
 
 
 def test_a_price_is_had_where_the_format_takes_a_width(priced: Context) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moeq_kernels import grids
 from moeq_kernels.cpu.codes import CODES, LANES, UNIT, least_unit
-from moeq_kernels.description import Matrix
+from moeq_kernels.description import TRELLIS, Matrix
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack, packed_row_bytes, unpack
 from moeq_kernels.widths import NESTED_BITS, Encoding, group_count, resolved_group_size
@@ -49,6 +49,8 @@ class Shape:
             rows, inputs = matrix.shape
             return cls(codes=DENSE[matrix.dtype], rows=rows, inputs=inputs, group_size=-1)
         matrix.check()
+        if matrix.state_bits:
+            raise ValueError(TRELLIS)
         if matrix.codes.dim() != 2 or not matrix.codes.numel():
             raise ValueError(f"packed codes {list(matrix.codes.shape)}")
         return cls(

@@ -1,0 +1,123 @@
+"""trellis from the recipe to the checkpoint: measured, assigned, written, read by others, refused elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from manifest_reader import read_expert
+
+from moeq import pipeline
+from moeq.artifacts.losses import WHOLE
+from moeq.artifacts.manifest import read_manifest
+from moeq.conversion import convert
+from moeq.errors import ArtifactError, FormatError, RecipeError
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.runtime.packed_experts import PackedExperts
+from moeq.stages import assign, evaluate
+from moeq.stages.context import Context
+from moeq.stages.replicas import load_losses
+from moeq.verification.verify import Options, verify
+from moeq_kernels.packed import PackedWeight, packed_bytes
+from moeq_kernels.parts import Parts
+from moeq_kernels.widths import Encoding
+
+STATES = 9  # bits
+SMALL = (
+    "corpus.sequences=8", "corpus.sequence_length=48", "losses.bits=[1,2,3,4]", "losses.methods=[trellis]",
+    f"losses.trellis_states={1 << STATES}", "assign.method=optimal", "assign.granularity=projection",
+    "assign.bits_per_weight=2.6", "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48",
+    "eval.compare=[{name: uniform-2, method: uniform, bits: 2}]", "eval.tasks=[]", "estimate.grid.inputs=[128]",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Context:
+    out = tmp_path_factory.mktemp("trellis")
+    context = Context(
+        recipe=load_recipe(None, SMALL), model_name=str(tiny_mixtral), out=out, reporter=Reporter(quiet=True)
+    )
+    pipeline.run(context)
+    return context
+
+
+def test_it_is_measured_and_assigned_by_the_bytes_that_it_takes(run: Context) -> None:
+    layer = run.model.layers[0]
+    wanted = {
+        bits: sum(packed_bytes(*layer.shape(name), bits, Encoding.trellis(STATES)) for name in layer.projections)
+        for bits in (1, 2, 3, 4)
+    }
+    rows = [row for row in load_losses(run).rows() if row["projection"] == WHOLE]
+    assert {(row["bits"], row["bytes"]) for row in rows} == set(wanted.items())
+    mean = [np.mean([row["loss"] for row in rows if row["bits"] == bits]) for bits in (1, 2, 3, 4)]
+    assert mean == sorted(mean, reverse=True)
+    assignment = assign.load(run)
+    assert assignment.encoding == Encoding.trellis(STATES)
+    assert assignment.is_mixed
+
+
+def test_what_is_written_is_what_was_measured(run: Context, tiny_mixtral: Path) -> None:
+    assert evaluate.load(run).export_logit_error < 1e-5
+    verdict = verify(run.directory("export"), Options(against=str(tiny_mixtral)), Reporter(quiet=True))
+    assert not verdict.problems
+
+
+def test_another_reader_has_the_same_values(run: Context) -> None:
+    import moeq
+
+    folder = run.directory("export")
+    model = moeq.load(str(folder), dtype="float32")
+    manifest = json.loads((folder / "placement.json").read_text())
+    for placed in manifest["layers"]:
+        experts = model.get_submodule(placed["name"])
+        assert isinstance(experts, PackedExperts)
+        for expert in placed["experts"]:
+            replica = next(one for one in expert["replicas"] if one["placed"])
+            values = read_expert(folder, placed, replica, manifest["layout"])
+            for name, wanted in values.items():
+                stored = experts.get_submodule(f"{expert['expert']}.{name}").stored()
+                assert isinstance(stored, PackedWeight)
+                assert torch.equal(stored.dequantize().double(), torch.from_numpy(wanted))
+
+
+def test_values_of_states_that_are_others_are_refused(run: Context, tmp_path: Path) -> None:
+    manifest = json.loads((run.directory("export") / "placement.json").read_text())
+    manifest["layout"]["values"]["2"] = "AAAA"
+    (tmp_path / "placement.json").write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError, match="stand for other values"):
+        read_manifest(tmp_path)
+
+
+def test_only_plain_weights_go_elsewhere(run: Context, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="trellis codes; gptqmodel has none"):
+        convert(run.directory("export"), "gptq", tmp_path / "gptq")
+    convert(run.directory("export"), "dequantized", tmp_path / "plain")
+    assert (tmp_path / "plain" / "config.json").is_file()
+
+
+def test_runtimes_that_have_only_kernels_refuse_it() -> None:
+    encoding = Encoding.trellis(STATES)
+    whole = slice(None)
+    parts = Parts(2, encoding, 16, 32, (whole, whole))
+    parts.take("codes", torch.zeros(1, 128, dtype=torch.uint8), "codes")
+    parts.take("scales", torch.ones(16, 1, dtype=torch.float16), "scales")
+    with pytest.raises(ValueError, match="trellis codes, which no kernel computes with yet"):
+        parts.matrix(torch.float32, "experts.0.up_proj")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (["losses.methods=[gptq,trellis]"], "methods: trellis stores other codes"),
+        (["quantize.refine={}"], "trellis cannot go with quantize.refine"),
+        (["losses.trellis_states=300"], "300 is no power of 2"),
+        (["losses.bits=[2,8]", "assign.method=uniform", "assign.bits=2"], "trellis makes no codes of 8 bits"),
+    ],
+)
+def test_what_it_cannot_go_with(change: list[str], why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        load_recipe(None, [*SMALL, *change])
