@@ -82,6 +82,11 @@ class TestImagesSection(Section):
     batch_size: int = Field(128, ge=1, description="images at once")
 
 
+def compared_by_default() -> list[dict[str, Any]]:
+    """What is compared where a recipe names nothing."""
+    return [{"method": "uniform", "name": f"uniform-{bits}", "bits": bits} for bits in (4, 3, 2)]
+
+
 class EvalSection(Section):
     perplexity: PerplexitySection | None = Field(
         PerplexitySection(), description="of language models; image classifiers have none"
@@ -101,9 +106,7 @@ class EvalSection(Section):
         16, description="requests of tasks at once; auto: as many as free memory takes"
     )
     compare: list[NamedAssignSection] = Field(
-        default_factory=lambda: [
-            NamedAssignSection.of("uniform", name=f"uniform-{bits}", bits=bits) for bits in (4, 3, 2)
-        ],
+        default_factory=lambda: [NamedAssignSection.of(**one) for one in compared_by_default()],
         description="assignments measured beside the original and the recipe's own",
     )
     low_precision: list[LowPrecisionSection] = Field(

@@ -11,7 +11,7 @@ from moeq.recipe.assign import DEFAULT_QUANTIZER, AssignSection
 from moeq.recipe.choices import BEST
 from moeq.recipe.corpus import CorpusSection, ProfileSection
 from moeq.recipe.estimate import EstimateSection
-from moeq.recipe.eval import EvalSection
+from moeq.recipe.eval import EvalSection, compared_by_default
 from moeq.recipe.gates import GatesSection
 from moeq.recipe.losses import LossesSection
 from moeq.recipe.non_experts import OthersSection
@@ -76,9 +76,11 @@ class Recipe(Section):
         own, only = dict(given), {"quantizer": methods[0]}
         if isinstance(given.get("assign", {}), dict):
             own["assign"] = only | given.get("assign", {})
-        evaluation = given.get("eval")
-        if isinstance(evaluation, dict) and isinstance(evaluation.get("compare"), list):
-            compared = [only | one if isinstance(one, dict) else one for one in evaluation["compare"]]
+        evaluation = given.get("eval", {})
+        if isinstance(evaluation, dict):
+            compared = evaluation.get("compare", compared_by_default())
+            if isinstance(compared, list):
+                compared = [only | one if isinstance(one, dict) else one for one in compared]
             own["eval"] = evaluation | {"compare": compared}
         return own
 
