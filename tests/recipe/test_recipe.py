@@ -66,7 +66,7 @@ def test_shipped_recipes_load(path: Path) -> None:
         ("assign: {method: uniform}\n", "assign.method uniform needs bits, .*; give what it needs"),
         ("assign: {method: prefix-split, code_bits: 2.5, selector: false}\n", "assign.selector off"),
         ("losses: {bits: [2, 4]}\nassign: {method: uniform, bits: 3}\n", "assign: 3 bits is not among losses.bits"),
-        ("losses: {methods: [rtn]}\n", "quantizer gptq is not among losses.methods"),
+        ("losses: {methods: [rtn]}\nassign: {quantizer: gptq}\n", "quantizer gptq is not among losses.methods"),
         (
             "eval:\n  compare:\n    - {name: a, method: uniform, bitz: 3}\n",
             r"line 3: unknown key .*did you mean 'bits'",
