@@ -187,7 +187,8 @@ def _rows(
 ) -> dict[str, float]:
     """A row for every assignment within a budget, and one refined; the KL of those that are not."""
     options, kl = results.options, {}
-    quantizer = "best" if len(context.recipe.losses.methods) > 1 else "gptq"
+    methods = context.recipe.losses.methods
+    quantizer = "best" if len(methods) > 1 else methods[0]
     for name in options.assignments:
         keys = ASSIGNMENTS[name] | {"bits_per_weight": budget, "quantizer": quantizer}
         row = f"{budget} {variant}; {name}"
