@@ -1,7 +1,7 @@
 """Keys by the names that they had: recipes written with them load, and runs made with them go on.
 
 `assign.code_bits` was called average_bits, when there was no `assign.bits_per_weight`; `export.formats` named formats,
-and `assign.target` the native one as its format.
+and `assign.target` the native one as its format. Runs from before `losses.hessian_weighting` weighted nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def as_called_today(recipe: Any) -> None:
     """Give the runtimes of a run's own copy, which nobody wrote, the names that they have, without a word."""
     if not isinstance(recipe, dict):
         return
-    now, export = formats(), recipe.get("export")
+    now, export, losses = formats(), recipe.get("export"), recipe.get("losses")
+    if isinstance(losses, dict):
+        losses.setdefault("hessian_weighting", "none")  # the default was another one before it had a key
     for section in _sections(recipe):
         if isinstance(section.get("target"), str):
             section["target"] = now.get(section["target"], section["target"])
@@ -69,9 +71,17 @@ def as_in_keys(recipe: dict[str, Any]) -> dict[str, Any]:
         if section["target"] == NATIVE:
             section["target"] = NATIVE_FORMAT
     known = runtimes()
+    recipe["losses"] = losses_in_keys(recipe["losses"])
     recipe["export"]["format"] = NATIVE_FORMAT
     recipe["export"]["formats"] = [known[name].before for name in recipe["export"]["formats"]]
     return recipe
+
+
+def losses_in_keys(losses: dict[str, Any]) -> dict[str, Any]:
+    """The section `losses`, all keys filled in, without those that came later and are as if they were not there."""
+    absent = {"hessian_weighting"} if losses.get("hessian_weighting") == "none" else set()
+    absent |= set() if "trellis" in losses.get("methods", ()) else {"trellis_states"}
+    return {name: value for name, value in losses.items() if name not in absent}
 
 
 def _sections(recipe: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -327,7 +327,7 @@ def _check_shape(context: Context, assignment: Assignment, path: Path) -> None:
             raise AssignmentError(problem, where=str(path), do=REMEDY)
 
 
-SCHEMA_BYTES, COLUMN, VALUE = 2557, 342, 5  # of assignment.schema.json; of a column of the sensitivities and a value
+SCHEMA_BYTES, COLUMN, VALUE = 2644, 342, 5  # of assignment.schema.json; of a column of the sensitivities and a value
 TRACE_PASSES = 4  # passes over an expert's weights that its Hessian trace takes
 ROW_SECONDS = 3e-6  # a row of the loss table
 

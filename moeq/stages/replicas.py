@@ -23,6 +23,7 @@ from moeq.models.loading import source_dtype
 from moeq.numerics.matrix_error import recorded, relative_error
 from moeq.quantizers.layer import made_on_demand
 from moeq.recipe import BEST, DEFAULT_QUANTIZER, LossesSection
+from moeq.recipe.earlier import losses_in_keys
 from moeq.registry import QUANTIZERS
 from moeq.runtime.swapping import Replacement
 from moeq.stages.context import Context
@@ -42,7 +43,7 @@ Experts = Mapping[int, Mapping[str, PackedWeight]]  # {expert: {projection: matr
 def planned(context: Context, tokens: str) -> ReplicaIndex:
     """What the recipe asks for, by the names under which the store keeps it. tokens: digest of the sequences."""
     own = {name for quantizer in QUANTIZERS for name in quantizer.settings.model_fields}
-    common = context.recipe.losses.model_dump(mode="json", exclude={*CHOICES, *MEASURING, *own})
+    common = losses_in_keys(context.recipe.losses.model_dump(mode="json", exclude={*CHOICES, *MEASURING, *own}))
     key = [REVISION, replicas.SCHEMA_VERSION, context.model.stamp.digest, common, tokens, context.model.compute()]
     return ReplicaIndex(set=digest_of(key), made=entries(context.recipe.losses))
 

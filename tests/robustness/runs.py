@@ -91,7 +91,7 @@ def tiny_recipe(model: Path, corpus: Path, **sections: Any) -> dict[str, Any]:
         "name": "tiny",
         "model": str(model),
         "corpus": {"source": str(corpus), "sequences": 12, "sequence_length": 64, "batch_size": 6},
-        "losses": {"group_size": 16},
+        "losses": {"group_size": 16, "clip": "minmax", "hessian_weighting": "none"},  # widths that tests name
         "assign": {"code_bits": 2},
         "export": {"verify": False},
         "eval": {

@@ -59,7 +59,7 @@ def test_the_reader_knows_nothing_of_moeq() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names])
     }
-    assert found == {"__future__", "hashlib", "json", "pathlib", "typing", "numpy"}
+    assert found == {"__future__", "base64", "hashlib", "json", "pathlib", "typing", "numpy"}
 
 
 def test_every_replica_of_every_expert_is_rebuilt_bit_for_bit(made: Context, tiny_mixtral: Path) -> None:

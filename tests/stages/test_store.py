@@ -145,7 +145,8 @@ def test_settings_named_after_a_method_count_for_it_alone() -> None:
 def test_what_stores_were_given_before_is_found_by_its_names() -> None:
     """Only the revisions, and other settings, may change them: else nothing of a store made before is found."""
     recipe = load_recipe(
-        None, ["losses={methods: [gptq, rtn, signround], bits: [4], signround_iterations: 30}",
+        None, ["losses={methods: [gptq, rtn, signround], bits: [4], signround_iterations: 30, "
+               "clip: minmax, hessian_weighting: none}",
                "assign={method: uniform, bits: 4}", "eval.compare=[]"],
     )  # fmt: skip
     computed = {"device": "cpu", "dtype": "float32"}

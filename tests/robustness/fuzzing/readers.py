@@ -136,6 +136,7 @@ SYSTEM = "reads what the kernel says of this machine"
 PROGRAM = "what a program of the user's prints: any other shape is told in a line (tests/benching/test_peers.py)"
 NO_FILE = "reads no file: what it is given was read by others"
 ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
+    "moeq_kernels.trellis_tables.table": "reads moeq's own constants",
     "moeq.artifacts.tensor_files.stored_chunks": HEADERS,
     "moeq.exporters.native_reader.NativeReader._tensor": HEADERS,
     "moeq.exporters.readers.foreign.Foreign._tensor": HEADERS,
