@@ -61,8 +61,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "best of gptq and signround, groups of 128": PLAIN | {"methods": ["gptq", "signround"], "group_size": 128},
     "best of gptq and signround, mse, groups of 128": MSE | {"methods": ["gptq", "signround"], "group_size": 128},
     "best, mse, all tokens alike, groups of 128": MSE | ALIKE | {"methods": ["gptq", "signround"], "group_size": 128},
-    "trellis, 256 states": {"methods": ["trellis"], "trellis_states": 256, "bits": [1, 2, 3, 4]},
-    "trellis, 1024 states": {"methods": ["trellis"], "trellis_states": 1024, "bits": [1, 2, 3, 4]},
+    "trellis, 256 states": {"methods": ["trellis"], "trellis_states": 256},
+    "trellis, 1024 states": {"methods": ["trellis"], "trellis_states": 1024},
 }
 SQUARED = {"method": "optimal", "loss_weighting": "squared"}
 MEASURED = {"layer_weighting": "measured"}

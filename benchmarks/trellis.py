@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moeq.numerics import gptq, trellis, trellis_ldlq
 from moeq.numerics.factor import factorize
-from moeq_kernels.trellis import BITS, UNIT, states, values
+from moeq_kernels.trellis import UNIT, WALKED, states, values
 from moeq_kernels.trellis_tables import NORMAL
 
 SCALAR = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}  # Max, IRE Trans. Inf. Theory 6 (1960), table I
@@ -63,7 +63,7 @@ def train() -> int:
     """Print every table and its error."""
     held = normal(2048, 77)
     for state_bits, orders in ORDERS.items():
-        for bits in BITS:
+        for bits in WALKED:
             made = [trained(bits, state_bits, seed) for seed in range(orders)]
             errors = [error(held, one / NORMAL, bits) for one in made]
             best = min(range(orders), key=errors.__getitem__)
@@ -79,7 +79,7 @@ def codes(options: argparse.Namespace, results: figures.Figures) -> None:
     results.table(["states", "bits", "error x 4^k", "scalar", "ns a weight, one thread"])
     wanted = normal(options.tiles, 5)
     for state_bits in options.states:
-        for bits in BITS:
+        for bits in WALKED:
             value = values(bits, state_bits) / (UNIT * NORMAL)
             trellis.walks(wanted[:16], value, bits)
             found = [error(wanted, value * scale, bits) for scale in SCALES]

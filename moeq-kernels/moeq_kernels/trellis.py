@@ -5,7 +5,7 @@ The 256 weights of a tile, row after row, are the steps of one walk; step i has 
 stream, least significant bit first as in packing.py. Its state is the L bits that end there, the newest highest; those
 of the first steps begin at the end of the stream, so a tile of k bits takes exactly 32*k bytes. A weight is
 value(state) / 32 * scale of its row, the value an integer of 8 bits: from trained tables where trellis_tables.py has
-them, else computed (`computed_values`).
+them, else computed (`computed_values`). A step of 8 bits is its value: a two's complement byte, whatever came before.
 
 codes uint8 [..., ceil(N/16), ceil(K/16)*32*k], tile by tile along the inputs; scales float16 [..., N]. Rows and inputs
 that fill up the last tiles have codes like the others and no scale; their values are left out.
@@ -33,6 +33,7 @@ from moeq_kernels.widths import TRELLIS_BITS as BITS
 TILE = 16
 STEPS = TILE * TILE
 UNIT = 1 / 32  # of a value; a row's scale is the rest
+WALKED = tuple(bits for bits in BITS if bits < 8)  # widths at which a value hangs on the steps before, too
 MULTIPLIER, ADDEND = 3229014335, 2605480817  # the best of 24 pairs drawn at random, see benchmarks/trellis.py
 BLOCK_WEIGHTS = 1 << 18  # that are decoded at a time on a CPU
 
@@ -69,6 +70,8 @@ def integer_values(bits: int, state_bits: int) -> Tensor:
     """Value of each state in units of 1/32, int8 [2**L], on the CPU; ValueError for a code that there is not."""
     if bits not in BITS or state_bits not in STATE_BITS:
         raise ValueError(f"no trellis code has {bits} bits a weight and 2**{state_bits} states")
+    if bits not in WALKED:
+        return (torch.arange(1 << state_bits) >> state_bits - bits).to(torch.uint8).view(torch.int8)
     trained = table(bits, state_bits)
     return computed_values(state_bits) if trained is None else trained
 

@@ -20,7 +20,7 @@ from moeq.numerics import trellis, trellis_device
 from moeq.numerics.factor import Factor, feedback
 from moeq_kernels.grids import SCALE_DTYPE
 from moeq_kernels.threads import side_by_side
-from moeq_kernels.trellis import TILE, UNIT, TrellisWeight, pack, packed_shapes, tiles_along, values
+from moeq_kernels.trellis import TILE, UNIT, WALKED, TrellisWeight, pack, packed_shapes, tiles_along, values
 from moeq_kernels.trellis_tables import NORMAL, table
 
 SPAN = 256  # columns whose feedback from all columns before them is one matrix product
@@ -28,12 +28,13 @@ ROWS_AT_ONCE = 256  # that a thread works on together: 16 tiles side by side
 RESIDUAL_BYTES = 256 << 20  # of the experts that a GPU works on at once
 SHRINK = {1: 0.9, 2: 0.96, 3: 0.98, 4: 0.98}  # spread of the values that were not trained, over that of the weights
 LEAST_SCALE, LARGEST_SCALE = 2.0**-24, 65504.0
+LARGEST = 127  # value of a step of 8 bits, in units of 1/32
 
 
 def quantize(
     weight: Tensor, factor: Factor, hessian: Tensor, bits: Sequence[int], state_bits: int
 ) -> list[TrellisWeight]:
-    """Quantize a batch of weights [E, N, K] at several widths, 1 to 4 bits, with 2**L states: a stack [E] each.
+    """Quantize a batch of weights [E, N, K] at several widths, 1 to 4 or 8 bits, with 2**L states: a stack [E] each.
 
     factor: of hessian [E, K, K], float32, damped as `factor.factorize` did; hessian: what the rows' scales are fitted
     to, undamped. Rows are independent of each other but for those of a tile.
@@ -72,7 +73,12 @@ def _empty(weight: Tensor, bits: int, state_bits: int) -> TrellisWeight:
 
 
 def first_scale(weight: Tensor, bits: int, state_bits: int) -> Tensor:
-    """Scales [..., N] that fit rows [..., N, K] best if their weights are normal, from their root mean square."""
+    """Scales [..., N] that fit rows [..., N, K] best if their weights are normal, from their root mean square.
+
+    Where steps are their values: with which none is beyond the largest.
+    """
+    if bits not in WALKED:
+        return weight.float().abs().amax(-1) / (LARGEST * UNIT)
     normal = NORMAL * UNIT
     if table(bits, state_bits) is None:
         normal = float(values(bits, state_bits).square().mean().sqrt()) / SHRINK[bits]
@@ -129,12 +135,21 @@ class _Batch:
         whole = torch.nn.functional.pad(target, (0, TILE - size, 0, -rows % TILE)).reshape(-1, TILE * TILE)
         counts = counts / counts.mean(1, keepdim=True)
         counts = torch.nn.functional.pad(counts, (0, TILE - size)).repeat(1, TILE)
-        form = trellis if target.device.type == "cpu" else trellis_device
-        value = values(self.bits[width], self.state_bits).to(target.device)
-        codes, nearest = form.walks(whole, value, self.bits[width], counts)
+        if self.bits[width] in WALKED:
+            form = trellis if target.device.type == "cpu" else trellis_device
+            value = values(self.bits[width], self.state_bits).to(target.device)
+            codes, nearest = form.walks(whole, value, self.bits[width], counts)
+        else:
+            codes, nearest = _rounded(whole)
         self.codes[width][:, :, column] = codes.view(experts, -1, TILE * TILE)
         found: Tensor = nearest.view(experts, -1, TILE)[:, :rows, :size]
         return found
+
+
+def _rounded(target: Tensor) -> tuple[Tensor, Tensor]:
+    """Steps uint8 and values float32 nearest to a target where steps are their values."""
+    nearest = (target.float() / UNIT).round().clamp(-LARGEST - 1, LARGEST)
+    return nearest.to(torch.int8).view(torch.uint8), nearest * UNIT
 
 
 def _storable(scale: Tensor) -> Tensor:

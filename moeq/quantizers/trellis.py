@@ -94,11 +94,12 @@ def memory(sizes: BatchSizes) -> list[int]:
 
 def operations(sizes: BatchSizes) -> float:
     """Hessians and intermediate states, two Cholesky factors, and the steps of every width."""
-    hidden, inner, widths = sizes.layer.hidden_size, sizes.layer.intermediate_size, len(sizes.settings.bits)
+    hidden, inner = sizes.layer.hidden_size, sizes.layer.intermediate_size
+    walked = sum(bits < 8 for bits in sizes.settings.bits)
     first = len(sizes.layer.projections) - 1
     total = 2 * sizes.tokens * hidden**2 + 2 * (sizes.tokens + sizes.lent) * (inner**2 + first * hidden * inner)
     steps = STEP_OPERATIONS * (1 << state_bits(sizes.settings)) * (first + 1) * inner * hidden
-    return total + (hidden**3 + inner**3) / 3 + widths * steps
+    return total + (hidden**3 + inner**3) / 3 + walked * steps
 
 
 QUANTIZER = Quantizer(

@@ -28,7 +28,7 @@ from moeq_kernels.widths import Encoding
 
 STATES = 9  # bits
 SMALL = (
-    "corpus.sequences=8", "corpus.sequence_length=48", "losses.bits=[1,2,3,4]", "losses.methods=[trellis]",
+    "corpus.sequences=8", "corpus.sequence_length=48", "losses.bits=[1,2,3,4,8]", "losses.methods=[trellis]",
     f"losses.trellis_states={1 << STATES}", "assign.method=optimal", "assign.granularity=projection",
     "assign.bits_per_weight=2.6", "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48",
     "eval.compare=[{name: uniform-2, method: uniform, bits: 2}]", "eval.tasks=[]", "estimate.grid.inputs=[128]",
@@ -49,11 +49,11 @@ def test_it_is_measured_and_assigned_by_the_bytes_that_it_takes(run: Context) ->
     layer = run.model.layers[0]
     wanted = {
         bits: sum(packed_bytes(*layer.shape(name), bits, Encoding.trellis(STATES)) for name in layer.projections)
-        for bits in (1, 2, 3, 4)
+        for bits in (1, 2, 3, 4, 8)
     }
     rows = [row for row in load_losses(run).rows() if row["projection"] == WHOLE]
     assert {(row["bits"], row["bytes"]) for row in rows} == set(wanted.items())
-    mean = [np.mean([row["loss"] for row in rows if row["bits"] == bits]) for bits in (1, 2, 3, 4)]
+    mean = [np.mean([row["loss"] for row in rows if row["bits"] == bits]) for bits in (1, 2, 3, 4, 8)]
     assert mean == sorted(mean, reverse=True)
     assignment = assign.load(run)
     assert assignment.encoding == Encoding.trellis(STATES)
@@ -115,7 +115,6 @@ def test_runtimes_that_have_only_kernels_refuse_it() -> None:
         (["losses.methods=[gptq,trellis]"], "methods: trellis stores other codes"),
         (["quantize.refine={}"], "trellis cannot go with quantize.refine"),
         (["losses.trellis_states=300"], "300 is no power of 2"),
-        (["losses.bits=[2,8]", "assign.method=uniform", "assign.bits=2"], "trellis makes no codes of 8 bits"),
     ],
 )
 def test_what_it_cannot_go_with(change: list[str], why: str) -> None:
