@@ -168,10 +168,33 @@ def joined(parts: Sequence[PackedWeight], axis: int = 0) -> PackedWeight:
     )
 
 
+def row_range(weight: PackedWeight, first: int, count: int) -> PackedWeight:
+    """The weight [count, K] of some of the rows [N, K] in order; ValueError unless they are whole tiles of trellis
+    codes."""
+    rows = slice(first, first + count)
+    if not weight.state_bits:
+        return weight.map(lambda part: part[rows].contiguous())
+    lines = _whole_tiles("rows", first, count, weight.scales.shape[0])
+    return replace(weight, codes=weight.codes[lines].contiguous(), scales=weight.scales[rows].contiguous())
+
+
+def _whole_tiles(what: str, first: int, count: int, length: int) -> slice:
+    """The tiles of some rows or inputs of so many; ValueError unless they are whole."""
+    last = first + count
+    if first % trellis.TILE or (last % trellis.TILE and last != length) or not 0 <= first < last <= length:
+        raise ValueError(f"{what} {first} to {last - 1} are no whole tiles of {trellis.TILE}")
+    return slice(first // trellis.TILE, trellis.tiles_along(last))
+
+
 def some_inputs(weight: PackedWeight, first: int, count: int) -> PackedWeight:
     """The weight [N, count] of some of the inputs [N, K]; ValueError unless they are whole groups of the grid, or all
-    lie in one."""
-    _refuse_trellis(weight)
+    lie in one, or whole tiles of trellis codes."""
+    if weight.state_bits:
+        tiles = _whole_tiles("inputs", first, count, weight.inputs)
+        each = trellis.STEPS // 8 * weight.bits
+        return replace(
+            weight, codes=weight.codes[..., tiles.start * each : tiles.stop * each].contiguous(), inputs=count
+        )
     size = resolved_group_size(weight.inputs, weight.group_size)
     last = first + count
     whole = not first % size and (not last % size or last == weight.inputs)

@@ -17,7 +17,7 @@ from moeq_kernels.checkpoint import DENSE
 from moeq_kernels.choice import policy, prepared_layer, prepared_linear
 from moeq_kernels.description import DOWN, Gate, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
 from moeq_kernels.freed import return_memory
-from moeq_kernels.packed import PackedWeight, some_inputs
+from moeq_kernels.packed import PackedWeight, row_range, some_inputs
 from moeq_kernels.widths import FULL, PARTS, Encoding, Width, width_of
 
 GATE, UP = "gate_proj", "up_proj"
@@ -65,18 +65,13 @@ class Parts:
             weight.check()
         except ValueError as error:
             raise ValueError(f"moeq: {name}: {error}; export the checkpoint again") from None
-        if weight.state_bits:
-            raise ValueError(
-                f"moeq: {name} has trellis codes, which no kernel computes with yet; load it in transformers"
-            )
-        if weight.codes.shape[0] != self.rows:
-            raise ValueError(f"moeq: {name} has {weight.codes.shape[0]} rows, not {self.rows}; export it again")
-        weight = weight.map(lambda part: part[rows].contiguous())
+        if weight.scales.shape[0] != self.rows:
+            raise ValueError(f"moeq: {name} has {weight.scales.shape[0]} rows, not {self.rows}; export it again")
+        top, bottom, _ = rows.indices(self.rows)
         first, end, _ = inputs.indices(self.inputs)
-        if (first, end) == (0, self.inputs):
-            return weight
         try:
-            return some_inputs(weight, first, end - first)
+            weight = row_range(weight, top, bottom - top)
+            return weight if (first, end) == (0, self.inputs) else some_inputs(weight, first, end - first)
         except ValueError as error:
             raise ValueError(
                 f"moeq: {name} cannot be divided among these devices ({error}); take fewer; "

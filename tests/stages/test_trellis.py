@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from manifest_reader import read_expert
+from packed_layers import matrix_of
 
 from moeq import pipeline
 from moeq.artifacts.losses import WHOLE
@@ -99,13 +100,28 @@ def test_only_plain_weights_go_elsewhere(run: Context, tmp_path: Path) -> None:
     assert (tmp_path / "plain" / "config.json").is_file()
 
 
-def test_runtimes_that_have_only_kernels_refuse_it() -> None:
-    encoding = Encoding.trellis(STATES)
-    whole = slice(None)
-    parts = Parts(2, encoding, 16, 32, (whole, whole))
-    parts.take("codes", torch.zeros(1, 128, dtype=torch.uint8), "codes")
-    parts.take("scales", torch.ones(16, 1, dtype=torch.float16), "scales")
-    with pytest.raises(ValueError, match="trellis codes, which no kernel computes with yet"):
+@pytest.mark.parametrize(
+    "mine", [(slice(16, 32), slice(None)), (slice(None), slice(16, 48)), (slice(32, 40), slice(32, 52))]
+)
+def test_runtimes_take_the_tiles_of_a_device(mine: tuple[slice, slice]) -> None:
+    """40 rows and 52 inputs, whose last tiles are filled up."""
+    whole = matrix_of(40, 52, 3, state_bits=STATES)
+    assert isinstance(whole, PackedWeight)
+    parts = Parts(3, whole.encoding, 40, 52, mine)
+    for name, part in whole.parts().items():
+        parts.take(name, part, name)
+    found = parts.matrix(torch.float32, "experts.0.up_proj")
+    assert isinstance(found, PackedWeight)
+    assert torch.equal(found.dequantize(), whole.dequantize()[mine])
+
+
+def test_runtimes_refuse_parts_of_tiles() -> None:
+    whole = matrix_of(40, 52, 3, state_bits=STATES)
+    assert isinstance(whole, PackedWeight)
+    parts = Parts(3, whole.encoding, 40, 52, (slice(None), slice(8, 32)))
+    for name, part in whole.parts().items():
+        parts.take(name, part, name)
+    with pytest.raises(ValueError, match="inputs 8 to 31 are no whole tiles of 16"):
         parts.matrix(torch.float32, "experts.0.up_proj")
 
 

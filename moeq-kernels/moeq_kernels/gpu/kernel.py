@@ -23,6 +23,7 @@ from moeq_kernels.gpu import unpacked
 from moeq_kernels.gpu.settings import Settings, Shape, choose, rows_to_unpack
 from moeq_kernels.gpu.stored import Stored, shapes_of
 from moeq_kernels.gpu.swizzle import FRAGMENT, TILE
+from moeq_kernels.packed import PackedWeight
 
 ACTIVATIONS = {  # in one pass with the products; names as in transformers
     "silu": "silu",
@@ -340,6 +341,8 @@ def _refusal(matrices: Sequence[Matrix]) -> str | None:
     """Why these cannot be computed with here."""
     if not has_triton():
         return "Triton is not installed"
+    if any(isinstance(one, PackedWeight) and one.state_bits for one in matrices):
+        return "trellis codes, which no kernel computes with on a GPU yet"
     devices = {one.device if isinstance(one, Tensor) else one.codes.device for one in matrices}
     if len(devices) > 1:
         return "they lie on several devices"
