@@ -155,6 +155,7 @@ STAGES = (
         name="quantize",
         run=quantize.run,
         needs=quantize.needs,
+        revision=2,
         sections=("quantize",),
         after=("losses", "assign"),
         computes=True,

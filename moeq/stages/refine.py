@@ -25,15 +25,15 @@ from moeq.errors import ArtifactError, AssignmentError
 from moeq.exporters.native_writer import layer_name
 from moeq.models.beside import Beside, walk_beside
 from moeq.models.experts import ExpertLayer, expert_math, set_expert_weights, stacked_biases, stacked_weights
+from moeq.quantizers.layer_training import Widths
 from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
-from moeq.quantizers.signround_layer import Widths
 from moeq.recipe import RefineSection
 from moeq.stages.context import Context
 from moeq.stages.replicas import REFINED, Experts, load_index, planned
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.widths import PARTS
 
-REVISION = 1  # of what is half done; when the same inputs give other replicas, raise it and that of the stage
+REVISION = 2  # of what is half done; when the same inputs give other replicas, raise it and that of the stage
 PROGRESS = ".refined.json"  # not part of the artifact
 
 
