@@ -26,8 +26,8 @@ from moeq_kernels.grids import inverse_scale, storable
 
 FIRST, SECOND = 0.9, 0.99  # what the moments keep of themselves in a step
 TINY = 1e-20  # gradients have no unit
-REACH = 2.0  # codes that a position comes far in a training, if all its gradients agree
-SCALE_REACH = 1.0  # of a scale's logarithm, up to 2 bits; then less, since a scale moves all codes of its group
+REACH = 2.0  # codes that a position would come at the first step's rate; it falls as a cosine does, to zero
+SCALE_REACH = 1.0  # the same of a scale's logarithm, up to 2 bits; then less, since a scale moves all its codes
 SCALE_TOP = 3.0  # the largest code of 2 bits
 MAX_RATE = 0.05  # of short trainings
 
