@@ -26,7 +26,7 @@ from moeq_kernels.grids import decode
 from moeq_kernels.widths import FULL
 
 CHECK_TOKENS = 2048
-WEIGHT_BYTES = 40  # a weight in training: itself, position, first moment, values, gradients, temporaries, codes
+WEIGHT_BYTES = 44  # a weight in training: itself, position, first moment, values, gradients, temporaries, codes
 BLOCK_ROWS = 4096  # of an expert at once outside of training
 Widths = int | tuple[int, ...]  # of an expert: one of all its matrices, or one of each, in the order of `weights`
 
