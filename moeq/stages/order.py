@@ -155,10 +155,10 @@ STAGES = (
         name="quantize",
         run=quantize.run,
         needs=quantize.needs,
-        revision=2,
         sections=("quantize",),
         after=("losses", "assign"),
         computes=True,
+        extra=refine.revision,
         progress=refine.progress,
     ),
     Stage(
