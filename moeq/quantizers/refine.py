@@ -15,16 +15,16 @@ from moeq.models.experts import ExpertMath
 from moeq.models.walk import LayerInputs
 from moeq.numerics import storing
 from moeq.numerics.gptq import Quantized
-from moeq.quantizers.memory import working_memory
-from moeq.quantizers.signround_expert import Training
-from moeq.quantizers.signround_layer import (
+from moeq.quantizers.layer_training import (
     Layer,
     LayerTokens,
     WidthCodes,
     Widths,
     quantized_widths,
-    sign_round_layer,
+    train_layer,
 )
+from moeq.quantizers.memory import working_memory
+from moeq.quantizers.signround_expert import Training
 from moeq.quantizers.stored import stored_as
 from moeq.quantizers.trained_grid import join
 from moeq.recipe import RefineSection
@@ -77,7 +77,7 @@ def refine_layer(
     """
     device = job.inputs.hidden.device
     memory = working_memory(section.working_memory, device)
-    trained = sign_round_layer(
+    trained = train_layer(
         job.layer(),
         bits=job.bits,
         group_size=job.group_size,

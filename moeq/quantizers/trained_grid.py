@@ -42,9 +42,7 @@ class TrainedGrid:
         width = start.bits.index(bits)
         self.top = 2.0**bits - 1
         self.inputs = weight.shape[-1]
-        self.group = resolved_group_size(self.inputs, start.group_size)
-        self.groups = group_count(self.inputs, start.group_size)
-        self.weight = self._grouped(weight)
+        self.weight = grouped(weight, start.group_size)
         scale, zero = (part[:, width].unsqueeze(-1).float() for part in (start.scale, start.zero))  # [E, N, G, 1]
         self.fixed_zero = symmetric or bits == 1
         self.base = scale
@@ -52,17 +50,11 @@ class TrainedGrid:
         self.low, self.high = -zero * scale, (self.top - zero) * scale
         self.low_clip, self.high_clip = torch.ones_like(scale), torch.ones_like(scale)
         self._fit()
-        self.offset = self._first_offset(self._grouped(start.codes[:, width].float()))
+        self.offset = self._first_offset(grouped(start.codes[:, width].float(), start.group_size))
         self._least = (self.offset - MAX_OFFSET).clamp_(max=-MAX_OFFSET)
         self._most = (self.offset + MAX_OFFSET).clamp_(min=MAX_OFFSET)
         self._codes = self._distance = self._outside = torch.empty(0)
         self.round()
-
-    def _grouped(self, matrix: Tensor) -> Tensor:
-        """[E, N, K] as [E, N, G, g]."""
-        missing = self.groups * self.group - self.inputs
-        whole: Tensor = pad(matrix, (0, missing)) if missing else matrix
-        return whole.unflatten(-1, (self.groups, self.group))  # type: ignore[no-any-return]
 
     def _fit(self) -> None:
         """Scale and zero point of the clips as they are."""
@@ -93,7 +85,7 @@ class TrainedGrid:
 
     def step(self, gradient: Tensor, rate: float, clip_rate: float) -> None:
         """Move offsets and clips against the sign of the loss's gradient in the rounded values, [E, N, K]."""
-        gradient = self._grouped(gradient)
+        gradient = grouped(gradient, self.weight.shape[-1])
         scale_gradient = (gradient * self._distance).sum(-1, keepdim=True)
         total = gradient.sum(-1, keepdim=True)
         inside = gradient.masked_fill(self._outside, 0.0)
@@ -119,6 +111,15 @@ class TrainedGrid:
         """What the last `round` gave."""
         codes = self._codes.flatten(-2)[..., : self.inputs].to(torch.uint8)
         return codes, self.scale.squeeze(-1), self.zero.expand_as(self.scale).squeeze(-1)
+
+
+def grouped(matrix: Tensor, group_size: int) -> Tensor:
+    """[E, N, K] as [E, N, G, g], zeros behind the last inputs."""
+    inputs = matrix.shape[-1]
+    group, groups = resolved_group_size(inputs, group_size), group_count(inputs, group_size)
+    missing = groups * group - inputs
+    whole: Tensor = pad(matrix, (0, missing)) if missing else matrix
+    return whole.unflatten(-1, (groups, group))  # type: ignore[no-any-return]
 
 
 def quantized(states: Sequence[State], bits: Sequence[int], group_size: int) -> Quantized:

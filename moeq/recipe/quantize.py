@@ -13,7 +13,7 @@ from moeq.runtimes import NATIVE
 
 
 class RefineSection(Section):
-    """SignRound of a whole layer at the assigned widths, from the replicas that were chosen, layer after layer."""
+    """Codes, scales and zero points of a layer's experts learned together, from the replicas that were chosen."""
 
     iterations: int = Field(200, ge=1, description="steps of training a layer")
     working_memory: Bytes | None = Field(

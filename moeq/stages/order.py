@@ -158,6 +158,7 @@ STAGES = (
         sections=("quantize",),
         after=("losses", "assign"),
         computes=True,
+        extra=refine.revision,
         progress=refine.progress,
     ),
     Stage(

@@ -26,10 +26,10 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.parameters import ParameterReader
 from moeq.numerics.matrix_error import recorded, relative_error
 from moeq.numerics.slab import Slab
+from moeq.quantizers.layer_training import WEIGHT_BYTES
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, on_demand
 from moeq.quantizers.refine import BATCH_ROWS
-from moeq.quantizers.signround_expert import WEIGHT_BYTES
 from moeq.recipe import BEST, RefineSection
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name

@@ -25,15 +25,15 @@ from moeq.errors import ArtifactError, AssignmentError
 from moeq.exporters.native_writer import layer_name
 from moeq.models.beside import Beside, walk_beside
 from moeq.models.experts import ExpertLayer, expert_math, set_expert_weights, stacked_biases, stacked_weights
+from moeq.quantizers.layer_training import Widths
 from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
-from moeq.quantizers.signround_layer import Widths
 from moeq.recipe import RefineSection
 from moeq.stages.context import Context
 from moeq.stages.replicas import REFINED, Experts, load_index, planned
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.widths import PARTS
 
-REVISION = 1  # of what is half done; when the same inputs give other replicas, raise it and that of the stage
+REVISION = 2  # when the same inputs give other replicas, raise it
 PROGRESS = ".refined.json"  # not part of the artifact
 
 
@@ -41,6 +41,11 @@ def check(context: Context) -> None:
     """CorpusError when there is no text to refine on."""
     if context.recipe.quantize.refine is not None:
         _ = context.text.calibration
+
+
+def revision(context: Context) -> int | None:
+    """What the stage's result hangs on beside its inputs; None where the recipe does not refine."""
+    return None if context.recipe.quantize.refine is None else REVISION
 
 
 def progress(context: Context) -> tuple[str, ...]:

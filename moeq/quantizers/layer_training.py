@@ -1,4 +1,4 @@
-"""SignRound of a layer as a whole: experts that answer the same token are trained on the sum of what they say.
+"""Training a layer as a whole: experts that answer the same token are trained on the sum of what they say.
 
 For an assignment that is already made: every expert has its own width, and what it gets wrong can be made up for by the
 others of its tokens, and by the next layers (the correction of their tokens). Better than training experts alone where
@@ -18,13 +18,15 @@ from torch import Tensor
 
 from moeq.models.experts import DOWN, ExpertMath
 from moeq.numerics.gptq import Quantized
-from moeq.quantizers.signround_expert import CHECKS, WEIGHT_BYTES, Training, check_start
-from moeq.quantizers.trained_grid import State, TrainedGrid, join, quantized, select
+from moeq.quantizers.learned_codes import LearnedCodes
+from moeq.quantizers.signround_expert import CHECKS, Training, check_start
+from moeq.quantizers.trained_grid import State, join, quantized, select
 from moeq.quantizers.training_rows import SEED_STRIDE, Deck, evenly
 from moeq_kernels.grids import decode
 from moeq_kernels.widths import FULL
 
 CHECK_TOKENS = 2048
+WEIGHT_BYTES = 44  # a weight in training: itself, position, first moment, values, gradients, temporaries, codes
 BLOCK_ROWS = 4096  # of an expert at once outside of training
 Widths = int | tuple[int, ...]  # of an expert: one of all its matrices, or one of each, in the order of `weights`
 
@@ -118,7 +120,7 @@ class _Run:
         for expert in experts:
             for some, scale in _blocks(rows[expert]):
                 self.target.index_add_(0, some, layer.exact(expert, some, scale))
-        self.grids: list[dict[str, TrainedGrid]] = []  # width by width, as `experts` are
+        self.grids: list[dict[str, LearnedCodes]] = []  # width by width, as `experts` are
         for part in sorted(start, key=lambda part: rising(part.bits)):
             chosen = [expert for expert in self.experts if bits[expert] == part.bits]
             places = [part.experts.index(expert) for expert in chosen]
@@ -126,8 +128,12 @@ class _Run:
                 widths = dict(zip(layer.weights, of_each(part.bits, layer.weights), strict=True))
                 self.grids.append(
                     {
-                        name: TrainedGrid(
-                            stack[chosen].float(), select(part.matrices[name], places), widths[name], symmetric
+                        name: LearnedCodes(
+                            stack[chosen].float(),
+                            select(part.matrices[name], places),
+                            widths[name],
+                            symmetric,
+                            training.iterations,
                         )
                         for name, stack in layer.weights.items()
                     }
@@ -149,10 +155,10 @@ class _Run:
                 if loss < least or not best:
                     least, best = loss, [{name: grid.state() for name, grid in of.items()} for of in self.grids]
             if iteration < self.training.iterations and pairs:
-                self._step(values, self.active[self.deck.next(count).to(self.active.device)], iteration)
+                self._step(values, self.active[self.deck.next(count).to(self.active.device)])
         return dict(zip(self.experts, _apart(best), strict=True))
 
-    def _step(self, values: list[dict[str, Tensor]], tokens: Tensor, iteration: int) -> None:
+    def _step(self, values: list[dict[str, Tensor]], tokens: Tensor) -> None:
         leaves = [value.requires_grad_() for of in values for value in of.values()]
         grids = [grid for of in self.grids for grid in of.values()]
         with torch.enable_grad():
@@ -160,7 +166,7 @@ class _Run:
             gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         for grid, gradient in zip(grids, gradients, strict=True):
             if gradient is not None:
-                grid.step(gradient, *self.training.rates(iteration, grid.top))
+                grid.step(gradient)
 
     def _error(self, tokens: Tensor, matrices: list[dict[str, Tensor]]) -> Tensor:
         """Squared error of the sum of these experts' outputs at some tokens [t]."""
@@ -203,7 +209,7 @@ def _apart(best: list[dict[str, State]]) -> list[dict[str, State]]:
 
 
 @torch.no_grad()
-def sign_round_layer(
+def train_layer(
     layer: Layer,
     *,
     bits: Sequence[Widths],

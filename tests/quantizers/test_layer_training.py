@@ -1,4 +1,4 @@
-"""SignRound of whole layers: mixed widths, corrections, chunks of experts, what stays as it is."""
+"""Training whole layers: mixed widths, corrections, chunks of experts, what stays as it is."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moeq.models.experts import DOWN, ExpertMath
 from moeq.models.kinds import GATED
 from moeq.models.kinds.base import act_then_multiply
 from moeq.numerics import gptq
-from moeq.quantizers import signround_expert
-from moeq.quantizers.signround_expert import Training
-from moeq.quantizers.signround_layer import (
+from moeq.quantizers import learned_codes
+from moeq.quantizers.layer_training import (
     Layer,
     LayerTokens,
     WidthCodes,
     of_each,
     quantized_widths,
-    sign_round_layer,
+    train_layer,
 )
+from moeq.quantizers.signround_expert import Training
 from moeq_kernels.grids import decode
 
 EXPERTS, HIDDEN, INTER, TOKENS = 5, 40, 24, 300
@@ -87,7 +87,7 @@ def trained(tokens: LayerTokens, weights: dict[str, Tensor], bits: list[Any], **
     defaults = {"group_size": GROUP, "symmetric": False, "training": QUICK}
     options = defaults | {"start": start(weights, bits, options.get("group_size", GROUP))} | options
     layer = Layer(tokens=tokens, weights=weights, biases={}, math=SILU)
-    return sign_round_layer(layer, bits=bits, **options)
+    return train_layer(layer, bits=bits, **options)
 
 
 def start(weights: dict[str, Tensor], bits: list[Any], group_size: int) -> list[WidthCodes]:
@@ -160,7 +160,7 @@ def test_what_earlier_layers_left_behind_is_made_up_for() -> None:
 
 def test_recovers_planted_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs are those of some codes, one expert a token; the weights lie up to 0.8 of a step from these."""
-    monkeypatch.setattr(signround_expert, "CLIP_UNITS", 0)  # the planted grid stays
+    monkeypatch.setattr(learned_codes, "SCALE_REACH", 0)  # the planted grid stays
     weights, tokens = problem()
     bits, generator = [2] * EXPERTS, torch.Generator().manual_seed(4)
     hidden = tokens.hidden.repeat(6, 1)
