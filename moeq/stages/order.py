@@ -158,6 +158,7 @@ STAGES = (
         sections=("quantize",),
         after=("losses", "assign"),
         computes=True,
+        check=quantize.check,
         progress=refine.progress,
     ),
     Stage(
