@@ -252,30 +252,26 @@ class Text:
                     self.reference.write((sequence, 0), scored)
                 advance()
 
-    def _divergences(self, batch: Batch, dtype: torch.dtype) -> list[Tensor]:
-        """Of every sequence, at each of its tokens, how far the model is from what the original said."""
+    def _divergences(self, batch: Batch) -> list[Tensor]:
+        """Of every sequence, at each of its tokens, how far the model is from what the original said, in float32."""
         found = []
         counts = [predictions(self.context, one) for one in _singles(batch)]
         for sequence, logits in zip(batch.sequences.tolist(), self.logits(batch).split(counts), strict=True):
-            stored = self.reference.read((sequence, 0), 0, len(logits), logits.device)
+            stored = self.reference.read((sequence, 0), 0, len(logits), logits.device, torch.float32)
             assert stored is not None, "not remembered"
-            second, first = logits.log_softmax(1, dtype=dtype), stored.logprobs
+            second, first = logits.log_softmax(1, dtype=torch.float32), stored.logprobs
             if isinstance(first, Kept):
-                kept = {name: part if name == "ids" else part.to(dtype) for name, part in vars(first).items()}
-                found.append(kl_least(Kept(**kept), second))
+                first = Kept(**{name: part if name == "ids" else part.float() for name, part in vars(first).items()})
+                found.append(kl_least(first, second))
             else:
-                found.append(kl_divergence(first.to(dtype), second))
+                found.append(kl_divergence(first, second))
         return found
 
     @torch.no_grad()
     def heldout_divergences(self) -> Tensor:
         """The mean divergence of every held-out sequence, [W] float64 on the CPU."""
-        found = [
-            tokens.mean().cpu()
-            for batch in self._batches(self.heldout)
-            for tokens in self._divergences(batch, torch.float64)
-        ]
-        return torch.stack(found)
+        batches = self._batches(self.heldout)
+        return torch.stack([tokens.double().mean().cpu() for batch in batches for tokens in self._divergences(batch)])
 
     def backward(self, step: int) -> float:
         """The mean divergence of a step's sequences, whose gradients are taken, a few sequences at a time."""
@@ -283,7 +279,7 @@ class Text:
         tokens = sum(predictions(self.context, single) for single in chosen)
         total = 0.0
         for batch in self._batches(chosen):
-            loss = torch.cat(self._divergences(batch, torch.float32)).sum() / tokens
+            loss = torch.cat(self._divergences(batch)).sum() / tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
