@@ -157,7 +157,11 @@ class TunedScales:
         @torch.no_grad()
         def add(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            gradient, parameter.grad = parameter.grad.contiguous(), None
+            gradient, parameter.grad = parameter.grad, None
+            if gradient.stride() != parameter.stride():
+                gradient = torch.empty_strided(
+                    parameter.shape, parameter.stride(), dtype=gradient.dtype, device=gradient.device
+                ).copy_(gradient)
             for matrix in matrices:
                 offset = matrix.view.storage_offset() - parameter.storage_offset() + gradient.storage_offset()
                 own = gradient.as_strided(matrix.view.shape, matrix.view.stride(), offset)
@@ -188,7 +192,7 @@ class State:
 
     @classmethod
     def begun(cls, like: Tensor) -> State:
-        """Nothing is changed yet."""
+        """Nothing is changed yet; like: any tensor [S]."""
         change, first, second, best = (torch.zeros_like(like) for _ in TENSORS)
         return cls(change=change, first=first, second=second, best=best)
 

@@ -9,6 +9,7 @@ from moeq.quantizers.tune import MEASURED
 from moeq.recipe import TuneSection
 from moeq.stages.needs import Moment, Rates, Sizes
 
+MOST_HELD_OUT = 64  # sequences: enough to tell a gain of some percent from chance, and measured many times
 LOGITS = 40  # bytes of a number that the model says: itself, its logarithm and gradients, the original's in float64
 KEPT = 2.0  # what a decoder layer keeps for gradients, beside what it has at once
 BACKWARD = 2  # forward passes that gradients are as long as
@@ -30,8 +31,15 @@ def token_bytes(sizes: Sizes) -> float:
 def sequences(sizes: Sizes, section: TuneSection) -> tuple[int, int]:
     """How many are trained on, and how many are held out."""
     count = section.sequences or sizes.calibration.sequences
-    heldout = count // heldout_stride(sizes.recipe.losses.heldout_fraction)
+    heldout = len(held_out(count, heldout_stride(sizes.recipe.losses.heldout_fraction)))
     return count - heldout, heldout
+
+
+def held_out(count: int, stride: int) -> list[int]:
+    """The places of sequences that are held out: the last of every `stride`, evenly thinned to MOST_HELD_OUT."""
+    every = range(stride - 1, count, stride)
+    wanted = min(len(every), MOST_HELD_OUT)
+    return [every[place * len(every) // wanted] for place in range(wanted)]
 
 
 def moment(sizes: Sizes, section: TuneSection) -> Moment:

@@ -1,8 +1,8 @@
 """Tuning: the scales of all placed experts trained on what the whole model answers, when they are assigned and refined.
 
 The original answers the text first; what it said lies in a temporary file (evaluation/reference_logits.py), so that one
-model is in memory. Every stride-th sequence is held out, those that losses measured on where the text is the same. The
-state of the training is written whenever they are measured, so that a killed run goes on from there.
+model is in memory. Sequences that losses measured on are held out where the text is the same, as many as the choice
+takes. The state of the training is written whenever they are measured, so that a killed run goes on from there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from moeq.stages import refine
 from moeq.stages.context import Context
 from moeq.stages.effects import joined, predictions
 from moeq.stages.needs import Sizes
-from moeq.stages.needs_tune import sequences_at_once
+from moeq.stages.needs_tune import held_out, sequences_at_once
 from moeq.stages.non_experts import Stored
 from moeq.stages.replicas import Experts
 
@@ -208,14 +208,14 @@ class Text:
     def of(cls, context: Context, section: TuneSection) -> Text:
         """The text that the recipe asks for."""
         singles = context.text.tuning.batches(1)
-        stride = _heldout(context, len(singles))
+        held = held_out(len(singles), _heldout(context, len(singles)))
         longest = max(single.input_ids.shape[1] for single in singles)
         memory = working_memory(section.working_memory, context.model.device)
         return cls(
             context=context,
             section=section,
-            training=[single for place, single in enumerate(singles) if place % stride != stride - 1],
-            heldout=singles[stride - 1 :: stride],
+            training=[single for place, single in enumerate(singles) if place not in held],
+            heldout=[singles[place] for place in held],
             at_once=sequences_at_once(Sizes(context), memory, longest),
             reference=ReferenceLogits(context.out, sum(predictions(context, single) for single in singles)),
         )

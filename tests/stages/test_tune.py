@@ -205,6 +205,18 @@ def test_matrices_that_stay_as_they_are(tiny_mixtral: Path, tmp_path: Path) -> N
     assert any(method.endswith("+tuned") for method in makers(context))
 
 
+def test_what_it_came_to_is_told() -> None:
+    found = {"scales": 1200, "steps": 96, "sequences": 48, "heldout": 16, "gain": 0.002, "least": 0.001}
+    better = Tuned(**found, chosen=84, is_better=True, divergence={0: 0.02, 84: 0.018, 96: 0.0181})
+    assert better.told() == (
+        "1,200 scales trained on the whole model's output, 84 steps; KL on 16 held-out sequences 0.0200 to 0.0180 "
+        "(10.0% less)"
+    )
+    kept = better.model_copy(update={"is_better": False})
+    assert "kept as they were: the best of 96 steps was not better beyond chance on 16" in kept.told()
+    assert "not finite" in better.model_copy(update={"divergence": {0: None}}).told()
+
+
 def test_plan_names_what_it_takes(tiny_mixtral: Path, tmp_path: Path) -> None:
     found = []
     for tuned in ("quantize.tune=null", "quantize.tune={}"):
