@@ -1,13 +1,15 @@
 """Which settings keep most at equal stored bits: what the presets `fast` and `best` are chosen by.
 
     python benchmarks/presets.py [--model bundled:tiny-mixtral] [--windows SCRIPT] [--budgets 2.3 2.5 3.1]
-        [--variants NAME ...] [--assignments NAME ...] [--refine]
+        [--variants NAME ...] [--assignments NAME ...] [--refine] [--tune SEQUENCES]
 
 Every variant is a way to make replicas (keys of the recipe's section losses), every assignment a way to choose among
 them (keys of assign) at the same bits a weight, scales and zero points counted. KL is that of the next token from the
 original, in nats, with its standard error over windows; equal: tokens whose likeliest is the same. seconds: processor
-time of losses and, with --refine, of training the assigned experts. --windows takes calibration and held-out windows
-from a training script (`train_tiny.py`) as quality.py does; without it they are the bundled ones (256 tokens).
+time of losses and, with --refine, of training the assigned experts. --tune: also the scales trained on so many
+sequences of the calibration text, of what is not refined and, with --refine, of what is. --windows takes calibration
+and held-out windows from a training script (`train_tiny.py`) as quality.py does; without it they are the bundled ones
+(256 tokens).
 
 Goal: at every number of bits what the preset `fast` does has at most 0.7 of prefix-split's KL (paper 000), over the
 same replicas.
@@ -16,6 +18,7 @@ same replicas.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import sys
@@ -35,6 +38,7 @@ from quality import Windows, sequences  # isort: skip
 from moeq import pipeline
 from moeq.artifacts.assignment import Assignment
 from moeq.errors import BudgetError
+from moeq.models.corpus import Sequences
 from moeq.recipe import AssignSection
 from moeq.stages import assign, evaluate
 from moeq.stages.context import Context
@@ -105,8 +109,11 @@ class Settings:
     def __init__(self, model: str, out: Path, windows: Path | None) -> None:
         self.model, self.out, self.windows = model, out, None
         context = self.context({})
+        self.tokenizer = context.model.tokenizer
         if windows is not None:
-            self.windows = Windows.of(figures.script(windows), context.model.tokenizer)
+            self.script = figures.script(windows)
+            self.script.token_stream = functools.cache(self.script.token_stream)
+            self.windows = Windows.of(self.script, self.tokenizer)
             held = sequences(self.windows.heldout)
         else:
             held = context.text.evaluation
@@ -124,7 +131,17 @@ class Settings:
         context = figures.context(self.model, self.out, given)
         if self.windows is not None:
             context.text.__dict__["calibration"] = sequences({"": self.windows.calibration})
+            tune = context.recipe.quantize.tune
+            if tune is not None:
+                context.text.__dict__["tuning"] = self.tuning(tune.sequences or len(self.windows.calibration))
         return context
+
+    def tuning(self, count: int) -> Sequences:
+        """Windows of the training text, as many of every domain, the domains by turns."""
+        count //= len(self.script.DOMAINS)
+        streams = [self.script.token_stream(self.tokenizer, domain, "train") for domain in self.script.DOMAINS]
+        cut = torch.stack([self.script.windows(stream, 256, count) for stream in streams], 1)
+        return sequences({"": cut.transpose(0, 1).flatten(0, 1)})
 
     def logits(self, model: Any) -> torch.Tensor:
         return torch.cat([model(input_ids=batch).logits.log_softmax(-1) for batch in self.ids.long().split(16)])
@@ -200,13 +217,23 @@ def _rows(
         found = bench.measured(context, made)
         kl[name] = found.kl
         results.row(row, *found.cells(), f"{taken:.0f}")
-        if options.refine:
-            refined = bench.context(_losses(variant, options.assignments), assign=keys, quantize={"refine": {}})
-            seconds(refined, "assign")
-            training = seconds(refined, "quantize")
-            found = bench.measured(refined, assign.load(refined), exported=True)
-            results.row(f"{row}; refined", *found.cells(), f"{taken + training:.0f}")
+        for then, section in _trainings(options).items():
+            trained = bench.context(_losses(variant, options.assignments), assign=keys, quantize=section)
+            seconds(trained, "assign")
+            training = seconds(trained, "quantize")
+            found = bench.measured(trained, assign.load(trained), exported=True)
+            results.row(f"{row}; {then}", *found.cells(), f"{taken + training:.0f}")
     return kl
+
+
+def _trainings(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The section quantize of everything that is trained after an assignment."""
+    tune = {"tune": {"sequences": options.tune}} if options.tune else {}
+    every = {"tuned": tune} if tune else {}
+    if options.refine:
+        every["refined"] = {"refine": {}}
+        every |= {"refined, tuned": {"refine": {}} | tune} if tune else {}
+    return every
 
 
 def _options() -> argparse.Namespace:
@@ -216,6 +243,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=list(LOSSES), help=f"[default: {every} and {preset}]")
     parser.add_argument("--assignments", nargs="+", choices=list(ASSIGNMENTS), default=[PAPER, FAST])
     parser.add_argument("--refine", action="store_true", help="also train the assigned experts (quantize.refine)")
+    parser.add_argument("--tune", type=int, metavar="SEQUENCES", help="also tune their scales (quantize.tune)")
     parser.add_argument("--out", type=Path, help="keep the run here")
     options = figures.parsed(parser)
     options.variants = options.variants or ([preset] if options.quick else [every, preset])

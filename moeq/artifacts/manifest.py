@@ -86,8 +86,9 @@ class Replica(Frozen):
     """One stored copy of an expert. `index`: position of the expert on the tensors' first axis, None when its own.
 
     projections: the widths of its matrices where they differ, which only a placed replica's do; `bits` is the widest.
-    quantizer: the method that made it, or those of its matrices (and `+refined`: trained further with its layer); None:
-    the checkpoint's own weights, or made before moeq wrote it down.
+    quantizer: the method that made it, or those of its matrices (and `+refined`: trained further with its layer;
+    `+tuned`: its scales trained with the whole model); None: the checkpoint's own weights, or made before moeq wrote it
+    down.
     loss: mean squared error of the expert's output on held-out tokens (before it was refined), where all replicas are
     stored; None: the checkpoint's own weights, matrices of several widths, or not written down.
     leading_bits_of: the width of the stored replica whose tensors this one reads, None when it has its own; `bytes` and

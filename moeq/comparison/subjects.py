@@ -164,12 +164,12 @@ def _of_run(run: Context, name: str | None) -> list[Subject]:
     """The run's own assignment, or one by its name, or all."""
     sections = {section.name: section for section in run.recipe.eval.compare}
     own, subjects = run.recipe.name, []
-    is_quantized = (run.directory("quantize") / quantize.NAME).is_file()  # without refinement the store says the same
+    is_quantized = (run.directory("quantize") / quantize.NAME).is_file()  # without training the store says the same
     for wanted in assignments_of(run.recipe, name, run.out):
         shown = run.out.name if wanted == own and name is None else f"{run.out.name}:{wanted}"
         assignment = None
         if wanted != ORIGINAL:
             assignment = assign.load(run) if wanted == own else assign.make(run, sections[wanted], wanted)
-        exported = wanted == own and (run.recipe.quantize.refine is not None or is_quantized)
+        exported = wanted == own and (run.recipe.quantize.trains or is_quantized)
         subjects.append(Subject(name=shown, source=run.model.source, run=run, assignment=assignment, exported=exported))
     return subjects

@@ -119,8 +119,13 @@ class ReferenceLogits:
             self._file.flush()
         self._end += len(data)
 
-    def read(self, key: Key, start: int, tokens: int, device: torch.device) -> Stored | None:
-        """So many tokens of a window from `start` on; None where it has not so many."""
+    def read(
+        self, key: Key, start: int, tokens: int, device: torch.device, dtype: torch.dtype = torch.float64
+    ) -> Stored | None:
+        """So many tokens of a window from `start` on; None where it has not so many.
+
+        dtype: of log-probabilities, where all are kept.
+        """
         begun, there = self._starts.get(key, (0, 0))
         if there < start + tokens:
             return None
@@ -138,7 +143,7 @@ class ReferenceLogits:
         normalizers, scores, rest, entropy, largest = floats.unbind(1)
         logprobs: Tensor | Kept
         if self.whole:
-            logprobs = logits.log_softmax(1, dtype=torch.float64)
+            logprobs = logits.log_softmax(1, dtype=dtype)
         else:
             known = logits.double() - normalizers[:, None]
             logprobs = Kept(ids=ids.long(), logprobs=known, rest=rest, entropy=entropy, largest=largest)

@@ -60,12 +60,23 @@ def kl_bounds(first: Kept, second: Tensor) -> tuple[Tensor, Tensor]:
 
     Tokens that the second distribution rules out (a logit of minus infinity) are taken as ruled out by the first, too.
     """
+    least, top, others = _least(first, second)
+    most = top - first.entropy + _costliest(first.rest, first.largest, -others)
+    return least, torch.maximum(least, most)
+
+
+def kl_least(first: Kept, second: Tensor) -> Tensor:
+    """The first of `kl_bounds` alone, [T]; gradients pass it."""
+    return _least(first, second)[0]
+
+
+def _least(first: Kept, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the divergence is at least, and what the kept tokens add to it [T]; the second log-probabilities [T, V]
+    without theirs."""
     top = kl_divergence(first.logprobs, second.gather(1, first.ids))
     others = second.scatter(1, first.ids, -torch.inf)
     merged = first.rest * (first.rest.log() - others.logsumexp(1))
-    least = top + merged.masked_fill(first.rest == 0, 0.0)
-    most = top - first.entropy + _costliest(first.rest, first.largest, -others)
-    return least, torch.maximum(least, most)
+    return top + merged.masked_fill(first.rest == 0, 0.0), top, others
 
 
 def _costliest(rest: Tensor, largest: Tensor, costs: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from moeq.recipe.corpus import CorpusSection
 from moeq.recipe.estimate import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS, CaseSection, StatedSection
 from moeq.recipe.eval import LowPrecisionSection, PerplexitySection, TestImagesSection, TranslationSection
 from moeq.recipe.losses import ExpertEffectsSection, LayerEffectsSection, LossesSection
-from moeq.recipe.quantize import RefineSection
+from moeq.recipe.quantize import RefineSection, TuneSection
 from moeq.recipe.reading import load_recipe
 from moeq.recipe.recipe import Recipe
 from moeq.recipe.reparam import IntegerSection, ReparamSection
@@ -42,6 +42,6 @@ __all__ = [
     "CorpusSection", "Denominator", "Ends", "ExpertEffectsSection", "IntegerSection", "LayerEffectsSection",
     "LossesSection", "LowPrecisionSection", "MethodSettings", "NamedAssignSection", "PerplexitySection", "Rational",
     "Recipe", "RefineSection", "ReparamSection", "Softmax", "SourceSection", "Start", "StatedSection",
-    "TestImagesSection", "TextSource", "TranslationSection", "budget_keys", "domain_names", "each_source",
-    "is_weighted", "load_recipe", "naming_part", "source_name", "source_text", "template_parts",
+    "TestImagesSection", "TextSource", "TranslationSection", "TuneSection", "budget_keys", "domain_names",
+    "each_source", "is_weighted", "load_recipe", "naming_part", "source_name", "source_text", "template_parts",
 ]  # fmt: skip

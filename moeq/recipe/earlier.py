@@ -72,6 +72,7 @@ def as_in_keys(recipe: dict[str, Any]) -> dict[str, Any]:
             section["target"] = NATIVE_FORMAT
     known = runtimes()
     recipe["losses"] = losses_in_keys(recipe["losses"])
+    recipe["quantize"] = quantize_in_keys(recipe["quantize"])
     recipe["export"]["format"] = NATIVE_FORMAT
     recipe["export"]["formats"] = [known[name].before for name in recipe["export"]["formats"]]
     return recipe
@@ -82,6 +83,11 @@ def losses_in_keys(losses: dict[str, Any]) -> dict[str, Any]:
     absent = {"hessian_weighting"} if losses.get("hessian_weighting") == "none" else set()
     absent |= set() if "trellis" in losses.get("methods", ()) else {"trellis_states"}
     return {name: value for name, value in losses.items() if name not in absent}
+
+
+def quantize_in_keys(quantize: dict[str, Any]) -> dict[str, Any]:
+    """The section `quantize`, all keys filled in, without `tune` where it is off, which came later."""
+    return {name: value for name, value in quantize.items() if name != "tune" or value is not None}
 
 
 def _sections(recipe: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -29,14 +29,15 @@ def labels(recipe: Recipe) -> dict[str, str]:
     alike = len({section.quantizer for section in sections.values()}) == 1
     made = {ORIGINAL: AS_TRAINED}
     for name, section in sections.items():
-        refined = name == recipe.name and recipe.quantize.refine is not None
-        made[name] = label(section, refined=refined, quantizer=not alike)
+        own = name == recipe.name
+        refined, tuned = (own and part is not None for part in (recipe.quantize.refine, recipe.quantize.tune))
+        made[name] = label(section, refined=refined, tuned=tuned, quantizer=not alike)
     times = Counter(made.values())
     return {name: text if times[text] == 1 else f"{text} ({name})" for name, text in made.items()}
 
 
-def label(section: AssignSection, *, refined: bool = False, quantizer: bool = True) -> str:
-    """What an assignment is called; refined: its experts were trained after it (quantize.refine)."""
+def label(section: AssignSection, *, refined: bool = False, tuned: bool = False, quantizer: bool = True) -> str:
+    """What an assignment is called; refined, tuned: its experts were trained after it (quantize.refine, .tune)."""
     width = _one_width(section)
     parts = [f"{UNIFORM} {width}-bit" if width is not None else _method(section)]
     if width is None:
@@ -50,6 +51,8 @@ def label(section: AssignSection, *, refined: bool = False, quantizer: bool = Tr
         parts.append(_quantizer(section.quantizer))
     if refined:
         parts.append("refined")
+    if tuned:
+        parts.append("tuned")
     text = ", ".join(parts)
     if section.gpu_experts == 0:
         return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, create_model, model_serializer
 
@@ -21,13 +21,39 @@ class RefineSection(Section):
     )
 
 
+class TuneSection(Section):
+    """Scales of all placed experts trained at once, codes fixed, on what the whole model answers: the divergence of its
+    next tokens from the original's on calibration text. Sequences that losses held out decide when it is best; where
+    none is better than the start beyond chance, the start is kept. The model has to fit in memory, with gradients."""
+
+    steps: int = Field(96, ge=1, description="steps of training")
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        0.005, description="most that a step changes a scale by, as a share of it"
+    )
+    batch_size: int = Field(8, ge=1, description="sequences of a step")
+    sequences: int | None = Field(
+        None, ge=2, description="calibration sequences that it has, more are better; none: those of corpus.sequences"
+    )
+    working_memory: Bytes | None = Field(
+        None, description="bound for activations and logits at once; none: 2 GiB, or 40 % of a GPU's free"
+    )
+
+
 class QuantizeSection(Section):
     refine: RefineSection | None = Field(
         None, description="train the placed experts of every layer together; {}: with 200 iterations; none: as stored"
     )
+    tune: TuneSection | None = Field(
+        None, description="train the scales of all placed experts on the whole model's output; {}: in 96 steps"
+    )
     replicas: Literal["placed", "all"] = Field(
         "placed", description="all: also every other stored width of every expert, for runtimes that place by context"
     )
+
+    @property
+    def trains(self) -> bool:
+        """Whether placed experts are other ones than those of the store."""
+        return self.refine is not None or self.tune is not None
 
 
 class _ExportSection(Section):

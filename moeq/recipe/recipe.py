@@ -103,6 +103,8 @@ class Recipe(Section):
             raise ValueError(f"{what}; use expert_bytes")
         if self.quantize.refine is not None:
             self._check_refine()
+        if self.quantize.tune is not None and self.losses.nested:
+            raise ValueError("losses.nested cannot go with quantize.tune, which changes the scales of a width alone")
         self._check_gates()
         if repeats([self.name, "original", *(c.name for c in self.eval.compare)]):
             raise ValueError("eval.compare: every assignment needs a name of its own (not original, not the recipe's)")

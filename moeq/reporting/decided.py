@@ -40,6 +40,7 @@ def _facts(inputs: ReportInputs) -> list[tuple[str, str]]:
         ("budget", budget_text(assignment)),
         ("quantized", f"{_widths(assignment)}; {groups}, {grid}"),
         ("refined", _refined(inputs)),
+        ("tuned", "" if inputs.tuned is None else inputs.tuned.told()),
         ("on the GPU", _on_gpu(assignment)),
         ("loads in", loads_text(inputs.loads)),
         ("gates", _gates(inputs)),

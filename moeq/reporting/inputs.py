@@ -17,6 +17,7 @@ from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.non_experts import OtherTable
 from moeq.artifacts.profile import Coverage, ExpertProfile
 from moeq.artifacts.sensitivities import SensitivityTable
+from moeq.artifacts.tuned import Tuned
 from moeq.estimator.geometry import is_toy
 from moeq.estimator.result import Estimate
 from moeq.integers.artifacts.integer_report import IntegerReport
@@ -80,6 +81,7 @@ class ReportInputs:
     recipe_text: str
     digests: Mapping[str, str]
     refined: Refined | None = None
+    tuned: Tuned | None = None  # what quantize.tune did
     others: OtherTable | None = None  # modules outside of the experts that are packed too
     routing: RoutingAnalysis | None = None  # of the trace, where one was recorded
     low_precision: LowPrecisionReport | None = None  # where the recipe asks for it

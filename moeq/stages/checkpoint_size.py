@@ -340,7 +340,9 @@ class CheckpointSize:
             ",".join(self.recipe.losses.methods) if section.quantizer == BEST else section.quantizer
             for _, section in self.sections
         ]
-        return max(each, key=len) + ("" if self.recipe.quantize.refine is None else "+refined")
+        section = self.recipe.quantize
+        trained = ("" if section.refine is None else "+refined") + ("" if section.tune is None else "+tuned")
+        return max(each, key=len) + trained
 
 
 def original_bytes(source: ModelSource) -> int:

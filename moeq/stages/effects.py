@@ -81,9 +81,13 @@ def heldout_batches(context: Context, count: int, kept: int = 0) -> list[Batch]:
     chosen = singles if len(singles) <= count else [singles[index * len(singles) // count] for index in range(count)]
     widest = max(batch.input_ids.shape[1] for batch in chosen)
     memory = working_memory(context.recipe.losses.working_memory, context.model.device)
-    size = sequences_at_once(memory, _outputs(context), widest, kept)
+    return joined(chosen, sequences_at_once(memory, outputs(context), widest, kept))
+
+
+def joined(singles: Sequence[Batch], size: int) -> list[Batch]:
+    """Batches of one sequence, in their order, as batches of at most `size` of the same length; none with images."""
     batches: list[Batch] = []
-    for batch in chosen:
+    for batch in singles:
         last = batches[-1] if batches else None
         joins = last is not None and not (last.extra or batch.extra) and len(last.input_ids) < size
         if last is not None and joins and last.input_ids.shape[1] == batch.input_ids.shape[1]:
@@ -98,7 +102,7 @@ def heldout_batches(context: Context, count: int, kept: int = 0) -> list[Batch]:
     return batches
 
 
-def _outputs(context: Context) -> int:
+def outputs(context: Context) -> int:
     """V, how many numbers the model gives for a token, or for an image."""
     if context.model.takes_images:
         return context.model.image_task.labels

@@ -163,7 +163,7 @@ def other_inputs(context: Context) -> dict[str, list[str]] | None:
 def replaced(context: Context, overlay: Overlay, assignment: Assignment, *, exported: bool = False) -> nn.Module:
     """The model with an assignment's dequantized experts, and what else the recipe quantizes.
 
-    exported: the assignment is the recipe's own, whose experts quantize may have refined.
+    exported: the assignment is the recipe's own, whose experts quantize may have trained further.
     """
     experts = partial(layer_replacements, context, assignment, exported=exported)
     return overlay.set(experts, other_replacements(context))
@@ -185,7 +185,7 @@ def layer_replacements(
     refined: Experts = {}
     if exported:
         made = quantize.quantizers(directory)[layer.name]
-        refined = refine.read_refined(directory, layer, assignment, made)
+        refined = refine.read_trained(directory, layer, assignment, made)
     replicas = Replicas(context, assignment, layer, model, refined=refined)
     return {
         (layer.name, expert): replicas.replacement(expert, str(directory) if expert in refined else "")

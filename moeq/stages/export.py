@@ -38,7 +38,7 @@ from moeq.stages.as_quantized import AsQuantized
 from moeq.stages.context import Context
 from moeq.stages.loading import where_it_loads
 from moeq.stages.needs import APART, Moment, Needs, Rates, Sizes
-from moeq.stages.replicas import REFINED, load_losses
+from moeq.stages.replicas import first_made_by, load_losses
 from moeq.verification.reference import GROUP_BYTES
 from moeq.verification.written import check_written
 from moeq_kernels.freed import return_memory
@@ -98,7 +98,7 @@ def _losses(context: Context) -> dict[str, list[dict[int, float]]]:
     return {
         layer: [
             {
-                bits: float(methods[method.removesuffix(REFINED)][index][bits][expert])
+                bits: float(methods[first_made_by(method)][index][bits][expert])
                 for bits, method in makers.items()
                 if bits != MIXED
             }

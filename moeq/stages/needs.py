@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
-from moeq.artifacts.assignment import Width
+from moeq.artifacts.assignment import FULL, Width, width_of
 from moeq.models import loading
 from moeq.models.declared import is_dequantized
 from moeq.models.experts import ExpertLayer
@@ -34,6 +35,7 @@ from moeq.stages.foreseen import foreseen_widths
 from moeq.stages.geometry import first_geometry
 from moeq.stages.non_expert_sizes import Others
 from moeq.stages.text_sizes import Text, calibration_text, evaluation_text, tasks
+from moeq_kernels.packed import packed_shapes
 
 Moment = Mapping[str, float]  # {what: bytes} of what is in memory at once
 APART = "checkpoint in its target's process"
@@ -45,6 +47,8 @@ ON_DEVICE: dict[str, str | None] = {  # what lies where the model computes, and 
     "sums over inputs of other modules": None, "codes of a layer": None,
     "outputs that are compared": "a smaller losses.working_memory", "one expert, dequantized": None,
     "experts in training": "a smaller quantize.refine.working_memory",
+    "units of codes": "quantize.tune: null", "scales in training": None, "gradients of a layer": None,
+    "activations and logits for gradients": "a smaller quantize.tune.working_memory",
     "exported checkpoint": "run the stages before eval alone", "stopped texts": "fewer eval.perplexity.sequences",
     "logits": "a smaller eval.perplexity.batch_size", "logits of tasks": "a smaller eval.batch_size",
     "logits in float64": None, "resident weights, twice": None, "decoder block in float32": None,
@@ -168,6 +172,17 @@ class Sizes:
     def expert_bytes(self, layer: ExpertLayer, bits: Width) -> int:
         """Stored bytes of one expert."""
         return expert_bytes(layer, bits, self.recipe.losses.encoding, self.source_dtype.itemsize)
+
+    def scales(self) -> int:
+        """Scales of all placed experts."""
+        encoding, total = self.recipe.losses.encoding, 0
+        for layer, widths in zip(self.layers, self.widths[0], strict=True):
+            for bits in widths:
+                for name in layer.projections:
+                    if (width := width_of(bits, name)) != FULL:
+                        shapes = packed_shapes(*layer.shape(name), width, encoding.at(width))
+                        total += prod(shapes["scales"][0])
+        return total
 
     def loss_rows(self) -> int:
         """Rows of the loss table."""

@@ -158,6 +158,7 @@ STAGES = (
         sections=("quantize",),
         after=("losses", "assign"),
         computes=True,
+        check=quantize.check,
         extra=refine.revision,
         progress=refine.progress,
     ),

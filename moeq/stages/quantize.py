@@ -1,13 +1,16 @@
 """quantize: the replicas that the assignment names, one file a layer, under the names the checkpoint gives them.
 
 quantizers.json says which method made each of them, and how far its matrices are from the weights that they were made
-of. With quantize.refine the placed ones are trained further, see stages/refine.py. Packed modules outside of the
+of. With quantize.refine the placed ones are trained further, see stages/refine.py, and with quantize.tune their scales,
+see stages/tune.py. Packed modules outside of the
 experts, where the recipe has some, are written likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.files import make_directory, write_json
 from moeq.artifacts.stage import Frozen, read_model
 from moeq.artifacts.tensor_files import safetensors_bytes, write_tensors
+from moeq.artifacts.tuned import Tuned
 from moeq.exporters.native_writer import extra_name, layer_name, others_name
 from moeq.exporters.plain import METADATA
 from moeq.models.experts import ExpertLayer
@@ -30,16 +34,17 @@ from moeq.quantizers.layer_training import WEIGHT_BYTES
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, on_demand
 from moeq.quantizers.refine import BATCH_ROWS
+from moeq.quantizers.tune import Place
 from moeq.recipe import BEST, RefineSection
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
-from moeq.stages import assign, refine
+from moeq.stages import assign, needs_tune, refine, tune
 from moeq.stages.checkpoint_size import Shapes, replica_shapes, stored_widths
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import store_bytes
 from moeq.stages.needs import CAPTURED, STATES, Moment, Needs, Rates, Sizes
 from moeq.stages.non_experts import Stored
-from moeq.stages.replicas import Replicas, load_losses
+from moeq.stages.replicas import REFINED, TUNED, Best, Replicas, load_losses
 from moeq_kernels.freed import return_memory
 from moeq_kernels.packed import PackedWeight
 
@@ -49,33 +54,96 @@ SCHEMA_VERSION = 1
 
 def run(context: Context) -> dict[str, Any]:
     """Write one file of placed experts a layer, and one of the other widths where the recipe asks for all replicas."""
-    refine.check(context)
+    check(context)
     assignment = assign.load(context)
     directory = make_directory(context.directory("quantize"))
-    done = refine.Progress.of(context)
-    for path in directory.glob("*.safetensors"):
-        if path.name not in done.files:
+    section = context.recipe.quantize.tune
+    starts = directory if section is None else make_directory(directory / tune.STARTS)
+    done = refine.Progress.of(context, starts)
+    for path in {*directory.glob("*.safetensors"), *starts.glob("*.safetensors")}:
+        if path.parent != starts or path.name not in done.files:
             path.unlink()
+    layers = (Replicas(context, assignment, layer, best=_best(context, assignment)) for layer in context.model.layers)
+    written = _write_layers(context, _refined(context, assignment, layers, done), starts, done)
+    tuned = None
+    if section is not None:
+        tuned, scales = tune.run(context, assignment, section, starts)
+        refined = written.refined
+        written = _write_layers(context, _tuned(context, assignment, starts, written.made, scales), directory, None)
+        written.refined = refined
+        shutil.rmtree(starts)
+    others, modules = _write_others(context, directory)
+    made_by = {"schema_version": SCHEMA_VERSION, "layers": written.made, "errors": written.errors, "modules": modules}
+    write_json(directory / NAME, made_by | ({} if tuned is None else {"tuned": tuned.model_dump(mode="json")}))
+    experts = {
+        "placed_expert_bytes": written.placed,
+        "other_replica_bytes": written.others,
+        "refined_experts": written.refined,
+    }
+    gained = {} if tuned is None else {"tuned": {"gain": tuned.gain, "steps": tuned.chosen, "better": tuned.is_better}}
+    return experts | gained | others
+
+
+def check(context: Context) -> None:
+    """RecipeError, CorpusError for what experts cannot be trained with."""
+    refine.check(context)
+    tune.check(context)
+
+
+def _best(context: Context, assignment: Assignment) -> Best | None:
+    """The best methods of all layers, where every one of them is asked for."""
     several = context.recipe.quantize.replicas == "all" or assignment.is_mixed
-    best = load_losses(context).best() if several and assignment.parameters.get("quantizer") == BEST else None
-    layers = (Replicas(context, assignment, layer, best=best) for layer in context.model.layers)
-    placed = others = refined = 0
-    made: dict[str, list[dict[str, str]]] = {}
-    errors: dict[str, list[dict[str, dict[str, float]]]] = {}
+    return load_losses(context).best() if several and assignment.parameters.get("quantizer") == BEST else None
+
+
+@dataclass(kw_only=True)
+class _Written:
+    """Bytes of placed experts and of other replicas, how many experts were refined, by whom replicas were made, and how
+    far they are from the model's weights."""
+
+    placed: int = 0
+    others: int = 0
+    refined: int = 0
+    made: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    errors: dict[str, list[dict[str, dict[str, float]]]] = field(default_factory=dict)
+
+
+def _write_layers(
+    context: Context, layers: Iterator[Replicas], directory: Path, done: refine.Progress | None
+) -> _Written:
+    """Write the files of every layer; done: which are there already, and are noted."""
+    written = _Written()
     with context.reporter.bar("quantize", len(context.model.layers)) as advance:
-        for replicas in _refined(context, assignment, layers, done):
+        for replicas in layers:
             sizes = _write_layer(context, replicas, directory, done)
-            made[replicas.layer.name] = replicas.made_by()
-            errors[replicas.layer.name] = [found for _, found in sorted(replicas.errors.items())]
-            placed, others = placed + sizes[0], others + sizes[1]
-            refined += len(replicas.refined)
+            written.made[replicas.layer.name] = replicas.made_by()
+            written.errors[replicas.layer.name] = [found for _, found in sorted(replicas.errors.items())]
+            written.placed, written.others = written.placed + sizes[0], written.others + sizes[1]
+            written.refined += len(replicas.refined)
             return_memory()
             advance()
-    written, modules = _write_others(context, directory)
-    made_by = {"schema_version": SCHEMA_VERSION, "layers": made, "errors": errors, "modules": modules}
-    write_json(directory / NAME, made_by)
-    experts = {"placed_expert_bytes": placed, "other_replica_bytes": others, "refined_experts": refined}
-    return experts | written
+    return written
+
+
+def _tuned(
+    context: Context,
+    assignment: Assignment,
+    starts: Path,
+    made: Mapping[str, Sequence[Mapping[str, str]]],
+    scales: dict[Place, Tensor],
+) -> Iterator[Replicas]:
+    """The layers' replicas, those that are placed with the scales that tuning gave, if it gave any."""
+    best = _best(context, assignment)
+    for layer in context.model.layers:
+        choices = assignment.layers[layer.index].experts
+        before = refine.read(starts, layer, assignment, refine.quantized_experts(assignment, layer))
+        experts = tune.with_scales(before, layer, scales)
+        marks = {}
+        for expert, matrices in before.items():
+            maker = made[layer.name][expert][str(choices[expert].key)]
+            tuned = refine.is_changed(matrices, experts[expert])
+            marks[expert] = (REFINED if REFINED in maker else "") + (TUNED if tuned else "")
+        yield Replicas(context, assignment, layer, best=best, refined=experts, marks=marks)
 
 
 def _refined(
@@ -98,7 +166,9 @@ def _refined(
         yield here[0]
 
 
-def _write_layer(context: Context, replicas: Replicas, directory: Path, done: refine.Progress) -> tuple[int, int]:
+def _write_layer(
+    context: Context, replicas: Replicas, directory: Path, done: refine.Progress | None
+) -> tuple[int, int]:
     """Write one layer's files; returns the bytes of its placed experts and of the other replicas."""
     layer = replicas.layer
     tensors, extra = layer_tensors(replicas)
@@ -106,9 +176,9 @@ def _write_layer(context: Context, replicas: Replicas, directory: Path, done: re
     if extra:
         files[extra_name(layer.index)] = extra
     for name, contents in files.items():
-        if name not in done.files:
+        if done is None or name not in done.files:
             write_tensors(directory / name, contents, METADATA)
-    if context.recipe.quantize.refine is not None:
+    if done is not None and context.recipe.quantize.refine is not None:
         done.add([directory / name for name in files])
     return sum(map(_bytes, tensors.values())), sum(map(_bytes, extra.values()))
 
@@ -168,12 +238,13 @@ def files(directory: Path) -> list[Path]:
 class Quantizers(Frozen):
     """quantizers.json. layers: {bits, or MIXED: method} of every expert; errors: {bits, or MIXED: {projection: relative
     error}} of those that were written, and modules: {module outside of the experts: relative error}; empty in files of
-    an older moeq."""
+    an older moeq. tuned: what quantize.tune came to."""
 
     schema_version: int = SCHEMA_VERSION
     layers: dict[str, tuple[dict[int, str], ...]]
     errors: dict[str, tuple[dict[int, dict[str, float]], ...]] = Field({})
     modules: dict[str, float] = Field({})
+    tuned: Tuned | None = None
 
 
 def read_made(directory: Path) -> Quantizers:
@@ -197,12 +268,14 @@ JSON, JSON_LAYER, JSON_EXPERT, JSON_REPLICA, JSON_ERROR, JSON_MODULE = (
     33,
     50,
 )  # bytes of quantizers.json
+TUNED_BYTES = 480  # of quantizers.json
 REFINED_FLOATS = 4  # refining: a layer's inputs, what is behind, what is wanted, and one temporary
 
 
 def needs(sizes: Sizes) -> Needs:
     """A layer's packed experts, one of them as it is read; the walks and the training where placed ones are refined."""
     recipe, layer, section, modules = sizes.recipe, sizes.largest, sizes.recipe.quantize.refine, sizes.others.modules
+    tuning = recipe.quantize.tune
     every, maker = recipe.quantize.replicas == "all", recipe.assign.quantizer
     made_now = on_demand(recipe.losses.methods if maker == BEST else [maker])  # which one is best is not known yet
     stored, packed = sizes.placed[0], sizes.placed[0] / len(sizes.layers)
@@ -216,8 +289,12 @@ def needs(sizes: Sizes) -> Needs:
     read = sizes.experts_disk
     held = {**sizes.tables(), "packed experts of a layer": packed}
     moments: list[Moment] = [{**sizes.model(), **held, "one expert": 16 * layer.parameters_per_expert}]
+    if tuning is not None:
+        files[NAME] += TUNED_BYTES
+        moments.append({**held, **needs_tune.moment(sizes, tuning)})
     if section is not None:
-        files[refine.PROGRESS] = 100 + 100 * len(files)
+        if tuning is None:
+            files[refine.PROGRESS] = 100 + 100 * len(files)
         moments.append({**held, **_refining(sizes, section)})
 
     def seconds(rates: Rates) -> float:
@@ -228,12 +305,14 @@ def needs(sizes: Sizes) -> Needs:
             text = sizes.calibration
             operations += section.iterations * (6 * BATCH_ROWS + WEIGHT_OPERATIONS)
             taken += sizes.walk_seconds(rates) + 2 * sizes.forward(rates, text.batch_tokens, text.batches, head=False)
+        taken += 0.0 if tuning is None else needs_tune.seconds(sizes, tuning, rates)
         return taken + operations * sizes.expert_parameters / rates.losses_flops
 
     return Needs(
         moments=moments,
         files=files | sizes.others.written(),
         read=read + stored + sizes.others.packed + (sizes.disk if sizes.streams and section is not None else 0),
+        temporary=0 if tuning is None else needs_tune.temporary(sizes, tuning) + sum(packed_files(sizes).values()),
         seconds=seconds,
     )
 

@@ -29,7 +29,7 @@ from moeq.quantizers.layer_training import Widths
 from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
 from moeq.recipe import RefineSection
 from moeq.stages.context import Context
-from moeq.stages.replicas import REFINED, Experts, load_index, planned
+from moeq.stages.replicas import Experts, is_trained, load_index, planned
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.widths import PARTS
 
@@ -49,8 +49,8 @@ def revision(context: Context) -> int | None:
 
 
 def progress(context: Context) -> tuple[str, ...]:
-    """Files that the stage goes on with when it was broken off; none where the recipe does not refine."""
-    return () if context.recipe.quantize.refine is None else (PROGRESS, "*.safetensors")
+    """Files that the stage goes on with when it was broken off; none where the recipe does not train."""
+    return (PROGRESS, "*.safetensors") if context.recipe.quantize.trains else ()
 
 
 @dataclass(kw_only=True)
@@ -62,18 +62,18 @@ class Progress:
     files: dict[str, str]
 
     @classmethod
-    def of(cls, context: Context) -> Progress:
-        """What a run with the same inputs has finished; files that are damaged or were made of others do not count.
+    def of(cls, context: Context, directory: Path) -> Progress:
+        """What a run with the same inputs has finished in a directory; files that are damaged or were made of others do
+        not count.
 
         Nothing where the recipe does not refine.
         """
-        directory = context.directory("quantize")
         if context.recipe.quantize.refine is None:
             (directory / PROGRESS).unlink(missing_ok=True)
             return cls(path=directory / PROGRESS, key="", files={})
         editable = {"losses": frozenset[str](), **EDITABLE}
         before = [current_digest(context.directory(stage), stage, names) for stage, names in editable.items()]
-        section = context.recipe.quantize.model_dump(mode="json")
+        section = context.recipe.quantize.model_dump(mode="json", exclude={"tune"})
         key = digest_of([REVISION, context.model.stamp.digest, *before, section, context.model.compute()])
         return cls(path=directory / PROGRESS, key=key, files=finished(directory / PROGRESS, key))
 
@@ -119,7 +119,7 @@ def refined(
             job = _job(context, assignment, beside, link)
             start = next(starts)
             if layer_name(layer.index) in done.files:
-                trained = read(context.directory("quantize"), layer, assignment, list(start))
+                trained = read(done.path.parent, layer, assignment, list(start))
             else:
                 trained = refine_layer(job, start, section)
             change = Change(job)
@@ -128,7 +128,7 @@ def refined(
                 change.add(expert, values)
                 set_expert_weights(model.module, layer, expert, values)
             changed = change.total
-            trained = {expert: packed for expert, packed in trained.items() if _is_changed(start[expert], packed)}
+            trained = {expert: packed for expert, packed in trained.items() if is_changed(start[expert], packed)}
             del beside, job, start, change
             yield trained
 
@@ -168,7 +168,7 @@ def _widths(choice: ExpertChoice, layer: ExpertLayer) -> Widths:
 
 
 def read(directory: Path, layer: ExpertLayer, assignment: Assignment, experts: list[int]) -> Experts:
-    """Placed replicas of some of a layer's experts, as the quantize stage wrote them."""
+    """The matrices below 16 bits of some of a layer's placed replicas, as the quantize stage wrote them."""
     path = directory / layer_name(layer.index)
     replicas: dict[int, dict[str, PackedWeight]] = {}
     with safe_open(path, "pt") as file:
@@ -177,6 +177,8 @@ def read(directory: Path, layer: ExpertLayer, assignment: Assignment, experts: l
             widths = assignment.layers[layer.index].experts[expert].widths
             replicas[expert] = {}
             for name in layer.projections:
+                if width_of(widths, name) == FULL:
+                    continue
                 keys = {part: f"{layer.name}.{expert}.{name}.{part}" for part in PARTS}
                 parts = {part: file.get_tensor(key) for part, key in keys.items() if key in there}
                 if not {"codes", "scales"} <= parts.keys():
@@ -192,18 +194,18 @@ def quantized_experts(assignment: Assignment, layer: ExpertLayer) -> list[int]:
     return [expert for expert, choice in enumerate(choices) if choice.key != FULL]
 
 
-def read_refined(directory: Path, layer: ExpertLayer, assignment: Assignment, made: list[dict[int, str]]) -> Experts:
-    """A layer's refined experts; made: {bits, or MIXED: method} of every expert, as quantizers.json says."""
+def read_trained(directory: Path, layer: ExpertLayer, assignment: Assignment, made: list[dict[int, str]]) -> Experts:
+    """A layer's refined or tuned experts; made: {bits, or MIXED: method} of every expert, as quantizers.json says."""
     choices = assignment.layers[layer.index].experts
     experts = [
         expert
         for expert, (choice, methods) in enumerate(zip(choices, made, strict=True))
-        if methods.get(choice.key, "").endswith(REFINED)
+        if is_trained(methods.get(choice.key, ""))
     ]
     return read(directory, layer, assignment, experts)
 
 
-def _is_changed(start: Mapping[str, PackedWeight], trained: Mapping[str, PackedWeight]) -> bool:
+def is_changed(start: Mapping[str, PackedWeight], trained: Mapping[str, PackedWeight]) -> bool:
     """Whether any code or grid of an expert is another one."""
     return any(
         not torch.equal(before, after)

@@ -36,8 +36,19 @@ CHOICES = frozenset(
 )  # settings that name entries, or decide nothing
 MEASURING = frozenset({"min_tokens", "max_measured_tokens", "per_projection"})  # that decide rows, not replicas
 REFINED = "+refined"  # after the method that made the start, where a placed replica was trained further
+TUNED = "+tuned"  # and after that, where its scales were tuned with the whole model
 Best = list[dict[int, np.ndarray]]  # of every layer: {bits: name of the best method [E]}
 Experts = Mapping[int, Mapping[str, PackedWeight]]  # {expert: {projection: matrix}}
+
+
+def is_trained(method: str) -> bool:
+    """Whether a placed replica, by what is said of who made it, is not the one of the store."""
+    return method.endswith((REFINED, TUNED))
+
+
+def first_made_by(method: str) -> str:
+    """The method that made a replica before it was trained further."""
+    return method.removesuffix(TUNED).removesuffix(REFINED)
 
 
 def planned(context: Context, tokens: str) -> ReplicaIndex:
@@ -108,7 +119,8 @@ class Replicas:
 
     model: where weights are taken from; without it experts are read from the checkpoint one by one. best: the best
     methods of all layers, where the caller has them; they are looked up when they are needed. refined: placed replicas
-    that were trained further, which stand in for those of the store.
+    that were trained further, which stand in for those of the store; marks: {expert: what is said of that}, where it is
+    not REFINED.
 
     A replica goes by its width; one whose matrices differ, which only a placed one does, by MIXED.
 
@@ -123,9 +135,11 @@ class Replicas:
         model: nn.Module | None = None,
         best: Best | None = None,
         refined: Experts | None = None,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         self.context, self.layer, self.model = context, layer, model
         self.refined: Experts = refined or {}
+        self.marks: Mapping[int, str] = marks or {}
         self.errors: dict[int, dict[str, dict[str, float]]] = {}
         self.choices = assignment.layers[layer.index].experts
         self.quantizer = str(assignment.parameters.get("quantizer", DEFAULT_QUANTIZER))
@@ -160,11 +174,11 @@ class Replicas:
         ]
 
     def _maker(self, expert: int, key: int) -> str:
-        """The method that made a replica, or those of its matrices, and whether it was refined."""
+        """The method that made a replica, or those of its matrices, and how it was trained further."""
         used = [bits for bits in matrix_widths(self.widths(expert, key)) if bits != FULL]
         methods = dict.fromkeys(self.method(expert, bits) for bits in used)
         refined = expert in self.refined and key == self.choices[expert].key
-        return ",".join(methods) + (REFINED if refined else "")
+        return ",".join(methods) + (self.marks.get(expert, REFINED) if refined else "")
 
     @cached_property
     def index(self) -> ReplicaIndex:

@@ -80,6 +80,7 @@ def collect(context: Context) -> ReportInputs:
         recipe_text=_recipe_text(context),
         others=others.table(context),
         refined=refined(context, assignment),
+        tuned=quantize.read_made(context.directory("quantize")).tuned,
         routing=analysis.recorded(context) if context.recipe.profile.trace else None,
         low_precision=analysis.measured(context),
         reparam=reparam.load(context) if context.folds else None,
@@ -146,7 +147,7 @@ def refined(context: Context, assignment: Assignment) -> Refined | None:
         for expert, choice in enumerate(layer.experts)
         if choice.key != FULL
     ]
-    changed = sum(method.endswith(REFINED) for method in methods)
+    changed = sum(REFINED in method for method in methods)
     return Refined(changed=changed, quantized=len(methods), iterations=section.iterations)
 
 

@@ -115,18 +115,21 @@ class RunText:
         """The calibration sequences that the recipe asks for; then, with corpus.until_covered, more and more."""
         section = self.recipe.corpus
         limit = section.sequences if section.until_covered is None else section.until_covered.max_sequences
+        yield from self._calibration_rows(section.sequences, limit).chunks(section.sequences, limit)
+
+    def _calibration_rows(self, first: int, most: int) -> corpus.TextRows | corpus.ImagePool:
+        """What calibration sequences are taken of: `first` at first, `most` in all."""
+        section = self.recipe.corpus
         if self.model.takes_images:
             where = f"corpus {source_text(section.source)}"
-            pictures = corpus.ImagePool(self.calibration_images, "train", self.model.image_task, where)
-            yield from pictures.chunks(section.sequences, limit)
-            return
-        pool = self._calibration_pool()
+            return corpus.ImagePool(self.calibration_images, "train", self.model.image_task, where)
+        pool = self._calibration_pool(first, most)
         if pool.with_images():
             processor = corpus.load_processor(self.model.source.path, self.recipe.trust_remote_code)
             pool.encode_with(corpus.Encoder(processor, section.sequence_length))
-        yield from pool.chunks(section.sequences, limit)
+        return pool
 
-    def _calibration_pool(self) -> corpus.TextRows:
+    def _calibration_pool(self, first: int, most: int) -> corpus.TextRows:
         section = self.recipe.corpus
         self.check_length(section.sequence_length, "corpus.sequence_length")
         pool = corpus.open_corpus(
@@ -134,8 +137,8 @@ class RunText:
             self._calibration_fields,
             self.model.tokenizer,
             length=section.sequence_length,
-            first=section.sequences,
-            most=section.sequences if section.until_covered is None else section.until_covered.max_sequences,
+            first=first,
+            most=most,
             packed=section.packed,
             where=f"corpus {source_text(section.source)}",
             seed=self.recipe.seed if section.shuffle else None,
@@ -176,7 +179,8 @@ class RunText:
     def tokens_there(self, part: str) -> int:
         """About how many tokens the files of a part have, all of them; it is read once for that."""
         if part not in self._there:
-            _ = self._calibration_pool() if part == "calibration" else self._evaluation_pool()
+            count = self.recipe.corpus.sequences
+            _ = self._calibration_pool(count, count) if part == "calibration" else self._evaluation_pool()
         return self._there[part]
 
     @property
@@ -195,6 +199,15 @@ class RunText:
     def calibration(self) -> corpus.Sequences:
         """The calibration sequences that the recipe asks for, before they grow."""
         return next(self.calibration_chunks())
+
+    @cached_property
+    def tuning(self) -> corpus.Sequences:
+        """What quantize.tune trains on and chooses by: as many calibration sequences as it asks for, evenly spaced in
+        the text, or those that the profile came to."""
+        section = self.recipe.quantize.tune
+        if section is None or section.sequences is None:
+            return self.grown_calibration
+        return self._calibration_rows(section.sequences, section.sequences).take(section.sequences)
 
     @cached_property
     def grown_calibration(self) -> corpus.Sequences:

@@ -42,6 +42,8 @@ CASES = {
                            "assign={method: uniform, bits: 3, quantizer: best}")),
     "refined": ("tiny_mixtral", ("losses.group_size=16", "losses.methods=[gptq,rtn]", "assign.code_bits=2",
                                  "quantize={replicas: all, refine: {iterations: 5}}")),
+    "tuned": ("tiny_mixtral", ("losses.methods=[rtn]", "quantize={refine: {iterations: 2}, tune: {steps: 2}}",
+                               "assign={method: uniform, bits: 2, quantizer: rtn}", "eval.compare=[]")),
     "others": ("tiny_qwen", ("losses.group_size=16", "assign={method: uniform, bits: 2}", "export.max_shard=30KB",
                              "others={attention: 4, dense: 3, shared: 4, embeddings: 8, head: 8, symmetric: true}")),
     "projections": ("tiny_mixtral", ("losses.group_size=16", "quantize.replicas=all",

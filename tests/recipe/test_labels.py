@@ -56,6 +56,8 @@ def test_refining_is_named_and_the_best_replicas_go_with_it() -> None:
     section = AssignSection.of("optimal", bits_per_weight=2.3, quantizer="best")
     assert label(section) == "optimal, 2.3 bits, best replicas"
     assert label(section, refined=True) == "optimal, 2.3 bits, refined"
+    assert label(section, refined=True, tuned=True) == "optimal, 2.3 bits, refined, tuned"
+    assert label(section, tuned=True) == "optimal, 2.3 bits, best replicas, tuned"
 
 
 def test_rows_are_labelled_by_their_names_and_only_the_exported_one_is_refined() -> None:

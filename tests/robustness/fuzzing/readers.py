@@ -125,6 +125,7 @@ HEADERS = "tensors of a file whose header was checked as it was opened: target h
 WRITTEN = "reads what the same command has just written, or holds open"
 PACKAGE = "reads a file of the package"
 STAGE = "tensors of a stage's own files, whose digests its record has: target record"
+CHECKED = "tensors of a file whose SHA-256 was checked just before: target refine_progress"
 SUMMED = "files of a checkpoint that was just checked against SHA256SUMS: target sums"
 BYTES = "takes bytes, or whether they can be read, and makes nothing of them"
 GGUF = "compares shapes with those of the family's model after target gguf has read the header (tests/exporters)"
@@ -176,7 +177,8 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.verification.probe.sglang_logits": WRITTEN,
     "moeq.stages.as_quantized.AsQuantized._open": STAGE,
     "moeq.stages.refine.read": STAGE,
-    "moeq.stages.refine.read_refined": STAGE,
+    "moeq.stages.tune.StateFiles.read": CHECKED,
+    "moeq.stages.refine.read_trained": STAGE,
     "moeq.publishing._card": SUMMED,
     "moeq.publishing._contents": SUMMED,
     "moeq.publishing._sent": SUMMED,
