@@ -2,13 +2,13 @@
 
     python benchmarks/cpu_kernels.py [--threads 1 2] [--experts 128] [--rounds 15] [--form avx512_bf16]
 
-Experts have the shape of Qwen3-30B-A3B (2048 x 768), groups of 128 and zero points; bf16 activations. Three tables: one
-matrix (2048 -> 768); the same from 1 row to thousands against unpacking it at every call; and the layer with 8 experts
-a token as one call, gate and activation included, against the loop over experts that transformers runs. Weights are
-cold but for the second: every call takes other ones, all of them together many times the last level of cache, in huge
-pages for both sides. The contenders take turns of some calls within a round, and what is shown is a ratio of the
-medians, so that a machine that is busy with other work says about the same; the read bandwidth is that of the same
-rounds, with as many threads. torch's own int4 is `_weight_int4pack_mm_for_cpu`.
+Experts have the shape of Qwen3-30B-A3B (2048 x 768), groups of 128 and zero points; bf16 activations. Tables: one
+matrix (2048 -> 768), also in trellis codes; the same from 1 row to thousands against unpacking it at every call; and
+the layer with 8 experts a token as one call, gate and activation included, against the loop over experts that
+transformers runs. Weights are cold but for the second: every call takes other ones, all of them together many times the
+last level of cache, in huge pages for both sides. The contenders take turns of some calls within a round, and what is
+shown is a ratio of the medians, so that a machine that is busy with other work says about the same; the read bandwidth
+is that of the same rounds, with as many threads. torch's own int4 is `_weight_int4pack_mm_for_cpu`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from moeq_kernels.cpu.layer import PackedLayer
 from moeq_kernels.cpu.memory import add_at, ask_for, int64s
 from moeq_kernels.cpu.threads import together
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
-from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight, packed_shapes
 from moeq_kernels.packing import packed_row_bytes
+from moeq_kernels.widths import Encoding
 
 HIDDEN, INTERMEDIATE, GROUP, TOP_K = 2048, 768, 128, 8
 SIZES = {"gate_proj": (INTERMEDIATE, HIDDEN), "up_proj": (INTERMEDIATE, HIDDEN), DOWN: (HIDDEN, INTERMEDIATE)}
@@ -53,6 +54,7 @@ BF16_GOALS = {(2, 1): 5.0, (3, 1): 3.0, (4, 1): 5.0} | dict.fromkeys([(2, 16), (
 OTHER_GOALS = {(2, 1): 4.0, (3, 1): 2.5, (4, 1): 4.0}
 BANDWIDTH_GOAL, MIXED_GOAL, PREFILL_GOAL = 0.65, 1.10, 1.10
 SWEEP, UNPACKING_GOAL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096), 1.05  # rows; not slower but for noise
+WALKED_WIDTHS, STATE_GOALS = (1, 2, 3, 4), {8: 2.0, 10: 1.5}  # trellis codes, by bits of a state, at one row
 CALLS = 8  # of a turn with one matrix
 PIECE, PAGE, AHEAD = 1 << 14, 1 << 7, 1 << 13  # words that a thread claims, and asks for; bytes ahead
 LINE = 8  # words of a cache line
@@ -76,6 +78,15 @@ def packed(rows: int, inputs: int, bits: int, random: torch.Generator, group: in
         inputs=inputs,
         symmetric=False,
     )
+
+
+def walked(rows: int, inputs: int, bits: int, state_bits: int, random: torch.Generator) -> PackedWeight:
+    """Trellis codes of 2**L states."""
+    encoding = Encoding.trellis(state_bits)
+    codes, dtype = packed_shapes(rows, inputs, bits, encoding)["codes"]
+    scales = (torch.rand(rows, 1, generator=random) * 0.01 + 0.001).half()
+    parts = {"codes": torch.randint(0, 256, codes, generator=random, dtype=dtype), "scales": scales}
+    return PackedWeight.of(parts, bits, inputs, encoding)
 
 
 def gate(parts: dict[str, Tensor]) -> Tensor:
@@ -193,16 +204,40 @@ def one_matrix(results: figures.Figures, matrices: Matrices, goals: dict[tuple[i
             results.add(f"one matrix, 4 bits, m = {rows}, of aten int4's speed", ratio, "x", at_least=1.0)
 
 
-def sweep(results: figures.Figures, form: str, threads: int) -> None:
+def trellis_codes(
+    results: figures.Figures, kernel: CpuKernel, dense: list[Callable[[Tensor], object]], threads: int
+) -> None:
+    """One matrix of trellis codes."""
+    random = torch.Generator().manual_seed(3)
+    for state_bits, goal in STATE_GOALS.items():
+        works: dict[str, list[Callable[[Tensor], object]]] = {"bf16": dense}
+        for bits in WALKED_WIDTHS:
+            matrix = walked(INTERMEDIATE, HIDDEN, bits, state_bits, random)
+            works[f"{bits} bits"] = [kernel.linear(matrix) for _ in range(-(-COLD_BYTES // matrix.nbytes))]
+        kind = f"trellis, 2**{state_bits} states"
+        results.table([f"{kind}, threads {threads}", "bf16, us", *(f"{bits} bits" for bits in WALKED_WIDTHS)])
+        for rows in ROWS:
+            given = torch.randn(rows, HIDDEN).bfloat16()
+            taken = rounds({name: cycle(work, given) for name, work in works.items()}, results.options.rounds, CALLS)
+            ratios = {bits: taken["bf16"] / taken[f"{bits} bits"] for bits in WALKED_WIDTHS}
+            results.row(f"m = {rows}", f"{taken['bf16'] * 1e6:.0f}", *(f"{ratio:.1f}x" for ratio in ratios.values()))
+            for bits, ratio in ratios.items() if threads == 1 else ():
+                wanted = {"at_least": goal} if rows == 1 else {}
+                results.add(f"one matrix, {kind}, {bits} bits, m = {rows}, of bf16's speed", ratio, "x", **wanted)
+
+
+def sweep(results: figures.Figures, form: str, threads: int, state_bits: int = 0) -> None:
     """From one row to thousands: the kernel, which unpacks from as many rows on as is measured, and one that always
-    does."""
-    found = measured.measure(CpuKernel, (form,))
+    does; state_bits: of trellis codes, 0 for grids."""
+    found = measured.measure(CpuKernel, (form,), state_bits)
+    kind = f"trellis, 2**{state_bits} states, " if state_bits else ""
     shown = "never" if found[1] == measured.NEVER else f"from {found[1]} on"
-    results.table([f"unpacks {shown}, threads {threads}", *(f"{bits} bits, us" for bits in WIDTHS),
+    results.table([f"{kind}unpacks {shown}, threads {threads}", *(f"{bits} bits, us" for bits in WIDTHS),
                    *(f"{bits} bits, of unpacking's" for bits in WIDTHS)])  # fmt: skip
     ways, random = {"kernel": CpuKernel(*found), "unpacking": CpuKernel(form, 1)}, torch.Generator().manual_seed(2)
-    works = {(bits, name): way.linear(packed(INTERMEDIATE, HIDDEN, bits, random)) for bits in WIDTHS
-             for name, way in ways.items()}  # fmt: skip
+    one = partial(walked, state_bits=state_bits, random=random) if state_bits else partial(packed, random=random)
+    matrices = {bits: one(INTERMEDIATE, HIDDEN, bits) for bits in WIDTHS}
+    works = {(bits, name): way.linear(matrices[bits]) for bits in WIDTHS for name, way in ways.items()}
     worst = dict.fromkeys(WIDTHS, 0.0)
     for many in SWEEP:
         given = torch.randn(many, HIDDEN).bfloat16()
@@ -213,7 +248,7 @@ def sweep(results: figures.Figures, form: str, threads: int) -> None:
         results.row(f"m = {many}", *(f"{taken[bits, 'kernel'] * 1e6:.0f}" for bits in WIDTHS),
                     *(f"{share:.2f}" for share in shares.values()))  # fmt: skip
     for bits in WIDTHS:
-        where = f"one matrix, threads {threads}, {bits} bits"
+        where = f"one matrix, {kind}threads {threads}, {bits} bits"
         what = f"{where}, slowest of m = {SWEEP[0]} to {SWEEP[-1]}, of unpacking's time"
         results.add(what, worst[bits], "x", at_most=UNPACKING_GOAL)
 
@@ -300,10 +335,12 @@ def main() -> int:
     for threads in given.threads:
         torch.set_num_threads(threads)
         one_matrix(results, matrices, goals, threads)
+        trellis_codes(results, kernel, matrices.works["bf16"], threads)
     del matrices
     for threads in given.threads:
         torch.set_num_threads(threads)
-        sweep(results, given.form, threads)
+        for state_bits in (0, *STATE_GOALS):
+            sweep(results, given.form, threads, state_bits)
     for threads in given.threads:
         torch.set_num_threads(threads)
         whole_layer(results, kernel, threads)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
-from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight, packed_shapes
 from moeq_kernels.packing import pack
 from moeq_kernels.widths import Encoding, group_count
 
@@ -23,11 +23,15 @@ def matrix_of(
     nested: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
+    state_bits: int = 0,
 ) -> Matrix:
-    """A packed matrix of any codes, scales and zero points; dense in a dtype for 16 bits."""
+    """A packed matrix of any codes, scales and zero points, trellis codes where they have states; dense in a dtype for
+    16 bits."""
     random = torch.Generator().manual_seed(seed)
     if bits == 16:
         return torch.randn(rows, inputs, generator=random).to(dtype)
+    if state_bits:
+        return trellis_of(rows, inputs, bits, state_bits, seed=seed)
     groups = group_count(inputs, group_size)
     zeros = None
     encoding = Encoding(group_size=group_size, symmetric=symmetric, nested=nested)
@@ -44,6 +48,17 @@ def matrix_of(
         symmetric=symmetric,
         nested=nested and bits in (2, 3, 4),
     )
+
+
+def trellis_of(rows: int, inputs: int, bits: int, state_bits: int, *, seed: int = 0) -> PackedWeight:
+    """A packed matrix of any trellis codes of 2**L states and scales."""
+    random, encoding = torch.Generator().manual_seed(seed), Encoding.trellis(state_bits)
+    codes, dtype = packed_shapes(rows, inputs, bits, encoding)["codes"]
+    parts = {
+        "codes": torch.randint(0, 256, codes, generator=random).to(dtype),
+        "scales": (torch.randn(rows, 1, generator=random) * 0.02).half(),
+    }
+    return PackedWeight.of(parts, bits, inputs, encoding)
 
 
 def silu_gate(parts: dict[str, Tensor]) -> Tensor:

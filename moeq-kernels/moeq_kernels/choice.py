@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moeq_kernels import measured
 from moeq_kernels.cpu.forms import FORMS, forms
-from moeq_kernels.description import TRELLIS, Kernel, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
+from moeq_kernels.description import Kernel, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
 from moeq_kernels.errors import ModelError
 from moeq_kernels.names import CPU, CPU_INT8, REFERENCE, TRITON, VARIABLE
 from moeq_kernels.packed import PackedWeight
@@ -76,10 +76,10 @@ def prepared_layer(
     layer: LayerOfExperts, device: torch.device, policy: Policy
 ) -> tuple[PreparedLayer | None, str | None]:
     """A layer that lies on a device, in the arrangement of its kernel; or None and why no kernel takes it."""
-    kernel, why = _kernel(device, policy)
+    state_bits = max((_state_bits(one) for matrices in layer.matrices for one in matrices.values()), default=0)
+    kernel, why = _kernel(device, policy, state_bits)
     if kernel is not None:
-        every = (matrix for matrices in layer.matrices for matrix in matrices.values())
-        why = TRELLIS if any(map(_is_trellis, every)) else kernel.refusal(layer)
+        why = kernel.refusal(layer)
     return (None, why) if kernel is None or why is not None else (kernel.layer(layer), None)
 
 
@@ -87,21 +87,22 @@ def prepared_linear(
     matrix: Matrix, bias: Tensor | None, device: torch.device, policy: Policy
 ) -> tuple[PreparedLinear | None, str | None]:
     """One matrix, as `prepared_layer`."""
-    kernel, why = _kernel(device, policy)
-    if kernel is None or _is_trellis(matrix):
-        return None, TRELLIS if kernel is not None else why
+    kernel, why = _kernel(device, policy, _state_bits(matrix))
+    if kernel is None:
+        return None, why
     try:
         return kernel.linear(matrix, bias), None
     except ValueError as error:  # what a kernel cannot arrange
         return None, str(error)
 
 
-def _is_trellis(matrix: Matrix) -> bool:
-    return isinstance(matrix, PackedWeight) and matrix.state_bits > 0
+def _state_bits(matrix: Matrix) -> int:
+    """Of trellis codes; 0 for others."""
+    return matrix.state_bits if isinstance(matrix, PackedWeight) else 0
 
 
-def _kernel(device: torch.device, policy: Policy) -> tuple[Kernel | None, str | None]:
-    """The kernel of a device, or None and why there is none."""
+def _kernel(device: torch.device, policy: Policy, state_bits: int) -> tuple[Kernel | None, str | None]:
+    """The kernel of a device, or None and why there is none; state_bits: of trellis codes, 0 for others."""
     name = named()
     if REFERENCE in (name, policy):
         return ReferenceKernel(), None
@@ -109,10 +110,10 @@ def _kernel(device: torch.device, policy: Policy) -> tuple[Kernel | None, str | 
         return _triton()
     if device.type != "cpu":
         return None, f"no kernel computes on {device.type}"
-    return _cpu(name, policy), None
+    return _cpu(name, policy, state_bits), None
 
 
-def _cpu(name: str | None, policy: Policy) -> Kernel:
+def _cpu(name: str | None, policy: Policy, state_bits: int) -> Kernel:
     """A form that is named keeps its own number of rows from which on to unpack."""
     from moeq_kernels.cpu.kernel import CpuKernel  # which loads a compiler
 
@@ -122,7 +123,7 @@ def _cpu(name: str | None, policy: Policy) -> Kernel:
         return CpuKernel(forms(int8=True)[0])
     if policy == "fixed":
         return CpuKernel()
-    return CpuKernel(*measured.best(CpuKernel, tuple(forms()), torch.get_num_threads()))
+    return CpuKernel(*measured.best(CpuKernel, tuple(forms()), torch.get_num_threads(), state_bits))
 
 
 def _triton() -> tuple[Kernel | None, str | None]:

@@ -17,7 +17,6 @@ from moeq_kernels.packed import PackedWeight
 Matrix = PackedWeight | Tensor  # [N, K]; a tensor is dense: 16 bits, or as the checkpoint has it
 Gate = Callable[[dict[str, Tensor]], Tensor]
 DOWN = "down_proj"
-TRELLIS = "trellis codes, which no kernel computes with yet"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Which form of the CPU's kernel is fastest here, and from how many rows of an expert on unpacking is faster than it.
 
-Measured once, in some tenths of a second beside compiling, on one 4-bit matrix [768, 2048]; what was found is kept in
-`kernels.json` of the cache folder (see `moeq_kernels.caches`), by CPU, number of threads and the versions of this
-package, numba and torch. A file that is damaged or cannot be written is ignored: it is measured again.
+Measured once, in some tenths of a second beside compiling, on one 4-bit matrix [768, 2048], and for trellis codes, by
+their states, on one of 2 bits; what was found is kept in `kernels.json` of the cache folder (see
+`moeq_kernels.caches`), by CPU, number of threads and the versions of this package, numba and torch. A file that is
+damaged or cannot be written is ignored: it is measured again.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from torch import Tensor
 
 from moeq_kernels import caches
 from moeq_kernels.description import Kernel, Matrix
-from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight, packed_shapes
 from moeq_kernels.version import __version__
+from moeq_kernels.widths import Encoding
 
 NAME = "kernels.json"
-ROWS, INPUTS, BITS, GROUP = 768, 2048, 4, 128
+ROWS, INPUTS, BITS, GROUP, WALKED_BITS = 768, 2048, 4, 128, 2
 STEPS = (16, 32, 64, 128, 256, 512, 1024)  # rows at which the form and unpacking are compared
 NEVER = 1 << 30  # rows from which on to unpack, where the form was faster at all of them
 SLOWER = 2  # steps one after the other at which the form is slower than unpacking: from the first on it is unpacked
@@ -43,21 +45,24 @@ Found = tuple[str, int]  # form, rows from which on to unpack
 
 
 @cache
-def best(make: Callable[[str, int], Kernel], forms: tuple[str, ...], threads: int) -> Found:
-    """The form and the rows from which on to unpack; make(form, rows from which on to unpack) gives a kernel."""
-    entry, path = _entry(threads, forms[:COMPARED]), caches.folder() / NAME
+def best(make: Callable[[str, int], Kernel], forms: tuple[str, ...], threads: int, state_bits: int = 0) -> Found:
+    """The form and the rows from which on to unpack; make(form, rows from which on to unpack) gives a kernel.
+
+    state_bits: of trellis codes, 0 for grids.
+    """
+    entry, path = _entry(threads, forms[:COMPARED], state_bits), caches.folder() / NAME
     kept = _read(path).get(entry)
     if kept is not None and _is_found(kept, forms):
         return str(kept[0]), int(kept[1])
-    found = measure(make, forms)
+    found = measure(make, forms, state_bits)
     with contextlib.suppress(OSError):
         _write(path, entry, found)
     return found
 
 
-def measure(make: Callable[[str, int], Kernel], forms: tuple[str, ...]) -> Found:
+def measure(make: Callable[[str, int], Kernel], forms: tuple[str, ...], state_bits: int = 0) -> Found:
     """As `best`, on this machine and now."""
-    matrix, generator = _matrix(), torch.Generator().manual_seed(0)
+    matrix, generator = _walks(state_bits) if state_bits else _matrix(), torch.Generator().manual_seed(0)
     rows = torch.randn(STEPS[-1], INPUTS, generator=generator).bfloat16()
     compared = forms[:COMPARED]
     kernels = [make(form, NEVER) for form in compared]
@@ -88,6 +93,16 @@ def _matrix() -> Matrix:
     )
 
 
+def _walks(state_bits: int) -> Matrix:
+    encoding, generator = Encoding.trellis(state_bits), torch.Generator().manual_seed(1)
+    codes, dtype = packed_shapes(ROWS, INPUTS, WALKED_BITS, encoding)["codes"]
+    parts = {
+        "codes": torch.randint(0, 256, codes, generator=generator, dtype=dtype),
+        "scales": torch.full((ROWS, 1), 0.01, dtype=torch.float16),
+    }
+    return PackedWeight.of(parts, WALKED_BITS, INPUTS, encoding)
+
+
 def _seconds(kernels: Sequence[Kernel], matrix: Matrix, rows: Tensor) -> list[float]:
     """The shortest call of each, by turns, after one that compiles, until two agree about it: what else runs on the
     machine only makes them longer."""
@@ -110,10 +125,11 @@ def _agreed(times: Sequence[float]) -> bool:
     return second <= AGREED * first
 
 
-def _entry(threads: int, compared: Sequence[str]) -> str:
+def _entry(threads: int, compared: Sequence[str], state_bits: int) -> str:
     """What the figures depend on."""
+    codes = f", 2**{state_bits} states" if state_bits else ""
     versions = f"moeq {__version__}, numba {version('numba')}, torch {torch.__version__}"
-    return f"{cpu_model()}, {threads} threads, {versions}, of {' '.join(compared)}"
+    return f"{cpu_model()}, {threads} threads, {versions}, of {' '.join(compared)}{codes}"
 
 
 def cpu_model() -> str:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.trellis import TILE
 
 ALIGNED = 64  # bytes
 Expert = Callable[[int, Tensor, Tensor], Tensor]  # expert, its rows [T, H], which tokens they are [T] -> [T, H]
@@ -36,7 +38,13 @@ def values(matrix: Matrix, dtype: torch.dtype) -> Tensor:
 
 
 def some_rows(matrix: Matrix, rows: Tensor) -> Matrix:
-    """Some rows [n] of a matrix."""
+    """Some rows [n] of a matrix; those of trellis codes, which lie in tiles, as float32 values."""
+    if isinstance(matrix, PackedWeight) and matrix.state_bits:
+        used, place = torch.unique(rows // TILE, return_inverse=True)
+        every = used[:, None] * TILE + torch.arange(TILE, device=rows.device)
+        scales = matrix.scales[every.flatten().clamp(max=len(matrix.scales) - 1)]
+        found = replace(matrix, codes=matrix.codes[used], scales=scales).dequantize()
+        return found[place * TILE + rows % TILE]
     return matrix[rows] if isinstance(matrix, Tensor) else matrix.map(lambda part: part[rows])
 
 

@@ -17,9 +17,10 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from moeq_kernels import grids
+from moeq_kernels import grids, trellis
 from moeq_kernels.cpu.codes import CODES, LANES, UNIT, least_unit
-from moeq_kernels.description import TRELLIS, Matrix
+from moeq_kernels.cpu.walks import MIDDLE, name_of
+from moeq_kernels.description import Matrix
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack, packed_row_bytes, unpack
 from moeq_kernels.widths import NESTED_BITS, Encoding, group_count, resolved_group_size
@@ -39,6 +40,7 @@ class Shape:
     group_size: int
     symmetric: bool = True
     nested: bool = False
+    state_bits: int = 0
 
     @classmethod
     def of(cls, matrix: Matrix) -> Shape:
@@ -49,17 +51,16 @@ class Shape:
             rows, inputs = matrix.shape
             return cls(codes=DENSE[matrix.dtype], rows=rows, inputs=inputs, group_size=-1)
         matrix.check()
-        if matrix.state_bits:
-            raise ValueError(TRELLIS)
         if matrix.codes.dim() != 2 or not matrix.codes.numel():
             raise ValueError(f"packed codes {list(matrix.codes.shape)}")
         return cls(
-            codes=str(matrix.bits),
-            rows=matrix.codes.shape[0],
+            codes=name_of(matrix.bits, matrix.state_bits) if matrix.state_bits else str(matrix.bits),
+            rows=matrix.scales.shape[0],
             inputs=matrix.inputs,
             group_size=matrix.group_size,
             symmetric=matrix.symmetric,
             nested=matrix.nested,
+            state_bits=matrix.state_bits,
         )
 
     @property
@@ -85,6 +86,8 @@ class Shape:
     @property
     def unit(self) -> int:
         """Inputs that are filled up to a whole number of them in every group."""
+        if self.state_bits:
+            return UNIT
         whole = self.group_inputs if self.groups > 1 else self.inputs
         return UNIT if whole % UNIT == 0 else least_unit(self.planes)
 
@@ -121,7 +124,7 @@ class Shape:
 
     @property
     def has_zeros(self) -> bool:
-        return CODES[self.codes].affine and Encoding.of(self).has_zeros(int(self.codes))
+        return CODES[self.codes].affine and Encoding.of(self).has_zeros(sum(self.planes))
 
     @property
     def stride(self) -> int:
@@ -137,6 +140,8 @@ class Shape:
         with what is stored; a zero that is not stored counts as 0."""
         if not CODES[self.codes].affine:
             return 1.0, 1.0, 0.0
+        if self.state_bits:
+            return trellis.UNIT, 1.0, float(MIDDLE)
         bits = int(self.codes)
         inside = 2.0 ** (NESTED_BITS[-1] - bits) if self.nested else 1.0
         start = -(inside - 1) / 2 / inside
@@ -222,8 +227,32 @@ def _streams(matrix: Tensor) -> tuple[Tensor, int]:
     return matrix.contiguous().view(torch.uint8), 8 * matrix.element_size()
 
 
+def _put_tiles(codes: Tensor, shape: Shape, into: Tensor) -> None:
+    """Tiles [R, C*32*k] into blocks [R, stride]: chunks of 16 bits of a row, of two tiles, as words of its lane."""
+    bits, along = sum(shape.planes), trellis.tiles_along(shape.inputs)
+    tiles = codes.contiguous().view(torch.int16).view(shape.blocks, along, LANES, bits)
+    whole = torch.nn.functional.pad(tiles, (0, 0, 0, 0, 0, along % 2)).view(shape.blocks, -1, 2, LANES, bits)
+    chunks = whole.transpose(2, 3).reshape(shape.blocks, -1, LANES, bits, 2).transpose(2, 3)
+    into[:, : shape.scales_at] = chunks.contiguous().view(torch.uint8).view(shape.blocks, -1)
+
+
+def _tiles_of(blocks: Tensor, shape: Shape) -> Tensor:
+    """The inverse."""
+    bits, along = sum(shape.planes), trellis.tiles_along(shape.inputs)
+    words = blocks[:, : shape.scales_at].contiguous().view(torch.int16).view(shape.blocks, -1, bits, LANES, 2)
+    chunks = words.transpose(2, 3).reshape(shape.blocks, -1, LANES, 2, bits).transpose(2, 3)
+    tiles = chunks.reshape(shape.blocks, -1, LANES, bits)[:, :along]
+    return tiles.contiguous().view(torch.uint8).view(shape.blocks, -1)
+
+
 def arrange(matrix: Matrix, shape: Shape, into: Tensor) -> None:
     """Write a matrix into the bytes `into` [shape.nbytes], uint8 zeros that begin on a word."""
+    if isinstance(matrix, PackedWeight) and shape.state_bits:
+        blocks = into.view(shape.blocks, shape.stride)
+        _put_tiles(matrix.codes, shape, blocks)
+        scales = _by_block(matrix.scales, shape).view(torch.uint8).view(shape.blocks, -1)
+        blocks[:, shape.scales_at : shape.zeros_at] = scales
+        return
     codes, bits = (matrix.codes, matrix.bits) if isinstance(matrix, PackedWeight) else _streams(matrix)
     words = into.numpy().view(np.uint32)
     _to_words(codes.contiguous().numpy(), bits, *_how(shape), words, shape.stride // 4)
@@ -239,6 +268,11 @@ def arrange(matrix: Matrix, shape: Shape, into: Tensor) -> None:
 
 def undo(shape: Shape, held: Tensor) -> Matrix:
     """The matrix that was arranged, from its bytes [shape.nbytes]."""
+    if shape.state_bits:
+        blocks = held.view(shape.blocks, shape.stride)
+        scales = blocks[:, shape.scales_at : shape.zeros_at].contiguous().view(grids.SCALE_DTYPE)
+        parts = {"codes": _tiles_of(blocks, shape), "scales": _by_row(scales, shape)}
+        return PackedWeight.of(parts, sum(shape.planes), shape.inputs, Encoding.of(shape))
     packed = CODES[shape.codes].affine
     bits = sum(shape.planes)
     codes = torch.zeros(shape.rows, packed_row_bytes(shape.inputs, bits) if packed else shape.inputs * bits // 8,

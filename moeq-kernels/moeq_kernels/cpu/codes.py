@@ -21,6 +21,7 @@ from typing import Protocol
 from llvmlite.ir import Value
 
 from moeq_kernels.cpu.lanes import Lanes
+from moeq_kernels.cpu.walks import WALKS
 
 LANES = 16  # rows of a block
 UNIT = 32  # inputs that a compiled loop takes at once, where groups are whole multiples of it
@@ -28,7 +29,8 @@ BF16_MANTISSA, FLOAT_MANTISSA = 7, 23
 
 
 class Codes(Protocol):
-    """One kind of codes. `planes`: bits of each, the high ones first; `affine`: whether groups have scales; start and
+    """One kind of codes. `planes`: bits of each, the high ones first; `affine`: whether groups have scales; `largest`:
+    of the numbers of `quad`; `walked`: whether words come with those of the lane before, as one plane more; start and
     step: of the values that `pair` and `single` give, by whether they are pairs of bf16."""
 
     @property
@@ -37,6 +39,10 @@ class Codes(Protocol):
     def planes(self) -> tuple[int, ...]: ...
     @property
     def affine(self) -> bool: ...
+    @property
+    def largest(self) -> int: ...
+    @property
+    def walked(self) -> bool: ...
 
     def values(self, pairs: bool) -> tuple[float, float]:
         """start and step."""
@@ -64,10 +70,15 @@ class Affine:
     bits: int
     planes: tuple[int, ...]
     affine: bool = True
+    walked: bool = False
 
     @property
     def name(self) -> str:
         return str(self.bits)
+
+    @property
+    def largest(self) -> int:
+        return (1 << self.bits) - 1
 
     def values(self, pairs: bool) -> tuple[float, float]:
         """Of 1.0 with the code in its mantissa; 8 bits do not fit into that of bf16, and are converted."""
@@ -121,6 +132,8 @@ class Dense:
     name: str
     planes: tuple[int, ...]
     affine: bool = False
+    largest: int = 0
+    walked: bool = False
 
     def values(self, pairs: bool) -> tuple[float, float]:
         return 0.0, 1.0
@@ -144,7 +157,7 @@ class Dense:
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 _GRIDS: list[Codes] = [Affine(bits, planes) for bits, planes in PLANES.items()]
 _DENSE: list[Codes] = [Dense("bfloat16", (16,)), Dense("float16", (16,)), Dense("float32", (16, 16))]
-CODES = {codes.name: codes for codes in (*_GRIDS, *_DENSE)}
+CODES = {codes.name: codes for codes in (*_GRIDS, *_DENSE, *WALKS)}
 
 
 def least_unit(planes: Sequence[int]) -> int:

@@ -38,8 +38,10 @@ FLOATS = ("scale_step", "zero_step", "zero_start")
 def _digest() -> str:
     folder = Path(__file__).parent
     text = b"".join(
-        (folder / name).read_bytes() for name in ("codes.py", "emit.py", "forms.py", "lanes.py", "tiles.py")
-    )
+        (folder / name).read_bytes()
+        for name in ("codes.py", "emit.py", "forms.py", "lanes.py", "tiles.py", "walks.py", "../trellis.py",
+                     "../trellis_tables.py")
+    )  # fmt: skip
     return hashlib.sha256(text).hexdigest()[:16]
 
 
@@ -159,6 +161,12 @@ class Blocks:
             count = self.spec.unit * plane // 32
             words.append([self.lanes.words(address, offset + n * LANES * WORD_BYTES) for n in range(count)])
             offset += count * LANES * WORD_BYTES
+        if self.codes.walked:
+            skipped = part * self.part_bytes - (part - 1) % len(self.parts) * self.part_bytes
+            before = self.builder.sub(address, ir.Constant(I64, skipped))
+            offsets = [part * self.part_bytes + n * LANES * WORD_BYTES for n in range(len(words[0]))]
+            others = [self.lanes.words(before, offset) for offset in offsets]
+            words.append([self.lanes.after(*both) for both in zip(words[0], others, strict=True)])
         return words
 
     def _next_unit(self) -> None:

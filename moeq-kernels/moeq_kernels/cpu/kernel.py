@@ -10,6 +10,7 @@ from moeq_kernels.cpu.arrangement import Shape
 from moeq_kernels.cpu.codes import CODES
 from moeq_kernels.cpu.forms import FORMS, Form, forms
 from moeq_kernels.cpu.layer import PackedLayer, PackedLinear
+from moeq_kernels.cpu.walks import Walk
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 
 MOST_SUM = 2**31 - 1  # a group's sum of codes times bytes of activations is an int32
@@ -35,7 +36,7 @@ class CpuKernel:
         self.form = FORMS[form or forms()[0]]
         if not self.form.runs_here():
             raise ValueError(f"this CPU has no {', '.join(self.form.features)}, which form {self.form.name} needs")
-        self.prefill = self.form.prefill if prefill is None else prefill
+        self.prefill = prefill
 
     def refusal(self, layer: LayerOfExperts) -> str | None:
         matrices = layer.matrices
@@ -56,14 +57,24 @@ class CpuKernel:
         if why is not None:
             raise ValueError(why)
         shapes = [Shape.of(matrix) for one in layer.matrices for matrix in one.values()]
-        return PackedLayer(layer, self._holding(shapes), self.prefill)
+        return PackedLayer(layer, self._holding(shapes), self._prefill(shapes))
 
     def linear(self, matrix: Matrix, bias: Tensor | None = None) -> PackedLinear:
         shape = Shape.of(matrix)
         why = self._overflow(shape)
         if why is not None:
             raise ValueError(why)
-        return PackedLinear(matrix, bias, self._holding([shape]), self.prefill)
+        return PackedLinear(matrix, bias, self._holding([shape]), self._prefill([shape]))
+
+    def _prefill(self, shapes: Sequence[Shape]) -> int:
+        """Rows from which on to unpack: as was said, or by what a form does; a walk costs more every time."""
+        if self.prefill is not None:
+            return self.prefill
+        walks = [codes for shape in shapes if isinstance(codes := CODES[shape.codes], Walk) and codes.walked]
+        if not walks:
+            return self.form.prefill
+        looked_up = all(walk.in_registers(self.form.lanes) for walk in walks)
+        return self.form.prefill // 2 if looked_up else min(self.form.prefill, 2 * self.form.rows[-1])
 
     def _overflow(self, shape: Shape) -> str | None:
         """Why a form that rounds activations does not take a matrix, None if it does."""
@@ -80,4 +91,4 @@ class CpuKernel:
     def _holds(shape: Shape, largest: int) -> bool:
         """Whether sums of whole numbers hold a group; largest: of the bytes of activations."""
         codes = CODES[shape.codes]
-        return not codes.affine or largest * shape.group_inputs * (2 ** sum(codes.planes) - 1) <= MOST_SUM
+        return not codes.affine or largest * shape.group_inputs * codes.largest <= MOST_SUM

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llvmlite import ir
 from llvmlite.ir import Value
 
+I1 = ir.IntType(1)
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 
@@ -20,6 +23,22 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 
     def __hash__(self) -> int:
         return hash(_BFloat)
+
+
+class _Pointers(ir.Type):  # type: ignore[misc]
+    """A vector of LLVM's pointers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def _to_string(self) -> str:
+        return f"<{self.count} x ptr>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Pointers) and other.count == self.count
+
+    def __hash__(self) -> int:
+        return hash((_Pointers, self.count))
 
 
 class Lanes:
@@ -104,6 +123,65 @@ class Lanes:
     def to_floats(self, words: Value) -> Value:
         """The same numbers, signed; exact below 2**24."""
         return self.builder.sitofp(words, self.float_type)
+
+    def after(self, words: Value, before: Value) -> Value:
+        """Each lane's word from the lane before it; the first one's is the last of `before`."""
+        places = ir.Constant(self.word_type, [2 * self.count - 1, *range(self.count - 1)])
+        return self.builder.shuffle_vector(words, before, places)
+
+    def gathered(self, address: Value, offsets: Value) -> Value:
+        """The word at each lane's offset in bytes from an address; offsets are not negative."""
+        longs = ir.VectorType(I64, self.count)
+        places = self.builder.add(self._spread(address, longs), self.builder.zext(offsets, longs))
+        pointers, every = self.builder.inttoptr(places, _Pointers(self.count)), ir.VectorType(I1, self.count)
+        mask, none = ir.Constant(every, [1] * self.count), ir.Constant(self.word_type, [0] * self.count)
+        name = f"llvm.masked.gather.v{self.count}i32.v{self.count}p0"
+        return self._call(name, self.word_type, pointers, ir.Constant(I32, 1), mask, none)
+
+    # four bytes a lane, of 16 lanes where VBMI's instructions are meant
+
+    @property
+    def _bytes(self) -> ir.VectorType:
+        return ir.VectorType(I8, 4 * self.count)
+
+    def moved_bytes(self, words: Value, places: Sequence[int]) -> Value:
+        """Every byte from the place that is told for it."""
+        given = self.builder.bitcast(words, self._bytes)
+        mask = ir.Constant(ir.VectorType(I32, 4 * self.count), list(places))
+        return self.builder.bitcast(self.builder.shuffle_vector(given, given, mask), self.word_type)
+
+    def with_flipped(self, words: Value, bits: int) -> Value:
+        return self.builder.xor(words, self._constant(bits))
+
+    def cut_bytes(self, words: Value, lowest: Sequence[int]) -> Value:
+        """Eight bits of each lane's word from each of four places on, as four bytes; what would come from beyond the
+        word is any bits."""
+        places = [(low + 32 * (lane % 2)) % 64 for lane in range(self.count) for low in lowest]
+        given = self.builder.bitcast(words, self._bytes)
+        return self._call("llvm.x86.avx512.pmultishift.qb.512", self._bytes, ir.Constant(self._bytes, places), given)
+
+    def doubled_bytes(self, given: Value) -> Value:
+        return self.builder.add(given, given)
+
+    def top_bits(self, given: Value) -> Value:
+        """Of every byte, as a mask."""
+        return self.builder.icmp_signed("<", given, ir.Constant(self._bytes, [0] * 4 * self.count))
+
+    def chosen(self, mask: Value, ones: Value, others: Value) -> Value:
+        """By a mask: where it is set, and where it is not."""
+        return self.builder.select(mask, ones, others)
+
+    def from_one(self, table: Sequence[int], places: Value) -> Value:
+        """Bytes of a table of 64 by the low 6 bits of each byte."""
+        return self._call("llvm.x86.avx512.permvar.qi.512", self._bytes, self._table(table), places)
+
+    def from_two(self, table: Sequence[int], other: Sequence[int], places: Value) -> Value:
+        """Bytes of two tables of 64, one after the other, by the low 7 bits of each byte."""
+        name = "llvm.x86.avx512.vpermi2var.qi.512"
+        return self._call(name, self._bytes, self._table(table), places, self._table(other))
+
+    def _table(self, values: Sequence[int]) -> Value:
+        return ir.Constant(self._bytes, [int(value) for value in values])
 
     def _call(self, name: str, result: ir.Type, *arguments: Value) -> Value:
         module, kind = self.builder.module, ir.FunctionType(result, [argument.type for argument in arguments])

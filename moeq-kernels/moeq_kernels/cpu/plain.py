@@ -12,6 +12,8 @@ from numba import njit
 
 from moeq_kernels.cpu.codes import CODES, LANES
 from moeq_kernels.cpu.memory import bits_of, byte_at, float_at, float_of, put_float, put_short, short_at, word_at
+from moeq_kernels.cpu.walks import Walk
+from moeq_kernels.cpu.walks import table as values_by_state
 
 _compile = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -47,9 +49,35 @@ def _codes(at, planes, unit, codes):  # type: ignore[no-untyped-def]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _values(at, planes, unit, dense, scale, zero, codes, values):  # type: ignore[no-untyped-def]
-    """The values of one unit, [unit, 16] float32; dense: 0 for codes of a grid, else as in DENSE."""
-    _codes(at, planes, unit, codes)
+def _chunk(at, lane, chunk):  # type: ignore[no-untyped-def]
+    """16 bits of a lane's words."""
+    return word_at(at + (chunk // 2 * LANES + lane) * 4) >> np.uint32(16 * (chunk % 2)) & np.uint32(0xFFFF)
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _walked(at, bits, state_bits, table, unit, codes):  # type: ignore[no-untyped-def]
+    """As `_codes`, of trellis codes: values with 128 added, see `walks`."""
+    mask = np.uint32((1 << state_bits) - 1)
+    for k in range(unit):
+        tile, step = divmod(k, 16)
+        first, end = tile * bits, (step + 1) * bits
+        chunk = (end - 1) // 16
+        shift = np.uint32(end - state_bits - 16 * (chunk - 1))
+        for lane in range(LANES):
+            above, last = (lane, chunk) if chunk else ((lane - 1) % LANES, bits)
+            before = _chunk(at, above, first + last - 1)
+            both = before | _chunk(at, lane, first + chunk) << np.uint32(16)
+            codes[k, lane] = table[both >> shift & mask]
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _values(at, planes, unit, dense, walk, table, scale, zero, codes, values):  # type: ignore[no-untyped-def]
+    """The values of one unit, [unit, 16] float32; dense: 0 for codes of a grid, else as in DENSE; walk: bits of a state
+    of trellis codes with their table, or 0."""
+    if walk:
+        _walked(at, planes[0], walk, table, unit, codes)
+    else:
+        _codes(at, planes, unit, codes)
     for k in range(unit):
         for lane in range(LANES):
             code = codes[k, lane]
@@ -77,6 +105,9 @@ def blocks(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
     """The code of a spec; arguments of what it gives: as `emit.ARGUMENTS`."""
     planes, dense, short = CODES[codes].planes, DENSE.get(codes, 0), dtype == "bfloat16"
     unit_bytes = unit * sum(planes) // 32 * LANES * 4
+    kind = CODES[codes]
+    walk = kind.state_bits if isinstance(kind, Walk) else 0
+    table = values_by_state(kind.bits, walk) if isinstance(kind, Walk) else np.zeros(1, np.uint8)
 
     def multiply(  # type: ignore[no-untyped-def]
         codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,
@@ -93,7 +124,7 @@ def blocks(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
                     _grid(scales + block * stride + 2 * LANES * group, own + zero_stride * group, scale_step, zero_step,
                           zero_start, scale, zero)  # fmt: skip
                 for _ in range(last_units if group == groups - 1 else units):
-                    _values(at, planes, unit, dense, scale, zero, numbers, values)
+                    _values(at, planes, unit, dense, walk, table, scale, zero, numbers, values)
                     for row in range(rows):
                         for k in range(unit):
                             activation = float_at(given + (k * rows + row) * 4)
@@ -119,7 +150,7 @@ def blocks(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
                           zero_start, scale, zero)  # fmt: skip
                 to = out + group * group_inputs * out_stride + block * LANES * (2 if short else 4)
                 for _ in range(last_units if group == groups - 1 else units):
-                    _values(at, planes, unit, dense, scale, zero, numbers, values)
+                    _values(at, planes, unit, dense, walk, table, scale, zero, numbers, values)
                     for k in range(unit):
                         for lane in range(LANES):
                             if short:

@@ -1,0 +1,130 @@
+"""Trellis codes through the CPU's kernel: against the plain way, in every form, and back bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from packed_layers import reference, routed, silu_gate, trellis_of, values
+
+from moeq_kernels import choice, measured
+from moeq_kernels.cpu.forms import FORMS, forms
+from moeq_kernels.cpu.kernel import CpuKernel
+from moeq_kernels.cpu.layer import PackedLayer, PackedLinear
+from moeq_kernels.description import DOWN, LayerOfExperts
+from moeq_kernels.packed import PackedWeight
+
+BF16 = torch.bfloat16
+CPU = torch.device("cpu")
+SIZES = {"gate_proj": (48, 80), "up_proj": (48, 80), DOWN: (80, 48)}
+
+
+def check(matrix: PackedWeight, count: int, form: str, dtype: torch.dtype = BF16) -> None:
+    """Multiplied, and unpacked and multiplied, are what float64 gives but for the last rounding."""
+    rows = torch.randn(count, matrix.inputs, generator=torch.Generator().manual_seed(count)).to(dtype)
+    wanted = rows.double() @ values(matrix).T
+    close = wanted.abs() * (2.0**-8 if dtype == BF16 else 0) + 3e-6 * wanted.abs().max() + 1e-30
+    found = CpuKernel(form, measured.NEVER).linear(matrix)(rows).double()
+    assert ((found - wanted).abs() <= close).all()
+    unpacked = CpuKernel(form, 1).linear(matrix)(rows).double()
+    rounded = rows.double() @ matrix.dequantize(dtype).double().T
+    assert ((unpacked - rounded).abs() <= close).all()
+
+
+def layer_of_walks(widths: list[object], state_bits: int) -> LayerOfExperts:
+    """A gated layer with an expert for each width, or {projection: width}; 16 is dense."""
+    matrices = []
+    for number, width in enumerate(widths):
+        of = width if isinstance(width, dict) else dict.fromkeys(SIZES, width)
+        matrices.append({
+            name: torch.randn(*size, generator=torch.Generator().manual_seed(number)).to(BF16) * 0.05
+            if of[name] == 16 else trellis_of(*size, of[name], state_bits, seed=number)
+            for name, size in SIZES.items()
+        })  # fmt: skip
+    return LayerOfExperts(matrices=matrices, biases=[{}] * len(widths), gate=silu_gate, activation="silu")
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("state_bits", [8, 10])
+def test_what_is_looked_up(bits: int, state_bits: int) -> None:
+    """Odd numbers of tiles and of rows, one row of activations."""
+    check(trellis_of(33, 50, bits, state_bits), 1, forms()[0])
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "neon" and not FORMS[form].int8])
+def test_every_form(form: str) -> None:
+    if form not in forms():
+        pytest.skip(f"this CPU has no {form}")
+    check(trellis_of(32, 96, 3, 10), 4, form)
+
+
+def test_float32_rows() -> None:
+    check(trellis_of(32, 96, 3, 10), 1, forms()[0], torch.float32)
+
+
+@pytest.mark.parametrize(("bits", "state_bits"), [(1, 16), (2, 11), (3, 16), (4, 12), (2, 9)])
+def test_more_states_than_registers_hold(bits: int, state_bits: int) -> None:
+    for form in {forms()[0], *({"avx2"} & set(forms()))}:
+        check(trellis_of(17, 64, bits, state_bits), 2, form)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=some.integers(1, 70),
+    inputs=some.integers(1, 140),
+    count=some.sampled_from([0, 1, 4, 33, 70]),
+    seed=some.integers(0, 9),
+)
+def test_any_shape_and_number_of_rows(rows: int, inputs: int, count: int, seed: int) -> None:
+    if count:
+        check(trellis_of(rows, inputs, 3, 10, seed=seed), count, forms()[0])
+    else:
+        empty = CpuKernel().linear(trellis_of(rows, inputs, 3, 10))(torch.zeros(0, inputs, dtype=BF16))
+        assert empty.shape == (0, rows)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=some.integers(1, 40),
+    inputs=some.integers(1, 140),
+    bits=some.sampled_from([1, 2, 3, 4, 8]),
+    state_bits=some.integers(8, 16),
+)
+def test_stored_parts_come_back_bit_for_bit(rows: int, inputs: int, bits: int, state_bits: int) -> None:
+    matrix = trellis_of(rows, inputs, bits, state_bits)
+    found = CpuKernel().linear(matrix).matrix()
+    assert isinstance(found, PackedWeight)
+    assert (found.bits, found.inputs, found.encoding) == (bits, inputs, matrix.encoding)
+    assert torch.equal(found.codes, matrix.codes)
+    assert torch.equal(found.scales, matrix.scales)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_a_layer_of_mixed_widths_in_one_call(tokens: int) -> None:
+    layer = layer_of_walks([2, 3, {"gate_proj": 3, "up_proj": 2, DOWN: 4}, 16, 8], 10)
+    given = routed(tokens, 5, 2, 80, BF16)
+    prepared, why = choice.prepared_layer(layer, CPU, "fixed")
+    assert why is None
+    assert isinstance(prepared, PackedLayer)
+    found, wanted = prepared(*given).double(), reference(layer, *given)
+    assert (found - wanted).abs().max() < 2.0**-7 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_hardly_more_bytes_than_are_stored(bits: int) -> None:
+    matrix = trellis_of(256, 512, bits, 10)
+    prepared = CpuKernel().linear(matrix)
+    assert matrix.nbytes <= prepared.nbytes <= 1.1 * matrix.nbytes
+
+
+def test_some_rows_are_looked_up_as_values() -> None:
+    matrix, rows = trellis_of(70, 50, 2, 10), torch.tensor([69, 3, 3, 17])
+    wanted = matrix.dequantize()[rows]
+    for policy in ("fixed", "reference"):
+        prepared, _ = choice.prepared_linear(matrix, None, CPU, policy)  # type: ignore[arg-type]
+        assert policy == "reference" or isinstance(prepared, PackedLinear)
+        assert prepared is not None
+        found = prepared.some(rows)
+        assert isinstance(found, torch.Tensor)
+        assert torch.equal(found, wanted)
