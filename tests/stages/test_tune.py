@@ -29,7 +29,7 @@ SMALL = (
     "losses.per_projection=false", "eval.perplexity.sequences=16", "eval.perplexity.sequence_length=64",
     "eval.compare=[]", "eval.tasks=[]", "dtype=float32", "stream=never",
 )  # fmt: skip
-GRID = ("quantize.replicas=all", "quantize.refine={iterations: 2}")
+GRID = ("quantize.replicas=all",)
 TRELLIS = (
     "losses.bits=[1]",
     "losses.methods=[trellis]",
@@ -52,21 +52,21 @@ def run(model: Path | str, out: Path, *overrides: str, stages: tuple[str, ...] =
 
 
 @pytest.fixture(scope="module")
-def refined(tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Context:
-    """Grids refined and not tuned, with all replicas."""
+def plain(tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Context:
+    """Grids that are not tuned, with all replicas."""
     return run(tiny_mixtral, tmp_path_factory.mktemp("run") / "run", *GRID, stages=(*BEFORE, "quantize"))
 
 
 @pytest.fixture
-def out(refined: Context, tmp_path: Path) -> Path:
+def out(plain: Context, tmp_path: Path) -> Path:
     """The same, of this test's own."""
-    return Path(shutil.copytree(refined.out, tmp_path / "run"))
+    return Path(shutil.copytree(plain.out, tmp_path / "run"))
 
 
 @pytest.fixture(scope="module")
-def tuned(tiny_mixtral: Path, refined: Context, tmp_path_factory: pytest.TempPathFactory) -> Context:
+def tuned(tiny_mixtral: Path, plain: Context, tmp_path_factory: pytest.TempPathFactory) -> Context:
     """The same, tuned."""
-    out = shutil.copytree(refined.out, tmp_path_factory.mktemp("tuned") / "run")
+    out = shutil.copytree(plain.out, tmp_path_factory.mktemp("tuned") / "run")
     return run(
         tiny_mixtral, Path(out), *GRID, TUNE, "export.verify=false", stages=(*BEFORE, "quantize", "export", "eval")
     )
@@ -101,17 +101,17 @@ def divergence(context: Context, *, exported: bool) -> float:
     return float((wanted.exp() * (wanted - found)).sum(-1).mean())
 
 
-def test_tuned_scales_are_in_the_checkpoint_and_nothing_else_is_changed(refined: Context, tuned: Context) -> None:
+def test_tuned_scales_are_in_the_checkpoint_and_nothing_else_is_changed(plain: Context, tuned: Context) -> None:
     assert told(tuned).is_better
     assert told(tuned).gain > told(tuned).least > 0
-    assert divergence(tuned, exported=True) < divergence(refined, exported=True)  # on text that nobody saw
+    assert divergence(tuned, exported=True) < divergence(plain, exported=True)  # on text that nobody saw
     assert evaluate.load(tuned).export_logit_error < 1e-5  # type: ignore[operator]
     assert not (tuned.directory("quantize") / tune.STARTS).exists()
     made = quantize.quantizers(tuned.directory("quantize"))
-    before = quantize.quantizers(refined.directory("quantize"))
+    before = quantize.quantizers(plain.directory("quantize"))
     for layer in tuned.model.layers:
         for name in (layer_name(layer.index), extra_name(layer.index)):
-            old, new = (load_file(one.directory("quantize") / name) for one in (refined, tuned))
+            old, new = (load_file(one.directory("quantize") / name) for one in (plain, tuned))
             assert old.keys() == new.keys()
             changed = {key for key in new if not torch.equal(old[key], new[key])}
             assert bool(changed) == (name == layer_name(layer.index))
@@ -120,7 +120,7 @@ def test_tuned_scales_are_in_the_checkpoint_and_nothing_else_is_changed(refined:
                 is_changed = any(key.startswith(f"{layer.name}.{expert}.") for key in changed)
                 maker = before[layer.name][expert][2] + ("+tuned" if is_changed else "")
                 assert made[layer.name][expert] == {2: maker, 1: "rtn"}  # one that no token came to is as it was
-    assert {"rtn", "rtn+refined+tuned"} <= makers(tuned)
+    assert {"rtn", "rtn+tuned"} <= makers(tuned)
 
 
 def test_scales_of_trellis_codes_of_a_trained_model(tmp_path: Path) -> None:
@@ -131,18 +131,17 @@ def test_scales_of_trellis_codes_of_a_trained_model(tmp_path: Path) -> None:
     assert "trellis+tuned" in makers(context)
 
 
-def test_what_is_not_better_beyond_chance_leaves_every_byte(tiny_mixtral: Path, out: Path, refined: Context) -> None:
+def test_what_is_not_better_beyond_chance_leaves_every_byte(tiny_mixtral: Path, out: Path, plain: Context) -> None:
     context = run(tiny_mixtral, out, *GRID, TUNE, "quantize.tune.learning_rate=1e6")
     assert not told(context).is_better
-    assert contents(context) == contents(refined)
-    assert makers(context) == makers(refined)
+    assert contents(context) == contents(plain)
+    assert makers(context) == makers(plain)
     assert "kept as they were" in told(context).told()
 
 
 def test_a_killed_run_goes_on_and_gives_the_same_bytes(
     tiny_mixtral: Path, out: Path, tuned: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refined first: that is not done again either."""
     steps: list[int] = []
     backward, write = tune.Text.backward, tune.StateFiles.write
 
@@ -156,7 +155,6 @@ def test_a_killed_run_goes_on_and_gives_the_same_bytes(
     with pytest.raises(KeyboardInterrupt):
         run(tiny_mixtral, out, *GRID, TUNE)
     monkeypatch.setattr(tune.StateFiles, "write", write)
-    monkeypatch.setattr(refine, "refine_layer", lambda *_: pytest.fail("refined again"))
     context = run(tiny_mixtral, out, *GRID, TUNE)
     assert steps == [0, 1, 2, 2, 3]
     assert contents(context) == contents(tuned)
@@ -193,6 +191,23 @@ def test_more_text_than_was_calibrated_on_and_few_logits_of_it(
     assert (told(context).sequences, told(context).heldout) == (28, 28)
     assert told(context).is_better
     assert told(context).divergence[0] < told(tuned).divergence[0]  # type: ignore[operator]  # the rest as one outcome
+
+
+@pytest.mark.full
+def test_what_is_refined_is_tuned_after_it_and_not_refined_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = "bundled:tiny-mixtral", tmp_path / "run"
+    tuned = "quantize.tune={steps: 16, learning_rate: 0.01, sequences: 192}"
+    asked = (tuned, "quantize.refine={iterations: 2}")
+    run(*where, stages=BEFORE)
+    write = tune.StateFiles.write
+    monkeypatch.setattr(tune.StateFiles, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(*where, *asked)
+    monkeypatch.setattr(tune.StateFiles, "write", write)
+    monkeypatch.setattr(refine, "refine_layer", lambda *_: pytest.fail("refined again"))
+    assert "rtn+refined+tuned" in makers(run(*where, *asked))
 
 
 @pytest.mark.full
