@@ -82,10 +82,10 @@ def run(
 ) -> Run:
     """Run all stages of a recipe into the directory `out`, from the profile to the report; stopped, it goes on.
 
-    recipe: None takes the one in `out`, without one the preset `fast`. model: a directory, a hub id or bundled:NAME,
-    instead of the recipe's. force: files that were edited by hand are made anew. check: every file is read and hashed,
-    also those that have not changed since they were. Raises the MoeqError of the stage that fails; what was finished
-    before it stays.
+    recipe: None takes the one in `out`, without one the preset `balanced`. model: a directory, a hub id or
+    bundled:NAME, instead of the recipe's. force: files that were edited by hand are made anew. check: every file is
+    read and hashed, also those that have not changed since they were. Raises the MoeqError of the stage that fails;
+    what was finished before it stays.
     """
     return run_in(opened(recipe, "run", out=out, model=model, check=check, quiet=quiet), force=force)
 

@@ -203,7 +203,7 @@ class BuildOptions(BudgetOptions):
         default=list,
         sets="eval.perplexity.source",
     )
-    quality: str | None = option(f"Preset of settings: {' or '.join(QUALITIES)} [default: {DEFAULT}].")
+    quality: str | None = option(f"Preset of settings, from the quickest: {', '.join(QUALITIES)} [default: {DEFAULT}].")
     preset: str | None = option(f"The same, or a paper's method: {', '.join(preset_names())}.")
 
     @property

@@ -44,7 +44,7 @@ def loads_in(
         else:
             reason = refusal(target, widths, names, symmetric=symmetric, group_size=group_size)
         if state_bits and not target.trellis:
-            reason, do = "trellis codes", "quantize with another of losses.methods"
+            reason, do = "trellis codes", f"`moeq run --for {name}` makes grids instead"
         elif reason is not None:
             reason = _short(target, widths, symmetric, nested) or reason.rpartition(": ")[2].partition(";")[0]
         elif others and not target.others:
@@ -82,9 +82,13 @@ def _short(target: Target, widths: Sequence[Sequence[Width]], symmetric: bool, n
 
 
 def line(found: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """As a summary ends with it: where it loads, and for every other runtime why not and what it costs there."""
+    """As a summary ends with it: where it loads, and for other runtimes why not and what it costs there."""
     there = [name for name, refused in found.items() if refused is None]
-    absent = [f"{name} ({_why(refused)})" for name, refused in found.items() if refused is not None]
+    why: dict[str, list[str]] = {}
+    for name, refused in found.items():
+        if refused is not None:
+            why.setdefault(_why(refused), []).append(name)
+    absent = [f"{', '.join(names)} ({reason})" for reason, names in why.items()]
     text = f"loads in: {', '.join(there) or 'no runtime'}"
     return f"{text}; not in {', '.join(absent)}" if absent else text
 

@@ -21,6 +21,7 @@ ASSUMED = (4096, 4096)  # rows and inputs of a matrix where no model is known
 GROUP_SIZES = (128, 64, 32, 256, -1)  # that are tried where the recipe's does not do
 WITHIN = "optimal"  # the method that decides within any target
 SCALE_BITS = 16  # of a group
+GRIDS = "gptq"  # who makes them instead of trellis codes
 CHOICE = 2  # widths that there should be to choose from
 WIDTHS: tuple[int, ...] = get_args(Bits)  # that replicas can have
 
@@ -59,8 +60,8 @@ def settings_for(
     if asked.target is None:
         return settings
     kept = _given(recipe) if said is None else said
-    grid, placed = _grid(asked.target, recipe, layers, kept), _placed(asked.target, recipe)
-    settings += [setting for setting in (*grid, *placed) if setting.key not in kept]
+    codes, grid = _codes(asked.target, recipe), _grid(asked.target, recipe, layers, kept)
+    settings += [setting for setting in (*codes, *grid, *_placed(asked.target, recipe)) if setting.key not in kept]
     if not {f"assign.{key}" for key in BUDGETS} & set(kept):
         settings += _budget(asked.target, recipe, layers, {one.key: one.value for one in settings})
     return settings if "assign.method" in kept else [*settings, *_method(asked.target, recipe)]
@@ -70,7 +71,7 @@ def grid_settings(name: str, recipe: Recipe, said: Collection[str] | None = None
     """The grid of an `assign.target` that loads no other, where the recipe does not say it; said: as `settings_for`."""
     target, section = runtime(name).target, recipe.losses
     kept = _given(recipe) if said is None else said
-    found = []
+    found = [] if target is None else list(_codes(target, recipe))
     if target is not None and target.symmetric_only and not section.symmetric:
         found.append(Setting(key="losses.symmetric", value="true", why=f"{name} reads symmetric grids only"))
     if target is not None and target.groups is not None and section.group_size not in target.groups:
@@ -81,8 +82,18 @@ def grid_settings(name: str, recipe: Recipe, said: Collection[str] | None = None
 
 def _given(recipe: Recipe) -> set[str]:
     """Keys that a recipe was given, of its sections."""
-    sections = {name: getattr(recipe, name) for name in ("losses", "others", "assign")}
+    sections = {name: getattr(recipe, name) for name in ("losses", "others", "assign", "quantize")}
     return {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields_set}
+
+
+def _codes(target: Target, recipe: Recipe) -> Iterator[Setting]:
+    """Grids instead of trellis codes that it does not read, trained layer by layer first where scales are trained."""
+    if target.trellis or not recipe.losses.encoding.state_bits:
+        return
+    yield Setting(key="losses.methods", value=f"[{GRIDS}]", why=f"{target.name} reads no trellis codes")
+    yield Setting(key="assign.quantizer", value=GRIDS, why="the same")
+    if recipe.quantize.tune is not None and recipe.quantize.refine is None:
+        yield Setting(key="quantize.refine", value="{}", why="codes of a grid gain by it what trellis codes begin with")
 
 
 def _grid(target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collection[str]) -> Iterator[Setting]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from moeq.bundled import bundled_path
 from moeq.errors import RecipeError, hint
 
-DEFAULT = "fast"  # what a command without a recipe starts from
-QUALITIES = ("fast", "best")  # presets that differ in time and in what is lost, from the quickest
+DEFAULT = "balanced"  # what a command without a recipe starts from
+QUALITIES = ("fast", "balanced", "best")  # presets that differ in time and in what is lost, from the quickest
 
 
 @cache

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moeq.models.experts import DOWN, ExpertMath
 from moeq.numerics.gptq import Quantized
-from moeq.quantizers.learned_codes import LearnedCodes
+from moeq.quantizers.learned_codes import LearnedCodes, LearnedScales
 from moeq.quantizers.signround_expert import CHECKS, Training, check_start
 from moeq.quantizers.trained_grid import State, join, quantized, select
 from moeq.quantizers.training_rows import SEED_STRIDE, Deck, evenly
@@ -28,6 +28,7 @@ from moeq_kernels.widths import FULL
 CHECK_TOKENS = 2048
 WEIGHT_BYTES = 44  # a weight in training: itself, position, first moment, values, gradients, temporaries, codes
 BLOCK_ROWS = 4096  # of an expert at once outside of training
+Learned = LearnedCodes | LearnedScales
 Widths = int | tuple[int, ...]  # of an expert: one of all its matrices, or one of each, in the order of `weights`
 
 
@@ -108,6 +109,7 @@ class _Run:
         start: Sequence[WidthCodes],
         symmetric: bool,
         training: Training,
+        learned: type[Learned],
     ) -> None:
         """rows: of every expert, `Layer.rows`; left: [T, H] what the outputs should be more than exact experts make
         them."""
@@ -120,7 +122,7 @@ class _Run:
         for expert in experts:
             for some, scale in _blocks(rows[expert]):
                 self.target.index_add_(0, some, layer.exact(expert, some, scale))
-        self.grids: list[dict[str, LearnedCodes]] = []  # width by width, as `experts` are
+        self.grids: list[dict[str, Learned]] = []  # width by width, as `experts` are
         for part in sorted(start, key=lambda part: rising(part.bits)):
             chosen = [expert for expert in self.experts if bits[expert] == part.bits]
             places = [part.experts.index(expert) for expert in chosen]
@@ -128,7 +130,7 @@ class _Run:
                 widths = dict(zip(layer.weights, of_each(part.bits, layer.weights), strict=True))
                 self.grids.append(
                     {
-                        name: LearnedCodes(
+                        name: learned(
                             stack[chosen].float(),
                             select(part.matrices[name], places),
                             widths[name],
@@ -217,11 +219,12 @@ def train_layer(
     symmetric: bool,
     training: Training,
     start: Sequence[WidthCodes],
+    learned: type[Learned] = LearnedCodes,
 ) -> list[WidthCodes]:
     """Codes and grids of a layer's experts, each at its own width, width by width in ascending order.
 
     bits: of every expert, or of each of its matrices, 16 for one that is not quantized; start: the codes to begin with,
-    as they are returned.
+    as they are returned; learned: what of them is trained.
 
     Training.batch_rows is the mean over experts; lend is not used: an expert without tokens keeps its start. As many
     experts as fit into the working memory are trained at once; the next ones then answer for what these get wrong. On
@@ -234,7 +237,7 @@ def train_layer(
     left = torch.zeros_like(hidden) if correction is None else correction.float().clone()
     trained: dict[Widths, list[tuple[int, dict[str, State]]]] = {width: [] for width in quantized_widths(bits)}
     for chunk in _chunks(layer, bits, training):
-        run = _Run(layer, rows, chunk, bits, left, start, symmetric, training)
+        run = _Run(layer, rows, chunk, bits, left, start, symmetric, training, learned)
         states = run.train()
         run.hand_on(states, group_size)
         for expert in chunk:

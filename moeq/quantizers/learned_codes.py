@@ -86,6 +86,40 @@ class LearnedCodes:
         return codes, self.scale.squeeze(-1), self.zero.expand_as(self.scale).squeeze(-1)
 
 
+class LearnedScales:
+    """As `LearnedCodes`, but codes and zero points stay: scales alone are trained, of grids or of what stands for
+    values at scale 1, such as trellis codes."""
+
+    def __init__(self, weight: Tensor, start: Quantized, bits: int, symmetric: bool, iterations: int) -> None:
+        """weight: [E, N, K], which tells the shape alone; start: `bits` among its widths."""
+        width = start.bits.index(bits)
+        self.inputs = weight.shape[-1]
+        self._iterations, self._step = iterations, 0
+        self._codes, self._zero = start.codes[:, width], start.zero[:, width].float()
+        self._base = start.scale[:, width].unsqueeze(-1).float()  # [E, N, G, 1]
+        self._distance = grouped(self._codes.float(), start.group_size) - self._zero.unsqueeze(-1)
+        self.log_scale = torch.zeros_like(self._base)
+        self._moments = _Moments(self.log_scale)
+        self.scale = self._base
+
+    def round(self) -> Tensor:
+        """The values [E, N, K] that the scales give; also what `step` is about."""
+        self.scale = storable(self._base * self.log_scale.exp()) if self._step else self._base
+        return (self._distance * self.scale).flatten(-2)[..., : self.inputs]
+
+    def step(self, gradient: Tensor) -> None:
+        """Move the scales against the loss's gradient in the rounded values, [E, N, K]."""
+        gradient = grouped(gradient, self._distance.shape[-1])
+        left = 0.5 * (1 + math.cos(math.pi * min(1, self._step / self._iterations)))
+        self._step += 1
+        of_scale = (gradient * self._distance).sum(-1, keepdim=True) * self.scale
+        self._moments.step(of_scale, min(MAX_RATE, SCALE_REACH / self._iterations) * left)
+
+    def state(self) -> State:
+        """Codes as they were, and the grids that the last `round` gave."""
+        return self._codes, self.scale.squeeze(-1), self._zero
+
+
 class _Moments:
     """Adam's two moments of what it moves, [E, N, G, g]: the second one for a group, [E, N, G, 1]."""
 

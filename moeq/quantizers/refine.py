@@ -23,11 +23,14 @@ from moeq.quantizers.layer_training import (
     quantized_widths,
     train_layer,
 )
+from moeq.quantizers.learned_codes import LearnedCodes, LearnedScales
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.signround_expert import Training
 from moeq.quantizers.stored import stored_as
 from moeq.quantizers.trained_grid import join
+from moeq.quantizers.tune import units_of
 from moeq.recipe import RefineSection
+from moeq_kernels.grids import SCALE_DTYPE
 from moeq_kernels.packed import PackedWeight
 
 BATCH_ROWS = 256  # of an expert in a step, on average
@@ -69,12 +72,14 @@ class LayerJob:
 
 @torch.no_grad()
 def refine_layer(
-    job: LayerJob, start: Mapping[int, Packed], section: RefineSection
+    job: LayerJob, start: Mapping[int, Packed], section: RefineSection, *, scales_alone: bool = False
 ) -> dict[int, dict[str, PackedWeight]]:
     """The experts of `start`, {expert: {projection: matrix}}, as the layer's training leaves them.
 
-    start: all experts below 16 bits. Matrices come back on the CPU, in the order of the experts.
+    start: all experts below 16 bits; scales_alone: codes and zero points stay, as those of trellis codes always do.
+    Matrices come back on the CPU, in the order of the experts.
     """
+    fixed = scales_alone or any(packed.state_bits for own in start.values() for packed in own.values())
     device = job.inputs.hidden.device
     memory = working_memory(section.working_memory, device)
     trained = train_layer(
@@ -83,8 +88,11 @@ def refine_layer(
         group_size=job.group_size,
         symmetric=job.symmetric,
         training=Training(iterations=section.iterations, batch_rows=BATCH_ROWS, working_memory=memory),
-        start=[_codes(start, job.bits, width, device) for width in quantized_widths(job.bits)],
+        start=[_codes(start, job.bits, width, device, fixed) for width in quantized_widths(job.bits)],
+        learned=LearnedScales if fixed else LearnedCodes,
     )
+    if fixed:
+        return _with_scales(start, trained)
     packed: dict[int, dict[str, PackedWeight]] = {}
     for part in trained:
         stacks = {}
@@ -100,14 +108,37 @@ def refine_layer(
     return dict(sorted(packed.items()))
 
 
-def _codes(start: Mapping[int, Packed], bits: tuple[Widths, ...], width: Widths, device: torch.device) -> WidthCodes:
+def _with_scales(start: Mapping[int, Packed], trained: list[WidthCodes]) -> dict[int, dict[str, PackedWeight]]:
+    """The experts of `start` with the scales that were trained."""
+    packed = {}
+    for part in trained:
+        for place, expert in enumerate(part.experts):
+            packed[expert] = {
+                name: replace(matrix, scales=part.matrices[name].scale[place, 0].to(SCALE_DTYPE).cpu())
+                for name, matrix in start[expert].items()
+            }
+    return dict(sorted(packed.items()))
+
+
+def _fixed(weight: PackedWeight) -> Quantized:
+    """A stack [E, N, K] as what its codes stand for at scale 1, and its scales, as if its zero points were 0."""
+    scale = weight.scales.float().unsqueeze(1)
+    units = units_of(weight).float().unsqueeze(1)
+    return Quantized(
+        codes=units, scale=scale, zero=torch.zeros_like(scale), bits=(weight.bits,), group_size=weight.group_size
+    )
+
+
+def _codes(
+    start: Mapping[int, Packed], bits: tuple[Widths, ...], width: Widths, device: torch.device, fixed: bool
+) -> WidthCodes:
     """The experts of one width, or of the same widths, unpacked and stacked."""
     experts = tuple(expert for expert, own in enumerate(bits) if own == width)
     names = start[experts[0]]
 
     def stacked(name: str) -> Quantized:
         alone = (start[expert][name].map(lambda part: part.unsqueeze(0).to(device)) for expert in experts)
-        return join([storing.unpacked(weight) for weight in alone])
+        return join([_fixed(weight) if fixed else storing.unpacked(weight) for weight in alone])
 
     return WidthCodes(bits=width, experts=experts, matrices={name: stacked(name) for name in names})
 

@@ -105,7 +105,7 @@ def operations(sizes: BatchSizes) -> float:
 QUANTIZER = Quantizer(
     name="trellis",
     label="Trellis",
-    help="walks over tiles of 16 x 16 weights instead of grids: the least error a byte, slow to compute with",
+    help="walks over tiles of 16 x 16 weights instead of grids: the least error a byte",
     quantize=quantize,
     memory=memory,
     operations=operations,

@@ -11,17 +11,26 @@ from moeq.errors import RecipeError
 from moeq.recipe.choices import BEST
 from moeq.recipe.reading import SET, load_recipe
 from moeq.recipe.recipe import Recipe
+from moeq.registry import QUANTIZERS
 
 LENGTHS = ("corpus.sequence_length", "eval.perplexity.sequence_length")  # within the positions that a model knows
+
+
+def with_method(methods: Sequence[str], quantizer: str) -> list[str]:
+    """losses.methods with a quantizer more, `best` being none; with it alone, where its codes are of another kind."""
+    if quantizer in {BEST, *methods}:
+        return list(methods)
+    other = {QUANTIZERS.get(name).encoding is not None for name in (quantizer, *methods)}
+    return [*methods, quantizer] if other == {False} else [quantizer]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """What a recipe is made of: a file, else a preset (the default one where none is named), and `key=value` changes.
 
-    quantizer: whose replicas are used, added to losses.methods; refine: train the placed experts, by defaults where the
-    recipe does not; positions: how many tokens the model knows, to which a preset's sequences are cut; names: what a
-    key is called in messages where it was not given by --set.
+    quantizer: whose replicas are used, added to losses.methods (`with_method`); refine: train the placed experts, by
+    defaults where the recipe does not; positions: how many tokens the model knows, to which a preset's sequences are
+    cut; names: what a key is called in messages where it was not given by --set.
     """
 
     path: Path | None = None
@@ -54,7 +63,7 @@ class Start:
         """What is to be changed, too, of the recipe that the changes give."""
         more = []
         if self.quantizer is not None:
-            methods = [*recipe.losses.methods, *({self.quantizer} - {BEST, *recipe.losses.methods})]
+            methods = with_method(recipe.losses.methods, self.quantizer)
             more += [f"losses.methods=[{', '.join(methods)}]", f"assign.quantizer={self.quantizer}"]
         if self.refine and recipe.quantize.refine is None:
             more.append("quantize.refine={}")

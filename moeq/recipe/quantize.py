@@ -13,7 +13,8 @@ from moeq.runtimes import NATIVE
 
 
 class RefineSection(Section):
-    """Codes, scales and zero points of a layer's experts learned together, from the replicas that were chosen."""
+    """Codes, scales and zero points of a layer's experts learned together, from the replicas that were chosen; of
+    trellis codes the scales alone."""
 
     iterations: int = Field(200, ge=1, description="steps of training a layer")
     working_memory: Bytes | None = Field(
@@ -24,7 +25,8 @@ class RefineSection(Section):
 class TuneSection(Section):
     """Scales of all placed experts trained at once, codes fixed, on what the whole model answers: the divergence of its
     next tokens from the original's on calibration text. Sequences that losses held out decide when it is best; where
-    none is better than the start beyond chance, the start is kept. The model has to fit in memory, with gradients."""
+    none is better than the start beyond chance, the start is kept. A model that does not fit in memory, and is
+    streamed, is trained layer by layer instead, on what the layer's experts add up to, as quantize.refine does."""
 
     steps: int = Field(96, ge=1, description="steps of training")
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(

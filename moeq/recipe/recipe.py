@@ -143,8 +143,6 @@ class Recipe(Section):
     def _check_refine(self) -> None:
         if self.losses.nested:
             raise ValueError("losses.nested cannot go with quantize.refine, which trains a width alone")
-        if self.losses.encoding.state_bits:
-            raise ValueError("losses.methods: trellis cannot go with quantize.refine, which trains grids")
         if self.losses.symmetric_range != "even":
             raise ValueError("losses.symmetric_range cannot go with quantize.refine, which trains even grids")
         if self.assign.granularity == "projection" and 16 in (self.assign.widths or ()):

@@ -57,7 +57,7 @@ def run(context: Context) -> dict[str, Any]:
     check(context)
     assignment = assign.load(context)
     directory = make_directory(context.directory("quantize"))
-    section = context.recipe.quantize.tune
+    section = None if context.model.streams else context.recipe.quantize.tune
     starts = directory if section is None else make_directory(directory / tune.STARTS)
     done = refine.Progress.of(context, starts)
     for path in {*directory.glob("*.safetensors"), *starts.glob("*.safetensors")}:
@@ -150,8 +150,8 @@ def _refined(
     context: Context, assignment: Assignment, layers: Iterator[Replicas], done: refine.Progress
 ) -> Iterator[Replicas]:
     """The layers' replicas, those that are placed refined where the recipe says so."""
-    section = context.recipe.quantize.refine
-    if section is None:
+    training = refine.by_layer(context)
+    if training is None:
         yield from layers
         return
     here: list[Replicas] = []
@@ -161,8 +161,8 @@ def _refined(
             here[:] = [replicas]
             yield {expert: replicas.placed(expert) for expert in refine.quantized_experts(assignment, replicas.layer)}
 
-    for experts in refine.refined(context, assignment, starts(), section, done):
-        here[0].refined = experts
+    for experts in refine.refined(context, assignment, starts(), training, done):
+        here[0].refined, here[0].marks = experts, dict.fromkeys(experts, training.mark)
         yield here[0]
 
 
@@ -178,7 +178,7 @@ def _write_layer(
     for name, contents in files.items():
         if done is None or name not in done.files:
             write_tensors(directory / name, contents, METADATA)
-    if done is not None and context.recipe.quantize.refine is not None:
+    if done is not None and refine.by_layer(context) is not None:
         done.add([directory / name for name in files])
     return sum(map(_bytes, tensors.values())), sum(map(_bytes, extra.values()))
 
@@ -274,8 +274,10 @@ REFINED_FLOATS = 4  # refining: a layer's inputs, what is behind, what is wanted
 
 def needs(sizes: Sizes) -> Needs:
     """A layer's packed experts, one of them as it is read; the walks and the training where placed ones are refined."""
-    recipe, layer, section, modules = sizes.recipe, sizes.largest, sizes.recipe.quantize.refine, sizes.others.modules
-    tuning = recipe.quantize.tune
+    recipe, layer, modules = sizes.recipe, sizes.largest, sizes.others.modules
+    training = refine.ByLayer.of(recipe, streams=sizes.streams)
+    section = None if training is None else training.section
+    tuning = None if sizes.streams else recipe.quantize.tune
     every, maker = recipe.quantize.replicas == "all", recipe.assign.quantizer
     made_now = on_demand(recipe.losses.methods if maker == BEST else [maker])  # which one is best is not known yet
     stored, packed = sizes.placed[0], sizes.placed[0] / len(sizes.layers)

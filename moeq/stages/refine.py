@@ -27,9 +27,9 @@ from moeq.models.beside import Beside, walk_beside
 from moeq.models.experts import ExpertLayer, expert_math, set_expert_weights, stacked_biases, stacked_weights
 from moeq.quantizers.layer_training import Widths
 from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
-from moeq.recipe import RefineSection
+from moeq.recipe import Recipe, RefineSection
 from moeq.stages.context import Context
-from moeq.stages.replicas import Experts, is_trained, load_index, planned
+from moeq.stages.replicas import REFINED, TUNED, Experts, is_trained, load_index, planned
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.widths import PARTS
 
@@ -37,15 +37,46 @@ REVISION = 2  # when the same inputs give other replicas, raise it
 PROGRESS = ".refined.json"  # not part of the artifact
 
 
+@dataclass(frozen=True, kw_only=True)
+class ByLayer:
+    """Training layer by layer: quantize.refine, or quantize.tune of a streamed model, of which scales alone are
+    trained."""
+
+    section: RefineSection
+    scales_alone: bool = False
+
+    @classmethod
+    def of(cls, recipe: Recipe, *, streams: bool) -> ByLayer | None:
+        """What the recipe asks for; None for nothing."""
+        refine, tune = recipe.quantize.refine, recipe.quantize.tune
+        if refine is not None:
+            return cls(section=refine)
+        if tune is None or not streams:
+            return None
+        section = RefineSection(iterations=tune.steps, working_memory=tune.working_memory)
+        return cls(section=section, scales_alone=True)
+
+    @property
+    def mark(self) -> str:
+        """After the method that made a replica's start."""
+        return TUNED if self.scales_alone else REFINED
+
+
+def by_layer(context: Context) -> ByLayer | None:
+    """How a run trains its layers; the model is opened only where the recipe does not say it by itself."""
+    quantize = context.recipe.quantize
+    return ByLayer.of(context.recipe, streams=quantize.trains and quantize.refine is None and context.model.streams)
+
+
 def check(context: Context) -> None:
     """CorpusError when there is no text to refine on."""
-    if context.recipe.quantize.refine is not None:
+    if by_layer(context) is not None:
         _ = context.text.calibration
 
 
 def revision(context: Context) -> int | None:
-    """What the stage's result hangs on beside its inputs; None where the recipe does not refine."""
-    return None if context.recipe.quantize.refine is None else REVISION
+    """What the stage's result hangs on beside its inputs; None where no layer is trained for itself."""
+    return None if by_layer(context) is None else REVISION
 
 
 def progress(context: Context) -> tuple[str, ...]:
@@ -68,13 +99,15 @@ class Progress:
 
         Nothing where the recipe does not refine.
         """
-        if context.recipe.quantize.refine is None:
+        trained = by_layer(context)
+        if trained is None:
             (directory / PROGRESS).unlink(missing_ok=True)
             return cls(path=directory / PROGRESS, key="", files={})
         editable = {"losses": frozenset[str](), **EDITABLE}
         before = [current_digest(context.directory(stage), stage, names) for stage, names in editable.items()]
-        section = context.recipe.quantize.model_dump(mode="json", exclude={"tune"})
-        key = digest_of([REVISION, context.model.stamp.digest, *before, section, context.model.compute()])
+        asked = context.recipe.quantize.model_dump(mode="json", exclude={"tune"})
+        asked |= {"tune": trained.section.model_dump(mode="json")} if trained.scales_alone else {}
+        key = digest_of([REVISION, context.model.stamp.digest, *before, asked, context.model.compute()])
         return cls(path=directory / PROGRESS, key=key, files=finished(directory / PROGRESS, key))
 
     def add(self, paths: list[Path]) -> None:
@@ -95,7 +128,7 @@ def finished(path: Path, key: str) -> dict[str, str]:
 
 
 def refined(
-    context: Context, assignment: Assignment, starts: Iterator[Experts], section: RefineSection, done: Progress
+    context: Context, assignment: Assignment, starts: Iterator[Experts], training: ByLayer, done: Progress
 ) -> Iterator[Experts]:
     """The experts that training has changed, of every layer in turn, before the next one is trained.
 
@@ -121,7 +154,7 @@ def refined(
             if layer_name(layer.index) in done.files:
                 trained = read(done.path.parent, layer, assignment, list(start))
             else:
-                trained = refine_layer(job, start, section)
+                trained = refine_layer(job, start, training.section, scales_alone=training.scales_alone)
             change = Change(job)
             for expert, packed in trained.items():
                 values = {name: matrix.dequantize() for name, matrix in packed.items()}

@@ -36,6 +36,7 @@ from moeq.stages import (
     integer_forward,
     profile,
     quantize,
+    refine,
     reparam,
 )
 from moeq.stages import non_experts as others
@@ -43,7 +44,7 @@ from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
 from moeq.stages.loading import where_it_loads
 from moeq.stages.needs import Needs, Sizes
-from moeq.stages.replicas import REFINED, load_losses
+from moeq.stages.replicas import load_losses
 
 NAME = "report.html"
 REVISION = 9  # raised when the same run gives another page
@@ -137,8 +138,8 @@ def _bench(context: Context) -> Path:
 
 def refined(context: Context, assignment: Assignment) -> Refined | None:
     """What training the placed experts came to; None where the recipe asked for none."""
-    section = context.recipe.quantize.refine
-    if section is None:
+    training = refine.by_layer(context)
+    if training is None:
         return None
     made = quantize.quantizers(context.directory("quantize"))
     methods = [
@@ -147,8 +148,8 @@ def refined(context: Context, assignment: Assignment) -> Refined | None:
         for expert, choice in enumerate(layer.experts)
         if choice.key != FULL
     ]
-    changed = sum(REFINED in method for method in methods)
-    return Refined(changed=changed, quantized=len(methods), iterations=section.iterations)
+    changed = sum(training.mark in method for method in methods)
+    return Refined(changed=changed, quantized=len(methods), iterations=training.section.iterations)
 
 
 def write_maps(context: Context, directory: Path) -> list[Path]:

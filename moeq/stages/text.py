@@ -207,7 +207,11 @@ class RunText:
         section = self.recipe.quantize.tune
         if section is None or section.sequences is None:
             return self.grown_calibration
-        return self._calibration_rows(section.sequences, section.sequences).take(section.sequences)
+        try:
+            return self._calibration_rows(section.sequences, section.sequences).take(section.sequences)
+        except CorpusError as error:
+            do = (error.do or "").replace("corpus.sequences", "quantize.tune.sequences")
+            raise CorpusError(error.what, where=error.where, do=do) from None
 
     @cached_property
     def grown_calibration(self) -> corpus.Sequences:

@@ -46,15 +46,17 @@ FEWEST = 2  # held-out sequences, whose differences say what is chance
 
 
 def check(context: Context) -> None:
-    """RecipeError for a model that is not in memory as a whole, CorpusError for too little text."""
+    """RecipeError for a streamed model that is refined, too; CorpusError for too little text."""
     if context.recipe.quantize.tune is None:
         return
-    if context.model.streams:
-        raise RecipeError(
-            "the model is streamed, and its scales are trained with all of it in memory",
-            where="quantize.tune",
-            do="set stream: never where it fits, or leave quantize.tune out",
-        )
+    if context.model.streams:  # layer by layer, see refine.ByLayer
+        if context.recipe.quantize.refine is not None:
+            raise RecipeError(
+                "the model is streamed, and quantize.refine trains its scales layer by layer already",
+                where="quantize.tune",
+                do="leave one of them out: --set quantize.tune=null",
+            )
+        return
     section, corpus = context.recipe.quantize.tune, context.recipe.corpus
     if section.sequences is not None or corpus.until_covered is None:
         _heldout(context, section.sequences or corpus.sequences)

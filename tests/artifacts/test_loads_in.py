@@ -76,7 +76,7 @@ def test_one_bit_is_only_native() -> None:
     assert where["gptqmodel"] is not None
     where["gptqmodel"]["price"] = 0.042
     text = line(where)
-    assert text.startswith("loads in: native; not in auto-round (1-bit), ")
+    assert text.startswith("loads in: native; not in auto-round, transformers, vllm, ")
     assert "gptqmodel (1-bit; +4.2 % loss)" in text
     assert line(found([[4, 4]])).count("not in") == 0
 

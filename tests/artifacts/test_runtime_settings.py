@@ -10,10 +10,11 @@ import pytest
 from moeq import pipeline
 from moeq.artifacts.runtime_settings import grid_settings, settings_for
 from moeq.artifacts.targets import targets
+from moeq.bundled.preset_files import QUALITIES
 from moeq.cli.runs import context_of
 from moeq.options import StageOptions
 from moeq.progress import Reporter
-from moeq.recipe import Recipe, load_recipe
+from moeq.recipe import Recipe, Start, load_recipe
 from moeq.runtimes import runtimes
 from moeq.stages import assign, export
 from moeq.stages.context import Context
@@ -56,6 +57,20 @@ def test_what_is_assigned_is_what_the_runtime_loads(measured: Context, name: str
     assert assign.summarize(context, made)["bits_per_weight_all"] <= most
     where = where_it_loads(context, made)
     assert name == "dequantized" or where[name] is None
+
+
+@pytest.mark.parametrize("quality", QUALITIES)
+@pytest.mark.parametrize("name", runtimes())
+def test_presets_make_grids_for_runtimes_that_read_no_trellis_codes(quality: str, name: str) -> None:
+    start = Start(preset=quality)
+    changes = [one.change for one in settings_for(name, start.recipe(), said=())]
+    recipe, target = Start(preset=quality, changes=changes).recipe(), runtimes()[name].target
+    grids = quality == "fast" or not (target is None or target.trellis)
+    method = "gptq" if grids else "trellis"
+    assert (recipe.losses.methods, recipe.assign.quantizer) == ([method], method)
+    assert (recipe.losses.clip, recipe.losses.act_order) == ("mse", True)
+    assert (recipe.quantize.refine is not None) == (quality == "best" and grids)
+    assert (recipe.quantize.tune is not None) == (quality == "best")
 
 
 def test_settings_follow_from_the_target() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,11 +12,13 @@ from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import GATED
 from moeq.models.kinds.base import act_then_multiply
 from moeq.models.walk import LayerInputs
-from moeq.numerics import gptq
+from moeq.numerics import gptq, trellis_ldlq
+from moeq.numerics.factor import factorize
 from moeq.numerics.storing import packed_of
 from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
 from moeq.recipe import RefineSection
 from moeq_kernels.packed import PackedWeight
+from moeq_kernels.widths import Encoding
 
 EXPERTS, HIDDEN, INTER, TOKENS, GROUP = 4, 24, 16, 200, 8
 BITS = (2, 16, 1, 3)
@@ -58,6 +62,20 @@ def rounded(of: LayerJob) -> dict[int, dict[str, PackedWeight]]:
     }
 
 
+def walked(of: LayerJob) -> dict[int, dict[str, PackedWeight]]:
+    """In trellis codes of 256 states, as if inputs were white."""
+    found: dict[int, dict[str, PackedWeight]] = {}
+    for expert, bits in enumerate(of.bits):
+        for name, stack in of.weights.items() if bits != 16 else ():
+            hessian = torch.eye(stack.shape[-1])[None]
+            weight = stack[expert : expert + 1]
+            (made,) = trellis_ldlq.quantize(weight, factorize(hessian, 0.01), hessian, [bits], 8)
+            parts = {"codes": made.codes, "scales": made.scales.unsqueeze(-1)}
+            packed = PackedWeight.of(parts, bits, made.inputs, Encoding.trellis(8))
+            found.setdefault(expert, {})[name] = packed.map(lambda part: part[0])
+    return found
+
+
 def values(packed: dict[int, dict[str, PackedWeight]]) -> dict[int, dict[str, Tensor]]:
     return {expert: {name: one.dequantize() for name, one in own.items()} for expert, own in packed.items()}
 
@@ -90,6 +108,24 @@ def test_packed_experts_go_in_and_better_ones_come_out(symmetric: bool) -> None:
     exact = output(given, {})
     errors = [float((output(given, values(one)) - exact).square().mean()) for one in (start, found)]
     assert errors[1] < 0.7 * errors[0]
+
+
+@pytest.mark.parametrize("trellis", [False, True])
+def test_scales_alone_are_trained_with_the_codes_as_they_were(trellis: bool) -> None:
+    given = replace(job(), group_size=-1 if trellis else GROUP)
+    start = walked(given) if trellis else rounded(given)
+    found = refine_layer(given, start, RefineSection(iterations=60), scales_alone=not trellis)
+    for expert, own in found.items():
+        for name, one in own.items():
+            before = start[expert][name]
+            after, parts = one.parts(), before.parts()
+            assert replace(one, scales=before.scales).dequantize().equal(before.dequantize())
+            assert (after["scales"].shape, after["scales"].dtype) == (parts["scales"].shape, torch.float16)
+            assert not torch.equal(after.pop("scales"), parts.pop("scales"))
+            assert all(torch.equal(after[key], parts[key]) for key in parts)
+    exact = output(given, {})
+    errors = [float((output(given, values(one)) - exact).square().mean()) for one in (start, found)]
+    assert errors[1] < 0.9 * errors[0]
 
 
 def test_what_was_left_behind_is_asked_for() -> None:

@@ -36,7 +36,7 @@ def test_a_preset_is_a_recipe_of_its_own_with_a_comment_on_what_counts(name: str
     assert text.startswith(f"# Preset {name}")
     assert text.count("#") > 6
     assert max(map(len, text.splitlines())) <= 120
-    stored = {"fast", "best"}
+    stored = {"fast", "balanced", "best"}
     assert (recipe.assign.bits_per_weight is not None) == (name in {*stored, "paper-001"})
     assert set(QUALITIES) == stored
 
@@ -57,7 +57,11 @@ def test_a_preset_is_named_once_and_right() -> None:
 
 def test_without_a_recipe_the_default_preset_is_where_a_recipe_starts() -> None:
     assert Start().recipe() == load_recipe(preset_path(DEFAULT))
-    assert Start(preset="best").recipe().quantize.refine is not None
+    assert Start(preset="best").recipe().quantize.tune is not None
+    fast, balanced = (Start(preset=name).recipe() for name in ("fast", "balanced"))
+    assert (fast.losses.methods, fast.assign.quantizer) == (["gptq"], "gptq")
+    assert (balanced.losses.methods, balanced.assign.quantizer) == (["trellis"], "trellis")
+    assert {one.quantizer for one in balanced.eval.compare} == {"trellis"}
     changed = Start(changes=["assign.size=3GiB"]).recipe()
     assert (changed.assign.size, changed.assign.bits_per_weight) == (3 << 30, None)
     split = Start(changes=["assign.method=prefix-split"]).recipe()

@@ -149,11 +149,11 @@ def test_a_killed_run_goes_on_with_the_next_layer(
     trained: list[str] = []
     train = refine.refine_layer
 
-    def dying(job, start, section):  # type: ignore[no-untyped-def]
+    def dying(job, *more, **how):  # type: ignore[no-untyped-def]
         trained.append(job.inputs.layer.name)
         if len(trained) == 2:
             raise KeyboardInterrupt
-        return train(job, start, section)
+        return train(job, *more, **how)
 
     monkeypatch.setattr(refine, "refine_layer", dying)
     with pytest.raises(KeyboardInterrupt):
@@ -179,7 +179,9 @@ def test_a_damaged_or_changed_layer_is_trained_again(
     trained: list[str] = []
     train = refine.refine_layer
     monkeypatch.setattr(
-        refine, "refine_layer", lambda job, *more: (trained.append(job.inputs.layer.name), train(job, *more))[1]
+        refine,
+        "refine_layer",
+        lambda job, *more, **how: (trained.append(job.inputs.layer.name), train(job, *more, **how))[1],
     )
     run(tiny_mixtral, tmp_path, REFINE)
     assert trained == [context.model.layers[1].name]

@@ -206,7 +206,7 @@ def test_what_is_refined_is_tuned_after_it_and_not_refined_again(
     with pytest.raises(KeyboardInterrupt):
         run(*where, *asked)
     monkeypatch.setattr(tune.StateFiles, "write", write)
-    monkeypatch.setattr(refine, "refine_layer", lambda *_: pytest.fail("refined again"))
+    monkeypatch.setattr(refine, "refine_layer", lambda *_, **__: pytest.fail("refined again"))
     assert "rtn+refined+tuned" in makers(run(*where, *asked))
 
 
@@ -245,7 +245,7 @@ def test_plan_names_what_it_takes(tiny_mixtral: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (("stream=always",), "the model is streamed"),
+        (("stream=always", "quantize.refine={}"), "the model is streamed, and quantize.refine trains its scales"),
         (("quantize.tune.sequences=3",), "leave fewer than 2"),
         (("corpus.sequences=2",), "leave fewer than 2"),
         (("quantize.tune.steps=0",), "steps is 0"),
@@ -259,3 +259,22 @@ def test_what_it_cannot_go_with(change: tuple[str, ...], why: str, tiny_mixtral:
     with pytest.raises(MoeqError, match=why):
         pipeline.run(make(tiny_mixtral, tmp_path / "run", "quantize.tune={}", *change))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_streamed_model_is_tuned_layer_by_layer(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """As refining is, but codes stay; what it lost is less, and it goes on where it was killed."""
+    streamed = (*TRELLIS, "stream=always")
+    plain = run(tiny_mixtral, tmp_path / "plain", *streamed, stages=(*BEFORE, "quantize"))
+    stages = (*BEFORE, "quantize")
+    tuned = run(tiny_mixtral, tmp_path / "run", *streamed, "quantize.tune={steps: 30}", stages=stages)
+    marks = quantize.quantizers(tuned.directory("quantize"))
+    assert {method for layer in marks.values() for one in layer for method in one.values()} == {"trellis+tuned"}
+    for layer in tuned.model.layers:
+        before, after = (load_file(one.directory("quantize") / layer_name(layer.index)) for one in (plain, tuned))
+        changed = {key for key in before if not torch.equal(before[key], after[key])}
+        assert changed
+        assert all(key.endswith(".scales") for key in changed)
+    assert (tuned.directory("quantize") / refine.PROGRESS).exists()
+    assert divergence(tuned, exported=True) < 0.97 * divergence(plain, exported=True)
+    assert Sizes(tuned).streams
+    assert add_up(Sizes(tuned)) is not None
