@@ -19,6 +19,10 @@ RECIPES: dict[str, dict[str, Any]] = {
         "losses": {"bits": [1, 2, 3, 4, 8], "methods": ["rtn"], "group_size": 32},
         "assign": {"method": "optimal", "code_bits": 2.5, "granularity": "projection", "quantizer": "rtn"},
     },
+    "trellis codes": {
+        "losses": {"bits": [1, 2, 3, 4, 8], "methods": ["trellis"], "trellis_states": 256},
+        "assign": {"method": "optimal", "code_bits": 2.5, "granularity": "projection"},
+    },
     "nested": {
         "losses": {"methods": ["gptq"], "group_size": 32, "symmetric": True, "nested": True},
         "assign": {"method": "optimal", "code_bits": 3.0},

@@ -171,7 +171,11 @@ def test_a_target_alone_chooses_its_grid_before_anything_is_measured(
 @pytest.mark.full
 @pytest.mark.parametrize("name", runtimes())
 def test_it_is_exported_for_every_runtime(name: str, tmp_path: Path) -> None:
-    asked = StageOptions(for_=name, model="bundled:tiny-mixtral", out=tmp_path / "run", set_=[*SMALL], quiet=True)
+    target = runtimes()[name].target
+    wide = ["assign.bits_per_weight=5"] if target is not None and min(target.widths) >= NARROW else []
+    asked = StageOptions(
+        for_=name, model="bundled:tiny-mixtral", out=tmp_path / "run", set_=[*SMALL, *wide], quiet=True
+    )
     context = context_of(asked, "run")
     pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
     assert name == "native" or (export.format_directory(context.out, name) / "config.json").is_file()

@@ -30,7 +30,7 @@ FAMILIES = ("mixtral", "qwen3_moe", "olmoe")
 TRAINED, EMBEDDINGS = "tiny-mixtral", "packed embeddings"
 UNPACKED_ONLY = ("mixtral", "olmoe")  # vLLM's models of these have embeddings that no method is asked for
 CASES = [(family, name) for family in (*FAMILIES, TRAINED) for name in RECIPES
-         if family != TRAINED or name == next(iter(RECIPES))]  # fmt: skip
+         if family != TRAINED or name in ("a width for every matrix", "trellis codes")]  # fmt: skip
 CLOSE = {TRAINED: 2e-5}  # of log-probabilities in float32
 CLOSE_UNTRAINED = 1e-4  # their logits are larger
 
@@ -101,6 +101,7 @@ SPECULATIVE = {"speculative_config": {"method": "ngram", "num_speculative_tokens
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {  # recipe and options of vLLM's
     "tensors": ("a width for every matrix", TENSORS),
     "tensors, one group a row": ("packed attention", TENSORS),
+    "tensors, trellis codes": ("trellis codes", TENSORS),
     "experts": ("a width for every matrix", EXPERTS),
     "speculative decoding": ("a width for every matrix", SPECULATIVE),
 }
