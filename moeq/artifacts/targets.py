@@ -107,8 +107,8 @@ class Grid:
 
 def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     """Why a target cannot load one packed matrix, whatever lies beside it, and the nearest thing that works."""
-    if grid.state_bits and not target.trellis:
-        return f"trellis codes; {target.name} has none", "take other losses.methods"
+    if (refused := _refuse_trellis(target, grid.state_bits)) is not None:
+        return refused
     if grid.nested and not target.nested:
         return f"{grid.bits} bits that lead wider codes; {target.name} has no such grid", "set losses.nested: false"
     if grid.bits not in target.widths:
@@ -128,6 +128,12 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
         if size % target.multiple:
             return f"{size} {what}; {target.name} packs multiples of {target.multiple}", ANY_GRID
     return None if target.blocks is None else _refuse_blocks(target, target.blocks, grid)
+
+
+def _refuse_trellis(target: Target, state_bits: int) -> tuple[str, str] | None:
+    if not state_bits or target.trellis:
+        return None
+    return f"trellis codes; {target.name} has none", f"`moeq run --for {target.name}` makes grids instead"
 
 
 def _whole_groups(target: Target, grid: Grid) -> str:
@@ -214,6 +220,8 @@ def refuse_target(
     """As `refuse_layers`, of a target."""
     from moeq.artifacts.assignment import matrix_widths, width_of
 
+    if (trellis := _refuse_trellis(target, state_bits)) is not None:
+        return trellis
     if not widen:
         mixed = refusal(target, widths, [layer.name for layer in layers], symmetric=symmetric)
         if mixed is not None:

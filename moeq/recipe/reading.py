@@ -13,6 +13,7 @@ from moeq.bounded import Yaml, YamlError, parse_yaml, read_yaml, shortened, show
 from moeq.bundled.preset_files import preset_of
 from moeq.errors import RecipeError, hint, missing
 from moeq.recipe.assign import budget_keys, owners
+from moeq.recipe.choices import BEST
 from moeq.recipe.earlier import RECORDED, as_called_today, key_now, read_earlier
 from moeq.recipe.recipe import Recipe
 from moeq.recipe.types import Section
@@ -66,6 +67,7 @@ def with_overrides(data: Any, overrides: Sequence[str], where: str) -> dict[str,
         _apply(data, override)
         read_earlier(data, f"--set {shown(override)}")
     _drop_replaced(data, overrides)
+    _drop_quantizers(data, overrides)
     return data
 
 
@@ -95,6 +97,22 @@ def _drop_replaced(data: dict[str, Any], overrides: Sequence[str]) -> None:
         of_another = method in ALLOCATORS.names() and owners(key) and method not in owners(key)
         if of_another or (key in budgets and given & set(budgets)):
             section[key] = None
+
+
+def _drop_quantizers(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Where overrides say losses.methods, assignments no longer name a quantizer that is none of them."""
+    given = {key_now(one.partition("=")[0].strip()) for one in overrides}
+    losses = data.get("losses")
+    methods = losses.get("methods") if isinstance(losses, dict) else None
+    if not isinstance(methods, list) or "losses.methods" not in given:
+        return
+    sections = [] if {"assign", "assign.quantizer"} & given else [data.get("assign")]
+    compared = data.get("eval", {}).get("compare") if isinstance(data.get("eval"), dict) else None
+    if isinstance(compared, list) and not {"eval", "eval.compare"} & given:
+        sections += compared
+    for section in sections:
+        if isinstance(section, dict) and section.get("quantizer", BEST) not in (*methods, BEST):
+            del section["quantizer"]
 
 
 def _read(path: Path) -> Yaml:

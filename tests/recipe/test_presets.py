@@ -133,3 +133,18 @@ def test_values_stand_in_place_of_others_and_comments_stay() -> None:
         "name: b    # first\nmodel: null\nseed: 4\n\nassign:  # how\n  widths: [2, 3]\n  size: 1GiB\n\n"
         "eval:\n  tasks: []\n  limit: 2\n\nothers:\n  head: 8\n"
     )
+
+
+def test_another_method_takes_the_quantizers_of_the_one_before_along(tmp_path: Path) -> None:
+    """Also where all defaults are filled in, as in a run's own recipe; what is named beside it stays as it is named."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(Start(preset="balanced").recipe().model_dump(mode="json")), "utf-8")
+    changed = load_recipe(path, ["losses.methods=[gptq]", "quantize.refine={}"])
+    assert {changed.assign.quantizer, *(one.quantizer for one in changed.eval.compare)} == {"gptq"}
+    assert Start(path=path, quantizer="gptq").recipe().losses.methods == ["gptq"]
+    for quantizer, methods in (("signround", ["signround"]), ("best", ["trellis"])):
+        assert Start(path=path, quantizer=quantizer).recipe().losses.methods == methods
+    grids = Start(preset="fast", quantizer="signround").recipe()
+    assert (grids.losses.methods, grids.assign.quantizer) == (["gptq", "signround"], "signround")
+    with pytest.raises(RecipeError, match="quantizer rtn is not among"):
+        load_recipe(path, ["losses.methods=[gptq]", "assign.quantizer=rtn"])

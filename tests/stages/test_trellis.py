@@ -129,7 +129,6 @@ def test_runtimes_refuse_parts_of_tiles() -> None:
     ("change", "why"),
     [
         (["losses.methods=[gptq,trellis]"], "methods: trellis stores other codes"),
-        (["quantize.refine={}"], "trellis cannot go with quantize.refine"),
         (["losses.trellis_states=300"], "300 is no power of 2"),
     ],
 )
