@@ -10,7 +10,7 @@ Words come in the order in which tensor cores take the numbers (`swizzle`): betw
 moves from a thread to another. What does not lie so, a last tile and matrices whose rows are no multiple of 16, goes
 through `uneven`, where each weight gets its own scale and zero point and is rounded once.
 
-The grid, (code - zero) * scale, is `grid_of`. Another way to make values of codes changes it and `two_planes` alone.
+Trellis codes become numbers in `walks`; what loads inputs and multiplies is shared.
 
 Imported only where Triton is installed. Letters: N rows, K inputs, C columns of a tile, M tokens, b bits.
 """
@@ -265,6 +265,21 @@ def inputs_of(x, k, inside, token, exists, DTYPE: tl.constexpr):  # type: ignore
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def together(value, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The same values, of which the compiler no longer knows that they were joined: it would make other layouts.
+
+    No instruction comes of it.
+    """
+    if ASM and value.dtype == tl.float16:
+        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], tl.float16, False, 2)
+    elif ASM and value.dtype == tl.bfloat16:
+        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], tl.bfloat16, False, 2)
+    elif ASM and value.dtype == tl.float32:
+        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], tl.float32, False, 1)
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def tile(  # type: ignore[no-untyped-def]
     words, shorts, halves, x, token, exists, start, rows, inputs, number, base, scales, zeros, zero_bits, group, grid,
     BITS: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr, NESTED: tl.constexpr, ASM: tl.constexpr,
@@ -299,11 +314,7 @@ def tile(  # type: ignore[no-untyped-def]
         made = tl.reshape(made, (BLOCK_N // 16, 8, 4, 2, 2, STEP // 16, 2))
         made = tl.permute(made, (0, 3, 1, 5, 4, 2, 6))  # 16 rows: 2 * 8; 16 inputs: 2 * 4 * 2
         value = tl.reshape(made, (BLOCK_N, STEP))
-        if ASM:  # no instruction: it hides from the compiler that values were joined, of which it makes other layouts
-            if tl.float16 == DTYPE:
-                value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], tl.float16, False, 2)
-            elif tl.bfloat16 == DTYPE:
-                value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], tl.bfloat16, False, 2)
+        value = together(value, ASM)
         some = tl.load(x + token[None, :] + k[:, None], mask=exists[None, :], other=0.0).to(DTYPE)
         made_of = tl.join(
             scale_of(halves, upper, here, its_group, rows, scales, grid),

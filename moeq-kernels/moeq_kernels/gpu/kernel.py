@@ -23,7 +23,6 @@ from moeq_kernels.gpu import unpacked
 from moeq_kernels.gpu.settings import Settings, Shape, choose, rows_to_unpack
 from moeq_kernels.gpu.stored import Stored, shapes_of
 from moeq_kernels.gpu.swizzle import FRAGMENT, TILE
-from moeq_kernels.packed import PackedWeight
 
 ACTIVATIONS = {  # in one pass with the products; names as in transformers
     "silu": "silu",
@@ -124,7 +123,8 @@ class Stack:
             len(self.stored.shapes), rows, inputs, x.stride(0), each, settings.splits,
             FIRST=slots[0], SECOND=slots[1] if len(slots) > 1 else -1, ACTIVATION=activation, ROUTING=how,
             OWNERS=triton.next_power_of_2(owners), WIDTHS=self.stored.widths(slots), STEP=self.stored.step(slots),
-            TAIL=inputs % TILE != 0, NESTED=self.stored.nested(slots), FRAGMENTS=rows % FRAGMENT == 0,
+            TAIL=inputs % TILE != 0, NESTED=self.stored.nested(slots), COMPUTED=self.stored.computed,
+            FRAGMENTS=rows % FRAGMENT == 0,
             DTYPE=names[computed], ASM=not interpreted(), PERSISTENT=settings.persistent > 0,
             BLOCK_N=settings.block_n, BLOCK_M=settings.block_m, num_warps=settings.warps, num_stages=settings.stages,
         )  # fmt: skip
@@ -145,7 +145,8 @@ class Stack:
         unpack[grid](
             *self.pointers[:4], self.stored.table, self.stored.grids, experts, out, len(self.stored.shapes), rows,
             inputs, SLOT=slot, WIDTHS=self.stored.widths((slot,)), NESTED=self.stored.nested((slot,)),
-            FRAGMENTS=rows % FRAGMENT == 0, DTYPE=names[computed], ASM=not interpreted(), BLOCK_N=64,
+            COMPUTED=self.stored.computed, FRAGMENTS=rows % FRAGMENT == 0, DTYPE=names[computed],
+            ASM=not interpreted(), BLOCK_N=64,
         )  # fmt: skip
         return out
 
@@ -315,7 +316,7 @@ class TritonLinear:
 
 
 class TritonKernel:
-    """Grouped products with any mix of widths, codes as they are stored, on one GPU."""
+    """Grouped products with any mix of widths, grids and trellis codes as they are stored, on one GPU."""
 
     name = "triton"
 
@@ -341,8 +342,6 @@ def _refusal(matrices: Sequence[Matrix]) -> str | None:
     """Why these cannot be computed with here."""
     if not has_triton():
         return "Triton is not installed"
-    if any(isinstance(one, PackedWeight) and one.state_bits for one in matrices):
-        return "trellis codes, which no kernel computes with on a GPU yet"
     devices = {one.device if isinstance(one, Tensor) else one.codes.device for one in matrices}
     if len(devices) > 1:
         return "they lie on several devices"

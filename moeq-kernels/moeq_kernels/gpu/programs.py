@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moeq_kernels.gpu.codes import inputs_of, tile, uneven, weights_of
+from moeq_kernels.gpu.codes import inputs_of, scale_of, tile, uneven, weights_of
+from moeq_kernels.gpu.walks import KINDS, LAST_KIND, bits_of, walked, walked_product
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -61,14 +62,14 @@ def dense_product(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def product(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last,
-    WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, FRAGMENTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """A matrix's rows from `start` on times tokens, float32 [N, M]; the bias is added by the part of K that begins it.
 
     row, grid: the matrix's row of the table; first, last: tiles of K. Of the branches by width only those that the
-    layer has (WIDTHS) are compiled, and a program takes one. STEP: as in `tile`, 0 for tiles that go through `uneven`.
+    layer has (WIDTHS) are compiled, and a program takes one. STEP: as in `tile`, 0 for tiles that go through `uneven`;
+    COMPUTED: as in `walks.number`.
     """
     width = tl.load(row)
     base = tl.multiple_of(tl.load(row + 1), 4)  # parts begin at 16 bytes (`stored.ALIGNMENT`)
@@ -100,6 +101,22 @@ def product(  # type: ignore[no-untyped-def]
                             words, shorts, halves, x, token, exists, n, rows, inputs, number, base, scales, zeros,
                             zero_bits, group, grid, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
                         )  # fmt: skip
+    for KIND in tl.static_range(KINDS, LAST_KIND):
+        if (WIDTHS >> KIND) & 1:  # noqa: SIM102
+            if width == KIND:  # of trellis codes: in place of zero points the values, in place of their bits nothing
+                state_bits = tl.load(row + 7).to(tl.int32)
+                for number in range(first, tl.minimum(last, full)):
+                    total += walked_product(
+                        words, shorts, x, token, exists, start, rows, inputs, number, base, zeros, state_bits,
+                        bits_of(KIND), COMPUTED, True, DTYPE, ASM, BLOCK_N,
+                    )  # fmt: skip
+                if TAIL:
+                    for number in range(tl.maximum(first, full), last):
+                        total += walked_product(
+                            words, shorts, x, token, exists, start, rows, inputs, number, base, zeros, state_bits,
+                            bits_of(KIND), COMPUTED, False, DTYPE, ASM, BLOCK_N,
+                        )  # fmt: skip
+                total *= scale_of(halves, n, n < rows, 0, rows, scales, grid)[:, None]
     if WIDTHS >= 1 << 16:  # noqa: SIM102
         if width >= 16:
             total = dense_product(total, dense, x, token, exists, n, rows, inputs, first, last, base, DTYPE)
@@ -130,9 +147,8 @@ def activated(value, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
 def one_item(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, table, grids, x, out, pairs, slots, rows, inputs, x_step, each,
     splits, expert, pair, exists, block, split, FIRST: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr,
-    WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, FRAGMENTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One block of N of one expert for one block of rows, over one of the splits of K."""
     token = (pair // each).to(tl.int64) * x_step
@@ -144,15 +160,16 @@ def one_item(  # type: ignore[no-untyped-def]
     at = (expert * slots).to(tl.int64)
     result = product(
         words, shorts, halves, dense, singles, table + (at + FIRST) * 8, grids + (at + FIRST) * 3, x, token,
-        exists, start, rows, inputs, first, last, WIDTHS, STEP, TAIL, NESTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+        exists, start, rows, inputs, first, last, WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM,
+        BLOCK_N, BLOCK_M,
     )  # fmt: skip
     if ACTIVATION != "":
         result = activated(result, ACTIVATION)
     if SECOND >= 0:
         result *= product(
             words, shorts, halves, dense, singles, table + (at + SECOND) * 8, grids + (at + SECOND) * 3, x,
-            token, exists, start, rows, inputs, first, last, WIDTHS, STEP, TAIL, NESTED, FRAGMENTS, DTYPE, ASM,
-            BLOCK_N, BLOCK_M,
+            token, exists, start, rows, inputs, first, last, WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE,
+            ASM, BLOCK_N, BLOCK_M,
         )  # fmt: skip
     n = start + tl.arange(0, BLOCK_N)
     place = (split * pairs + pair).to(tl.int64) * rows
@@ -198,9 +215,8 @@ def grouped(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, table, grids, x, index, order, starts, costs, out, pairs, experts,
     slots, rows, inputs, x_step, each, splits, FIRST: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr,
     ROUTING: tl.constexpr, OWNERS: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
-    NESTED: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, PERSISTENT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    NESTED: tl.constexpr, COMPUTED: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+    PERSISTENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Products of rows with their experts' matrices, [splits, P, N]; of two, act(first) * second.
 
@@ -249,7 +265,7 @@ def grouped(  # type: ignore[no-untyped-def]
         one_item(
             words, shorts, halves, dense, singles, table, grids, x, out, pairs, slots, rows, inputs, x_step, each,
             splits, expert, pair, exists, block, split, FIRST, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED,
-            FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+            COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
         )  # fmt: skip
 
 
@@ -278,8 +294,8 @@ def weighted_sum(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def unpack(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, table, grids, which, out, slots, rows, inputs, SLOT: tl.constexpr,
-    WIDTHS: tl.constexpr, NESTED: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    WIDTHS: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr, FRAGMENTS: tl.constexpr,
+    DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One projection of some experts, which [e], as dense matrices: out [e, N, K]. Programs: blocks of N, tiles, e."""
     at = tl.load(which + tl.program_id(2)).to(tl.int64) * slots + SLOT
@@ -298,6 +314,18 @@ def unpack(  # type: ignore[no-untyped-def]
                     ASM, FRAGMENTS,
                 )  # fmt: skip
                 there = (n < rows)[:, None] & inside[None, :]
+                tl.store(place + k[None, :], weight.to(out.dtype.element_ty), mask=there)
+    for KIND in tl.static_range(KINDS, LAST_KIND):
+        if (WIDTHS >> KIND) & 1:  # noqa: SIM102
+            if width == KIND:
+                weight = walked(
+                    words, shorts, tl.program_id(0) * BLOCK_N, rows, inputs, number, base, tl.load(row + 3),
+                    tl.load(row + 7).to(tl.int32), bits_of(KIND), COMPUTED, False, DTYPE, ASM, BLOCK_N,
+                )  # fmt: skip
+                scale = scale_of(halves, n, n < rows, 0, rows, tl.load(row + 2), grids + at * 3)
+                weight = (weight.to(tl.float32) * scale[:, None]).to(DTYPE)
+                k = 128 * number + tl.arange(0, 128)
+                there = (n < rows)[:, None] & (k < inputs)[None, :]
                 tl.store(place + k[None, :], weight.to(out.dtype.element_ty), mask=there)
     if WIDTHS >= 1 << 16:  # noqa: SIM102
         if width >= 16:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from moeq_kernels.gpu.strips import name_of
 from moeq_kernels.gpu.swizzle import FRAGMENT, TILE
 
 TUNED = Path(__file__).with_name("tuned")
@@ -57,7 +58,7 @@ class Shape:
     def key(self) -> str:
         """Its name in a tuned table: of as many rows, up to the next power of two."""
         bucket = 1 << max(0, self.pairs - 1).bit_length()
-        widths = "+".join(str(width) for width in range(1, 33) if self.widths >> width & 1)
+        widths = "+".join(name_of(width) for width in range(1, 33) if self.widths >> width & 1)
         return f"{self.experts}x{self.rows}x{self.inputs}{'x2' if self.two else ''}/{widths} bits/{bucket} rows"
 
 

@@ -4,6 +4,9 @@ The table has for each expert and projection a row of whole numbers (COLUMNS) an
 stored zero point z and scale s into those of the codes as they are: zero = z * GRID[1] + GRID[2], scale = s * GRID[0].
 That is all that tells a plain grid, a nested one, a sign grid and a symmetric one apart: (code - zero) * scale.
 
+Trellis codes have a kind instead of a width there (`strips`), and values of states that were trained instead of zero
+points: int16 patterns of float16 and then of bfloat16, in the buffer once for each kind and number of states.
+
 Letters: E experts, S projections, N rows, K inputs, G groups.
 """
 
@@ -17,25 +20,25 @@ import torch
 from torch import Tensor
 
 from moeq_kernels.description import Matrix
+from moeq_kernels.gpu.strips import arrange, kind_of, strip_bytes, undo
 from moeq_kernels.gpu.swizzle import FRAGMENT, code_bytes, rows_of, swizzle, unswizzle
 from moeq_kernels.grids import SIGN_ZERO
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack, packed_row_bytes, unpack
+from moeq_kernels.reference import some_rows
+from moeq_kernels.trellis import TILE, UNIT, WALKED, integer_values, tiles_along
+from moeq_kernels.trellis_tables import table
 from moeq_kernels.widths import resolved_group_size
 
 ALIGNMENT = 16  # bytes: the widest load of a thread
-COLUMNS = ("width", "codes", "scales", "zeros", "zero_bits", "group", "bias", "unused")
-CODES_UNIT, SCALES_UNIT, ZEROS_UNIT, BIAS_UNIT = (
-    4,
-    2,
-    4,
-    4,
-)  # bytes that the table counts in; dense matrices in their own elements
+COLUMNS = ("width", "codes", "scales", "zeros", "zero_bits", "group", "bias", "state_bits")
+CODES_UNIT, SCALES_UNIT, ZEROS_UNIT, BIAS_UNIT, VALUES_UNIT = 4, 2, 4, 4, 2  # bytes; dense matrices: their elements
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one matrix lies, in bytes from the start; None: there is no such part. like: it without its tensors."""
+    """Where one matrix lies, in bytes from the start; None: there is no such part. like: it without its tensors;
+    values: of the states of trellis codes."""
 
     rows: int
     inputs: int
@@ -43,11 +46,36 @@ class Place:
     scales: int | None = None
     zeros: int | None = None
     bias: int | None = None
+    values: int | None = None
     like: PackedWeight | torch.dtype
 
     @property
     def width(self) -> int:
+        """Bits, or the kind of trellis codes."""
+        if self.walk is not None:
+            return kind_of(self.walk[0])
         return self.like.bits if isinstance(self.like, PackedWeight) else 8 * self.like.itemsize
+
+    @property
+    def walk(self) -> tuple[int, int] | None:
+        """Bits of a step and of a state of trellis codes; a step of 8 bits is its state."""
+        if not isinstance(self.like, PackedWeight) or not self.like.state_bits:
+            return None
+        return self.like.bits, self.like.state_bits if self.like.bits in WALKED else self.like.bits
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has trellis codes whose values are in a table."""
+        return self.walk is not None and table(*self.walk) is not None
+
+    @property
+    def code_bytes(self) -> int:
+        """Of codes or elements."""
+        if not isinstance(self.like, PackedWeight):
+            return self.rows * self.inputs * self.like.itemsize
+        if self.walk is not None:
+            return tiles_along(self.rows) * strip_bytes(self.inputs, self.like.bits)
+        return code_bytes(self.rows, self.inputs, self.like.bits)
 
     @property
     def group(self) -> int:
@@ -70,10 +98,8 @@ class Place:
     def nbytes(self) -> int:
         """Bytes that a product reads: codes or elements, scales and zero points."""
         like = self.like
-        if not isinstance(like, PackedWeight):
-            return self.rows * self.inputs * like.itemsize
-        grids = like.scales.shape[-1] * (2 * self.rows + self.zero_row_bytes)
-        return code_bytes(self.rows, self.inputs, like.bits) + grids
+        groups = like.scales.shape[-1] if isinstance(like, PackedWeight) else 0
+        return self.code_bytes + groups * (2 * self.rows + self.zero_row_bytes)
 
     def row(self) -> list[int]:
         """Its row of the table."""
@@ -82,11 +108,11 @@ class Place:
             self.width,
             self.codes // unit,
             (self.scales or 0) // SCALES_UNIT,
-            (self.zeros or 0) // ZEROS_UNIT,
+            (self.zeros or 0) // ZEROS_UNIT if self.walk is None else (self.values or 0) // VALUES_UNIT,
             self.zero_bits,
             self.group,
             -1 if self.bias is None else self.bias // BIAS_UNIT,
-            0,
+            0 if self.walk is None else self.walk[1],
         ]
 
     def grid(self) -> list[float]:
@@ -94,6 +120,8 @@ class Place:
         like = self.like
         if not isinstance(like, PackedWeight):
             return [1.0, 0.0, 0.0]
+        if self.walk is not None:
+            return [UNIT, 0.0, 0.0]
         if like.bits == 1:
             return [1.0, 0.0, SIGN_ZERO]
         width = like.encoding.grid_bits(like.bits)
@@ -106,7 +134,8 @@ class Stored:
     """Matrices [S] of each of E experts in one buffer. buffer: uint8; table: int64 [E, S, 8]; grids: float32 [E, S, 3].
 
     shapes: (N, K) of each projection, the same for all experts (else ValueError); dense: the dtype of matrices that are
-    not packed, of which there may be one (else ValueError), None where all are packed.
+    not packed, of which there may be one (else ValueError), None where all are packed; computed: whether the values of
+    all trellis codes are computed from their states; values: else where those of (bits, state bits) begin, in bytes.
     """
 
     def __init__(self, matrices: Sequence[Sequence[Matrix]], biases: Sequence[Sequence[Tensor | None]]) -> None:
@@ -124,12 +153,31 @@ class Stored:
             for matrix, bias in zip(expert, added, strict=True):
                 place, size = _placed(matrix, bias, size)
                 self.places[-1].append(place)
+        size = self._place_values(size)
         self.buffer = torch.zeros(-(-size // 64) * 64, dtype=torch.uint8, device=device)
         for expert, added, places in zip(matrices, biases, self.places, strict=True):
             for matrix, bias, place in zip(expert, added, places, strict=True):
                 self._put(matrix, bias, place)
+        for (bits, state_bits), at in self.values.items():
+            made = integer_values(bits, state_bits)
+            self._write(at, torch.cat([made.half().view(torch.int16), made.bfloat16().view(torch.int16)]))
         self.table = torch.tensor([[one.row() for one in every] for every in self.places], device=device)
         self.grids = torch.tensor([[one.grid() for one in every] for every in self.places], device=device)
+
+    def _place_values(self, size: int) -> int:
+        """Find room for tables of values from `size` on, which all matrices have where one has; where they end."""
+        every = [place for places in self.places for place in places]
+        self.computed = not any(one.trained for one in every)
+        walks = {one.walk for one in every if one.walk is not None and one.walk[0] in WALKED}
+        self.values: dict[tuple[int, int], int] = {}
+        for walk in () if self.computed else sorted(walks):
+            self.values[walk] = size
+            size += 2 * VALUES_UNIT << walk[1]
+        self.places = [
+            [one if one.walk is None else replace(one, values=self.values.get(one.walk)) for one in places]
+            for places in self.places
+        ]
+        return size
 
     @property
     def nbytes(self) -> int:
@@ -174,8 +222,10 @@ class Stored:
             return dense.clone() if index is None else dense.index_select(0, index)
         assert place.scales is not None
         groups = like.scales.shape[-1]
-        words = self._bytes(place.codes, code_bytes(rows, inputs, like.bits))
+        words = self._bytes(place.codes, place.code_bytes)
         scales = self._bytes(place.scales, 2 * groups * rows).view(like.scales.dtype).view(groups, rows).T
+        if place.walk is not None:
+            return _walked(like, words, scales, index)
         zeros = None
         if place.zeros is not None:
             row = place.zero_row_bytes
@@ -206,7 +256,10 @@ class Stored:
         if isinstance(matrix, Tensor):
             self._write(place.codes, matrix)
         else:
-            self._write(place.codes, swizzle(unpack(matrix.codes, matrix.bits, matrix.inputs), matrix.bits))
+            if place.walk is not None:
+                self._write(place.codes, arrange(matrix.codes, matrix.bits))
+            else:
+                self._write(place.codes, swizzle(unpack(matrix.codes, matrix.bits, matrix.inputs), matrix.bits))
             assert place.scales is not None
             self._write(place.scales, matrix.scales.T)
             if place.zeros is not None and matrix.zeros is not None:
@@ -234,7 +287,18 @@ def shape_of(matrix: Matrix) -> tuple[int, int]:
     """(N, K) of one matrix."""
     if isinstance(matrix, Tensor):
         return matrix.shape[0], matrix.shape[1]
-    return matrix.codes.shape[0], matrix.inputs
+    return matrix.scales.shape[0], matrix.inputs
+
+
+def _walked(like: PackedWeight, words: Tensor, scales: Tensor, index: Tensor | None) -> Matrix:
+    """A matrix of trellis codes as it was given, or some of its rows; only the strips that have one are read."""
+    if index is None:
+        return replace(like, codes=undo(words, like.inputs, like.bits), scales=scales.contiguous())
+    used, place = torch.unique(index // TILE, return_inverse=True)
+    every = used[:, None] * TILE + torch.arange(TILE, device=index.device)
+    found = scales.index_select(0, every.flatten().clamp(max=len(scales) - 1))
+    some = replace(like, codes=undo(words, like.inputs, like.bits, used), scales=found)
+    return some_rows(some, place * TILE + index % TILE)
 
 
 def _zero_order(rows: int) -> Tensor:
@@ -255,7 +319,7 @@ def _placed(matrix: Matrix, bias: Tensor | None, start: int) -> tuple[Place, int
         matrix.check()
         like = matrix.map(lambda part: part.new_empty(part.shape, device="meta"))
         groups = matrix.scales.shape[-1]
-        sizes |= {"codes": code_bytes(rows, inputs, matrix.bits), "scales": 2 * groups * rows}
+        sizes |= {"codes": Place(rows=rows, inputs=inputs, codes=0, like=like).code_bytes, "scales": 2 * groups * rows}
         if matrix.zeros is not None:
             empty = Place(rows=rows, inputs=inputs, codes=0, zeros=0, like=like)
             sizes["zeros"] = groups * empty.zero_row_bytes

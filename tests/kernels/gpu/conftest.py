@@ -9,7 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-WRITTEN_IN_TRITON = ("moeq_kernels.gpu.codes", "moeq_kernels.gpu.programs", "kernels.gpu.numbers_kernel")
+WRITTEN_IN_TRITON = (
+    "moeq_kernels.gpu.codes",
+    "moeq_kernels.gpu.programs",
+    "moeq_kernels.gpu.walks",
+    "kernels.gpu.numbers_kernel",
+)
 
 
 def forget(*packages: str) -> None:

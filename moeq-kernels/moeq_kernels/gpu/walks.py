@@ -1,0 +1,196 @@
+"""How a program makes numbers of trellis codes: states cut out of the bits of a row, values looked up by state.
+
+A tile of 16 x 16 weights (`moeq_kernels.trellis`) is what a tensor core's m16n8k16 takes: thread 4r + q of a warp has
+rows r and r + 8 and of each the columns 2q, 2q + 1, 2q + 8 and 2q + 9. It loads the pieces (`strips`) of its rows and
+of those before them, four tiles at a time; a window of b + L bits that ends at column 2q + 1 holds the states of two
+columns, and where it begins is the same in every tile. What comes is a number of 8 bits, exact in every dtype: values
+that were trained come from a table in memory, int16 patterns of float16 and then of bfloat16 by state; those that are
+computed (`trellis.computed_values`) are computed here, and a code of 8 bits is its value. Scales, one a row, act on
+float32 sums.
+
+Imported only where Triton is installed. Letters: N rows, M tokens, b bits of a step, L bits of a state.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moeq_kernels import trellis
+from moeq_kernels.gpu.codes import inputs_of, together
+from moeq_kernels.gpu.strips import FIRST_KIND
+from moeq_kernels.widths import TRELLIS_BITS
+
+MULTIPLIER: tl.constexpr = tl.constexpr(trellis.MULTIPLIER - (1 << 32))  # as numbers with a sign
+ADDEND: tl.constexpr = tl.constexpr(trellis.ADDEND - (1 << 32))
+KINDS: tl.constexpr = tl.constexpr(FIRST_KIND)
+LAST_KIND: tl.constexpr = tl.constexpr(FIRST_KIND + len(TRELLIS_BITS))
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def bits_of(kind: int) -> int:
+    """The bits of a kind of trellis codes in the table."""
+    return TRELLIS_BITS[kind - FIRST_KIND]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def piece(words, shorts, base, at, here, every, PIECE: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A piece of 32 bits of rows of tiles, or of 16 (1 and 3 bits: the last); every: rows of tiles in the matrix."""
+    if BITS == 2 * PIECE + 1:
+        return tl.load(shorts + 2 * (base + PIECE * every) + at, mask=here, other=0).to(tl.int32) & 65535
+    else:
+        return tl.load(words + base + PIECE * every + at, mask=here, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def cut(low, high, begin):  # type: ignore[no-untyped-def]
+    """32 of 64 bits, from bit `begin` on, below 64."""
+    both = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 4294967295)
+    return (both >> begin.to(tl.int64)).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def windows(  # type: ignore[no-untyped-def]
+    words, shorts, base, at, before, here, every, q, state_bits, BITS: tl.constexpr
+):
+    """The bits of the states of columns 2q and 2q + 1, from bit 0 and from bit b on, and those of 2q + 8 and 2q + 9.
+
+    at: rows of tiles; before: those before them, whose last bits the first states begin in.
+    """
+    if BITS == 8:  # no state: two columns' bytes
+        where = at + (q // 2) * every
+        first = tl.load(words + base + where, mask=here, other=0) >> (q % 2 * 16)
+        second = tl.load(words + base + 2 * every + where, mask=here, other=0) >> (q % 2 * 16)
+    elif BITS == 4:
+        middle = piece(words, shorts, base, at, here, every, 0, BITS)
+        begin = 36 + 8 * q - state_bits
+        first = cut(piece(words, shorts, base, before, here, every, 1, BITS), middle, begin)
+        second = cut(middle, piece(words, shorts, base, at, here, every, 1, BITS), begin)
+    elif BITS == 3:
+        middle = piece(words, shorts, base, at, here, every, 0, BITS)
+        low = piece(words, shorts, base, before, here, every, 1, BITS) | (middle << 16)
+        high = ((middle >> 16) & 65535) | (piece(words, shorts, base, at, here, every, 1, BITS) << 16)
+        first = cut(low, high, 19 + 6 * q - state_bits)
+        second = cut(low, high, 43 + 6 * q - state_bits)
+    elif BITS == 2:
+        high = piece(words, shorts, base, at, here, every, 0, BITS)
+        low = ((piece(words, shorts, base, before, here, every, 0, BITS) >> 16) & 65535) | (high << 16)
+        first = low >> (18 + 4 * q - state_bits)
+        second = high >> (18 + 4 * q - state_bits)
+    else:
+        both = piece(words, shorts, base, before, here, every, 0, BITS) | (
+            piece(words, shorts, base, at, here, every, 0, BITS) << 16
+        )
+        first = both >> (17 + 2 * q - state_bits)
+        second = both >> (25 + 2 * q - state_bits)
+    return first, second
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def onto(bits, MASK: tl.constexpr, ONES: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bits & MASK | ONES: one instruction, of which the compiler makes two."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [bits, MASK, ONES], tl.int32, True, 1
+        )
+    else:
+        return bits & MASK | ONES
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def number(  # type: ignore[no-untyped-def]
+    window, shorts, values, state_bits, BITS: tl.constexpr, COMPUTED: tl.constexpr, DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """The value, in units of 1/32, of the state in the lowest bits of a window: float32 where it is computed.
+
+    values: where the table begins.
+    """
+    state = window & (((1 << state_bits) - 1) & 65535)  # which tells the compiler that it has no sign
+    if BITS == 8:
+        return (state ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0  # 2**23 + 128
+    elif COMPUTED:
+        hashed = state * MULTIPLIER + ADDEND
+        if ASM:  # the sum of four bytes and 2
+            total = tl.inline_asm_elementwise("dp4a.u32.u32 $0, $1, 16843009, 2;", "=r,r", [hashed], tl.int32, True, 1)
+        else:
+            total = (hashed & 255) + ((hashed >> 8) & 255) + ((hashed >> 16) & 255) + ((hashed >> 24) & 255) + 2
+        quarters = onto(total, 1020, 0x4A000000, ASM)
+        return quarters.to(tl.float32, bitcast=True) - 2097280.0  # 2**21 + 128
+    elif tl.bfloat16 == DTYPE:
+        return tl.load(shorts + values + (1 << state_bits) + state).to(tl.bfloat16, bitcast=True)
+    else:
+        return tl.load(shorts + values + state).to(tl.float16, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def four_tiles(  # type: ignore[no-untyped-def]
+    words, shorts, base, at, before, here, every, q, values, state_bits, BITS: tl.constexpr, COMPUTED: tl.constexpr,
+    DTYPE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The numbers of a row of tiles as [.., columns 2q or 2q + 8, the first or the second of two]."""
+    first, second = windows(words, shorts, base, at, before, here, every, q, state_bits, BITS)
+    a0 = number(first, shorts, values, state_bits, BITS, COMPUTED, DTYPE, ASM)
+    a1 = number(first >> BITS, shorts, values, state_bits, BITS, COMPUTED, DTYPE, ASM)
+    b0 = number(second, shorts, values, state_bits, BITS, COMPUTED, DTYPE, ASM)
+    b1 = number(second >> BITS, shorts, values, state_bits, BITS, COMPUTED, DTYPE, ASM)
+    return tl.join(tl.join(a0, b0), tl.join(a1, b1))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def walked(  # type: ignore[no-untyped-def]
+    words, shorts, start, rows, inputs, block, base, values, state_bits, BITS: tl.constexpr, COMPUTED: tl.constexpr,
+    WHOLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Values [N, 128] of a block of tiles in units of 1/32, rows from `start` on; WHOLE: it has 8 tiles.
+
+    float32 where they are computed: what rounds them, exactly, comes after they were brought into their places.
+    """
+    lane = tl.arange(0, BLOCK_N * 8)  # a thread has four tiles: [N / 16, r, q, tile]
+    strip = start // 16 + lane // 128
+    r, q, tile = lane // 16 % 8, lane // 4 % 4, lane % 4
+    along = (inputs + 15) // 16
+    strips = (rows + 15) // 16
+    every = tl.cast(strips, tl.int64) * along * 16
+    columns = 8 if WHOLE else tl.minimum(along - 8 * block, 8)
+    at = tl.cast(strip, tl.int64) * (along * 16) + 128 * block
+    here = strip < strips
+    there = here if WHOLE else here & (tile < columns)
+    then = here if WHOLE else here & (tile + 4 < columns)
+    upper = at + r * columns + tile
+    lower = at + (r + 8) * columns + tile
+    last = at + (r + 15) % 16 * columns + tile
+    middle = at + (r + 7) * columns + tile
+    a = four_tiles(
+        words, shorts, base, upper, last, there, every, q, values, state_bits, BITS, COMPUTED, DTYPE, ASM
+    )  # fmt: skip
+    b = four_tiles(
+        words, shorts, base, upper + 4, last + 4, then, every, q, values, state_bits, BITS, COMPUTED, DTYPE, ASM
+    )  # fmt: skip
+    c = four_tiles(
+        words, shorts, base, lower, middle, there, every, q, values, state_bits, BITS, COMPUTED, DTYPE, ASM
+    )  # fmt: skip
+    d = four_tiles(
+        words, shorts, base, lower + 4, middle + 4, then, every, q, values, state_bits, BITS, COMPUTED, DTYPE, ASM
+    )  # fmt: skip
+    made = tl.join(tl.join(a, b), tl.join(c, d))  # [.., 2, 2, half of the tiles, rows r or r + 8]
+    made = tl.reshape(made, (BLOCK_N // 16, 8, 4, 4, 2, 2, 2, 2))
+    made = tl.permute(made, (0, 7, 1, 6, 3, 4, 2, 5))  # 16 rows: 2 * 8; 128 inputs: 2 * 4 tiles, 2 * 4 * 2
+    return tl.reshape(made, (BLOCK_N, 128))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def walked_product(  # type: ignore[no-untyped-def]
+    words, shorts, x, token, exists, start, rows, inputs, block, base, values, state_bits, BITS: tl.constexpr,
+    COMPUTED: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The product of a block of tiles before its rows' scales, float32 [N, M]."""
+    value = walked(
+        words, shorts, start, rows, inputs, block, base, values, state_bits, BITS, COMPUTED, WHOLE, DTYPE, ASM, BLOCK_N
+    )  # fmt: skip
+    k = 128 * block + tl.arange(0, 128)
+    if WHOLE:
+        some = tl.load(x + token[None, :] + k[:, None], mask=exists[None, :], other=0.0).to(DTYPE)
+    else:
+        some = inputs_of(x, k, k < inputs, token, exists, DTYPE)
+    return tl.dot(together(value, ASM).to(DTYPE), some, input_precision="ieee")
