@@ -9,6 +9,10 @@ Decode: whole expert layers, random routing, group 128 with zero points; the sha
 memory (bytes read and written, measured in the same run) counts each active expert once. Mixed: half of the experts
 with 2 bits and half with 4 beside all with 3: bytes a second over those of the uniform layer.
 
+Trellis codes: the same layers at 2, 3 and 4 bits with 2^8 states, at 2 bits with 2^10 (values from a table) and 2^12
+(computed), and of 2 and 4 bits mixed: beside their share of the copy's rate, how many times faster they are than this
+rate reads the same experts in 16 bits, which no product of 16 bits can beat.
+
 Prefill: many rows an expert, fused, unpacked first, and 16 bits throughout.
 
 --tune first writes moeq_kernels/gpu/tuned/DEVICE.json: what was fastest for these shapes, in --tune-seconds, and the
@@ -51,6 +55,8 @@ ACTIVE = (1, 4, 8, 16, 24, 32)
 TABLE1 = {4: 1.56, 8: 1.35}  # geometric means of paper 002
 COLD = 4 * 60e6  # bytes that a graph goes through before it comes back: four times an H200's L2
 SHARE, CLEARLY, MIXED = 0.60, 1.25, 0.90
+TRELLIS = 1.5  # times as fast as 16 bits are read, with 2^8 states and one token
+WALKS = (([2], 8), ([3], 8), ([4], 8), ([2], 10), ([2], 12), ([2, 4], 8))  # widths in turn, bits of a state
 REPLAYS = 15
 PEERS = ("gemlite", "humming")
 
@@ -122,27 +128,23 @@ class Bench:
         """Copies of what is `size` bytes large that do not fit the L2 together."""
         return 1 if self.interpreted else max(2, math.ceil(COLD / max(size, 1)))
 
-    def matrix(self, rows: int, inputs: int, bits: int, group: int, symmetric: bool) -> PackedWeight:
+    def matrix(self, rows: int, inputs: int, bits: int, encoding: Encoding) -> PackedWeight:
         """Random codes; scales of 0.01."""
         parts = {
             name: torch.full(shape, 0.01, dtype=dtype, device=self.device)
             if dtype.is_floating_point
             else torch.randint(0, 256, shape, dtype=dtype, device=self.device, generator=self.generator)
-            for name, (shape, dtype) in packed_shapes(
-                rows, inputs, bits, Encoding(group_size=group, symmetric=symmetric)
-            ).items()
+            for name, (shape, dtype) in packed_shapes(rows, inputs, bits, encoding).items()
         }
-        return PackedWeight(
-            codes=parts["codes"], scales=parts["scales"], zeros=parts.get("zeros"), bits=bits, group_size=group,
-            inputs=inputs, symmetric=symmetric,
-        )  # fmt: skip
+        return PackedWeight.of(parts, bits, inputs, encoding)
 
-    def layer(self, model: Model, bits: Sequence[int]) -> TritonLayer:
-        """Experts of a model with these widths in turn."""
+    def layer(self, model: Model, bits: Sequence[int], state_bits: int = 0) -> TritonLayer:
+        """Experts of a model with these widths in turn; state_bits: of trellis codes, 0 for grids."""
+        encoding = Encoding.trellis(state_bits) if state_bits else Encoding(group_size=128, symmetric=False)
         shapes = {"gate_proj": (model.inner, model.hidden), "up_proj": (model.inner, model.hidden)}
         shapes[DOWN] = (model.hidden, model.inner)
         matrices = [
-            {name: self.matrix(*shape, bits[expert % len(bits)], 128, False) for name, shape in shapes.items()}
+            {name: self.matrix(*shape, bits[expert % len(bits)], encoding) for name, shape in shapes.items()}
             for expert in range(model.experts)
         ]
         return TritonKernel().layer(
@@ -216,6 +218,22 @@ def decode(bench: Bench, results: figures.Figures, models: Sequence[Model], batc
         results.add(f"{model.name}: mixed over uniform, bytes a second, worst batch", worst, **goal)
 
 
+def trellis(bench: Bench, results: figures.Figures, models: Sequence[Model], batches: Sequence[int]) -> None:
+    """Whole layers of trellis codes, by batch."""
+    rate = bench.copy_rate()
+    results.table(["trellis codes", *(f"batch {tokens}, us (share)" for tokens in batches)])
+    for model in models:
+        for bits, state_bits in WALKS:
+            layers = copies_of(bench, bench.layer(model, bits, state_bits), model)
+            taken = [layer_seconds(bench, layers, model, tokens) for tokens in batches]
+            name = f"{model.name}, {' and '.join(map(str, bits))} bits, 2^{state_bits} states"
+            results.row(name, *(f"{1e6 * one:.1f} ({100 * size / one / rate:.0f} %)" for one, size in taken))
+            seconds, size = taken[0]
+            goal = {} if bench.interpreted or state_bits > 8 else {"at_least": TRELLIS}
+            times = 16 * len(bits) / sum(bits) * size / rate / seconds
+            results.add(f"{name}: times as fast as 16 bits are read, batch {batches[0]}", times, **goal)
+
+
 def groups(pairs: int, active: int, device: torch.device) -> Tensor:
     """Experts of the rows, as even as can be."""
     return torch.arange(pairs, device=device) % active
@@ -262,7 +280,7 @@ def table1(bench: Bench, results: figures.Figures, experts: int, inputs: int, ro
         usual_seconds.append(fastest)
     results.row("16 bits, us", *(f"{1e6 * one:.1f}" for one in usual_seconds))
     for bits, stated in TABLE1.items():
-        matrices = [[bench.matrix(rows, inputs, bits, -1, True)] for _ in range(experts)]
+        matrices = [[bench.matrix(rows, inputs, bits, Encoding(group_size=-1, symmetric=True))] for _ in range(experts)]
         first = Stack(Stored(matrices, [[None]] * experts))
         taken = []
         for count in active:
@@ -291,11 +309,11 @@ def shapes(
     """Both launches of a layer by batch, model and width, and the time of the layer with settings for that one."""
     for tokens in batches:
         for model in models:
-            for bits in ([2], [4], [3], [2, 4]):
-                layers = copies_of(bench, bench.layer(model, bits), model)
+            for bits, state_bits in (*(([2], 0), ([4], 0), ([3], 0), ([2, 4], 0)), *WALKS[:3]):
+                layers = copies_of(bench, bench.layer(model, bits, state_bits), model)
                 for slots, rows, inputs in (((0, 1), model.inner, model.hidden), ((2,), model.hidden, model.inner)):
                     shape = Shape(
-                        experts=model.experts, rows=rows, inputs=inputs, widths=sum(1 << one for one in bits),
+                        experts=model.experts, rows=rows, inputs=inputs, widths=layers[0].stack.stored.widths(slots),
                         pairs=tokens * model.each, two=len(slots) > 1,
                     )  # fmt: skip
                     yield (
@@ -323,7 +341,7 @@ def with_settings(
 def prefill(bench: Bench, results: figures.Figures, models: Sequence[Model], tune: bool) -> None:
     """Many rows an expert: fused, unpacked, and 16 bits throughout; from which number of rows on unpacking pays."""
     model = replace(models[0], experts=min(8, models[0].experts))
-    layer = bench.layer(model, [4])
+    layer, walked = bench.layer(model, [4]), bench.layer(model, [4], 8)
     dense = [
         layer.stack.unpacked(slot, torch.arange(model.experts, dtype=torch.int32, device=bench.device), torch.bfloat16)
         for slot in range(3)
@@ -331,7 +349,7 @@ def prefill(bench: Bench, results: figures.Figures, models: Sequence[Model], tun
     numbers = (2,) if bench.interpreted else (1024, 512, 256, 128, 64)
     results.table(["prefill, ms", *(f"{rows} rows an expert" for rows in numbers)])
 
-    def timed(rows: int, unpack_rows: int) -> float:
+    def timed(rows: int, unpack_rows: int, layer: TritonLayer = layer) -> float:
         layer.unpack_rows = unpack_rows
         hidden = torch.randn(rows * model.experts, model.hidden, device=bench.device, dtype=torch.bfloat16)
         index = groups(rows * model.experts, model.experts, bench.device).view(-1, 1)
@@ -350,7 +368,8 @@ def prefill(bench: Bench, results: figures.Figures, models: Sequence[Model], tun
     never = 1 << 30
     for name, time_of in (
         ("4 bits, fused", lambda rows: timed(rows, never)), ("4 bits, unpacked", lambda rows: timed(rows, 1)),
-        ("16 bits", in_16_bits),
+        ("4 bits, 2^8 states, fused", lambda rows: timed(rows, never, walked)),
+        ("4 bits, 2^8 states, unpacked", lambda rows: timed(rows, 1, walked)), ("16 bits", in_16_bits),
     ):  # fmt: skip
         results.row(name, *(f"{1e3 * time_of(rows):.3f}" for rows in numbers))
     if tune and not bench.interpreted:
@@ -395,6 +414,8 @@ def main() -> int:
         table1(bench, results, experts=32, inputs=1024, rows=4096, pairs=40)
     results.keep()
     decode(bench, results, models, batches)
+    results.keep()
+    trellis(bench, results, models, batches)
     results.keep()
     prefill(bench, results, models, options.tune)
     peers(results)
