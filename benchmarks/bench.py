@@ -93,6 +93,9 @@ def markdown(written: dict[str, Any]) -> str:
     lines = [f"`{written['command']}` ({where})", ""]
     shown = [(name, value, goal, met if goal else "") for name, value, goal, met in rows(written)]
     lines += table(["figure", "value", "goal", ""], shown)
+    if "plot" in written:
+        name, told = written["plot"]
+        lines += ["", f"![{told}](results/{name})"]
     for further in written["tables"]:
         lines += ["", *table(further["columns"], further["rows"])]
     return "\n".join([*lines, *(f"\n{line[0].upper()}{line[1:]}." for line in written["left_out"])]) + "\n"
@@ -124,8 +127,11 @@ def record(folder: Path, kept: Path, results: Path) -> list[str]:
     kept.mkdir(exist_ok=True)
     text, taken = results.read_text("utf-8"), []
     for path in sorted(folder.glob("*.json")):
-        if json.loads(path.read_text("utf-8"))["figures"]:
+        written = json.loads(path.read_text("utf-8"))
+        if written["figures"]:
             shutil.copyfile(path, kept / path.name)
+            if "plot" in written:
+                shutil.copyfile(path.parent / written["plot"][0], kept / written["plot"][0])
             taken.append(path.stem)
             if f"<!-- {path.stem} -->" not in text:
                 text += f"\n<!-- {path.stem} -->\n<!-- /{path.stem} -->\n"

@@ -73,12 +73,17 @@ class Figure:
 
 @dataclass
 class Figures:
-    """What one run of a benchmark found; options: as `arguments` gives them."""
+    """What one run of a benchmark found; options: as `arguments` gives them.
+
+    details: further keys of the file; before: seconds of earlier runs whose findings this one goes on from.
+    """
 
     options: argparse.Namespace
     figures: list[Figure] = field(default_factory=list)
     tables: list[dict[str, Any]] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+    before: float = 0.0
 
     def add(self, name: str, value: float, unit: str = "", **goal: Any) -> Figure:
         """One more figure; goal: at_most or at_least, and digits."""
@@ -125,10 +130,10 @@ class Figures:
         path = self.options.json
         if path is not None:
             run = {"benchmark": Path(sys.argv[0]).stem, "quick": self.options.quick} | machine() | {
-                "command": command(), "seconds": round(time.monotonic() - self.options.started, 1),
+                "command": command(), "seconds": round(self.before + time.monotonic() - self.options.started, 1),
                 "figures": [figure.as_json() for figure in self.figures],
                 "tables": self.tables, "left_out": self.lacking,
-            }  # fmt: skip
+            } | self.details  # fmt: skip
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(run, indent=1, allow_nan=False) + "\n", "utf-8")
 

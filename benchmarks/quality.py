@@ -187,27 +187,46 @@ def measure(bench: Bench, bits: list[int], averages: list[str]) -> tuple[Rows, f
 
 def peer_rows(bench: Bench, peers: list[str], environments: Path, bits: list[int]) -> Rows:
     """The peers' own figures; a line for what could not be had."""
-    windows = bench.out / "windows.safetensors"
-    held = {f"heldout.{domain}": rows.int() for domain, rows in bench.windows.heldout.items()}
-    save_file({"calibration": bench.windows.calibration.int()} | held, windows)
+    windows = write_windows(bench.windows, bench.out)
     rows: Rows = {}
     for peer in peers:
         home = environments / peer
         problem = figures.environment(home, PINS, [PACKAGES[peer], "torch", "transformers"])
         for width in [] if problem else [width for width in bits if width > 1]:
-            python, script = home / "bin" / "python", Path(__file__).with_name("quality_peer.py")
-            command = [python, script, peer, bench.model, windows, str(width), str(GROUP), str(bench.iterations)]
-            environment = os.environ | {"GPTQMODEL_CPU_WORKERS": "2", "HF_HUB_OFFLINE": "1"}
-            done = subprocess.run(command, capture_output=True, text=True, env=environment)
-            if done.returncode:
-                problem = figures.last_line(done.stderr)
+            try:
+                figure = peer_figure(peer, home, bench.model, windows, width, GROUP, bench.iterations)
+            except RuntimeError as error:
+                problem = str(error)
                 break
-            figure = json.loads(figures.last_line(done.stdout))
             rows.setdefault(f"{peer}, here", {})[width] = figure["perplexity"]
             print(f"{peer} at {width} bits: {figure['perplexity']:.2f}, {figure['seconds']:.0f} s", flush=True)
         if problem is not None:
             print(f"{peer} left out: {problem}", flush=True)
     return rows
+
+
+def write_windows(windows: Windows, folder: Path) -> Path:
+    """The file of windows that quality_peer.py reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "windows.safetensors"
+    held = {f"heldout.{domain}": rows.int() for domain, rows in windows.heldout.items()}
+    save_file({"calibration": windows.calibration.int()} | held, path)
+    return path
+
+
+def peer_figure(
+    peer: str, home: Path, model: str | Path, windows: Path, width: int, group: int, iterations: int
+) -> dict[str, float]:
+    """What quality_peer.py prints, run in the environment `home`; RuntimeError with the last line of one that fails."""
+    script = Path(__file__).with_name("quality_peer.py")
+    command = [home / "bin" / "python", script, peer, model, windows, str(width), str(group), str(iterations)]
+    environment = os.environ | {"GPTQMODEL_CPU_WORKERS": "2", "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONPATH", None)  # it knows nothing of moeq
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(figures.last_line(done.stderr))
+    figure: dict[str, float] = json.loads(figures.last_line(done.stdout))
+    return figure
 
 
 def main() -> int:

@@ -2,8 +2,9 @@
 
     python quality_peer.py PEER MODEL WINDOWS BITS GROUP ITERATIONS
 
-WINDOWS: safetensors with `calibration` [S, T] and `heldout.DOMAIN` [n, T]. Prints {"perplexity", "seconds"} as its last
-line. Only routed experts are quantized: asymmetric by gptqmodel, symmetric by auto-round.
+WINDOWS: safetensors with `calibration` [S, T] and `heldout.DOMAIN` [n, T]. Prints what `measured` finds, "seconds" and
+"processor" (seconds of quantizing) as its last line. Only routed experts are quantized: asymmetric by gptqmodel,
+symmetric by auto-round.
 """
 
 from __future__ import annotations
@@ -23,16 +24,30 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 
-def perplexity(model: Any, windows: dict[str, Tensor]) -> float:
-    losses = []
-    for name, rows in windows.items():
-        if name.startswith("heldout."):
-            with torch.no_grad():
-                sums = [
-                    float(model(input_ids=batch, labels=batch).loss) * len(batch) for batch in rows.long().split(16)
-                ]
-            losses.append(sum(sums) / len(rows))
-    return math.exp(sum(losses) / len(losses))
+def logits(model: Any, ids: Tensor) -> Tensor:
+    """Logarithms of the next token's probabilities, [S, T, V]."""
+    with torch.no_grad():
+        return torch.cat([model(input_ids=batch).logits.float().log_softmax(-1) for batch in ids.split(16)])
+
+
+def measured(found: Tensor, exact: Tensor, ids: Tensor, domains: list[int]) -> dict[str, float]:
+    """Perplexity (the mean over domains, each of so many windows), KL with its standard error over windows, and the
+    share of tokens whose likeliest is the original's."""
+    losses = -found[:, :-1].gather(-1, ids[:, 1:, None]).mean((1, 2))
+    means = [float(part.mean()) for part in losses.split(domains)]
+    divergence = (exact.exp() * (exact - found)).sum(-1).mean(-1)
+    return {
+        "perplexity": math.exp(sum(means) / len(means)),
+        "kl": float(divergence.mean()),
+        "stderr": float(divergence.std()) / math.sqrt(len(divergence)),
+        "same": float((exact.argmax(-1) == found.argmax(-1)).double().mean()),
+    }
+
+
+def original(folder: str, ids: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    return logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), ids)
 
 
 def auto_round(folder: str, calibration: Tensor, bits: int, group: int, iterations: int) -> Any:
@@ -93,11 +108,14 @@ def unpack(model: nn.Module) -> None:
 def main() -> None:
     peer, folder, windows, bits, group, iterations = sys.argv[1:]
     tensors = load_file(windows)
-    started = time.monotonic()
+    held = [rows.long() for name, rows in tensors.items() if name.startswith("heldout.")]
+    ids, domains = torch.cat(held), [len(rows) for rows in held]
+    exact = original(folder, ids)
+    started, used = time.monotonic(), time.process_time()
     make = {"auto-round": auto_round, "gptqmodel": gptqmodel}[peer]
     model = make(folder, tensors["calibration"].long(), int(bits), int(group), int(iterations))
-    seconds = time.monotonic() - started
-    print(json.dumps({"perplexity": perplexity(model, tensors), "seconds": seconds}))
+    took = {"seconds": time.monotonic() - started, "processor": time.process_time() - used}
+    print(json.dumps(measured(logits(model, ids), exact, ids, domains) | took))
 
 
 if __name__ == "__main__":
