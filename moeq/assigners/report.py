@@ -16,7 +16,7 @@ from moeq.artifacts.targets import FINENESS, MIXED, Granularity, Target, refuse_
 from moeq.assigners import latency
 from moeq.assigners.allocator import Allocator, Widths
 from moeq.assigners.inputs import AssignInputs, decided, expert_widths
-from moeq.assigners.limits import Limit, limit_of, loads, spent
+from moeq.assigners.limits import Limit, byte_limit, gpu_bytes, limit_of, loads, spent
 from moeq.assigners.optimal import Optimum, optimum
 from moeq.assigners.sensitivity import objective, objective_of
 from moeq.errors import AssignmentError, BudgetError, FormatError
@@ -25,6 +25,8 @@ from moeq.registry import ALLOCATORS
 
 Refuse = Callable[[Target, int], FormatError | None]
 KEPT = ("quantizer", "gpu_experts", "alpha", "loss_weighting", "layer_weighting", "normalization", "statistics")
+UNIFORM, THIS = "one width for all", "this run"
+OPTIMAL: dict[Granularity, str] = {"expert": "optimal by expert", "projection": "optimal by matrix"}
 SAME = 1e-9  # relative difference below which objectives count as equal
 
 
@@ -230,6 +232,24 @@ def frontier(
                 points += [_point(inputs, label, chosen) for label, chosen in method.at_bytes(inputs, size)]
     points = list(dict.fromkeys(points))  # the same optimum at several budgets
     return [replace(point, dominated=is_dominated(point, points)) for point in points]
+
+
+def around(inputs: AssignInputs, assignment: Assignment, sizes: int = 9) -> list[Point]:
+    """What an assignment stands among: the optimum at so many sizes between all experts at the least and at the largest
+    width, every width for all, and the assignment itself; experts on the GPU stay there.
+
+    AssignmentError when the loss table lacks one of the assignment's widths.
+    """
+    granularity, hot, widths = finest(inputs), assignment.hot(), inputs.measured()
+    every = [expert_widths(inputs, [np.full(len(mask), width) for mask in hot], hot) for width in widths]
+    uniform = [_point(inputs, UNIFORM, chosen) for chosen in every]
+    least, most = uniform[0].expert_bytes, uniform[-1].expert_bytes
+    points = []
+    for size in sorted({max(least, min(most, round(size))) for size in np.geomspace(least, most, sizes)}):
+        limit = byte_limit(inputs, widths, hot, size, gpu_bytes(inputs, hot), granularity)
+        best = optimum(inputs, limit, hot, granularity)
+        points.append(_point(inputs, OPTIMAL[granularity], expert_widths(inputs, best.bits, hot)))
+    return [*points, *uniform, _point(inputs, THIS, assignment.expert_widths())]
 
 
 def _point(inputs: AssignInputs, label: str, chosen: Widths) -> Point:

@@ -1,13 +1,14 @@
-"""The frontier of assignments: objective against bytes, a line or points for every method, as an SVG of its own."""
+"""The frontier of assignments: objective against bytes by method, as an SVG of its own, and a run's in its report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from moeq.assigners.report import Point
+from moeq.assigners.report import THIS, UNIFORM, Point
 from moeq.reporting import svg
 from moeq.reporting.charts import BYTES_AXIS
+from moeq.reporting.html import Drawing, Section, figure
 from moeq.tables import human_bytes
 
 WIDTH, HEIGHT = 760, 420
@@ -22,6 +23,28 @@ svg { background: var(--paper); font-family: system-ui, "Segoe UI", Roboto, Helv
 
 def frontier_svg(points: Sequence[Point]) -> str:
     """An SVG file; dominated points are hollow, both axes logarithmic (objectives of 0 are left out)."""
+    drawing = _drawing("frontier", "objective against bytes by method", points, "objective (hollow: dominated)")
+    head, _, rest = drawing.svg.partition(">")
+    return f"{head}>\n<style>{COLOURS}</style>{rest}\n"
+
+
+def frontier(points: Sequence[Point]) -> Section | None:
+    """What the losses predict for other sizes; points: as `around` makes them. None where nothing costs anything."""
+    if not any(point.objective > 0 for point in points):
+        return None
+    own = next(point for point in points if point.method == THIS)
+    widths = [point for point in points if point.method == UNIFORM and point.objective > 0]
+    label = f"Objective against bytes of all experts; {THIS}: {own.objective:.3g} at {human_bytes(own.expert_bytes)}."
+    drawing = _drawing("around", label, points, "objective")
+    caption = (
+        "The objective is what the assignment keeps small: losses of the replicas on held-out tokens, weighted as the "
+        "recipe says. The line has its least at every size, no measurement of the model, and training after the "
+        f"assignment is not in it. Squares: {UNIFORM}, of {len(widths)} widths."
+    )
+    return Section("frontier", "What other sizes would cost", [figure(drawing, caption)])
+
+
+def _drawing(name: str, label: str, points: Sequence[Point], measure: str) -> Drawing:
     shown = [point for point in points if point.objective > 0]
     methods = list(dict.fromkeys(point.method for point in shown))
 
@@ -30,12 +53,10 @@ def frontier_svg(points: Sequence[Point]) -> str:
         for index, method in enumerate(methods):
             line = sorted((p for p in shown if p.method == method), key=lambda p: p.expert_bytes)
             _line(plane, method, line, svg.SERIES[index % len(svg.SERIES)], MARKERS[index % len(MARKERS)])
-        _axes(plane, shown)
+        _axes(plane, shown, measure)
         plane.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, handlelength=1.6)
 
-    drawing = svg.draw("frontier", "objective against bytes by method", WIDTH, HEIGHT, fill)
-    head, _, rest = drawing.svg.partition(">")
-    return f"{head}>\n<style>{COLOURS}</style>{rest}\n"
+    return svg.draw(name, label, WIDTH, HEIGHT, fill)
 
 
 def _line(plane: Any, method: str, points: Sequence[Point], colour: str, marker: str) -> None:
@@ -50,7 +71,7 @@ def _line(plane: Any, method: str, points: Sequence[Point], colour: str, marker:
     plane.plot([], [], marker, color=colour, markersize=5, label=method)
 
 
-def _axes(plane: Any, points: Sequence[Point]) -> None:
+def _axes(plane: Any, points: Sequence[Point], measure: str) -> None:
     sizes = [point.expert_bytes for point in points] or [1]
     plane.set(xscale="log", yscale="log", xlim=(min(sizes) / 1.05, max(sizes) * 1.05))
     steps = [min(sizes) * (max(sizes) / min(sizes)) ** (part / 4) for part in range(5)]
@@ -60,4 +81,4 @@ def _axes(plane: Any, points: Sequence[Point]) -> None:
     plane.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
     plane.yaxis.set_minor_formatter(lambda value, _: "")
     plane.grid()
-    plane.set(xlabel=BYTES_AXIS, ylabel="objective (hollow: dominated)")
+    plane.set(xlabel=BYTES_AXIS, ylabel=measure)

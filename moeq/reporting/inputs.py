@@ -18,6 +18,7 @@ from moeq.artifacts.non_experts import OtherTable
 from moeq.artifacts.profile import Coverage, ExpertProfile
 from moeq.artifacts.sensitivities import SensitivityTable
 from moeq.artifacts.tuned import Tuned
+from moeq.assigners.report import Point
 from moeq.estimator.geometry import is_toy
 from moeq.estimator.result import Estimate
 from moeq.integers.artifacts.integer_report import IntegerReport
@@ -91,6 +92,7 @@ class ReportInputs:
     domains: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     bench: Bench | None = None  # of this checkpoint, where one lies in the run
+    around: Sequence[Point] = ()  # what the assignment stands among, by what losses predict
     integer: IntegerReport | None = None  # where the folded model was made a forward in whole numbers
 
     def label(self, name: str) -> str:

@@ -7,6 +7,7 @@ from moeq.reporting import (
     decided,
     experts,
     formats,
+    frontier,
     low_precision,
     measured,
     reparam,
@@ -23,10 +24,12 @@ from moeq.reporting.inputs import ReportInputs
 
 def render(inputs: ReportInputs) -> str:
     """The report as one HTML document; its bytes depend only on the artifacts."""
+    sizes = frontier.frontier(inputs.around)
     sweeps, translated, folded = inputs.low_precision, inputs.evaluation.translation, inputs.reparam
     sections = [
         decided.decided(inputs),
         summary.size_against_quality(inputs),
+        *([] if sizes is None else [sizes]),
         cautions.cautions(inputs),
         summary.variants(inputs),
         *([] if translated is None else [translation.translation(translated, inputs.labels)]),

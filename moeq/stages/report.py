@@ -18,6 +18,7 @@ from moeq.artifacts.gates import NAME as GATES
 from moeq.artifacts.gates import Gate, read_gates, write_gates
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import current_digest, read_record
+from moeq.assigners.report import around
 from moeq.errors import ArtifactError
 from moeq.recipe import domain_names
 from moeq.recipe.labels import labels
@@ -47,7 +48,7 @@ from moeq.stages.needs import Needs, Sizes
 from moeq.stages.replicas import load_losses
 
 NAME = "report.html"
-REVISION = 9  # raised when the same run gives another page
+REVISION = 10  # raised when the same run gives another page
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
 
 
@@ -87,6 +88,7 @@ def collect(context: Context) -> ReportInputs:
         reparam=reparam.load(context) if context.folds else None,
         integer=integer_forward.load(context),
         bench=measured(context),
+        around=around(assign.inputs_of(context, context.recipe.assign, context.recipe.name), assignment),
         gates=gates.verdicts(context),
         loads=loads(context, assignment),
         labels=labels(context.recipe),

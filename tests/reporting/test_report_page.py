@@ -25,6 +25,7 @@ from moeq.artifacts.evaluation import Change, Divergence, EvalRow, Flips
 from moeq.artifacts.gates import bounded
 from moeq.artifacts.non_experts import OtherRow, OtherTable
 from moeq.artifacts.sensitivities import SensitivityTable
+from moeq.assigners.report import THIS, UNIFORM, Point
 from moeq.papers import CONTEXT_AWARE, named
 from moeq.recipe import domain_names
 from moeq.reporting.atlas import atlas, own_widths
@@ -588,3 +589,23 @@ def test_other_modules_have_a_section_where_they_are_packed(make: Make, page: st
     ):  # fmt: skip
         assert words in text.replace("\N{NARROW NO-BREAK SPACE}", " "), words
     assert "What else was packed" not in page
+
+
+def test_what_other_sizes_would_cost(make: Make) -> None:
+    points = [
+        *(
+            Point(method="optimal by matrix", bits_per_weight=b, expert_bytes=100 * b, objective=4.0**-b)
+            for b in (1, 2)
+        ),
+        Point(method=UNIFORM, bits_per_weight=2, expert_bytes=200, objective=0.1),
+        Point(method=THIS, bits_per_weight=1.5, expert_bytes=150, objective=0.12),
+    ]
+    shown = render(replace(make(), around=points))
+    anchors = [attributes["id"] for tag, attributes in parsed(shown).tags if tag == "section"]
+    assert anchors == [*ANCHORS[:2], "frontier", *ANCHORS[2:]]
+    drawing = next(one for one in drawings(shown) if "this run: 0.12 at 150 B" in one)
+    root = ElementTree.fromstring(drawing)
+    texts = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"optimal by matrix", UNIFORM, THIS, "objective"} <= set(texts)
+    exact = [replace(point, objective=0.0) for point in points]
+    assert render(replace(make(), around=exact)) == render(make()), "nothing costs anything"

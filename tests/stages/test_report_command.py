@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from moeq import cli, pipeline, results
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
+from moeq.assigners.report import THIS, UNIFORM, around
 from moeq.final_table import BESIDE, NARROW, QUALITY, SIZES
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -84,6 +85,23 @@ def test_the_header_counts_the_refined_experts(finished: Context) -> None:
     assert changed > 0
     assert f"3 steps a layer; it changed {changed} of {below}" in page
     assert "Calibration reached " in page
+
+
+def test_other_sizes_stand_around_the_runs_own(finished: Context) -> None:
+    section = finished.recipe.assign
+    points = around(assign.inputs_of(finished, section, finished.recipe.name), assign.load(finished))
+    own = next(point for point in points if point.method == THIS)
+    exported = next(row for row in evaluate.load(finished).rows if row.exported)
+    assert own.expert_bytes == exported.expert_bytes
+    summary = json.loads((finished.directory("assign") / "stage.json").read_text("utf-8"))["summary"]
+    assert own.objective == summary["objective"]
+    line = [point for point in points if point.method.startswith("optimal")]
+    assert [point.objective for point in line] == sorted((point.objective for point in line), reverse=True)
+    uniform = [point for point in points if point.method == UNIFORM]
+    assert len(uniform) == len(finished.recipe.losses.bits)
+    for point in [*uniform, own]:
+        assert all(best.objective <= point.objective for best in line if best.expert_bytes >= point.expert_bytes)
+    assert 'id="frontier"' in (finished.directory("report") / report.NAME).read_text("utf-8")
 
 
 def test_a_lost_table_of_sensitivities_is_made_again(finished: Context, tmp_path: Path) -> None:
