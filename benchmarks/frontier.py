@@ -71,24 +71,22 @@ class Frontier:
         self._kept: tuple[Path, presets.Settings] | None = None
 
     def wanted(self) -> list[Key]:
-        """The points: without training, of peers, tuned, trained; of these first what is also tuned."""
+        """The points, in the order in which they are measured."""
         options = self.options
-        ours = [
+        every = [
             (method, kind, asked)
             for method in options.methods
-            for kind, every in (("uniform", options.bits), ("mixed", options.budgets))
-            for asked in every
+            for kind, each in (("uniform", options.bits), ("mixed", options.budgets))
+            for asked in each
         ]
-        peers = [(peer, "peer", str(bits)) for bits in PEER_BITS for peer in options.peers]
-        tuned = [
+        every += [(peer, "peer", str(bits)) for bits in PEER_BITS for peer in options.peers]
+        every += [
             (method, "tuned", budget)
             for method in reversed(TUNED)
             for budget in TUNED_BUDGETS
             if options.tune and method in options.methods and budget in options.budgets
         ]
-        plain, trained = ([key for key in ours if (key[0] in TRAINED) is wanted] for wanted in (False, True))
-        trained.sort(key=lambda key: key[1:] not in [("mixed", budget) for budget in TUNED_BUDGETS])
-        return [*plain, *peers, *tuned, *trained]
+        return sorted(every, key=rank)
 
     def measure(self, key: Key) -> Point:
         method, kind, asked = key
@@ -133,6 +131,18 @@ class Frontier:
         found = quality.peer_figure(peer, home, bench.model, windows, bits, group, quality.ITERATIONS)
         measured = {name: found[name] for name in ("perplexity", "kl", "stderr", "same")}
         return presets.Measured(bits=peer_bits(peer, bits, group), **measured), found["processor"]
+
+
+def rank(key: Key) -> int:
+    """When a point is measured: what takes seconds first, then what the goals and the tuned points need."""
+    method, kind, asked = key
+    if kind == "peer":
+        return 1 if asked != str(PEER_BITS[-1]) else 4
+    if kind == "tuned":
+        return 3
+    if method not in TRAINED:
+        return 0
+    return 2 if kind == "mixed" and asked in TUNED_BUDGETS else 5
 
 
 def peer_bits(peer: str, bits: int, group: int) -> float:

@@ -61,7 +61,7 @@ def _drawing(name: str, label: str, points: Sequence[Point], measure: str) -> Dr
 
 def _line(plane: Any, method: str, points: Sequence[Point], colour: str, marker: str) -> None:
     sizes, values = [p.expert_bytes for p in points], [p.objective for p in points]
-    if len(points) > 1:
+    if len(points) > 1 and method != UNIFORM:  # between two widths of all experts there is nothing
         plane.plot(sizes, values, color=colour, linewidth=1.0, alpha=0.6)
     for point in points:
         face = svg.PAPER if point.dominated else colour
