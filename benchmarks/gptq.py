@@ -10,6 +10,9 @@ left out with a message. Their time on --peer-experts is scaled to all experts. 
 matrix and width and K^3 / 3 a Hessian; the limit is a product of [1024, 1024] matrices by torch's library or oneDNN,
 whichever is faster in that process. Of it a share is wanted on a CPU; a GPU only tells its own. Beside the ratios of
 elapsed times stand those of CPU time, which other work on the same machine moves less.
+
+Last stand trellis codes of one such expert (benchmarks/trellis.py: Viterbi's walks with LDLQ) beside GPTQ's time at the
+same widths, and the memory that each takes above its inputs; --only-trellis: nothing else.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ PEERS = {  # requirements, installed in this order
 }
 EXPERT = {"hidden": 2048, "intermediate": 768}
 LARGE = {"inputs": 14336, "rows": 4096}
+TRELLIS = {"cpu": (10, 30.0), "cuda": (12, 5.0)}  # 2^states, and the goal of the time, of GPTQ's
 
 
 class Worker:
@@ -92,7 +96,7 @@ def start(options: argparse.Namespace, figure: figures.Figures) -> dict[str, Wor
     folder.mkdir(parents=True, exist_ok=True)
     pins = folder / "torch.txt"
     pins.write_text(TORCH + "\n")
-    for name in () if options.no_peers else sorted(PEERS):
+    for name in () if options.no_peers or options.only_trellis else sorted(PEERS):
         home, problem = folder / name, "it is not installed"
         if not options.quick or (home / ".installed").exists():
             problem = figures.environment(home, pins, *PEERS[name])
@@ -161,6 +165,7 @@ def show(
 def main() -> int:
     parser = figures.parser(
         __doc__, experts=(16, 4), peer_experts=2, rounds=3, threads=os.cpu_count(), no_peers=False, no_large=False,
+        only_trellis=False,
         environments=str(HERE.parent / "build" / "peers"),
     )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -174,7 +179,30 @@ def main() -> int:
             worker.close()
 
 
+def trellis_codes(moeq: Worker, options: argparse.Namespace, figure: figures.Figures) -> None:
+    """Rows of one expert, best of the rounds: GPTQ at all widths, trellis codes at each and at all."""
+    states, goal = TRELLIS[options.device]
+    works = [("gptq", BITS), *(("trellis", (bits,)) for bits in BITS), ("trellis", BITS)]
+    jobs = [{"problem": "expert", "work": work, "bits": bits, "states": states} for work, bits in works]
+    for job in jobs[:2]:
+        moeq.ask(**job)  # warm
+    every = [[moeq.ask(**job) for job in jobs] for _ in range(1 if options.quick else options.rounds)]
+    seconds = [min(answer["seconds"] for answer in answers) for answers in zip(*every, strict=True)]
+    peaks = [max(answer["peak_bytes"] for answer in answers) / 1e6 for answers in zip(*every, strict=True)]
+    figure.table(["one expert", "seconds", "of GPTQ's", "MB above its inputs"])
+    for (work, bits), taken, peak in zip(works, seconds, peaks, strict=True):
+        name = "GPTQ" if work == "gptq" else f"trellis codes of 2^{states} states"
+        widths = ", ".join(map(str, bits))
+        figure.row(f"{name} at {widths} bits", f"{taken:.2f}", f"{taken / seconds[0]:.1f}", f"{peak:.0f}")
+    title = f"trellis codes of 2^{states} states at 2, 3, 4 bits"
+    figure.add(f"{title}, of GPTQ's time", seconds[-1] / seconds[0], digits=1, at_most=goal)
+    figure.add(f"{title}, memory above its inputs", peaks[-1], "MB", digits=0)
+
+
 def compare(workers: dict[str, Worker], options: argparse.Namespace, figure: figures.Figures) -> int:
+    if options.only_trellis:
+        trellis_codes(workers["moeq"], options, figure)
+        return figure.report()
     operations = expert_operations(BITS, options.experts)
     experts = {"problem": "experts", "experts": options.experts, **EXPERT}
     jobs: dict[str, list[dict[str, Any]]] = {
@@ -196,6 +224,7 @@ def compare(workers: dict[str, Worker], options: argparse.Namespace, figure: fig
         jobs["products"] = [{"problem": "products", "operations": large_operations()}]
         label = f"one matrix {LARGE['rows']} x {LARGE['inputs']} at {LARGE_BITS[0]} bits"
         show(figure, rounds(workers, jobs, 1), large_operations(), label)
+    trellis_codes(workers["moeq"], options, figure)
     return figure.report()
 
 

@@ -9,6 +9,7 @@ its inputs were ready.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import time
@@ -72,12 +73,27 @@ def ours(job: dict[str, Any]) -> Callable[[], None]:
     from moeq.numerics import gptq
     from moeq.numerics.factor import factorize
 
+    if job["problem"] == "expert":
+        return one_expert(job)
     given = problems(job)
 
     def run() -> None:
         for weight, hessian in given:
             factor = factorize(hessian)
             gptq.quantize(weight, factor.unit_upper, bits=job["bits"], group_size=GROUP)
+
+    return run
+
+
+def one_expert(job: dict[str, Any]) -> Callable[[], None]:
+    """GPTQ or trellis codes of the expert of benchmarks/trellis.py."""
+    import trellis
+
+    work, given = trellis.WORK[job["work"]], trellis.expert(DEVICE)
+
+    def run() -> None:
+        for weight, hessian in given:
+            work(weight, hessian, job["bits"], job["states"])
 
     return run
 
@@ -137,6 +153,7 @@ def llmcompressor(job: dict[str, Any]) -> Callable[[], None]:
 def measured(run: Callable[[], None]) -> dict[str, float]:
     """Seconds and peak memory of one run: the GPU's, or anonymous memory, looked at every 20 ms."""
     gpu = DEVICE == "cuda"
+    ctypes.CDLL(None).malloc_trim(0)  # what an earlier run has given back must not hide what this one takes
     with Peaks() as peaks:
         if gpu:
             torch.cuda.reset_peak_memory_stats()

@@ -16,7 +16,7 @@ import argparse
 import base64
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import figures
 import torch
@@ -91,18 +91,38 @@ def codes(options: argparse.Namespace, results: figures.Figures) -> None:
                 results.add(f"error at {bits} bits, of a scalar's", min(found) / (SCALAR[bits] * 4**bits), at_most=0.8)
 
 
-def seconds(work: Callable[[Tensor, Tensor], object]) -> float:
-    """Best of two rounds over one expert's gate and up, and down: weights [1, N, K] and Hessians [1, K, K]."""
+def expert(device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
+    """One expert's gate and up, and down: weights [1, N, K] and Hessians [1, K, K]."""
     generator = torch.Generator().manual_seed(0)
     problems = []
     for rows, inputs in ((1536, 2048), (2048, 768)):
         seen = torch.randn(inputs + 64, inputs, generator=generator)
-        problems.append((torch.randn(1, rows, inputs, generator=generator) * 0.02, (seen.T @ seen / len(seen))[None]))
-    taken = []
+        weight = torch.randn(1, rows, inputs, generator=generator) * 0.02
+        problems.append((weight.to(device), (seen.T @ seen / len(seen))[None].to(device)))
+    return problems
+
+
+def scalar(weight: Tensor, hessian: Tensor, bits: Sequence[int], _states: int) -> object:
+    """GPTQ in groups of 128."""
+    factor = factorize(hessian)
+    return gptq.quantize(weight, factor.unit_upper, bits=bits, group_size=128, symmetric=False)
+
+
+def walked(weight: Tensor, hessian: Tensor, bits: Sequence[int], states: int) -> object:
+    """LDLQ with trellis codes of 2**states states."""
+    return trellis_ldlq.quantize(weight, factorize(hessian), hessian, bits, states)
+
+
+WORK = {"gptq": scalar, "trellis": walked}  # benchmarks/gptq.py times them, too
+
+
+def seconds(work: Callable[[Tensor, Tensor, Sequence[int], int], object]) -> float:
+    """Best of two rounds over one expert."""
+    problems, taken = expert(), []
     for _ in range(2):
         start = time.perf_counter()
         for problem in problems:
-            work(*problem)
+            work(*problem, WIDTHS, SPEED_STATES)
         taken.append(time.perf_counter() - start)
     return min(taken)
 
@@ -118,16 +138,10 @@ def main() -> int:
     torch.set_num_threads(1)  # threads that wait for each other would be counted
     codes(options, results)
     torch.set_num_threads(options.threads)
-    scalar = seconds(
-        lambda weight, hessian: gptq.quantize(
-            weight, factorize(hessian).unit_upper, bits=WIDTHS, group_size=128, symmetric=False
-        )
-    )
-    walked = seconds(
-        lambda weight, hessian: trellis_ldlq.quantize(weight, factorize(hessian), hessian, WIDTHS, SPEED_STATES)
-    )
-    results.add("GPTQ of an expert at 2, 3, 4 bits", scalar, "s")
-    results.add(f"trellis of 2^{SPEED_STATES} states, of GPTQ's time", walked / scalar, at_most=SPEED_GOAL, digits=1)
+    grids = seconds(scalar)
+    results.add("GPTQ of an expert at 2, 3, 4 bits", grids, "s")
+    ratio = seconds(walked) / grids
+    results.add(f"trellis of 2^{SPEED_STATES} states, of GPTQ's time", ratio, at_most=SPEED_GOAL, digits=1)
     return results.report()
 
 
