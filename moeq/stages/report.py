@@ -219,7 +219,7 @@ def _recipe_text(context: Context) -> str:
 
 FIGURES = 95 << 20  # bytes of the figures while they are drawn; measured 70 to 115
 ROW = 1300  # bytes of one row of the loss table as a Python dictionary
-SECONDS, EXPERT_SECONDS = 2.0, 5e-4
+SECONDS, EXPERT_SECONDS = 2.0, 9e-4
 PAGE, LAYER, ASSIGNMENT, METHOD = 71_000, 1_000, 2_600, 9_500  # bytes of the page without its maps
 MEASURES = 5  # maps of values beside those of losses
 GATE, GATED = 250, 4  # bytes of a gate in gates.json, and about how many there are
