@@ -1,4 +1,4 @@
-"""Which settings keep most at equal stored bits: what the presets `fast` and `best` are chosen by.
+"""Which settings keep most at equal stored bits: what the qualities are chosen by.
 
     python benchmarks/presets.py [--model bundled:tiny-mixtral] [--windows SCRIPT] [--budgets 2.3 2.5 3.1]
         [--variants NAME ...] [--assignments NAME ...] [--refine] [--tune SEQUENCES]

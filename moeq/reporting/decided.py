@@ -28,8 +28,6 @@ def decided(inputs: ReportInputs) -> Section:
 
 def _facts(inputs: ReportInputs) -> list[tuple[str, str]]:
     assignment, evaluation = inputs.assignment, inputs.evaluation
-    groups = "one group a row" if assignment.group_size == -1 else f"groups of {assignment.group_size} weights"
-    grid = "symmetric" if assignment.symmetric else "with zero points"
     on = f"{evaluation.images:,} images" if inputs.classifies else f"{evaluation.tokens:,} tokens"
     counted, sequences = int(inputs.profile.tokens.sum()), len(inputs.profile.tokens)
     seen = f"{counted:,} tokens in {formats.count(sequences, 'sequence')}"
@@ -38,7 +36,7 @@ def _facts(inputs: ReportInputs) -> list[tuple[str, str]]:
         ("assignment", inputs.label(assignment.name)),
         ("method", method_text(assignment)),
         ("budget", budget_text(assignment)),
-        ("quantized", f"{_widths(assignment)}; {groups}, {grid}"),
+        ("quantized", f"{_widths(assignment)}; {_encoding(assignment)}"),
         ("refined", _refined(inputs)),
         ("tuned", "" if inputs.tuned is None else inputs.tuned.told()),
         ("on the GPU", _on_gpu(assignment)),
@@ -47,6 +45,14 @@ def _facts(inputs: ReportInputs) -> list[tuple[str, str]]:
         ("calibrated on", formats.count(sequences, "image") if inputs.classifies else seen),
         ("measured on", on if evaluation.tokens or evaluation.images else "nothing"),
     ]
+
+
+def _encoding(assignment: Assignment) -> str:
+    """What the codes are, and which weights share a scale."""
+    groups = "one group a row" if assignment.group_size == -1 else f"groups of {assignment.group_size} weights"
+    if assignment.state_bits:
+        return f"trellis codes of {1 << assignment.state_bits:,} states, {groups}"
+    return f"{groups}, {'symmetric' if assignment.symmetric else 'with zero points'}"
 
 
 def method_text(assignment: Assignment) -> str:
@@ -115,8 +121,11 @@ def _on_gpu(assignment: Assignment) -> str:
 def loads_text(loads: Sequence[Loads]) -> str:
     """Where the checkpoint loads as it is, and why not elsewhere."""
     there = ", ".join(one.name for one in loads if one.reason is None)
-    codes = {one.name: re.sub(r"(?<=\d) bits\b", " code bits", one.reason) for one in loads if one.reason is not None}
-    others = "; ".join(f"{name} ({reason})" for name, reason in codes.items())
+    names: dict[str, list[str]] = {}  # by reason
+    for one in loads:
+        if one.reason is not None:
+            names.setdefault(re.sub(r"(?<=\d) bits\b", " code bits", one.reason), []).append(one.name)
+    others = "; ".join(f"{', '.join(every)} ({reason})" for reason, every in names.items())
     return f"{there}{'; not in ' if others else ''}{others}"
 
 

@@ -609,3 +609,14 @@ def test_what_other_sizes_would_cost(make: Make) -> None:
     assert {"optimal by matrix", UNIFORM, THIS, "objective"} <= set(texts)
     exact = [replace(point, objective=0.0) for point in points]
     assert render(replace(make(), around=exact)) == render(make()), "nothing costs anything"
+
+
+def test_what_codes_are_and_where_they_load(make: Make) -> None:
+    inputs = make()
+    trellis = inputs.assignment.model_copy(update={"state_bits": 10, "group_size": -1, "symmetric": True})
+    reasons = {"native": None, "vllm": "trellis codes", "gptqmodel": "trellis codes", "x": "2 bits"}
+    loads = [Loads(name=name, reason=reason) for name, reason in reasons.items()]
+    shown = parsed(render(replace(inputs, assignment=trellis, loads=loads))).text
+    assert "trellis codes of 1,024 states, one group a row" in shown
+    assert "native; not in vllm, gptqmodel (trellis codes); x (2 code bits)" in shown
+    assert "trellis" not in parsed(render(replace(inputs, loads=[]))).text
