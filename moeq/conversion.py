@@ -35,6 +35,7 @@ from moeq.exporters.front_matter import CARD, Origin, read_origin
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN, format_of, open_packed
+from moeq.models.drafts import left_drafts
 from moeq.models.side_files import find_side_files
 from moeq.preflight import check_absent
 from moeq.progress import Reporter
@@ -73,7 +74,8 @@ def convert(
         raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)
     sides, origin = find_side_files(source.source.path, source.config, trust_remote_code), read_origin(checkpoint)
     sums, statement = check_listed(checkpoint, verify)
-    said = [line for line in (sides.said(), origin.said(), _unlisted(sums)) if line is not None]
+    lines = (left_drafts(source.source.drafts), sides.said(), origin.said(), _unlisted(sums))
+    said = [line for line in lines if line is not None]
     model = _model(source, statement, origin)
     made = _making(checkpoint, name, widen, model, _digests(checkpoint) if sums is None else sums.files)
     options = WriteOptions(

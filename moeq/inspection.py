@@ -28,6 +28,7 @@ from moeq.integers.artifacts.integer import NAME as INTEGER
 from moeq.integers.artifacts.integer import SCHEMA as INTEGER_SCHEMA
 from moeq.models.configuration import check_top_k
 from moeq.models.declared import main_dtype
+from moeq.models.drafts import left_drafts
 from moeq.models.source import CONFIG, ModelSource, open_source, read_header
 from moeq.models.stored_experts import stored_layers
 from moeq.models.support import NO_EXPERTS, USE_ANOTHER, answer
@@ -287,6 +288,7 @@ def _model(source: ModelSource, reporter: Reporter) -> dict[str, Any]:
         raise ModelError(NO_EXPERTS, where=str(source.path), do=USE_ANOTHER)
     check_top_k(source.config, max(layer.num_experts for layer in layers), source.path / CONFIG)
     expert_bytes = sum(source.tensors[key].bytes for layer in layers for key in layer.keys)
+    drafts = left_drafts(source.drafts)
     return {
         "kind": f"transformers model ({source.config['model_type']})",
         "support": found.line,
@@ -296,6 +298,7 @@ def _model(source: ModelSource, reporter: Reporter) -> dict[str, Any]:
         "dtype": main_dtype(source),
         "expert_bytes": expert_bytes,
         "non_expert_bytes": sum(header.bytes for header in source.tensors.values()) - expert_bytes,
+        **({} if drafts is None else {"left_out": drafts.removeprefix("left out: ")}),
         "digest": source.stamp(source.file_digests(cached="checked_files" in files, reporter=reporter)).digest,
         **files,
         **_own_code(source.path),

@@ -26,6 +26,7 @@ from moeq.artifacts.reading import read_json_file
 from moeq.errors import ModelError
 from moeq.models.configuration import check_top_k
 from moeq.models.declared import DEQUANTIZED, PACKED, is_dequantized, main_dtype, quantization_of, scale_keys
+from moeq.models.drafts import draft_keys
 from moeq.models.experts import SUPPORTED, ExpertLayer, find_expert_layers
 from moeq.models.merge_cache import drop_merge_cache
 from moeq.models.messages import asking_transformers, damaged, line, quiet_transformers, wrong_keys
@@ -207,8 +208,10 @@ def load_model(
             source.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if info.get(problem):
-            raise wrong_keys(source.path, problem.replace("_", " "), sorted(map(str, info[problem])))
+        found = sorted(map(str, info.get(problem) or ()))
+        drafts = draft_keys(found, source.config) if problem == "unexpected_keys" else []
+        if wrong := [key for key in found if key not in drafts]:
+            raise wrong_keys(source.path, problem.replace("_", " "), wrong)
     return model.eval().to(device)  # type: ignore[no-any-return]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import copy_file, write_json
+from moeq.models.drafts import without_drafting
 from moeq.models.source import CONFIG, SIDE_FILES, VOCABULARIES, check_part, read_settings
 
 HOOK_FILE = "configuration_moeq.py"
@@ -59,7 +60,7 @@ class SideFiles:
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """A configuration as it goes along."""
-        return dict(config) if self.trusted else without_code(config)[0]
+        return without_drafting(config if self.trusted else without_code(config)[0])
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file that goes along as it lies there."""

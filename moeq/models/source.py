@@ -9,7 +9,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from moeq.bounded import shortened
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError, missing
 from moeq.models.configuration import check_config
+from moeq.models.drafts import draft_keys
 from moeq.progress import Reporter
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ MODULES_FREE, SIZES_FREE = 4096, 1 << 20
 class ModelSource:
     """A local model directory whose configuration and headers have been checked.
 
-    read: how a tensor is read where it lies in no safetensors file as it is.
+    read: how a tensor is read where it lies in no safetensors file as it is. drafts: tensors of layers that draft later
+    tokens, which are not among the others: nothing is made of them.
     """
 
     name: str
@@ -69,10 +71,11 @@ class ModelSource:
     config: dict[str, Any]
     tensors: dict[str, TensorHeader]
     read: Callable[[str], Tensor] | None = None
+    drafts: Mapping[str, TensorHeader] = field(default_factory=dict)
 
     @property
     def files(self) -> list[Path]:
-        return sorted({header.file for header in self.tensors.values()})
+        return sorted({header.file for header in (*self.tensors.values(), *self.drafts.values())})
 
     def side_files(self) -> list[Path]:
         """Tokenizer, generation and processor files, and code of its own: what makes it the model that it is."""
@@ -113,7 +116,8 @@ def open_source(name: str, revision: str | None = None, *, trust_remote_code: bo
     check_counts(config, tensors, path / CONFIG)
     if Path(name).expanduser().is_dir():
         name = path.resolve().name  # where it lies on this machine is nobody's business
-    return ModelSource(name=name, path=path, revision=commit, config=config, tensors=tensors)
+    drafts = {key: tensors.pop(key) for key in draft_keys(list(tensors), config)}
+    return ModelSource(name=name, path=path, revision=commit, config=config, tensors=tensors, drafts=drafts)
 
 
 def check_parts(directory: Path) -> None:

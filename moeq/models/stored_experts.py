@@ -119,7 +119,13 @@ def _is_draft(key: str, layers: int | None) -> bool:
         return False
     number = LAYER.search(key)
     beyond = layers is not None and number is not None and int(number[1]) >= layers
-    return beyond or any(part.startswith(DRAFTS) for part in parts)
+    return beyond or is_named_draft(key)
+
+
+def is_named_draft(key: str) -> bool:
+    """Whether a tensor lies below a module that is named as one that drafts later tokens."""
+    parts = key.split(".")
+    return any(part.startswith(DRAFTS) for part in parts) and not any(part.startswith(LEFT_ALONE) for part in parts)
 
 
 def _place(key: str, shape: Shape) -> tuple[str, str] | None:

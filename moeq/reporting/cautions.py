@@ -34,6 +34,8 @@ def _lines(inputs: ReportInputs) -> Iterator[tuple[str, str, str]]:
     for gate in inputs.gates:
         if not gate.holds:
             yield f"A gate failed: {gate.text()}.", "What was decided", "summary"
+    if inputs.left is not None:
+        yield f"{inputs.left.capitalize()}.", "Provenance", "provenance"
     yield from ((text, "Variants", "variants") for text in _quality(inputs))
     yield from ((text, "Losses", "losses") for text in _calibration(inputs))
     if not inputs.speed.geometry_is_the_models:

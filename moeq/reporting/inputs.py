@@ -92,6 +92,7 @@ class ReportInputs:
     domains: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     bench: Bench | None = None  # of this checkpoint, where one lies in the run
+    left: str | None = None  # of the model, in no checkpoint
     around: Sequence[Point] = ()  # what the assignment stands among, by what losses predict
     integer: IntegerReport | None = None  # where the folded model was made a forward in whole numbers
 

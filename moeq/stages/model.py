@@ -19,6 +19,7 @@ from moeq.artifacts.stage import ModelStamp, missing_files, read_record
 from moeq.errors import ArtifactError, ModelError
 from moeq.exporters.front_matter import Origin, read_origin
 from moeq.models import corpus, hub, loading
+from moeq.models.drafts import left_drafts
 from moeq.models.experts import ExpertLayer, find_expert_layers, set_expert_weights, stacked_weights
 from moeq.models.forward import takes_images
 from moeq.models.non_experts import OtherModules, find_others
@@ -101,8 +102,8 @@ class RunModel:
         return read_origin(self.source.path)
 
     def say_left_behind(self) -> None:
-        """Name code and other files that its checkpoints will not have, and a card that cannot be read."""
-        for line in (self.side_files.said(), self.origin.said()):
+        """Name tensors, code and other files that its checkpoints will not have, and a card that cannot be read."""
+        for line in (left_drafts(self.source.drafts), self.side_files.said(), self.origin.said()):
             if line is not None:
                 self.reporter.say(f"  {escape(line)}")
 

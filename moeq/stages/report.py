@@ -20,6 +20,7 @@ from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import current_digest, read_record
 from moeq.assigners.report import around
 from moeq.errors import ArtifactError
+from moeq.models.drafts import left_drafts
 from moeq.recipe import domain_names
 from moeq.recipe.labels import labels
 from moeq.reporting.atlas import atlas
@@ -88,6 +89,7 @@ def collect(context: Context) -> ReportInputs:
         reparam=reparam.load(context) if context.folds else None,
         integer=integer_forward.load(context),
         bench=measured(context),
+        left=left_drafts(context.model.source.drafts),
         around=around(assign.inputs_of(context, context.recipe.assign, context.recipe.name), assignment),
         gates=gates.verdicts(context),
         loads=loads(context, assignment),
