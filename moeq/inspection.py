@@ -131,6 +131,7 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
         "experts": len(widths),
         "bits_per_weight": manifest.bits_per_weight,
         **_by_bits(widths),
+        **({"trellis_states": 1 << manifest.layout["state_bits"]} if manifest.layout.get("state_bits") else {}),
         "group_size": manifest.layout["group_size"],
         "placed_expert_bytes": manifest.totals.placed_expert_bytes,
         "other_replica_bytes": manifest.totals.other_replica_bytes,

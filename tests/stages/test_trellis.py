@@ -10,8 +10,9 @@ import pytest
 import torch
 from manifest_reader import read_expert
 from packed_layers import matrix_of
+from typer.testing import CliRunner
 
-from moeq import pipeline
+from moeq import cli, pipeline
 from moeq.artifacts.losses import WHOLE
 from moeq.artifacts.manifest import read_manifest
 from moeq.conversion import convert
@@ -65,6 +66,11 @@ def test_what_is_written_is_what_was_measured(run: Context, tiny_mixtral: Path) 
     assert evaluate.load(run).export_logit_error < 1e-5
     verdict = verify(run.directory("export"), Options(against=str(tiny_mixtral)), Reporter(quiet=True))
     assert not verdict.problems
+
+
+def test_inspect_says_how_many_states(run: Context) -> None:
+    shown = CliRunner().invoke(cli.app, ["inspect", str(run.directory("export")), "--json"])
+    assert json.loads(shown.output)["trellis_states"] == 1 << STATES
 
 
 def test_another_reader_has_the_same_values(run: Context) -> None:
