@@ -39,7 +39,17 @@ def among(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 OF_A_RUN = "a run's stage"
 RECIPES = (".yaml", ".yml")  # how the name of a recipe ends, where a model may stand as well
 BUDGETS = "a budget"  # of which one is enough
-RARE = ("for_", "device", "format", "widen", "quantizer", "refine", "verify", "force")  # that a command has to name
+RARE = (
+    "for_",
+    "device",
+    "format",
+    "widen",
+    "quantizer",
+    "refine",
+    "tune",
+    "verify",
+    "force",
+)  # that a command has to name
 BUNDLED_TEXT = "bundled"  # a text whose parts for calibration and evaluation differ
 LAST = (*RARE, "check", "trust_remote_code", "probe", "json", "quiet")  # options behind all others
 
@@ -94,6 +104,7 @@ class RunOptions:
         "loses least."
     )
     refine: bool = option("Train the placed experts of every layer together (quantize.refine).", default=False)
+    tune: bool = option("Train all scales on what the whole model answers (quantize.tune).", default=False)
     verify: VerifyOption = field(default=True, metadata={"sets": "export.verify"})
     force: bool = option("Make files anew that were edited by hand (assign/assignment.json).", default=False)
     check: bool = option("Read and hash every file, also those that have not changed since they were.", default=False)

@@ -14,6 +14,7 @@ from typer.main import get_command
 from moeq.cli import app
 from moeq.inspection import inspect
 from moeq.recipe import RefineSection, Start, load_recipe
+from moeq.recipe.quantize import QuantizeSection, TuneSection
 from moeq.version import __version__
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
@@ -21,7 +22,7 @@ RUN = {"--model", "--out", "--set", "--trust-remote-code", "--json", "--quiet", 
 DEVICE = {"--device"}
 STAGE = RUN | {"what"}
 BUDGET = {"--bits", "--code-bits", "--size"}
-BUILD = BUDGET | {"--group-size", "--text", "--eval-text", "--quality", "--preset", "--quantizer", "--refine"}
+BUILD = BUDGET | {"--group-size", "--text", "--eval-text", "--quality", "--preset", "--quantizer", "--refine", "--tune"}
 FLAGS = {
     "run": STAGE | DEVICE | BUILD | {"--for", "--verify", "--force"},
     "reparam": STAGE | DEVICE,
@@ -41,7 +42,7 @@ FLAGS = {
     | {"--quiet"},
     "report": STAGE | {"--analysis", "--maps"},
     "losses": STAGE | DEVICE | {"--quantizer"},
-    "quantize": STAGE | DEVICE | {"--refine"},
+    "quantize": STAGE | DEVICE | {"--refine", "--tune"},
     "assign": STAGE
     | DEVICE
     | BUDGET
@@ -140,7 +141,7 @@ def test_import_registers_with_transformers_whenever_it_is_imported(tmp_path: Pa
     assert forked.code == 0, forked.stderr
 
 
-def test_method_and_refine_change_the_recipe(tmp_path: Path) -> None:
+def test_method_and_training_change_the_recipe(tmp_path: Path) -> None:
     path = tmp_path / "bare.yaml"
     path.write_text("recipe_version: 1\n", "utf-8")
     base = load_recipe(path)
@@ -152,8 +153,9 @@ def test_method_and_refine_change_the_recipe(tmp_path: Path) -> None:
     assert signround.quantize.refine == RefineSection()
     best = Start(path=path, quantizer="best").recipe()
     assert (best.losses.methods, best.assign.quantizer) == (base.losses.methods, "best")
-    own = ["quantize.refine={iterations: 7}"]
-    assert Start(path=path, changes=own, refine=True).every_change() == own
+    assert Start(path=path, tune=True).recipe().quantize == QuantizeSection(tune=TuneSection())
+    own = ["quantize.refine={iterations: 7}", "quantize.tune={steps: 8}"]
+    assert Start(path=path, changes=own, refine=True, tune=True).every_change() == own
 
 
 def test_stages_one_by_one_in_json(moeq: ForkServer, tiny_mixtral: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ class InitOptions(BuildOptions):
     check: bool = False
 
 
-@takes_options("quantizer", "refine", "format")
+@takes_options("quantizer", "refine", "tune", "format")
 def init(asked: InitOptions) -> None:
     """Write a commented recipe: a preset with a model and other options put in place, to go on with in an editor."""
     out = asked.out or Path("recipe.yaml")
@@ -70,7 +70,7 @@ class RecipeOptions(BuildOptions):
     schema: bool = option("Print the JSON Schema of recipes, by which editors complete keys.", default=False)
 
 
-@takes_options("quantizer", "refine", "format")
+@takes_options("quantizer", "refine", "tune", "format")
 def recipe(asked: RecipeOptions) -> None:
     """Print a whole recipe as it is understood, every default filled in; of a preset where no file is named."""
     if asked.schema:

@@ -157,7 +157,7 @@ def assign(asked: AssignOptions) -> None:
     show(outcome, show_text, json=asked.json, quiet=asked.quiet)
 
 
-@takes_options("device", "refine")
+@takes_options("device", "refine", "tune")
 def quantize(asked: StageOptions) -> None:
     """Make the replicas that the assignment names."""
     run_stage(asked, "quantize")

@@ -28,8 +28,8 @@ def with_method(methods: Sequence[str], quantizer: str) -> list[str]:
 class Start:
     """What a recipe is made of: a file, else a preset (the default one where none is named), and `key=value` changes.
 
-    quantizer: whose replicas are used, added to losses.methods (`with_method`); refine: train the placed experts, by
-    defaults where the recipe does not; positions: how many tokens the model knows, to which a preset's sequences are
+    quantizer: whose replicas are used, added to losses.methods (`with_method`); refine, tune: train the placed experts,
+    all scales, by defaults where the recipe does not; positions: how many tokens the model knows, to which a preset's sequences are
     cut; names: what a key is called in messages where it was not given by --set.
     """
 
@@ -38,6 +38,7 @@ class Start:
     changes: Sequence[str] = ()
     quantizer: str | None = None
     refine: bool = False
+    tune: bool = False
     positions: int | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -65,8 +66,9 @@ class Start:
         if self.quantizer is not None:
             methods = with_method(recipe.losses.methods, self.quantizer)
             more += [f"losses.methods=[{', '.join(methods)}]", f"assign.quantizer={self.quantizer}"]
-        if self.refine and recipe.quantize.refine is None:
-            more.append("quantize.refine={}")
+        for name, asked in (("refine", self.refine), ("tune", self.tune)):
+            if asked and getattr(recipe.quantize, name) is None:
+                more.append(f"quantize.{name}={{}}")
         if self.path is None and self.positions is not None:
             more += self._shorter(recipe, self.positions)
         return more

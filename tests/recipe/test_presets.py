@@ -21,6 +21,7 @@ CHANGES: list[list[str]] = [
     ["--bits", "3.25"],
     ["--size", "12GiB", "--group-size", "32"],
     ["--code-bits", "2.5", "--refine", "--quantizer", "signround"],
+    ["--bits", "2.5", "--tune"],
     ["--text", "a: b.txt", "--text", "bundled", "--eval-text", "#c.txt"],
     ["--set", "seed=3", "--set", "others.head=8", "--set", "reparam={}", "--set", "eval.perplexity.batch_size=2"],
     ["--set", "assign={method: uniform, bits: 3}", "--set", "eval.compare=[]", "--set", "losses.bits=[2, 3]"],
