@@ -39,17 +39,7 @@ def among(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 OF_A_RUN = "a run's stage"
 RECIPES = (".yaml", ".yml")  # how the name of a recipe ends, where a model may stand as well
 BUDGETS = "a budget"  # of which one is enough
-RARE = (
-    "for_",
-    "device",
-    "format",
-    "widen",
-    "quantizer",
-    "refine",
-    "tune",
-    "verify",
-    "force",
-)  # that a command has to name
+RARE = ("for_", "device", "format", "widen", "quantizer", "refine", "tune", "verify", "force")  # a command names them
 BUNDLED_TEXT = "bundled"  # a text whose parts for calibration and evaluation differ
 LAST = (*RARE, "check", "trust_remote_code", "probe", "json", "quiet")  # options behind all others
 

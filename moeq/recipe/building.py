@@ -29,8 +29,8 @@ class Start:
     """What a recipe is made of: a file, else a preset (the default one where none is named), and `key=value` changes.
 
     quantizer: whose replicas are used, added to losses.methods (`with_method`); refine, tune: train the placed experts,
-    all scales, by defaults where the recipe does not; positions: how many tokens the model knows, to which a preset's sequences are
-    cut; names: what a key is called in messages where it was not given by --set.
+    all scales, by defaults where the recipe does not; positions: how many tokens the model knows, to which a preset's
+    sequences are cut; names: what a key is called in messages where it was not given by --set.
     """
 
     path: Path | None = None
