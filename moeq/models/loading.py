@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -30,6 +29,7 @@ from moeq.models.drafts import draft_keys
 from moeq.models.experts import SUPPORTED, ExpertLayer, find_expert_layers
 from moeq.models.merge_cache import drop_merge_cache
 from moeq.models.messages import asking_transformers, damaged, line, quiet_transformers, wrong_keys
+from moeq.models.meta import without_weights
 from moeq.models.source import CONFIG, TOKENIZER_FILES, VOCABULARIES, ModelSource
 from moeq.models.weights import WeightReader, owner
 
@@ -146,7 +146,7 @@ def skeleton(
     kind = model_class(source, config, trust_remote_code)
     options = {"trust_remote_code": trust_remote_code} if kind in AUTOS else {}
     make = kind.from_config if kind in AUTOS else kind._from_config
-    with asking_transformers("build it", where, SUPPORTED), init_empty_weights(include_buffers=False):
+    with asking_transformers("build it", where, SUPPORTED), without_weights():
         return make(config, dtype=dtype, **options).eval()  # type: ignore[no-any-return]
 
 
