@@ -222,13 +222,17 @@ def test_hobbit_fetches_what_its_cache_has_not(preset: Hardware, places: int) ->
     assert seconds(run(hardware, trace), "hobbit") == pytest.approx(expected, rel=1e-9)
 
 
-def naive_dynaexq(hw: Hardware, trace: RoutingTrace, places: int, period: int, alpha: float) -> float:
-    """Algorithm 1 step by step: seconds of a decode step, stalls included."""
+def naive_dynaexq(
+    hw: Hardware, trace: RoutingTrace, places: int, period: int, alpha: float, share: float = 1.0
+) -> float:
+    """Algorithm 1 step by step: seconds of a decode step, stalls included; share: of tau."""
     gpu_rate = hw.gpu.memory_efficiency * hw.gpu.memory_bandwidth_bytes_per_second
     prompts = trace.experts[trace.is_prefill]
     hotness = [np.bincount(prompts[:, i].ravel(), minlength=E) + 1e-6 * len(prompts) for i in range(L)]
     hotness = [one / one.sum() for one in hotness]
-    target = [set(sorted(range(E), key=lambda e, s=s: (-s[e], e))[:places]) for s in hotness]
+    first = [sorted(range(E), key=lambda e, s=s: (-s[e], e)) for s in hotness]
+    target = [set(ranked[:places]) for ranked in first]
+    tau = [share * scores[ranked[places - 1]] for scores, ranked in zip(hotness, first, strict=True)]
     used = [set(one) for one in target]
     rows = np.flatnonzero(~trace.is_prefill)
     total, window = 0.0, {"compute": 0.0, "copy": 0.0, "bytes": 0.0}
@@ -244,7 +248,7 @@ def naive_dynaexq(hw: Hardware, trace: RoutingTrace, places: int, period: int, a
             used = [set(one) for one in target]  # what was copied during the last period
             for layer in range(L):
                 ranked = sorted(range(E), key=lambda e: (-hotness[layer][e] - 1e-12 * (e in target[layer]), e))
-                new = set(ranked[:places])
+                new = {e for e in ranked[:places] if hotness[layer][e] >= tau[layer]}
                 moved = len(new - target[layer]) * WEIGHTS * 2 + len(target[layer] - new) * WEIGHTS * stored(4) / 8
                 switches = len(new ^ target[layer])
                 window["copy"] += moved / 64e9 + switches * 5e-6
@@ -264,17 +268,20 @@ def naive_dynaexq(hw: Hardware, trace: RoutingTrace, places: int, period: int, a
 
 
 @pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("share", [1.0, 0.0, 0.5])
 @pytest.mark.parametrize(("period", "overhead"), [(4, 0.33e-3), (4, 0.0), (9, 0.0), (1, 0.0), (1000, 0.0)])
-def test_dynaexq_equals_algorithm_1_step_by_step(preset: Hardware, period: int, overhead: float, weights: bool) -> None:
+def test_dynaexq_equals_algorithm_1_step_by_step(
+    preset: Hardware, period: int, overhead: float, weights: bool, share: float
+) -> None:
     """Two experts a layer fit in FP16; without tau copies are hidden in part only."""
     trace = made_trace(seed=3, weights=weights)
     room = 2 * 30_000_000 + 1024 * L * 4 * 4 * 64 + WEIGHTS / 8 * (L * E * stored(4) + 4 * 16)
     room += 2.5 * L * WEIGHTS / 8 * (16 - stored(4))
     small = preset.changed("gpu", memory_capacity_bytes=room, layer_overhead_seconds=overhead)
-    own: dict[str, float | str] = {"update_period": float(period), "ema": 0.7}
+    own: dict[str, float | str] = {"update_period": float(period), "ema": 0.7, "threshold": share}
     hardware = small.model_copy(update={"policies": {**preset.policies, "dynaexq": own}})
     result = run(hardware, trace)
-    expected = naive_dynaexq(hardware, trace, places=2, period=period, alpha=0.7)
+    expected = naive_dynaexq(hardware, trace, places=2, period=period, alpha=0.7, share=share)
     assert seconds(result, "dynaexq") == pytest.approx(expected, rel=1e-9)
     stalled = next(one.stall_seconds_per_token for one in result.points if one.policy == "dynaexq")
     assert (stalled > 0) == (period < 1000 and overhead == 0)

@@ -26,7 +26,10 @@ _PARAMETERS = {
     "update_period": Parameter(
         default=32, source="assumption: steps; paper 001 prints no T", minimum=1, alternative=128
     ),
-    "threshold": Parameter(default=0.0, source="paper 001, 3.5: tau is the score of the last expert that fits"),
+    "threshold": Parameter(
+        default=1.0,
+        source="paper 001, 3.5: tau, of the score of the last expert that fits after warm-up; 0: none",
+    ),
     "transient_experts": Parameter(default=4, source="assumption: paper 001, 3.4 names no size of the buffer"),
 }
 _TIE = 1e-12  # of equal scores the expert that is in high precision already stays
@@ -36,7 +39,8 @@ class DynaExq(Policy):
     """Layer: t_dense + E[sum t_gpu(b' of the pool that the expert is in)]; a step adds what copies do not hide.
 
     Algorithm 1: hotness S <- a*S + (1-a)*g at every step, and every T steps the top n_hot with S >= tau are to be in
-    high precision. n_hot is what GPU memory holds beside low precision for the others, the rest of the model, keys
+    high precision. tau is fixed after warm-up: the score that the last of the n_hot has then, none where all fit.
+    n_hot is what GPU memory holds beside low precision for the others, the rest of the model, keys
     and values and a buffer for experts in transit (paper 001, 3.5). The switches of an update cross the link during
     the next T steps, promotions in high and demotions in low precision, and take effect after them: until then the
     last version is used. Only what the link, or GPU memory beside compute, cannot carry within these T steps stalls.
@@ -98,8 +102,9 @@ class DynaExq(Policy):
 
     def _decisions(self, layers: Layers, work: Work, window: IntArray) -> BoolArray:
         """Which experts [W, D, E] are to be in high precision, by what was known when each window began."""
-        alpha, tau = (number(self, layers.hardware, key) for key in ("ema", "threshold"))
+        alpha = number(self, layers.hardware, "ema")
         places = self.high_places(layers, work.kv_cache_bytes)
+        tau = self._tau(layers, places)
         steps = np.bincount(window)
         gained = _hotness(layers, work, window, alpha)
         hotness = layers.popularity
@@ -109,6 +114,13 @@ class DynaExq(Policy):
             hotness = alpha ** steps[now - 1] * hotness + gained[now - 1]
             decided[now] = _top(hotness + _TIE * decided[now - 1], places) & (hotness >= tau)
         return decided
+
+    def _tau(self, layers: Layers, places: int) -> FloatArray:
+        """The threshold of every layer [D, 1]."""
+        last = layers.popularity_rank == places - 1
+        score = np.where(last, layers.popularity, 0).sum(axis=1, keepdims=True)
+        share = number(self, layers.hardware, "threshold") if places < layers.geometry.num_experts else 0.0
+        return np.asarray(share * score, dtype=np.float64)
 
 
 def _hotness(layers: Layers, work: Work, window: IntArray, alpha: float) -> FloatArray:
