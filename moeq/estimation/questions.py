@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from moeq.artifacts.trace import RoutingTrace, read_trace
@@ -194,7 +194,7 @@ def _answered(question: Question, miss_beyond: float) -> Case:
     answer = question.answer()
     return Case(
         name=question.name,
-        geometry=asdict(question.subject.geometry),
+        geometry=question.subject.geometry.sizes(),
         estimate=answer,
         capacity=question.capacity,
         stated=tuple(compare(question.name, question.stated, answer, miss_beyond=miss_beyond)),

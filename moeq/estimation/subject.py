@@ -83,12 +83,13 @@ def stored_geometry(source: ModelSource, manifest: PlacementManifest | None = No
 
     manifest: of a checkpoint in the native format.
     """
+    from moeq.estimator.attention import says_all
     from moeq.models.source import INDEX, SINGLE, open_source
     from moeq.models.stored_experts import stored_layers, text_config, without_drafts
 
     text = text_config(source.config)
     has_weights = (source.path / SINGLE).is_file() or (source.path / INDEX).is_file()
-    if not has_weights or not all(any(text.get(key) for key in keys) for keys in STATED):
+    if not has_weights or not says_all(text) or not all(any(text.get(key) for key in keys) for keys in STATED):
         return None
     opened = open_source(str(source.path))
     shapes = _plain_shapes(opened) if manifest is None else _placed_shapes(opened, manifest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moeq.estimator.devices import Hardware
+from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.points import BWRULE, OPT, SUBJECT
 from moeq.estimator.replay import Replay
 from moeq.estimator.simulation import Simulation
@@ -40,11 +41,24 @@ def assumptions(
         "decode: keys and values of the prompt and what was decoded so far"
         if kv_growth
         else f"decode: keys and values of {simulation.context} tokens at every step",
+        _kept_line(geometry, simulation.context),
     ]
     lines += _policy_lines(simulation)
     if assigned_layers != geometry.num_layers:
         lines.append(f"the placement's {assigned_layers} layer(s) are repeated evenly over {geometry.num_layers}")
     return tuple(lines)
+
+
+def _kept_line(geometry: ModelGeometry, context: int) -> str:
+    """What is kept of a text."""
+    each = float(geometry.kv_bytes(context)) / context
+    line = f"keys and values in FP16: {each:,.0f} bytes a token of {context}"
+    for kind in geometry.kept:
+        if kind.window is not None:
+            line += f"; in {kind.layers} layers of the last {kind.window} tokens"
+        if kind.state_bytes:
+            line += f"; in {kind.layers} layers a state of {kind.state_bytes:,.0f} bytes instead"
+    return line
 
 
 def _ndp_lines(hardware: Hardware, ndp_speedup: float) -> list[str]:

@@ -128,7 +128,7 @@ def plan_capacity(
     on_gpu = {
         "non-expert weights": geometry.non_expert_bytes,
         "hot experts": float(geometry.expert_parameters / 8 * np.sum(stored[rows])),
-        f"keys and values of {batch} x {context} tokens": geometry.kv_bytes(batch * context),
+        f"keys and values of {batch} x {context} tokens": float(geometry.kv_bytes(context, batch)),
     }
     kept = [("FP16 experts", geometry.expert_bytes(16, None))]
     kept += [(f"{bits}-bit replicas", geometry.expert_bytes(bits, group_size, zero_points)) for bits in replica_bits]
@@ -159,7 +159,7 @@ def plan_capacity(
 
 def largest_gpu_experts(geometry: ModelGeometry, hardware: Hardware, *, batch: int, context: int) -> int | None:
     """The largest number of FP16 experts a layer that fits on the GPU; None where it cannot hold even none."""
-    room = hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes - geometry.kv_bytes(batch * context)
+    room = hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes - float(geometry.kv_bytes(context, batch))
     return None if room < 0 else min(geometry.num_experts, int(room // _bytes_of_one_a_layer(geometry)))
 
 
@@ -169,15 +169,15 @@ def _bytes_of_one_a_layer(geometry: ModelGeometry) -> float:
 
 
 def _kv_rooms(geometry: ModelGeometry, hardware: Hardware, batch: int, context: int) -> Iterator[KvRoom]:
-    token = geometry.kv_bytes(1)
+    each = float(geometry.kv_bytes(context))
     for experts in range(geometry.num_experts + 1):
         taken = experts * _bytes_of_one_a_layer(geometry)
         room = hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes - taken
-        if room < token:
+        if room < float(geometry.kv_bytes(1)):
             break
         yield KvRoom(
             gpu_experts=experts,
             room_bytes=room,
-            largest_batch=int(room // (context * token)),
-            largest_context=int(room // (batch * token)),
+            largest_batch=int(room // each),
+            largest_context=geometry.longest_context(room, batch),
         )

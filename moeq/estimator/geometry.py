@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from moeq.bounded import read_yaml
 from moeq.errors import EstimateError, nearest
+from moeq.estimator.attention import Attention, attention_of, usual
 
 SCALE_BITS = 16
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts", "top_k")
@@ -58,6 +59,7 @@ class ModelGeometry:
 
     `non_expert_parameters` (attention, routers, norms, embeddings, and shared or dense feed-forward parts) are spread
     evenly over the MoE layers. max_positions: tokens of the longest text that the model was made for, None: not known.
+    attention: what all its layers keep of a text, dense ones too; None: grouped queries in every MoE layer.
     Raises EstimateError for sizes that no model has.
     """
 
@@ -73,10 +75,15 @@ class ModelGeometry:
     non_expert_parameters: int
     matrices_per_expert: int = 3
     max_positions: int | None = None
+    attention: tuple[Attention, ...] | None = None
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
-            if field != "name" and value is not None and value < (0 if field == "non_expert_parameters" else 1):
+            if (
+                field not in ("name", "attention")
+                and value is not None
+                and value < (0 if field == "non_expert_parameters" else 1)
+            ):
                 raise EstimateError(f"{field} is {value}", where=self.name, do="give a positive number")
         if self.top_k > self.num_experts:
             text = f"top_k is {self.top_k} of {self.num_experts} experts"
@@ -86,6 +93,10 @@ class ModelGeometry:
     def expert_parameters(self) -> int:
         """Weights of one expert, P = matrices * hidden * intermediate."""
         return self.matrices_per_expert * self.hidden_size * self.intermediate_size
+
+    def sizes(self) -> dict[str, Any]:
+        """All of it as a mapping; attention only where it is not the usual one."""
+        return {name: value for name, value in asdict(self).items() if name != "attention" or value is not None}
 
     def check_layers(self, experts: Sequence[int], *, where: str, do: str, what: str = "") -> None:
         """EstimateError unless a file's MoE layers, each with so many experts, are as this model's."""
@@ -101,13 +112,42 @@ class ModelGeometry:
         """FP16 bytes of all but the experts."""
         return 2.0 * self.non_expert_parameters
 
-    def kv_bytes_per_layer(self, context: float) -> float:
-        """FP16 bytes of the keys and values of one sequence of `context` tokens in one layer."""
-        return 2 * 2 * self.num_key_value_heads * self.head_dim * context
+    @property
+    def kept(self) -> tuple[Attention, ...]:
+        """What the layers keep of a text, by their kinds."""
+        if self.attention is not None:
+            return self.attention
+        return usual(self.num_layers, self.num_attention_heads, self.num_key_value_heads, self.head_dim)
 
-    def kv_bytes(self, tokens: int) -> float:
-        """FP16 bytes of the keys and values of a number of tokens, all layers."""
-        return self.num_layers * self.kv_bytes_per_layer(tokens)
+    @property
+    def all_layers(self) -> int:
+        """MoE layers and dense ones, as far as the kinds of attention tell."""
+        return max(self.num_layers, sum(kind.layers for kind in self.kept))
+
+    def kv_bytes(self, context: ArrayLike, sequences: int = 1) -> NDArray[np.float64]:
+        """Bytes of keys, values and states of sequences of `context` tokens each, all layers. Shape: `context`'s."""
+        each = (kind.layers * (kind.token_bytes * kind.tokens(context) + kind.state_bytes) for kind in self.kept)
+        return np.asarray(sequences * sum(each), dtype=np.float64)
+
+    def kv_bytes_per_layer(self, context: ArrayLike) -> NDArray[np.float64]:
+        """`kv_bytes` of one sequence, a share for each MoE layer."""
+        return self.kv_bytes(context) / self.num_layers
+
+    def attention_macs(self, context: ArrayLike) -> NDArray[np.float64]:
+        """Multiply-adds of a token with the `context` tokens before it, a share for each MoE layer."""
+        each = (kind.layers * kind.token_macs * kind.tokens(context) for kind in self.kept)
+        return np.asarray(sum(each) / self.num_layers, dtype=np.float64)
+
+    def longest_context(self, room_bytes: float, sequences: int) -> int:
+        """The most tokens of each of some sequences whose keys and values fit; at most 2^30."""
+        few, many = 0, 1 << 30
+        while few < many:
+            middle = (few + many + 1) // 2
+            if self.kv_bytes(middle, sequences) <= room_bytes:
+                few = middle
+            else:
+                many = middle - 1
+        return few
 
     def expert_bytes(self, bits: float, group_size: int | None, zero_points: bool = False) -> float:
         """Bytes of one expert at `bits`, scales (and zero points) included: P * b'/8."""
@@ -124,7 +164,14 @@ def is_toy(sizes: Mapping[str, Any]) -> bool:
 @cache
 def _presets() -> dict[str, ModelGeometry]:
     sizes = read_yaml(Path(__file__).with_name("geometries.yaml")).value
-    return {name: ModelGeometry(name=name, **values) for name, values in sizes.items()}
+    return {name: _geometry(name, values) for name, values in sizes.items()}
+
+
+def _geometry(name: str, sizes: Mapping[str, Any]) -> ModelGeometry:
+    """Sizes as they are written in a file."""
+    kinds = sizes.get("attention")
+    kept = None if kinds is None else tuple(Attention(**kind) for kind in kinds)
+    return ModelGeometry(name=name, **{**sizes, "attention": kept})
 
 
 def known_geometries() -> list[str]:
@@ -152,14 +199,17 @@ def geometry_from_config(
 ) -> ModelGeometry:
     """The geometry of a Hugging Face config.json (or its nested text_config) and of what only the weights tell.
 
-    The KV cache is that of grouped-query attention: a compressed one (multi-head latent attention) is smaller than
-    estimated here. Raises EstimateError for a missing key.
+    Keys and values are those of all its layers, by their kinds (`attention`), where it says how many there are. Raises
+    EstimateError for a missing key.
     """
     nested = config.get("text_config")
     text = {**config, **nested} if isinstance(nested, Mapping) else config
     name = str(config.get("_name_or_path") or config.get("model_type") or "model")
     hidden_size = _integer(text, HIDDEN, name)
     heads = _integer(text, HEADS, name)
+    kv_heads = _integer(text, KV_HEADS, name, default=heads)
+    head_dim = _integer(text, ("head_dim",), name, default=max(hidden_size // heads, 1))
+    found = attention_of(text, heads, kv_heads, head_dim)
     return ModelGeometry(
         name=name,
         num_layers=num_moe_layers,
@@ -168,11 +218,12 @@ def geometry_from_config(
         num_experts=num_experts,
         top_k=_integer(text, TOP_K, name),
         num_attention_heads=heads,
-        num_key_value_heads=_integer(text, KV_HEADS, name, default=heads),
-        head_dim=_integer(text, ("head_dim",), name, default=hidden_size // heads),
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         non_expert_parameters=non_expert_parameters,
         matrices_per_expert=matrices_per_expert,
         max_positions=_integer(text, POSITIONS, name, default=0) or None,
+        attention=None if found == usual(num_moe_layers, heads, kv_heads, head_dim) else found,
     )
 
 

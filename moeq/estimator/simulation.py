@@ -99,7 +99,7 @@ class Simulation:
 
     def kv_cache_bytes(self, batch: int) -> float:
         """Bytes of the keys and values that a batch needs at most, all layers."""
-        return self.layers.geometry.kv_bytes(batch * self.kv_tokens)
+        return float(self.layers.geometry.kv_bytes(self.kv_tokens, batch))
 
     def wanted(self, only: frozenset[str] | None = None) -> Iterator[tuple[str, Policy, str]]:
         """Label, policy and variant of those that are wanted."""

@@ -119,19 +119,21 @@ def _transfer(num_bytes: ArrayLike, transfers: ArrayLike, rate: float, latency_s
 def t_dense(geometry: ModelGeometry, *, tokens: float, sequences: int, context: ArrayLike, gpu: Gpu) -> Cost:
     """All of a layer but its experts: tau + max((non-expert bytes/L + KV)/(eta_h*BW_h), FLOPs/(eta_c*F)).
 
+    Dense layers are divided among the MoE layers, with their own tau, keys and values.
+
     `tokens` query tokens of `sequences` sequences attend to `context` tokens each. Shape: that of `context`.
     """
     share = geometry.non_expert_parameters / geometry.num_layers
     attended = np.asarray(context, dtype=np.float64)
-    read = 2 * share + sequences * geometry.kv_bytes_per_layer(1) * attended
-    macs = tokens * (share + 2 * attended * geometry.num_attention_heads * geometry.head_dim)
+    read = 2 * share + sequences * geometry.kv_bytes_per_layer(attended)
+    macs = tokens * (share + geometry.attention_macs(attended))
     cost = _longer(
         memory=read / gpu.memory_rate,
         compute=2 * macs / gpu.compute_rate,
         moved=read,
         macs=macs,
     )
-    fixed = gpu.layer_overhead_seconds
+    fixed = gpu.layer_overhead_seconds * geometry.all_layers / geometry.num_layers
     bound = np.where(fixed > cost.seconds, Bound.LATENCY, cost.bound).astype(np.int8)
     return Cost(seconds=cost.seconds + fixed, bytes=cost.bytes, macs=cost.macs, bound=bound)
 

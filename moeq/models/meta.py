@@ -11,6 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from torch.overrides import TorchFunctionMode
 
+_MADE = (torch.empty, torch.zeros, torch.ones)
 LARGE = 64 << 20  # bytes; smaller ones cost nothing worth a word until they are moved
 
 
@@ -19,27 +20,29 @@ def without_weights() -> Iterator[None]:
     """Parameters of modules that are made here lie on the meta device; buffers that are computed are real.
 
     accelerate moves a parameter there when a module gets it, after it was allocated: 30 GB for one matrix of all
-    experts of a layer of DeepSeek-V3. Here uninitialized tensors from 64 MiB on are made there at once.
+    experts of a layer of DeepSeek-V3, 43 GB that are filled with zeros for Llama 4 Maverick. Here tensors of numbers
+    with a fraction, from 64 MiB on, are made there at once.
     """
     with init_empty_weights(include_buffers=False), _LargeOnMeta():
         yield
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """torch.empty of many bytes, where no device is asked for, is on the meta device."""
+    """torch.empty, zeros and ones of many bytes, where no device is asked for, are on the meta device."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         given = dict(kwargs or {})
-        if func is torch.empty and given.get("device") is None and _bytes(args, given) >= LARGE:
+        if func in _MADE and given.get("device") is None and _bytes(args, given) >= LARGE:
             given["device"] = "meta"
         return func(*args, **given)
 
 
 def _bytes(args: Sequence[Any], given: dict[str, Any]) -> int:
-    """What torch.empty(*args, **given) would allocate; 0 where the sizes are no numbers."""
+    """What torch.empty(*args, **given) would allocate; 0 for whole numbers, and where the sizes are none."""
     size = given.get("size", args)
     size = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     dtype = given.get("dtype") or torch.get_default_dtype()
-    return math.prod(size) * dtype.itemsize if all(isinstance(length, int) for length in size) else 0
+    known = dtype.is_floating_point and all(isinstance(length, int) for length in size)
+    return math.prod(size) * dtype.itemsize if known else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -92,7 +91,7 @@ def of_assignment(
 def report_on(context: Context, geometry: ModelGeometry, is_own: bool, estimates: list[Estimate]) -> EstimateReport:
     """Estimates with what they were made for."""
     section = context.recipe.estimate
-    sizes = {name: value for name, value in asdict(geometry).items() if name != "max_positions"}  # decides no time
+    sizes = {name: value for name, value in geometry.sizes().items() if name != "max_positions"}  # decides no time
     return EstimateReport(
         geometry=sizes,
         geometry_is_the_models=is_own,

@@ -8,6 +8,7 @@ from typing import Any
 
 from moeq.errors import EstimateError
 from moeq.estimator import CONFIG_KEYS, ModelGeometry, geometry_from_config
+from moeq.estimator.attention import KEYS as TEXT_KEYS
 from moeq.models.experts import ExpertLayer
 
 
@@ -45,4 +46,5 @@ def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
     for part in (*(part for part in whole.values() if isinstance(part, dict)), whole):
         values |= {key: part[key] for key in CONFIG_KEYS if part.get(key) is not None}
     values |= {name: whole[own] for name, own in config.attribute_map.items() if name in CONFIG_KEYS and own in whole}
+    values |= {key: whole[key] for key in TEXT_KEYS if whole.get(key) is not None}
     return values | {"model_type": config.model_type} | ({} if top_k is None else {"top_k": top_k})

@@ -54,6 +54,7 @@ def test_what_is_asked_for_elsewhere_stays_there() -> None:
     with without_weights():
         assert [call().device.type for call in calls] == ["meta"] * 4
         assert torch.empty(many - 1).device.type == "cpu"
-        assert torch.empty(many, dtype=torch.uint8).device.type == "cpu"
+        assert torch.zeros(many).device.type == torch.ones(many).device.type == "meta"
+        assert torch.zeros(4 * many, dtype=torch.bool).device.type == "cpu"
         assert torch.empty(many, device="cpu").device.type == "cpu"
     assert torch.empty(many).device.type == "cpu"

@@ -1,0 +1,117 @@
+"""What a model keeps of a text, layer by layer: keys and values, compressed ones, those of a window, or a state.
+
+Read from the configuration as transformers' caches and serving runtimes keep it: multi-head latent attention
+(DeepSeek-V2, 2405.04434, section 2.1) one latent vector and one rotary key a token; layers with a sliding window or
+chunks no more tokens than that; linear attention and state-space layers a state of one size however long the text is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
+KINDS = ("layer_types", "layers_block_type")
+KEYS = (
+    *LAYERS, *KINDS, "kv_lora_rank", "qk_rope_head_dim", "sliding_window", "attention_chunk_size",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim", "mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim", "mamba_d_state",
+    "ssm_state_size", "mamba_d_conv", "mamba_expand", "is_encoder_decoder",
+)  # fmt: skip
+INTERVALS = (  # keys whose families say by rules of their own which layers are of which kind
+    "full_attention_interval", "attention_chunk_size", "attn_layer_period", "mamba_d_state", "ssm_state_size",
+    "linear_num_value_heads", "hybrid_override_pattern",
+)  # fmt: skip
+NOTHING = {"moe", "mlp", "dense", "conv"}  # kinds of layers that keep nothing, or next to nothing
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+STATES = {"linear_attention", "mamba", "mamba2", "recurrent"}
+STATE_BYTES = 4  # of an element of a state, which runtimes keep in float32
+ELEMENT_BYTES = 2  # of keys and values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Layers of one kind: what each keeps of a token, of no more tokens than the window (None: of all), and of a text.
+
+    token_bytes, state_bytes: FP16 keys and values, float32 states. token_macs: multiply-adds of a new token with each
+    one that is kept.
+    """
+
+    layers: int
+    token_bytes: float
+    token_macs: float
+    window: int | None = None
+    state_bytes: float = 0.0
+
+    def tokens(self, context: ArrayLike) -> NDArray[np.float64]:
+        """Tokens that are kept of so many. Shape: that of `context`."""
+        kept = np.asarray(context, dtype=np.float64)
+        return kept if self.window is None else np.minimum(kept, self.window)
+
+
+def usual(layers: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Attention, ...]:
+    """Keys and values of grouped queries in every layer."""
+    token = 2 * ELEMENT_BYTES * kv_heads * head_dim
+    return (Attention(layers=layers, token_bytes=token, token_macs=2 * heads * head_dim),)
+
+
+def says_all(config: Mapping[str, Any]) -> bool:
+    """Whether config.json tells the kinds of its layers by itself, without the family's own rules."""
+    if any(config.get(key) for key in KINDS):
+        return True
+    return not any(config.get(key) for key in (*INTERVALS, "sliding_window"))
+
+
+def attention_of(config: Mapping[str, Any], heads: int, kv_heads: int, head_dim: int) -> tuple[Attention, ...] | None:
+    """The kinds of a configuration's layers, dense ones too; None where it does not say how many there are, and of
+    encoder-decoders.
+
+    A kind of which nothing is known counts as one that keeps keys and values of the whole text.
+    """
+    count = _number(config, *LAYERS)
+    if not count or config.get("is_encoder_decoder"):
+        return None
+    whole = usual(1, heads, kv_heads, head_dim)[0]
+    latent, rotary = _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
+    if latent:
+        macs = heads * (2 * latent + rotary)
+        whole = Attention(layers=1, token_bytes=ELEMENT_BYTES * (latent + rotary), token_macs=macs)
+    kinds = next((config[key] for key in KINDS if config.get(key)), None)
+    if kinds is None:
+        kinds = ["sliding_attention" if _number(config, "sliding_window") else "full_attention"] * count
+    return tuple(_kind(kind, layers, whole, config) for kind, layers in Counter(map(str, kinds)).items())
+
+
+def _kind(kind: str, layers: int, whole: Attention, config: Mapping[str, Any]) -> Attention:
+    if kind in NOTHING:
+        return Attention(layers=layers, token_bytes=0.0, token_macs=0.0)
+    if kind in STATES:
+        elements, convolved = _state(config)
+        state = STATE_BYTES * elements + ELEMENT_BYTES * convolved
+        return Attention(layers=layers, token_bytes=0.0, token_macs=0.0, state_bytes=state)
+    window = _number(config, WINDOWS[kind]) if kind in WINDOWS else 0
+    return replace(whole, layers=layers, window=window or None)
+
+
+def _state(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Elements of the state of one layer and of what its convolution looks back at; zeros where nothing tells."""
+    if heads := _number(config, "linear_num_value_heads"):
+        keys, values = _number(config, "linear_key_head_dim"), _number(config, "linear_value_head_dim")
+        channels = 2 * _number(config, "linear_num_key_heads") * keys + heads * values
+        return heads * keys * values, channels * _number(config, "linear_conv_kernel_dim")
+    heads, width = (
+        _number(config, "mamba_n_heads", "mamba_num_heads"),
+        _number(config, "mamba_d_head", "mamba_head_dim"),
+    )
+    inner = heads * width or _number(config, "mamba_expand") * _number(config, "hidden_size")
+    return inner * _number(config, "mamba_d_state", "ssm_state_size"), inner * _number(config, "mamba_d_conv")
+
+
+def _number(config: Mapping[str, Any], *keys: str) -> int:
+    """The first that is stated, 0 where none is."""
+    return next((value for key in keys if isinstance(value := config.get(key), int) and value > 0), 0)

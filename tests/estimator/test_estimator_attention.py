@@ -1,0 +1,148 @@
+"""What models keep of a text: published figures, and what the caches of transformers hold after a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from family_models import build
+
+from moeq.errors import EstimateError
+from moeq.estimator import geometry_from_config, known_geometries, load_geometry
+from moeq.estimator.attention import Attention, attention_of, says_all
+from moeq.estimator.geometry import ModelGeometry
+from moeq.models.experts import find_expert_layers
+from moeq.stages.geometry import config_values, first_geometry
+
+PUBLISHED = {  # parameters in billions, all and of a token: model cards and reports
+    "deepseek-v3": (671, 37), "deepseek-r1": (671, 37), "kimi-k2": (1026, 32), "qwen3-235b-a22b": (235, 22),
+    "qwen3-next-80b-a3b": (80, 3.9), "gpt-oss-120b": (116.8, 5.7), "glm-4.5": (353, 33), "llama-4-scout": (108, 17),
+    "llama-4-maverick": (400, 17), "mixtral-8x7b": (46.7, 12.9), "qwen3-30b-a3b": (30.5, 3.3),
+    "mixtral-8x22b": (141, 39),
+}  # fmt: skip
+
+
+def test_sizes_are_the_published_ones() -> None:
+    """With embeddings, without layers that draft: gpt-oss states 5.1 and Qwen3-Next 3 billion without these."""
+    assert set(known_geometries()) == set(PUBLISHED)
+    for name, (whole, active) in PUBLISHED.items():
+        model = load_geometry(name)
+        experts = model.num_layers * model.expert_parameters
+        assert model.non_expert_parameters + model.num_experts * experts == pytest.approx(1e9 * whole, rel=0.01), name
+        assert model.non_expert_parameters + model.top_k * experts == pytest.approx(1e9 * active, rel=0.03), name
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "text", "tokens"),
+    [
+        ("deepseek-v3", 70_272, 70_272 * 33_792, 33_792),  # 2412.19437: 576 numbers a layer and token
+        ("kimi-k2", 70_272, 70_272, 1),
+        ("glm-4.5", 376_832, 376_832, 1),  # dense layers too
+        ("qwen3-next-80b-a3b", 24_576, 12 * 2048 * 1000 + 36 * 2_162_688, 1000),  # 12 of 48 layers
+        ("gpt-oss-120b", 36_864, 18 * 2048 * (5000 + 128), 5000),  # half of them look back 128 tokens
+        ("llama-4-maverick", 49_152, 4096 * (12 * 100_000 + 36 * 8192), 100_000),
+        ("mixtral-8x7b", 131_072, 131_072 * 77, 77),
+    ],
+)
+def test_published_keys_and_values(name: str, token: int, text: int, tokens: int) -> None:
+    model = load_geometry(name)
+    assert float(model.kv_bytes(1 << 20) - model.kv_bytes((1 << 20) - 1)) == token
+    assert float(model.kv_bytes(tokens)) == text
+    assert float(model.kv_bytes(tokens, 3)) == 3 * text
+    assert float(model.kv_bytes_per_layer(tokens)) == pytest.approx(text / model.num_layers)
+    room = float(model.kv_bytes(tokens, 3))
+    assert model.longest_context(room, 3) == tokens
+    assert model.longest_context(float(model.kv_bytes(0)) - 1, 1) == 0
+
+
+def geometry(family: str, **settings: Any) -> tuple[ModelGeometry, Any]:
+    model = build(family, **settings)
+    return first_geometry(model, find_expert_layers(model)), model
+
+
+def cached_elements(value: Any) -> int:
+    """Elements of all tensors in a cache."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() if value.is_floating_point() else 0
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else None
+    parts = vars(value).values() if parts is None and hasattr(value, "__dict__") else parts
+    return sum(map(cached_elements, parts)) if parts is not None else 0
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("mixtral", {"sliding_window": None}), ("qwen3_moe", {}), ("ernie4_5_moe", {}),
+        ("glm4_moe", {}), ("granitemoe", {}),
+        ("llama4_text", {"attention_chunk_size": 64}), ("gpt_oss", {"sliding_window": 64}),
+    ],
+)  # fmt: skip
+def test_a_cache_of_transformers_holds_as_much(family: str, settings: dict[str, Any]) -> None:
+    """Every layer's, dense ones too, of which the second family has one."""
+    found, model = geometry(family, **settings)
+    with torch.no_grad():
+        cache = model(input_ids=torch.arange(3, 15)[None], use_cache=True).past_key_values
+    assert 2 * cached_elements(cache.layers) == float(found.kv_bytes(12))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("gpt_oss", {"sliding_window": 8}), ("llama4_text", {"attention_chunk_size": 8, "num_hidden_layers": 4})],
+)
+def test_a_window_is_no_longer_than_it_says(family: str, settings: dict[str, Any]) -> None:
+    """transformers keeps one token less of a window, which the next one fills."""
+    found, model = geometry(family, **settings)
+    with torch.no_grad():
+        cache = model(input_ids=torch.arange(3, 43)[None], use_cache=True).past_key_values
+    lengths = sorted({layer.keys.shape[2] for layer in cache.layers})
+    assert lengths in ([7, 40], [8, 40])
+    windows = [kind for kind in found.kept if kind.window is not None]
+    assert [kind.window for kind in windows] == [8]
+    assert sum(kind.layers for kind in windows) == sum(layer.keys.shape[2] < 40 for layer in cache.layers)
+
+
+def test_states_of_linear_attention() -> None:
+    found, model = geometry("qwen3_next")
+    with torch.no_grad():
+        cache = model(input_ids=torch.arange(3, 15)[None], use_cache=True).past_key_values
+    linear = next(kind for kind in found.kept if kind.state_bytes)
+    assert linear.layers == 2
+    kept = [cached_elements(layer) for layer in cache.layers]
+    heads, keys, values, channels = 4, 6, 9, 2 * 2 * 6 + 4 * 9
+    width = model.config.linear_conv_kernel_dim
+    assert linear.state_bytes == 4 * heads * keys * values + 2 * channels * width
+    assert kept[0] == heads * keys * values + channels * width
+    assert float(found.kv_bytes(12)) == 2 * linear.state_bytes + 2 * kept[1]
+
+
+def test_latent_keys_count_once() -> None:
+    """What runtimes keep of DeepSeek-V3; transformers keeps keys and values that were made of them."""
+    found, _ = geometry("deepseek_v3")
+    assert found.kept == (Attention(layers=3, token_bytes=2 * (20 + 8), token_macs=4 * (2 * 20 + 8)),)
+    assert found.num_layers == 2
+    assert found.all_layers == 3
+
+
+def test_what_config_json_does_not_tell() -> None:
+    plain = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    assert says_all(plain)
+    assert says_all(plain | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]})
+    assert not says_all(plain | {"sliding_window": 8})
+    assert not says_all(plain | {"full_attention_interval": 4})
+    assert attention_of({}, 4, 2, 8) is None
+    assert attention_of(plain | {"is_encoder_decoder": True}, 4, 2, 8) is None
+    kinds = attention_of(plain | {"layer_types": ["moe", "something new"]}, 4, 2, 8)
+    assert kinds is not None
+    assert [(kind.layers, kind.token_bytes) for kind in kinds] == [(1, 0), (1, 64)]
+
+
+def test_a_usual_model_says_nothing_of_it() -> None:
+    values = config_values(build("mixtral", sliding_window=None), None)
+    made = geometry_from_config(
+        values, num_moe_layers=3, num_experts=6, expert_intermediate_size=24, non_expert_parameters=1
+    )
+    assert made.attention is None
+    assert "attention" not in made.sizes()
+    with pytest.raises(EstimateError, match="num_layers is 0"):
+        ModelGeometry(**(made.sizes() | {"num_layers": 0}))
