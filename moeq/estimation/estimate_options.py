@@ -71,6 +71,9 @@ class EstimateOptions(RunOptions):
     )
     kv_growth: bool = option("Keys and values grow with the request instead of --context.", APART, default=False)
     zipf: float | None = option("Exponent of Zipf routing, the placement's best experts the most popular.", APART)
+    samples: int | None = option(
+        "Monte Carlo samples of routing that is not enumerated [default: 256].", APART, min=2, max=65536
+    )
     replicas: str | None = option(
         "Widths at which the near-data side keeps every expert beside FP16, or none [default: 1,2,3,4].", APART
     )

@@ -36,6 +36,7 @@ from moeq.preflight import check_path
 from moeq.recipe import Recipe, StatedSection
 
 DEFAULT_BITS, DEFAULT_CONTEXT, DEFAULT_HARDWARE = 3.0, 1024, "paper-ctxmoe"
+DEFAULT_SAMPLES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +56,26 @@ class Question:
     policies: tuple[str, ...] | None = None
     trace: RoutingTrace | None = None
     zipf: float | None = None
+    samples: int = DEFAULT_SAMPLES
     replica_bits: tuple[int, ...] = REPLICA_BITS
     stated: Sequence[StatedSection] = ()
 
     @property
     def capacity(self) -> CapacityPlan:
         """What lies where at the largest batch and the longest request of the grid."""
+        return self.capacity_at(max(self.grid.batches), max(self.grid.inputs) + max(self.grid.outputs))
+
+    @property
+    def least(self) -> CapacityPlan:
+        """What lies where at the smallest batch and the shortest request of the grid."""
+        return self.capacity_at(min(self.grid.batches), min(self.grid.inputs) + min(self.grid.outputs))
+
+    def capacity_at(self, batch: int, request: int) -> CapacityPlan:
+        """What lies where with requests of so many tokens, or the context where that is longer."""
         return plan_capacity(
             hardware=self.hardware,
-            batch=max(self.grid.batches),
-            context=longest(self.grid, self.context, kv_growth=self.kv_growth),
+            batch=batch,
+            context=request if self.kv_growth else max(request, self.context),
             replica_bits=self.replica_bits,
             **vars(self.subject),
         )
@@ -91,6 +102,7 @@ class Question:
             policies=self.policies,
             grid=self.grid,
             kv_growth=self.kv_growth,
+            monte_carlo_samples=self.samples,
             replica_bits=self.replica_bits,
             **self._settings,
         )
@@ -148,6 +160,7 @@ def question_of(asked: EstimateOptions) -> Question:
         policies=tuple(asked.policy) or None,
         trace=trace,
         zipf=asked.zipf,
+        samples=asked.samples or DEFAULT_SAMPLES,
         replica_bits=replica_bits,
     )
 
@@ -176,12 +189,12 @@ def questions_of(recipe: Recipe) -> list[Question]:
 
 
 def document_of(title: str, questions: Sequence[Question], *, miss_beyond: float = 0.0) -> EstimateDocument:
-    """The answers; EstimateError with the sum where a placement does not fit.
+    """The answers; EstimateError with the sum where a placement does not fit even at the smallest point.
 
     miss_beyond: share of a stated figure beyond which its estimate counts as missed.
     """
     for question in questions:
-        question.capacity.require()
+        question.least.require()
     return EstimateDocument(
         name=title,
         hardware=questions[0].hardware.name,
@@ -192,11 +205,12 @@ def document_of(title: str, questions: Sequence[Question], *, miss_beyond: float
 
 def _answered(question: Question, miss_beyond: float) -> Case:
     answer = question.answer()
+    most = max(answer.points, key=lambda point: point.batch * (point.input_tokens + point.output_tokens))
     return Case(
         name=question.name,
         geometry=question.subject.geometry.sizes(),
         estimate=answer,
-        capacity=question.capacity,
+        capacity=question.capacity_at(most.batch, most.input_tokens + most.output_tokens),
         stated=tuple(compare(question.name, question.stated, answer, miss_beyond=miss_beyond)),
         hit_rates=question.hits(),
     )

@@ -82,7 +82,12 @@ def _print_case(console: Console, document: EstimateDocument, case: Case) -> Non
         _print_batch(console, estimate, batch)
     for line in dict.fromkeys(f"{row.policy}: cannot run, {row.reason}" for row in estimate.refused):
         console.print(line, style="yellow", markup=False)
-    console.print(f"of ours: time of a request over that of {SUBJECT}, the placement that is asked about", style="dim")
+    for line in estimate.unfit_lines:
+        console.print(line, style="yellow", markup=False)
+    error = estimate.sampling_error
+    sampled = f"; standard error of any time by sampling at most {formats.percent(error)}" if error else ""
+    of_ours = f"of ours: time of a request over that of {SUBJECT}, the placement that is asked about"
+    console.print(f"{of_ours}{sampled}", style="dim")
     _print_words(console, estimate)
     if case.hit_rates is not None:
         _print_hit_rates(console, case.hit_rates)

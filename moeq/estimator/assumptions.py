@@ -37,7 +37,8 @@ def assumptions(
         f"baseline: decode at batch {batches[0]} is {over[BWRULE]} MoNDE with its bandwidth rule (at least one fetch a "
         f"layer), {over[OPT]} a cost-optimal MoNDE",
         *_routing_lines(simulation, batches, popularity_given, sampled_steps),
-        "prefill: FP16 experts by their expected tokens, a batch together; one migration a batch",
+        "prefill: FP16 experts by their expected tokens, a batch together, of fewer than "
+        f"{simulation.drawn_below} tokens by routing that is drawn; one migration a batch",
         "decode: keys and values of the prompt and what was decoded so far"
         if kv_growth
         else f"decode: keys and values of {simulation.context} tokens at every step",

@@ -29,6 +29,11 @@ class Case(Frozen):
         """Batches of the grid, rising."""
         return sorted({point.batch for point in self.estimate.points})
 
+    def at(self, places: set[tuple[int, int, int]]) -> Case:
+        """The same with the points of some places only."""
+        points = tuple(point for point in self.estimate.points if point.at in places)
+        return self.model_copy(update={"estimate": self.estimate.model_copy(update={"points": points})})
+
 
 class EstimateDocument(Frozen):
     """All cases of one command; routing says what decides which experts are chosen."""

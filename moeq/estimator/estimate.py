@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,9 +15,9 @@ from moeq.estimator.capacity import REPLICA_BITS
 from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.placement import Placement
-from moeq.estimator.points import BWRULE, OPT, SUBJECT, decode_terms, earlier_terms, policy_points, speedups
+from moeq.estimator.points import BWRULE, OPT, SUBJECT, At, decode_terms, earlier_terms, policy_points, speedups
 from moeq.estimator.policies import label
-from moeq.estimator.result import Capacity, Estimate, Refusal
+from moeq.estimator.result import Capacity, Estimate, Refusal, Unfit
 from moeq.estimator.sensitivity import MOST_STEPS, sensitivity
 from moeq.estimator.simulation import Simulation, build_simulation
 from moeq.estimator.workload import Grid
@@ -72,17 +72,32 @@ def estimate(
         trace=trace,
         labels=None if policies is None else chosen_labels(policies),
     )
+    every = list(itertools.product(grid.batches, grid.inputs, grid.outputs))
+    unfit = tuple(_unfit(simulation, every, kv_growth=kv_growth))
+    lacking = {(row.batch, row.input_tokens, row.output_tokens) for row in unfit}
+    at = [place for place in every if place not in lacking] or every
+    batches = dict.fromkeys(batch for batch, _, _ in at)
     refused = tuple(
         Refusal(policy=policy, batch=batch, reason=reason)
-        for batch in grid.batches
+        for batch in batches
         for policy, reason in simulation.refusals(batch).items()
     )
-    if refused and policies is not None:
-        where = f"{refused[0].policy} at batch {refused[0].batch}"
-        raise EstimateError(refused[0].reason, where=where, do="leave the policy out, or give other hardware or bits")
-    return _assemble(
-        simulation, placement, grid, refused, replica_bits, kv_growth=kv_growth, popularity_given=popularity is not None
+    for row in refused if policies is not None else ():
+        if sum(other.policy == row.policy for other in refused) == len(batches):
+            do = "leave the policy out, or give other hardware or bits"
+            raise EstimateError(row.reason, where=f"{row.policy} at batch {row.batch}", do=do)
+    made = _assemble(
+        simulation, placement, at, refused, replica_bits, kv_growth=kv_growth, popularity_given=popularity is not None
     )
+    return made.model_copy(update={"unfit": unfit})
+
+
+def _unfit(simulation: Simulation, every: Sequence[At], *, kv_growth: bool) -> Iterator[Unfit]:
+    """Points whose keys and values do not fit beside the placement."""
+    for batch, inputs, outputs in every:
+        tokens = inputs + outputs if kv_growth else max(simulation.context, inputs + outputs)
+        if (reason := simulation.over_memory(batch, tokens)) is not None:
+            yield Unfit(batch=batch, input_tokens=inputs, output_tokens=outputs, reason=reason)
 
 
 def chosen_labels(policies: Sequence[str]) -> frozenset[str]:
@@ -103,19 +118,20 @@ def chosen_labels(policies: Sequence[str]) -> frozenset[str]:
 def _assemble(
     simulation: Simulation,
     placement: Placement,
-    grid: Grid,
+    at: Sequence[At],
     refused: tuple[Refusal, ...],
     replica_bits: tuple[int, ...],
     *,
     kv_growth: bool,
     popularity_given: bool,
 ) -> Estimate:
-    layers, first = simulation.layers, grid.batches[0]
-    steps = {batch: simulation.decode(batch) for batch in grid.batches}
-    prefills = {at: simulation.prefill(*at) for at in itertools.product(grid.batches, grid.inputs)}
-    points = tuple(policy_points(simulation, grid, steps, prefills, kv_growth=kv_growth))
+    layers, first = simulation.layers, at[0][0]
+    batches = tuple(dict.fromkeys(batch for batch, _, _ in at))
+    steps = {batch: simulation.decode(batch) for batch in batches}
+    prefills = {place: simulation.prefill(*place) for place in dict.fromkeys((batch, n) for batch, n, _ in at)}
+    points = tuple(policy_points(simulation, at, steps, prefills, kv_growth=kv_growth))
     ndp_speedup = _ndp_speedup(simulation.sampled(MOST_STEPS), first)
-    rows, sampled = sensitivity(simulation, grid, kv_growth=kv_growth)
+    rows, sampled, left_out = sensitivity(simulation, at[0], kv_growth=kv_growth)
     return Estimate(
         geometry=layers.geometry.name,
         hardware=layers.hardware.name,
@@ -128,24 +144,25 @@ def _assemble(
         kv_growth=kv_growth,
         monte_carlo_samples=simulation.samples,
         seed=simulation.seed,
-        routing={batch: simulation.routing_method(batch) for batch in grid.batches},
+        routing={batch: simulation.routing_method(batch) for batch in batches},
         ndp_speedup_over_fp16=ndp_speedup,
         points=points,
         speedups=tuple(speedups(points)),
         terms=tuple(decode_terms(steps)),
         earlier_terms=tuple(earlier_terms(simulation, prefills)),
         refused=refused,
-        capacity=_capacity(simulation, max(grid.batches), replica_bits),
+        capacity=_capacity(simulation, max(batches), replica_bits),
         assumptions=assumptions(
             simulation,
             steps=steps[first],
-            batches=grid.batches,
+            batches=batches,
             assigned_layers=len(placement.bits),
             popularity_given=popularity_given,
             kv_growth=kv_growth,
             ndp_speedup=ndp_speedup,
             sampled_steps=sampled,
-        ),
+        )
+        + left_out,
         sensitivity=rows,
         hardware_constants=layers.hardware.constants,
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,20 +12,20 @@ from moeq.estimator.devices import Energy
 from moeq.estimator.result import PolicyPoint, Speedup, TermRow
 from moeq.estimator.simulation import Simulation
 from moeq.estimator.step import CHANNELS, NOTHING, TRAFFIC, Channel, Step, TermTotal
-from moeq.estimator.workload import Grid
 
 SUBJECT = "context_aware"
 BWRULE, OPT, HOBBIT = BASELINES = ("monde_bwrule", "monde_opt", "hobbit")
 Steps = Mapping[int, Mapping[str, Step]]
+At = tuple[int, int, int]  # batch, input and output tokens
 Prefills = Mapping[tuple[int, int], Mapping[str, Step]]
 
 
 def policy_points(
-    simulation: Simulation, grid: Grid, steps: Steps, prefills: Prefills, *, kv_growth: bool
+    simulation: Simulation, at: Sequence[At], steps: Steps, prefills: Prefills, *, kv_growth: bool
 ) -> Iterator[PolicyPoint]:
-    """All points; `steps` by batch and policy, `prefills` by (batch, input) and policy."""
+    """All points of places; `steps` by batch and policy, `prefills` by (batch, input) and policy."""
     migration = simulation.migration()
-    for batch, input_tokens, output_tokens in itertools.product(grid.batches, grid.inputs, grid.outputs):
+    for batch, input_tokens, output_tokens in at:
         for policy, constant in steps[batch].items():
             first = step = constant
             if kv_growth:
@@ -57,6 +57,9 @@ def policy_points(
                 gpu_expert_share=on_gpu / (on_gpu + on_ndp),
                 bytes_moved={channel: _carried(parts, channel) for channel in CHANNELS},
                 energy_joules=_joules(parts, simulation.layers.hardware.energy),
+                prefill_error_seconds=prefill.error_seconds,
+                decode_error_seconds=step.error_seconds,
+                end_to_end_error_seconds=math.hypot(prefill.error_seconds, output_tokens * step.error_seconds),
             )
 
 
@@ -84,14 +87,25 @@ def speedups(points: Sequence[PolicyPoint]) -> Iterator[Speedup]:
     for point in points:
         if point.policy != SUBJECT:
             ours = subject[point.at]
+            decode = point.decode_seconds_per_token / ours.decode_seconds_per_token
+            whole = point.end_to_end_seconds / ours.end_to_end_seconds
             yield Speedup(
                 baseline=point.policy,
                 batch=point.batch,
                 input_tokens=point.input_tokens,
                 output_tokens=point.output_tokens,
-                decode=point.decode_seconds_per_token / ours.decode_seconds_per_token,
-                end_to_end=point.end_to_end_seconds / ours.end_to_end_seconds,
+                decode=decode,
+                end_to_end=whole,
+                decode_error=decode * math.hypot(_relative(point), _relative(ours)),
+                end_to_end_error=whole * math.hypot(_relative(point, "end_to_end"), _relative(ours, "end_to_end")),
             )
+
+
+def _relative(point: PolicyPoint, what: Literal["decode", "end_to_end"] = "decode") -> float:
+    """Standard error of a time as a share of it."""
+    if what == "decode":
+        return point.decode_error_seconds / point.decode_seconds_per_token
+    return point.end_to_end_error_seconds / point.end_to_end_seconds
 
 
 def decode_terms(steps: Steps) -> Iterator[TermRow]:

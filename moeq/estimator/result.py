@@ -25,7 +25,8 @@ class PolicyPoint(Frozen):
     steps; its first token is there after the first of them. `ndp_busy_share` is the time that the NDP computes,
     `bytes_moved` what crosses each memory and the link, `energy_joules` what bytes and MACs take (None: the hardware
     file gives no energies), all of them of such a request of the whole batch. `gpu_expert_share`: of the tokens that
-    reach experts in decode, those that the GPU computes.
+    reach experts in decode, those that the GPU computes. `..._error_seconds`: standard errors of Monte Carlo sampling,
+    0 where routing was enumerated, recorded or expected.
     """
 
     policy: str
@@ -45,6 +46,9 @@ class PolicyPoint(Frozen):
     gpu_expert_share: float
     bytes_moved: dict[Literal["gpu_memory", "link", "ndp_memory"], float]
     energy_joules: float | None
+    prefill_error_seconds: float = 0.0
+    decode_error_seconds: float = 0.0
+    end_to_end_error_seconds: float = 0.0
 
     @property
     def at(self) -> tuple[int, int, int]:
@@ -53,7 +57,10 @@ class PolicyPoint(Frozen):
 
 
 class Speedup(Frozen):
-    """How much faster the context-aware placement is than a baseline at one grid point."""
+    """How much faster the context-aware placement is than a baseline at one grid point.
+
+    Standard errors as if both times were sampled apart, which they are not: at most these where samples are shared.
+    """
 
     baseline: str
     batch: int
@@ -61,6 +68,8 @@ class Speedup(Frozen):
     output_tokens: int
     decode: float
     end_to_end: float
+    decode_error: float = 0.0
+    end_to_end_error: float = 0.0
 
 
 class TermRow(Frozen):
@@ -106,6 +115,15 @@ class Refusal(Frozen):
     reason: str
 
 
+class Unfit(Frozen):
+    """A grid point whose keys and values do not fit beside the placement, and the sum."""
+
+    batch: int
+    input_tokens: int
+    output_tokens: int
+    reason: str
+
+
 class Capacity(Frozen):
     """Bytes that the placement needs beside what the devices hold.
 
@@ -127,7 +145,10 @@ class Capacity(Frozen):
 
 
 class Estimate(Frozen):
-    """Everything that was estimated for a model, a placement and a hardware, with what it hangs on."""
+    """Everything that was estimated for a model, a placement and a hardware, with what it hangs on.
+
+    `unfit`: points of the grid that do not fit; `points` has none of them unless nothing fits at all.
+    """
 
     schema_version: Literal[2] = 2
     geometry: str
@@ -148,6 +169,7 @@ class Estimate(Frozen):
     terms: tuple[TermRow, ...]
     earlier_terms: tuple[TermRow, ...]
     refused: tuple[Refusal, ...]
+    unfit: tuple[Unfit, ...] = ()
     capacity: Capacity
     assumptions: tuple[str, ...]
     sensitivity: tuple[SensitivityRow, ...]
@@ -157,6 +179,26 @@ class Estimate(Frozen):
     def policies(self) -> list[str]:
         """Names of the policies and their variants, in the order of the points."""
         return list(dict.fromkeys(point.policy for point in self.points))
+
+    @property
+    def sampling_error(self) -> float:
+        """The largest standard error of a decode step or a whole request by sampling, as a share of it."""
+        steps = (point.decode_error_seconds / point.decode_seconds_per_token for point in self.points)
+        whole = (point.end_to_end_error_seconds / point.end_to_end_seconds for point in self.points)
+        return max([*steps, *whole])
+
+    @property
+    def unfit_lines(self) -> list[str]:
+        """A sentence for each batch some points of which do not fit and are left out."""
+        lines, there = [], {point.at for point in self.points}
+        left_out = [row for row in self.unfit if (row.batch, row.input_tokens, row.output_tokens) not in there]
+        for batch in dict.fromkeys(row.batch for row in left_out):
+            rows = [row for row in left_out if row.batch == batch]
+            least = min(rows, key=lambda row: row.input_tokens + row.output_tokens)
+            many = "1 point does" if len(rows) == 1 else f"{len(rows)} points do"
+            at = f"{least.input_tokens} + {least.output_tokens} tokens"
+            lines.append(f"batch {batch}: {many} not fit; with {at} it {least.reason}")
+        return lines
 
     def point(self, policy: str, *, batch: int, input_tokens: int, output_tokens: int) -> PolicyPoint:
         """The point of a policy; raises EstimateError for a policy or grid point that was not estimated."""

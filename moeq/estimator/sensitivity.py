@@ -12,11 +12,11 @@ import numpy as np
 
 from moeq.errors import EstimateError
 from moeq.estimator.devices import SECTIONS, Constant, Hardware, file_key
-from moeq.estimator.points import BASELINES, BWRULE, OPT, SUBJECT
+from moeq.estimator.points import BASELINES, BWRULE, OPT, SUBJECT, At
 from moeq.estimator.policies import label, parameter
 from moeq.estimator.result import SensitivityRow
 from moeq.estimator.simulation import Simulation
-from moeq.estimator.workload import Grid, placed_popularity
+from moeq.estimator.workload import placed_popularity
 from moeq.registry import POLICIES
 
 SENSITIVITY_BATCHES = (4, 16)
@@ -31,21 +31,22 @@ Answer = tuple[dict[str, float], dict[str, float]]
 
 
 def sensitivity(
-    simulation: Simulation, grid: Grid, *, kv_growth: bool
-) -> tuple[tuple[SensitivityRow, ...], int | None]:
-    """Rows at the grid's first point, and how many steps of a trace they are taken from (None: all there are).
+    simulation: Simulation, at: At, *, kv_growth: bool
+) -> tuple[tuple[SensitivityRow, ...], int | None, tuple[str, ...]]:
+    """Rows at one point, and how many steps of a trace they are taken from (None: all there are); what is left out.
 
     Changed are every constant whose source calls it fitted, assumed or ideal, always tau, the link's bandwidth, the
     dataflow and the low-bit rate; parameters of the policies that were neither measured nor printed; routing, batch
-    and context. From a trace with many steps some are taken, and the first row says what they give unchanged.
+    and context. From a trace with many steps some are taken, and the first row says what they give unchanged. A change
+    with which keys and values no longer fit is left out, with a line that says so.
     """
     whole, sampled = simulation, None
     simulation = simulation.sampled(MOST_STEPS)
-    batch = grid.batches[0]
+    batch = at[0]
     if simulation.replay is not None and whole.replay is not None:
         taken, there = (len(replay.steps(batch).rows) for replay in (simulation.replay, whole.replay))
         sampled = taken if taken < there else None
-    answer = partial(_answer, grid, kv_growth)
+    answer, fits = partial(_answer, at, kv_growth), simulation.over_memory(batch) is None
     base = answer(None, simulation, batch)
     rows = [] if sampled is None else [_row("none", f"{sampled} steps of the trace", base)]
     for key, change, hardware in hardware_changes(simulation.layers.hardware):
@@ -55,14 +56,18 @@ def sensitivity(
         affected = frozenset(label(name, variant) for variant in POLICIES.get(name).variants)
         decode, whole_request = answer(affected, simulation.on(hardware), batch)
         rows.append(_row(key, change, (base[0] | decode, base[1] | whole_request), only=affected))
+    left_out = []
     for key, change, changed, other_batch in work_changes(simulation, batch, kv_growth=kv_growth):
+        if fits and (reason := changed.over_memory(other_batch)) is not None:
+            left_out.append(f"sensitivity: {key} {change} is left out, it {reason}")
+            continue
         rows.append(_row(key, change, answer(_COMPARED, changed, other_batch)))
-    return tuple(rows), sampled
+    return tuple(rows), sampled, tuple(left_out)
 
 
-def _answer(grid: Grid, kv_growth: bool, only: frozenset[str] | None, simulation: Simulation, batch: int) -> Answer:
+def _answer(at: At, kv_growth: bool, only: frozenset[str] | None, simulation: Simulation, batch: int) -> Answer:
     """Decode seconds a token and seconds of the whole request, by policy label."""
-    input_tokens, output_tokens = grid.inputs[0], grid.outputs[0]
+    _, input_tokens, output_tokens = at
     steps = simulation.decode(batch, only)
     if kv_growth:
         dense = simulation.dense(batch, input_tokens + np.arange(1, output_tokens + 1))

@@ -15,7 +15,7 @@ from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.in_place import placed_by_rank
 from moeq.estimator.placement import Placement, layer_of_assignment
-from moeq.estimator.policies import Policy, by_label
+from moeq.estimator.policies import Policy, by_label, over_gpu_memory
 from moeq.estimator.replay import Replay
 from moeq.estimator.step import Layers, Step, TermTotal, Work, dense_total, expected_step
 from moeq.estimator.terms import Cost, t_dense
@@ -31,6 +31,7 @@ from moeq.estimator.workload import (
 
 CHUNK_ELEMENTS = 250_000
 PREFILL_SAMPLES = 2048
+FEW_TOKENS = 8  # of a mean expert, below which it is drawn which experts a prompt reaches
 POPULARITY_FLOOR = 1e-6  # of a layer's share: an expert that the prompts never chose can still be chosen
 Routing = Literal["exact", "monte-carlo", "trace"]
 
@@ -101,6 +102,17 @@ class Simulation:
         """Bytes of the keys and values that a batch needs at most, all layers."""
         return float(self.layers.geometry.kv_bytes(self.kv_tokens, batch))
 
+    def over_memory(self, batch: int, tokens: int | None = None) -> str | None:
+        """The sum by which the placement and keys and values of `tokens` a sequence exceed the GPU's memory, or None.
+
+        None for tokens: those that memory holds.
+        """
+        layers = self.layers
+        hot = layers.stored_bits * layers.hot * layers.repeats[:, None]
+        tokens = self.kv_tokens if tokens is None else tokens
+        kept = float(layers.geometry.kv_bytes(tokens, batch))
+        return over_gpu_memory(layers, float(layers.geometry.expert_parameters / 8 * hot.sum()), kept)
+
     def wanted(self, only: frozenset[str] | None = None) -> Iterator[tuple[str, Policy, str]]:
         """Label, policy and variant of those that are wanted."""
         for key, (policy, variant) in by_label().items():
@@ -132,22 +144,38 @@ class Simulation:
     def prefill(self, batch: int, input_tokens: int, only: frozenset[str] | None = None) -> dict[str, Step]:
         """A prefill by policy label; the sequences of a batch go through it together."""
         tokens, refused = batch * input_tokens, self.refusals(batch)
-        work = expected_work(
-            self.layers,
-            tokens * self._tokens_per_token(),
-            step_tokens=tokens,
-            dense=self._dense_layer(batch, input_tokens / 2, tokens),  # causal: half of the prompt on average
-            kv_cache_bytes=self.kv_cache_bytes(batch),
-        )
-        if self.replay is not None:  # a mean prompt is as the popularity is
-            rank = np.asarray(work.pick(self.layers.popularity_rank), dtype=np.int64)
-            hot, stored_bits = placed_by_rank(self.layers, rank)
-            work = replace(work, hot=hot, stored_bits=stored_bits)
-        return {
-            key: expected_step(self.layers, work, policy.prefill(self.layers, work, variant))
-            for key, policy, variant in self.wanted(only)
-            if key not in refused
-        }
+        policies = {key: (policy, variant) for key, policy, variant in self.wanted(only) if key not in refused}
+        steps: dict[str, Step] = {}
+        for layers, work in self._prompts(batch, input_tokens, tokens):
+            if self.replay is not None:  # a mean prompt is as the popularity is
+                rank = np.asarray(work.pick(layers.popularity_rank), dtype=np.int64)
+                hot, stored_bits = placed_by_rank(layers, rank)
+                work = replace(work, hot=hot, stored_bits=stored_bits)
+            for key, (policy, variant) in policies.items():
+                part = expected_step(layers, work, policy.prefill(layers, work, variant))
+                steps[key] = steps[key] + part if key in steps else part
+        return steps
+
+    @property
+    def drawn_below(self) -> int:
+        """Tokens of a prefill below which it is drawn which experts they reach.
+
+        Of more tokens every expert gets its expected share, which takes up to a tenth longer than what is drawn.
+        """
+        return -(-FEW_TOKENS * self.layers.geometry.num_experts // self.layers.geometry.top_k)
+
+    def _prompts(self, batch: int, input_tokens: int, tokens: int) -> Iterator[tuple[Layers, Work]]:
+        """The layers and the work of a prefill: routing that is drawn for few tokens, the expected one for many."""
+        dense = self._dense_layer(batch, input_tokens / 2, tokens)  # causal: half of the prompt on average
+        kv_cache = self.kv_cache_bytes(batch)
+        if tokens < self.drawn_below:
+            yield from self._drawn(tokens, self.outcomes(tokens), dense, kv_cache)
+        else:
+            expected = tokens * self._tokens_per_token()
+            yield (
+                self.layers,
+                expected_work(self.layers, expected, step_tokens=tokens, dense=dense, kv_cache_bytes=kv_cache),
+            )
 
     def migration(self) -> dict[str, TermTotal]:
         """What moves between prefill and decode, by policy label."""
@@ -165,20 +193,36 @@ class Simulation:
     def chunks(self, batch: int, *, in_time: bool = False) -> Iterator[tuple[Layers, Work]]:
         """The layers and their work, some at a time; `in_time`: consecutive steps, drawn where none are recorded."""
         dense, kv_cache = self._dense_layer(batch, self.context), self.kv_cache_bytes(batch)
-        outcomes = [] if self.replay is not None else self.outcomes(batch, in_time=in_time)
-        count = len(outcomes[0].probability) if self.replay is None else len(self.replay.steps(batch).rows)
-        places = min(self.layers.geometry.num_experts, batch * self.layers.geometry.top_k)
-        rows = max(1, CHUNK_ELEMENTS // (count * places))
+        if self.replay is None:
+            yield from self._drawn(batch, self.outcomes(batch, in_time=in_time), dense, kv_cache, in_time=in_time)
+            return
+        for start, layers in self._parts(batch, len(self.replay.steps(batch).rows)):
+            yield layers, self.replay.work(layers, start, batch=batch, dense=dense, kv_cache_bytes=kv_cache)
+
+    def _drawn(
+        self, tokens: int, outcomes: list[Outcomes], dense: Cost, kv_cache_bytes: float, *, in_time: bool = False
+    ) -> Iterator[tuple[Layers, Work]]:
+        """Some layers at a time and their work for the drawn routing of a step of so many tokens."""
+        for start, layers in self._parts(tokens, len(outcomes[0].probability)):
+            yield (
+                layers,
+                decode_work(
+                    layers,
+                    outcomes,
+                    self.popularity_row[start : start + len(layers.bits)],
+                    batch=tokens,
+                    dense=dense,
+                    kv_cache_bytes=kv_cache_bytes,
+                    in_time=in_time,
+                ),
+            )
+
+    def _parts(self, tokens: int, outcomes: int) -> Iterator[tuple[int, Layers]]:
+        """The first of some layers, and these, so many that arrays stay small."""
+        places = min(self.layers.geometry.num_experts, tokens * self.layers.geometry.top_k)
+        rows = max(1, CHUNK_ELEMENTS // (outcomes * places))
         for start in range(0, len(self.popularity_row), rows):
-            layers = self.layers.rows(start, start + rows)
-            if self.replay is not None:
-                yield layers, self.replay.work(layers, start, batch=batch, dense=dense, kv_cache_bytes=kv_cache)
-            else:
-                row_outcomes = self.popularity_row[start : start + rows]
-                work = decode_work(
-                    layers, outcomes, row_outcomes, batch=batch, dense=dense, kv_cache_bytes=kv_cache, in_time=in_time
-                )
-                yield layers, work
+            yield start, self.layers.rows(start, start + rows)
 
     def _tokens_per_token(self) -> NDArray[np.float64]:
         """Expected tokens[D, E] that reach every expert for one token; rows add up to top_k at most."""

@@ -7,7 +7,7 @@ without tokens is padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -23,6 +23,7 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 Resource = Literal["gpu", "ndp", "to_gpu", "to_ndp"]  # the last two: the directions of the link
 Channel = Literal["gpu_memory", "link", "ndp_memory"]
+BLOCK = 8  # samples of one mean, of which the error of a sampled step is taken
 CHANNELS: tuple[Channel, ...] = ("gpu_memory", "link", "ndp_memory")
 TRAFFIC: Mapping[str, tuple[Channel, ...]] = {
     "dense": ("gpu_memory",),
@@ -85,7 +86,8 @@ class Work:
     outcomes are consecutive steps, of equal probability. `hot`, `stored_bits` [D, S, A] are the placement of the
     sequences that decode, where it follows from their prefill (None: that of the layers). `kv_cache_bytes` are there
     beside the experts. `routed` gives the experts [D, S, n] that the step's tokens chose, one by one, and the weights
-    that the router gave them, where these were recorded.
+    that the router gave them, where these were recorded. `drawn_row`[D]: which draw a layer has where outcomes are
+    Monte Carlo draws; layers of one draw share its samples.
     """
 
     step_tokens: int
@@ -98,6 +100,7 @@ class Work:
     hot: BoolArray | None = None
     stored_bits: FloatArray | None = None
     routed: Callable[[], tuple[IntArray, FloatArray]] | None = None
+    drawn_row: IntArray | None = None
 
     def pick(self, per_expert: NDArray[np.generic]) -> NDArray[np.generic]:
         """Values[D, S, A] of the active experts from a table [D, E]."""
@@ -233,12 +236,14 @@ NOTHING = TermTotal(bytes=0.0, macs=0.0, seconds_by_bound=(0.0,) * len(Bound))
 class Step:
     """One step of the whole model: expected seconds of its experts, and all terms, the dense part among them.
 
-    Terms that overlap add up to more than `seconds`.
+    Terms that overlap add up to more than `seconds`. `sampled`: seconds[S] that the experts of all layers of one draw
+    take in each Monte Carlo sample, by draw; empty where nothing was sampled.
     """
 
     expert_seconds: float
     terms: Mapping[str, TermTotal]
     windows: Windows | None = None
+    sampled: Mapping[int, FloatArray] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -250,6 +255,14 @@ class Step:
         """What copies beside the step add to it."""
         dense = self.terms["dense"]
         return 0.0 if self.windows is None else self.windows.stall_seconds(dense.seconds, dense.bytes)
+
+    @property
+    def error_seconds(self) -> float:
+        """Standard error of `seconds` by Monte Carlo sampling: draws are independent of each other, 0 without any.
+
+        Consecutive steps are taken in blocks, whose means hardly depend on one another.
+        """
+        return float(np.sqrt(sum(_squared_error(seconds) for seconds in self.sampled.values())))
 
     @property
     def ndp_seconds(self) -> float:
@@ -265,7 +278,20 @@ class Step:
             expert_seconds=self.expert_seconds + other.expert_seconds,
             terms={name: total + other.terms[name] for name, total in self.terms.items()},
             windows=None if self.windows is None or other.windows is None else self.windows + other.windows,
+            sampled={
+                draw: sum((each.sampled[draw] for each in (self, other) if draw in each.sampled), start=np.zeros(1))
+                for draw in {**self.sampled, **other.sampled}
+            },
         )
+
+
+def _squared_error(seconds: FloatArray) -> float:
+    """Of the mean of samples [S], by the means of blocks of them."""
+    size = min(BLOCK, len(seconds) // 2)
+    if size < 1:
+        return 0.0
+    means = seconds[: len(seconds) // size * size].reshape(-1, size).mean(axis=1)
+    return float(means.var(ddof=1) / len(means))
 
 
 def expected_step(layers: Layers, work: Work, plan: Schedule) -> Step:
@@ -273,7 +299,12 @@ def expected_step(layers: Layers, work: Work, plan: Schedule) -> Step:
     weight = work.probability * layers.repeats[:, None]
     totals = {"dense": dense_total(work.dense, int(layers.repeats.sum()))}
     totals |= {name: total(weight, cost) for name, cost in plan.terms.items()}
-    return Step(expert_seconds=float((weight * plan.seconds).sum()), terms=totals, windows=plan.windows)
+    sampled: dict[int, FloatArray] = {}
+    if work.drawn_row is not None:
+        of_layers = plan.seconds * layers.repeats[:, None]
+        sampled = {int(draw): of_layers[work.drawn_row == draw].sum(axis=0) for draw in np.unique(work.drawn_row)}
+    seconds = float((weight * plan.seconds).sum())
+    return Step(expert_seconds=seconds, terms=totals, windows=plan.windows, sampled=sampled)
 
 
 def dense_total(dense: Cost, num_layers: int) -> TermTotal:

@@ -194,6 +194,7 @@ def decode_work(
         dense=dense,
         kv_cache_bytes=kv_cache_bytes,
         in_time=in_time,
+        drawn_row=row_outcomes if any(drawn.method == "monte-carlo" for drawn in outcomes) else None,
     )
 
 

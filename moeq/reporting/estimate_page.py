@@ -133,7 +133,10 @@ def _figures(estimates: EstimateDocument) -> list[Section]:
 
 def _charts(model: str, cases: Sequence[Case]) -> list[Raw]:
     parts = []
-    for batch in cases[0].batches:
+    there = [{point.at for point in case.estimate.points} for case in cases]
+    both = set.intersection(*there)  # of cases of which not all points fit, what they have in common
+    for batch in dict.fromkeys(batch for batch in cases[0].batches if any(at[0] == batch for at in both)):
+        cases = [case.at(both) for case in cases]
         grid = [(p.input_tokens, p.output_tokens) for p in _points(cases[0], SUBJECT, batch)]
         groups = [f"{inputs} / {outputs}" for inputs, outputs in grid]
         latency = [
@@ -187,7 +190,7 @@ def _case(case: Case, anchor: str, several: bool) -> Section:
     parts = [
         *([lead(f"Model: {model_text(case)}.")] if several else []),
         *_warned([beyond] if beyond and several else []),
-        _policies(estimate.points),
+        _policies(estimate.points, estimate.sampling_error),
         *([] if case.hit_rates is None else [_hit_table(case.hit_rates)]),
         speed.speedups(estimate),
         *speed.refused(estimate),
@@ -204,7 +207,7 @@ def _case(case: Case, anchor: str, several: bool) -> Section:
     return Section(anchor, f"{case.name}: what bounds it, and what it hangs on", parts)
 
 
-def _policies(points: Sequence[PolicyPoint]) -> Raw:
+def _policies(points: Sequence[PolicyPoint], error: float) -> Raw:
     groups: dict[tuple[int, str], list[PolicyPoint]] = {}
     for point in points:
         groups.setdefault((point.batch, point.policy), []).append(point)
@@ -219,7 +222,8 @@ def _policies(points: Sequence[PolicyPoint]) -> Raw:
         spans = [formats.span([getattr(point, field) for point in same], form) for field, form in forms.items()]
         rows.append((titled(policy).short, str(batch), *spans))
     return table(
-        "Every policy over all input and output lengths. A decode step gives a token to every sequence of the batch.",
+        "Every policy over all input and output lengths. A decode step gives a token to every sequence of the batch. "
+        f"Standard error of any of these times by sampling: at most {formats.percent(error)}.",
         ("policy", "batch", "first token, ms", "decode step, ms", "tokens a second", "whole request, s"),
         rows,
     )

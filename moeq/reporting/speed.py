@@ -193,12 +193,13 @@ def _changed(row: SensitivityRow, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def refused(estimate: Estimate) -> list[Raw]:
-    """Policies that cannot run the model, each with the sum that does not fit."""
+    """Policies that cannot run the model, each with the sum that does not fit, and points of the grid that do not."""
     reasons = {(row.policy, row.reason): row.batch for row in reversed(estimate.refused)}  # at the smallest batch
     texts = [
         f"{titled(policy).short}: {f'not from batch {batch} on; ' if batch > 1 else ''}{reason}"
         for (policy, reason), batch in sorted(reasons.items())
     ]
+    texts += estimate.unfit_lines
     return [paragraph("Left out, since they cannot run:", kind="reading"), items(texts)] if texts else []
 
 

@@ -205,7 +205,7 @@ def test_an_assignment(tiny_mixtral: Path, tmp_path: Path) -> None:
         (("--model", "mixtral-8x7b", "--bits", "0.5"), 2, ["--bits: 0.5 bits"]),
         (("--model", "mixtral-8x7b", "--gpu-experts", "9"), 10, ["9 hot experts of 8"]),
         (("--model", "mixtral-8x7b", "--gpu-experts", "8"), 10, ["does not fit: GPU: non-expert weights 2.99 GiB + hot",
-                                                                 "= 87.5 GiB of 74.5 GiB", "at most 6"]),
+                                                                 "= 87.1 GiB of 74.5 GiB", "at most 6"]),
         ((*SMALL, "--manifest", "x"), 2, ["--manifest and --bits or --gpu-experts each say"]),
         (("--model", "mixtral-8x7b", "--assignment", "none.json"), 13, ["none.json: no such file"]),
         (("--model", "mixtral-8x7b", "--manifest", "none"), 13, ["none: no such file"]),

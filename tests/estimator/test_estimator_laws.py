@@ -20,7 +20,7 @@ def without_sensitivity() -> Iterator[None]:
     """Its twenty other answers to every question are not what is asked here."""
     with pytest.MonkeyPatch.context() as patch:
         module = importlib.import_module("moeq.estimator.estimate")  # the package's name stands for the function
-        patch.setattr(module, "sensitivity", lambda *_, **__: ((), None))
+        patch.setattr(module, "sensitivity", lambda *_, **__: ((), None, ()))
         yield
 
 

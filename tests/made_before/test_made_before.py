@@ -170,13 +170,14 @@ def test_files_of_a_run_go_into_commands_without_it(kept: Kept) -> None:
 
 @pytest.mark.parametrize("name", ["run", "vit-run"])
 def test_the_same_files_are_made_today(kept: Kept, name: str, tmp_path: Path) -> None:
-    """A whole run again: every byte of every stage, where floating point is as it was."""
+    """A whole run again: every byte of every stage, where floating point is as it was; the store's keys apart."""
     reason = other_environment(kept.wanted["made_by"])
     if reason is not None:
         pytest.skip(reason)
     moeq("run", kept.folder / f"{name}.yaml", "--model", kept.model(name), "--out", tmp_path / "run", "--quiet")
     before, after = digests(kept.folder / name, kept.wanted["made_by"]["moeq"]), digests(tmp_path / "run")
-    assert differences(before, after) == kept.wanted["runs"][name]["otherwise"]
+    otherwise = [path for path in differences(before, after) if not path.startswith("store/")]
+    assert otherwise == kept.wanted["runs"][name]["otherwise"]
 
 
 @pytest.mark.full

@@ -237,20 +237,22 @@ def test_what_it_cannot_compute_it_refuses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lacking", "wanted"),
+    ("lacking", "wanted", "zen"),
     [
-        (("amx-bf16",), "avx512_vnni"), (("avx512bf16",), "avx512_vnni"),
-        (("avx512bf16", "avx512vnni"), "avx512"), (("avx512f",), "avx2_vnni"),
-        (("avx512f", "avxvnni"), "avx2"), (("avx512f", "avx2", "neon"), "plain"),
+        (("amx-bf16",), "avx512_vnni", False), (("amx-bf16",), "avx512_bf16", True),
+        (("avx512bf16",), "avx512_vnni", False),
+        (("avx512bf16", "avx512vnni"), "avx512", False), (("avx512f",), "avx2_vnni", False),
+        (("avx512f", "avxvnni"), "avx2", False), (("avx512f", "avx2", "neon"), "plain", False),
     ],
 )  # fmt: skip
 def test_a_cpu_that_lacks_vectors_takes_a_form_it_has(
-    lacking: tuple[str, ...], wanted: str, monkeypatch: pytest.MonkeyPatch
+    lacking: tuple[str, ...], wanted: str, zen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {name: here for name, here in host_features().items() if name not in lacking}
     if wanted != "plain" and wanted not in forms():
         pytest.skip(f"this CPU has no {wanted}")
     monkeypatch.setattr("moeq_kernels.cpu.forms.host_features", lambda: found)
+    monkeypatch.setattr("moeq_kernels.cpu.forms._is_zen", lambda: zen)
     kernel = CpuKernel()
     assert kernel.form.name == wanted
     check(layer_of([4, 3], 96, 64), kernel, routed(1, 2, 2, 96, BF16))
