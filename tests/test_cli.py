@@ -34,7 +34,8 @@ FLAGS = {
     "estimate": RUN
     | {"recipe"}
     | {"--hardware", "--assignment", "--manifest", "--trace", "--bits", "--gpu-experts", "--group-size", "--policy"}
-    | {"--grid", "--context", "--kv-growth", "--zipf", "--replicas", "--capacity", "--sheet", "--fit"},
+    | {"--grid", "--context", "--kv-growth", "--zipf", "--replicas", "--capacity", "--sheet", "--fit"}
+    | {"--samples", "--gpu-bits"},
     "bench": {"checkpoint", "--dense", "--batch", "--prompt-tokens", "--new-tokens", "--repeat", "--grid", "--beams"}
     | {"--peers", "--gguf", "--dtype", "--out", "--device", "--trust-remote-code", "--json", "--quiet"},
     "export": STAGE | DEVICE | {"--format", "--widen", "--verify"},

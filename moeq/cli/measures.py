@@ -42,7 +42,7 @@ def estimate(asked: EstimateOptions) -> None:
     """Estimate speed on GPU + near-data-memory hardware: of a run, of a recipe's figures, or of any model's sizes."""
     from moeq import preflight
 
-    preflight.check_hardware([] if asked.hardware is None else [asked.hardware])
+    preflight.check_hardware(asked.hardware)
     from moeq.estimation import answers
 
     if answers.needs_a_run(asked):

@@ -64,15 +64,15 @@ def answer(asked: EstimateOptions) -> Answer:
         return _finish(made, cases, asked.out or Path(RUNS) / recipe.name)
     if asked.set_:
         raise RecipeError("--set changes a recipe, and there is none", where="estimate", do="give options instead")
-    question = questions.question_of(asked)
+    asks = questions.questions_asked(asked)
     if asked.capacity:
-        plan = question.capacity
+        plan = questions.question_of(replace(asked, hardware=[asked.one_hardware or DEFAULT_HARDWARE])).capacity
         room = plan.model_dump(mode="json") | {"fits": plan.fits}
         return Answer(figures=room, show=lambda: tables.print_capacity(plan), refusal=plan.refusal())
     if asked.out is not None:
         outputs.check_out(asked.out)
-    title = f"{question.subject.geometry.name} on {question.hardware.name}"
-    return _finish(questions.document_of(title, [question]), [question], asked.out)
+    title = f"{asks[0].subject.geometry.name} on {', '.join(ask.hardware.name for ask in asks)}"
+    return _finish(questions.document_of(title, asks), asks, asked.out)
 
 
 def _finish(made: EstimateDocument, asked: list[Question], out: Path | None) -> Answer:
@@ -96,7 +96,7 @@ def _fit(asked: EstimateOptions, path: Path) -> Answer:
 
     _check_uses("--fit", FITS, asked)
     check_path(path, "give a CSV file of measured points")
-    hardware = load_hardware(asked.hardware or DEFAULT_HARDWARE)
+    hardware = load_hardware(asked.one_hardware or DEFAULT_HARDWARE)
     setting = Setting(context=asked.context or DEFAULT_CONTEXT, group_size=asked.group_size)
     if asked.model is not None:  # its sizes, placement, group size and zero points
         setting = replace(setting, **vars(questions.question_of(asked).subject))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -45,8 +45,9 @@ class EstimateOptions(RunOptions):
         "Run directory [default: moeq-out/NAME of the recipe]; without a run, where estimate.json, the page and the "
         "timeline go [default: nowhere]."
     )
-    hardware: str | None = option(
-        "Preset or YAML file (estimate.hardware) [default: paper-ctxmoe].",
+    hardware: list[str] = option(
+        "Preset or YAML file (estimate.hardware) [default: paper-ctxmoe]; with --model several, which are compared.",
+        default=list,
         sets="estimate.hardware",
         autocompletion=among(hardware_presets),
     )
@@ -56,7 +57,8 @@ class EstimateOptions(RunOptions):
         "trace.safetensors of `moeq profile` (profile.trace): routing as it was recorded.", APART
     )
     bits: float | None = option("Code bits of every expert off the GPU [default: 3].", APART)
-    gpu_experts: int | None = option("FP16 experts a layer on the GPU [default: as many as fit].", APART, min=0)
+    gpu_experts: int | None = option("Experts a layer on the GPU [default: as many as fit].", APART, min=0)
+    gpu_bits: float = option("Code bits of the experts on the GPU; 16: FP16.", APART, default=16.0)
     group_size: int = option("Weights that share a scale, with --bits.", min=1, default=128)
     policy: list[str] = option(
         "Policy that is shown beside the context-aware placement and both MoNDE baselines; may be given several times "
@@ -102,7 +104,21 @@ class EstimateOptions(RunOptions):
             raise RecipeError(f"unexpected argument {others[1]!r}", where="estimate", do="give one recipe")
         return Path(others[0]) if others else None
 
+    @property
+    def one_hardware(self) -> str | None:
+        """The hardware that is named; RecipeError for several."""
+        if len(self.hardware) > 1:
+            what = f"{len(self.hardware)} times --hardware"
+            raise RecipeError(what, where="estimate", do="give one of them, or several with --model, to compare them")
+        return self.hardware[0] if self.hardware else None
+
     def changes(self) -> list[str]:
+        named = self.one_hardware
+        others = replace(self, hardware=[])
+        return [*others._changes(), *([] if named is None else [f"estimate.hardware={named}"])]
+
+    def _changes(self) -> list[str]:
+        """Those of all options but --hardware."""
         if not self.axes:
             return super().changes()
         from moeq.estimation.grids import AXES, parse_grid

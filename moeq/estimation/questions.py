@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moeq.artifacts.trace import RoutingTrace, read_trace
@@ -27,6 +27,7 @@ from moeq.estimator import (
 )
 from moeq.estimator.capacity import REPLICA_BITS, CapacityPlan, largest_gpu_experts, plan_capacity
 from moeq.estimator.cases import Case, EstimateDocument
+from moeq.estimator.geometry import effective_bits
 from moeq.estimator.hit_rates import HitRates, hit_rates
 from moeq.estimator.placement import layer_of_assignment
 from moeq.estimator.policies import by_label
@@ -129,8 +130,18 @@ def longest(grid: Grid, context: int, *, kv_growth: bool) -> int:
     return request if kv_growth else max(request, context)
 
 
+def questions_asked(asked: EstimateOptions) -> list[Question]:
+    """What the command line asks, of every hardware that it names; raises as `question_of` does."""
+    names = list(dict.fromkeys(asked.hardware)) or [DEFAULT_HARDWARE]
+    found = [question_of(replace(asked, hardware=[name])) for name in names]
+    if len(found) == 1:
+        return found
+    return [replace(one, name=f"{one.hardware.name}: {one.subject.placement.name}") for one in found]
+
+
 def question_of(asked: EstimateOptions) -> Question:
-    """What the command line asks; raises MoeqError for input that cannot be read or is of another model."""
+    """What the command line asks of one hardware; raises MoeqError for input that cannot be read or is of another
+    model."""
     if asked.model is None:
         do = "give --model: mixtral-8x7b, a config.json, a model directory, a packed checkpoint or a hub id"
         raise RecipeError("no model", where="estimate", do=do)
@@ -141,7 +152,7 @@ def question_of(asked: EstimateOptions) -> Question:
         raise RecipeError("--trace and --zipf each say which experts are chosen", do="give one of them")
     check_path(asked.trace, "give a trace.safetensors of `moeq profile` to --trace")
     check_known(asked.model)
-    hardware = load_hardware(asked.hardware or DEFAULT_HARDWARE)
+    hardware = load_hardware(asked.one_hardware or DEFAULT_HARDWARE)
     context = asked.context or DEFAULT_CONTEXT
     most = longest(grid, context, kv_growth=asked.kv_growth)
     subject = _subject(asked, asked.model, hardware, batch=max(grid.batches), context=most)
@@ -197,7 +208,7 @@ def document_of(title: str, questions: Sequence[Question], *, miss_beyond: float
         question.least.require()
     return EstimateDocument(
         name=title,
-        hardware=questions[0].hardware.name,
+        hardware=", ".join(dict.fromkeys(question.hardware.name for question in questions)),
         routing=questions[0].routing,
         cases=tuple(_answered(question, miss_beyond) for question in questions),
     )
@@ -224,7 +235,7 @@ def _subject(asked: EstimateOptions, name: str, hardware: Hardware, *, batch: in
     """
     own = {"--assignment": asked.assignment, "--manifest": asked.manifest}
     given = [option for option, value in own.items() if value is not None]
-    uniform = asked.bits is not None or asked.gpu_experts is not None
+    uniform = asked.bits is not None or asked.gpu_experts is not None or asked.gpu_bits != 16
     if len(given) > 1 or (given and uniform):
         both = " and ".join([*given, *(["--bits or --gpu-experts"] if uniform else [])])
         raise RecipeError(f"{both} each say how experts are kept", where="estimate", do="give one of them")
@@ -239,16 +250,27 @@ def _subject(asked: EstimateOptions, name: str, hardware: Hardware, *, batch: in
     if model.manifest is not None and not uniform:
         return of_manifest(model.manifest, model.geometry, name)
     bits = DEFAULT_BITS if asked.bits is None else asked.bits
-    if not 1 <= bits <= 16:
-        raise RecipeError(f"{bits:g} bits", where="--bits", do="give 1 to 16")
+    for option, width in (("--bits", bits), ("--gpu-bits", asked.gpu_bits)):
+        if not 1 <= width <= 16:
+            raise RecipeError(f"{width:g} bits", where=option, do="give 1 to 16")
     hot = asked.gpu_experts
     if hot is None:
-        hot = largest_gpu_experts(model.geometry, hardware, batch=batch, context=context) or 0
-    return _uniform(model.geometry, bits, hot, asked.group_size)
+        stored = float(effective_bits(asked.gpu_bits, asked.group_size, False))
+        hot = largest_gpu_experts(model.geometry, hardware, batch=batch, context=context, stored_bits=stored) or 0
+    return _uniform(model.geometry, bits, hot, asked.group_size, hot_bits=asked.gpu_bits)
 
 
-def _uniform(geometry: ModelGeometry, bits: float, hot: int, group_size: int, name: str | None = None) -> Subject:
-    """One width, and as many FP16 experts of every layer on the GPU."""
-    name = name or f"{bits:g} code bits, {hot} of {geometry.num_experts} experts on the GPU"
-    placement = uniform_placement(geometry, bits=bits, hot_experts=hot, name=name)
+def _uniform(
+    geometry: ModelGeometry,
+    bits: float,
+    hot: int,
+    group_size: int,
+    name: str | None = None,
+    *,
+    hot_bits: float = 16,
+) -> Subject:
+    """One width, and some experts of every layer on the GPU."""
+    at = "" if hot_bits == 16 else f" at {hot_bits:g}"
+    name = name or f"{bits:g} code bits, {hot} of {geometry.num_experts} experts on the GPU{at}"
+    placement = uniform_placement(geometry, bits=bits, hot_experts=hot, name=name, hot_bits=hot_bits)
     return Subject(geometry=geometry, placement=placement, group_size=group_size, zero_points=False)

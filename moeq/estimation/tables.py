@@ -36,6 +36,8 @@ def print_document(document: EstimateDocument, paths: Mapping[str, Path]) -> Non
     if document.stated:
         _print_stated(console, document)
     else:
+        if len(document.cases) > 1:
+            _print_side_by_side(console, document.cases)
         for case in document.cases:
             _print_case(console, document, case)
     for name, path in paths.items():
@@ -69,6 +71,27 @@ def _print_stated(console: Console, document: EstimateDocument) -> None:
     for case in document.cases:
         console.print(f"\n{case.name}", style="bold", markup=False)
         _print_sensitivity(console, case.estimate, most=MOST_CHANGES)
+
+
+def _print_side_by_side(console: Console, cases: Sequence[Case]) -> None:
+    """What a decode step of each case gives, at the first batch that all have."""
+    batches = set.intersection(*(set(case.batches) for case in cases))
+    if not batches:
+        return
+    batch = min(batches)
+    console.print(f"tokens a second in decode at batch {batch}", style="bold")
+    table = _table(("case", SUBJECT, "the fastest", "", "J/token"), texts=1)
+    table.columns[2].justify = "left"
+    for case in cases:
+        points = [point for point in case.estimate.points if point.batch == batch]
+        own = next(point for point in points if point.policy == SUBJECT)
+        best = min(points, key=lambda point: (point.decode_seconds_per_token, point.end_to_end_seconds))
+        joules = best.energy_joules
+        cells = [case.name, f"{own.decode_tokens_per_second:.4g}", best.policy, f"{best.decode_tokens_per_second:.4g}"]
+        each = "-" if joules is None else formats.number(joules / (best.batch * best.output_tokens))
+        table.add_row(*cells, each)
+    console.print(table)
+    console.print("J/token: of a request of the fastest, prefill and static power included.\n", style="dim")
 
 
 def _print_case(console: Console, document: EstimateDocument, case: Case) -> None:
@@ -115,6 +138,8 @@ def _print_batch(console: Console, estimate: Estimate, batch: int) -> None:
     small = console.width < SMALL
     console.print(f"\nbatch {batch}", style="bold")
     titles = ["policy", "first token", "step", *([] if small else ["tokens/s"]), "request", "of ours"]
+    joules = not small and all(point.energy_joules is not None for point in estimate.points)
+    titles += ["J/token"] if joules else []
     table = _table(titles)
     table.columns[0].no_wrap = True
     at_batch = [point for point in estimate.points if point.batch == batch]
@@ -126,7 +151,9 @@ def _print_batch(console: Console, estimate: Estimate, batch: int) -> None:
         cells += [] if small else [_span([p.decode_tokens_per_second for p in points], "{:.4g}".format)]
         cells += [_span([p.end_to_end_seconds for p in points], _seconds)]
         times = [p.end_to_end_seconds / q.end_to_end_seconds for p, q in zip(points, own, strict=True)]
-        table.add_row(*cells, _span(times, formats.ratio), style="bold" if policy == SUBJECT else None)
+        each = [(p.energy_joules or 0.0) / (p.batch * p.output_tokens) for p in points]
+        cells += [_span(times, formats.ratio), *([_span(each, formats.number)] if joules else [])]
+        table.add_row(*cells, style="bold" if policy == SUBJECT else None)
     console.print(table)
     for policy in steps:
         terms = _most(estimate.step_terms(policy, batch=batch).values())
@@ -243,7 +270,7 @@ def print_capacity(plan: CapacityPlan) -> None:
     most = plan.largest_gpu_experts
     at = f"{plan.batch} x {plan.context:,} tokens"
     console.print(
-        f"most FP16 experts a layer on the GPU at {at}: {'none fits, not even 0' if most is None else most}\n",
+        f"most {plan.experts_text} a layer on the GPU at {at}: {'none fits, not even 0' if most is None else most}\n",
         markup=False,
     )
     rooms = _table(("experts a layer", "room for KV", f"batch at {plan.context}", f"tokens at batch {plan.batch}"))

@@ -52,7 +52,7 @@ class Memory(Frozen):
 
 
 class KvRoom(Frozen):
-    """What K FP16 experts a layer leave for keys and values: sequences of the context, or one sequence's tokens."""
+    """What K experts a layer leave for keys and values: sequences of the context, or one sequence's tokens."""
 
     gpu_experts: int
     room_bytes: float
@@ -63,8 +63,9 @@ class KvRoom(Frozen):
 class CapacityPlan(Frozen):
     """Memories and their parts, and what would fit beside `placement`'s own choice of hot experts.
 
-    `by_gpu_experts`: every K (FP16 experts a layer on the GPU) that fits with at least one token of one sequence;
-    `largest_gpu_experts`: the largest K that fits at `batch` sequences of `context` tokens, None where not even 0 does.
+    `by_gpu_experts`: every K (experts a layer on the GPU, of `gpu_stored_bits` a weight) that fits with at least one
+    token of one sequence; `largest_gpu_experts`: the largest K that fits at `batch` sequences of `context` tokens, None
+    where not even 0 does.
     """
 
     geometry: str
@@ -77,6 +78,7 @@ class CapacityPlan(Frozen):
     replica_bits: tuple[int, ...]
     gpu: Memory
     ndp: Memory
+    gpu_stored_bits: float = 16.0
     largest_gpu_experts: int | None
     by_gpu_experts: tuple[KvRoom, ...]
 
@@ -104,7 +106,12 @@ class CapacityPlan(Frozen):
             return "keep fewer replicas, or use larger near-data memory"
         if self.largest_gpu_experts is None:
             return "use a smaller batch or context, or a GPU with more memory"
-        return f"at this batch and context, at most {self.largest_gpu_experts} FP16 experts a layer fit"
+        return f"at this batch and context, at most {self.largest_gpu_experts} {self.experts_text} a layer fit"
+
+    @property
+    def experts_text(self) -> str:
+        """What lies on the GPU: "FP16 experts", or their stored bits."""
+        return "FP16 experts" if self.gpu_stored_bits == 16 else f"experts of {self.gpu_stored_bits:g} stored bits"
 
 
 def plan_capacity(
@@ -125,6 +132,7 @@ def plan_capacity(
     """
     rows = layer_of_assignment(geometry.num_layers, len(placement.bits))
     stored = effective_bits(placement.bits, group_size, zero_points) * placement.hot
+    each = float(stored[placement.hot].mean()) if placement.hot.any() else 16.0
     on_gpu = {
         "non-expert weights": geometry.non_expert_bytes,
         "hot experts": float(geometry.expert_parameters / 8 * np.sum(stored[rows])),
@@ -152,26 +160,31 @@ def plan_capacity(
             capacity_bytes=hardware.ndp.memory_capacity_bytes,
             parts=tuple(Part(name=name, bytes=experts * size) for name, size in kept),
         ),
-        largest_gpu_experts=largest_gpu_experts(geometry, hardware, batch=batch, context=context),
-        by_gpu_experts=tuple(_kv_rooms(geometry, hardware, batch, context)),
+        gpu_stored_bits=each,
+        largest_gpu_experts=largest_gpu_experts(geometry, hardware, batch=batch, context=context, stored_bits=each),
+        by_gpu_experts=tuple(_kv_rooms(geometry, hardware, batch, context, each)),
     )
 
 
-def largest_gpu_experts(geometry: ModelGeometry, hardware: Hardware, *, batch: int, context: int) -> int | None:
-    """The largest number of FP16 experts a layer that fits on the GPU; None where it cannot hold even none."""
+def largest_gpu_experts(
+    geometry: ModelGeometry, hardware: Hardware, *, batch: int, context: int, stored_bits: float = 16.0
+) -> int | None:
+    """The most experts a layer that fit on the GPU at stored bits; None where it cannot hold even none."""
     room = hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes - float(geometry.kv_bytes(context, batch))
-    return None if room < 0 else min(geometry.num_experts, int(room // _bytes_of_one_a_layer(geometry)))
+    return None if room < 0 else min(geometry.num_experts, int(room // _bytes_of_one_a_layer(geometry, stored_bits)))
 
 
-def _bytes_of_one_a_layer(geometry: ModelGeometry) -> float:
-    """FP16 bytes of one expert of every layer."""
-    return geometry.num_layers * geometry.expert_bytes(16, None)
+def _bytes_of_one_a_layer(geometry: ModelGeometry, stored_bits: float) -> float:
+    """Bytes of one expert of every layer."""
+    return geometry.num_layers * geometry.expert_parameters * stored_bits / 8
 
 
-def _kv_rooms(geometry: ModelGeometry, hardware: Hardware, batch: int, context: int) -> Iterator[KvRoom]:
+def _kv_rooms(
+    geometry: ModelGeometry, hardware: Hardware, batch: int, context: int, stored_bits: float
+) -> Iterator[KvRoom]:
     each = float(geometry.kv_bytes(context))
     for experts in range(geometry.num_experts + 1):
-        taken = experts * _bytes_of_one_a_layer(geometry)
+        taken = experts * _bytes_of_one_a_layer(geometry, stored_bits)
         room = hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes - taken
         if room < float(geometry.kv_bytes(1)):
             break

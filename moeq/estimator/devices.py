@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-_UNIT = re.compile(r"_((bytes|flops)_per_second|joules_per_(byte|mac)|bytes|seconds|hertz)$")
+_UNIT = re.compile(r"_((bytes|flops)_per_second|joules_per_(byte|mac)|bytes|seconds|hertz|watts)$")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ FlopsPerSecond = Annotated[float, Field(gt=0), Unit("flop/second", "989.4 TFLOP/
 Bytes = Annotated[float, Field(gt=0), Unit("byte", "80 GB")]
 Hertz = Annotated[float, Field(gt=0), Unit("hertz", "1 GHz")]
 Seconds = Annotated[float, Field(ge=0), Unit("second", "5 us")]
+Watts = Annotated[float, Field(ge=0), Unit("watt", "70 W")]
 JoulesPerByte = Annotated[float, Field(ge=0), Unit("joule/byte", "7 pJ/bit")]
 JoulesPerMac = Annotated[float, Field(ge=0), Unit("joule/mac", "1.5 pJ/MAC")]
 Efficiency = Annotated[float, Field(gt=0, le=1)]
@@ -115,13 +116,18 @@ class Ndp(_WithMemory):
 
 
 class Energy(_Frozen):
-    """What moving a byte and multiplying take beyond idle power; a MAC counts alike at every width (an upper bound)."""
+    """What moving a byte and multiplying take beyond static power, and static power, which the devices always take.
+
+    A MAC counts alike at every width (an upper bound).
+    """
 
     gpu_memory_joules_per_byte: JoulesPerByte
     link_joules_per_byte: JoulesPerByte
     ndp_memory_joules_per_byte: JoulesPerByte
     gpu_compute_joules_per_mac: JoulesPerMac
     ndp_compute_joules_per_mac: JoulesPerMac
+    gpu_static_watts: Watts
+    ndp_static_watts: Watts
 
 
 SECTIONS: Mapping[str, type[_Frozen]] = {"gpu": Gpu, "link": Link, "ndp": Ndp}

@@ -38,6 +38,7 @@ def policy_points(
             parts = [(name, total, 1) for name, total in [*prefill.terms.items(), ("fetch", moved)]]
             parts += [(name, total, output_tokens) for name, total in step.terms.items()]
             busy = prefill.ndp_seconds + output_tokens * step.ndp_seconds
+            joules = _joules(parts, whole, simulation.layers.hardware.energy)
             on_gpu, on_ndp = (step.terms.get(name, NOTHING).macs for name in ("gpu_experts", "ndp_experts"))
             yield PolicyPoint(
                 policy=policy,
@@ -56,7 +57,8 @@ def policy_points(
                 ndp_busy_share=busy / whole,
                 gpu_expert_share=on_gpu / (on_gpu + on_ndp),
                 bytes_moved={channel: _carried(parts, channel) for channel in CHANNELS},
-                energy_joules=_joules(parts, simulation.layers.hardware.energy),
+                energy_joules=None if joules is None else sum(joules.values()),
+                energy_by_device=joules,
                 prefill_error_seconds=prefill.error_seconds,
                 decode_error_seconds=step.error_seconds,
                 end_to_end_error_seconds=math.hypot(prefill.error_seconds, output_tokens * step.error_seconds),
@@ -67,18 +69,24 @@ def _carried(parts: Iterable[tuple[str, TermTotal, int]], channel: Channel) -> f
     return sum(times * total.bytes for name, total, times in parts if channel in TRAFFIC[name])
 
 
-def _joules(parts: list[tuple[str, TermTotal, int]], energy: Energy | None) -> float | None:
+def _joules(
+    parts: list[tuple[str, TermTotal, int]], seconds: float, energy: Energy | None
+) -> dict[Literal["gpu", "link", "ndp"], float] | None:
+    """By device, its static power over all the seconds included."""
     if energy is None:
         return None
-    moved = (
-        _carried(parts, "gpu_memory") * energy.gpu_memory_joules_per_byte
-        + _carried(parts, "link") * energy.link_joules_per_byte
-        + _carried(parts, "ndp_memory") * energy.ndp_memory_joules_per_byte
-    )
     macs = {True: 0.0, False: 0.0}
     for name, total, times in parts:
         macs[name == "ndp_experts"] += times * total.macs
-    return moved + macs[True] * energy.ndp_compute_joules_per_mac + macs[False] * energy.gpu_compute_joules_per_mac
+    return {
+        "gpu": _carried(parts, "gpu_memory") * energy.gpu_memory_joules_per_byte
+        + macs[False] * energy.gpu_compute_joules_per_mac
+        + seconds * energy.gpu_static_watts,
+        "link": _carried(parts, "link") * energy.link_joules_per_byte,
+        "ndp": _carried(parts, "ndp_memory") * energy.ndp_memory_joules_per_byte
+        + macs[True] * energy.ndp_compute_joules_per_mac
+        + seconds * energy.ndp_static_watts,
+    }
 
 
 def speedups(points: Sequence[PolicyPoint]) -> Iterator[Speedup]:

@@ -23,10 +23,10 @@ class PolicyPoint(Frozen):
     `decode_seconds_per_token` is a step of the whole model, a token for every sequence of the batch; of it, copies
     that compute does not hide are `stall_seconds_per_token`. A request takes prefill, migration and output_tokens
     steps; its first token is there after the first of them. `ndp_busy_share` is the time that the NDP computes,
-    `bytes_moved` what crosses each memory and the link, `energy_joules` what bytes and MACs take (None: the hardware
-    file gives no energies), all of them of such a request of the whole batch. `gpu_expert_share`: of the tokens that
-    reach experts in decode, those that the GPU computes. `..._error_seconds`: standard errors of Monte Carlo sampling,
-    0 where routing was enumerated, recorded or expected.
+    `bytes_moved` what crosses each memory and the link, `energy_joules` what bytes, MACs and static power take, in all
+    and by device (None: the hardware file gives no energies), all of them of such a request of the whole batch.
+    `gpu_expert_share`: of the tokens that reach experts in decode, those that the GPU computes. `..._error_seconds`:
+    standard errors of Monte Carlo sampling, 0 where routing was enumerated, recorded or expected.
     """
 
     policy: str
@@ -46,6 +46,7 @@ class PolicyPoint(Frozen):
     gpu_expert_share: float
     bytes_moved: dict[Literal["gpu_memory", "link", "ndp_memory"], float]
     energy_joules: float | None
+    energy_by_device: dict[Literal["gpu", "link", "ndp"], float] | None = None
     prefill_error_seconds: float = 0.0
     decode_error_seconds: float = 0.0
     end_to_end_error_seconds: float = 0.0

@@ -21,13 +21,17 @@ MOST_CHARACTERS = 64  # of a quantity
 USUAL = {  # of a field's unit: the number that one of a unit as people write it stands for, to the last bit as in pint
     "byte": {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40, "Kibit": 128.0},
     "byte/second": {"MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12},
-    "flop/second": {"GFLOP/s": 1e9, "TFLOP/s": 1e12},
+    "flop/second": {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "TFLOPS": 1e12, "TOPS": 1e12, "PFLOPS": 1e15},
     "hertz": {"MHz": 1e6, "GHz": 1e9},
     "second": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
+    "watt": {"W": 1.0},
     "joule/byte": {"pJ/bit": 8e-12, "pJ/byte": 1e-12},
     "joule/mac": {"pJ/MAC": 1e-12},
 }
 _QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*)")
+_THOUSANDTHS = re.compile(  # of what comes in whole ones
+    r"(?:milli|m|micro|u|µ|μ|nano|n|pico|p|femto|f)(?:bytes?|B|bits?|b|flops?|FLOP[sS]?|OPS|Hz|hertz)\b"
+)
 _FACTOR = r"(?:1|[^\W\d_]+\s*(?:(?:\*\*|\^)\s*-?\d)?)"  # pint works out any power, however large
 _UNIT = re.compile(rf"{_FACTOR}(?:(?:\s*[*/]\s*|\s+){_FACTOR})*")
 
@@ -55,6 +59,8 @@ def parse_quantity(text: str, unit: str) -> float:
         raise ValueError(f"{text!r} has no unit")
     if _UNIT.fullmatch(unit_text) is None:
         raise ValueError(f"{text!r} has a unit that cannot be read")
+    if _THOUSANDTHS.match(unit_text):
+        raise ValueError(f"{text!r} is in fractions of a unit that has none: M is mega, m is milli")
     factor = USUAL.get(unit, {}).get(unit_text)
     return float(number) * factor if factor is not None else _by_pint(text, float(number), unit_text, unit)
 

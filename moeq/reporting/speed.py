@@ -218,16 +218,16 @@ def requests(estimate: Estimate) -> Raw:
             *(human_bytes(point.bytes_moved[channel]) for channel in ("gpu_memory", "link", "ndp_memory")),
             formats.percent(point.ndp_busy_share),
             formats.percent(point.gpu_expert_share),
-            *((formats.number(point.energy_joules),) if point.energy_joules is not None else ()),
+            *(formats.number(each) for each in (point.energy_by_device or {}).values()),
         )
         for point in points
     ]
     caption = (
         f"A request of {last.input_tokens:,} input and {last.output_tokens:,} output tokens at batch {batch}: what "
         "crosses each memory and the link, how long the near-data side computes, and how many expert tokens the GPU "
-        f"serves in decode{', and the energy of bytes and products' if joules else ''}."
+        f"serves in decode{', and what energy each takes, static power included' if joules else ''}."
     )
-    return table(caption, (*head, *(("joules",) if joules else ())), rows)
+    return table(caption, (*head, *(("J, GPU", "J, link", "J, near-data side") if joules else ())), rows)
 
 
 def weakest(estimate: Estimate) -> list[Raw]:

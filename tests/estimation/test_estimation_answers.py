@@ -399,3 +399,32 @@ def test_a_fit_that_cannot_be_made(tmp_path: Path) -> None:
     assert "did you mean 'hobbit'" in text
     assert moeq("--fit", path, *SMALL, "--policy", "hobbit")[0] == 2
     assert moeq("--fit", tmp_path / "none.csv", *SMALL)[0] == 13
+
+
+def test_several_hardware_are_compared(tmp_path: Path) -> None:
+    both = ("--hardware", "h100-ndp-cxl", "--hardware", "h200-host-pcie5", "--replicas", "3")
+    found = as_json("--model", "mixtral-8x7b", *ONE, *both, "--out", tmp_path / "out")
+    assert [case["estimate"]["hardware"] for case in found["cases"]] == ["h100-ndp-cxl", "h200-host-pcie5"]
+    assert found["hardware"] == "h100-ndp-cxl, h200-host-pcie5"
+    assert [case["name"].split(":")[0] for case in found["cases"]] == ["h100-ndp-cxl", "h200-host-pcie5"]
+    code, text = moeq("--model", "mixtral-8x7b", *ONE, *both, columns=100)
+    assert code == 0
+    table = text.split("J/token: of a request")[0].splitlines()
+    assert any(line.startswith("h200-host-pcie5: 3 code bits") for line in table)
+    code, text = moeq(RECIPE, *both[:4])
+    assert (code, "2 times --hardware" in text) == (2, True)
+
+
+def test_experts_on_the_gpu_may_be_quantized_too() -> None:
+    model = ("--model", "mixtral-8x7b", "--hardware", "h100-ndp-cxl", *ONE, "--replicas", "3")
+    half, quarter = (as_json(*model, "--gpu-bits", bits)["cases"][0] for bits in ("8", "4"))
+    hot = [case["estimate"]["placement"] for case in (half, quarter)]
+    assert hot == [
+        "3 code bits, 8 of 8 experts on the GPU at 8",
+        "3 code bits, 8 of 8 experts on the GPU at 4",
+    ]
+    terms = [case["estimate"]["terms"] for case in (half, quarter)]
+    read = [next(row["bytes"] for row in rows if row["term"] == "gpu_experts") for rows in terms]
+    assert read[0] / read[1] == pytest.approx((8 + 16 / 128) / (4 + 16 / 128))
+    assert quarter["capacity"]["gpu_stored_bits"] == 4.125
+    assert moeq(*model, "--gpu-bits", "0.5") == (2, "--gpu-bits: 0.5 bits; give 1 to 16")

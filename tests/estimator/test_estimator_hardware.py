@@ -76,6 +76,10 @@ def test_the_preset_in_si_units() -> None:
         ("1.4 pJ/MAC", "joule/mac", 1.4e-12),
         ("0.7 pJ/FLOP", "joule/mac", 1.4e-12),
         ("1 J/GB", "joule/byte", 1e-9),
+        ("312 TFLOPS", "flop/second", 312e12),
+        ("1979 TOPS", "flop/second", 1979e12),
+        ("1.5 PFLOPS", "flop/second", 1.5e15),
+        ("300 mW", "watt", 0.3),
     ],
 )
 def test_quantities(text: str, unit: str, expected: float) -> None:
@@ -88,6 +92,12 @@ def test_usual_units_are_to_the_last_bit_as_in_pint(unit: str, written: str, mon
     known = [parse_quantity(text, unit) for text in texts]
     monkeypatch.setattr(units, "USUAL", {})
     assert known == [parse_quantity(text, unit) for text in texts]
+
+
+@pytest.mark.parametrize(("text", "unit"), [("80 mB", "byte"), ("512 mB/s", "byte/second"), ("1 mHz", "hertz")])
+def test_thousandths_of_a_byte_are_refused(text: str, unit: str) -> None:
+    with pytest.raises(ValueError, match="M is mega, m is milli"):
+        parse_quantity(text, unit)
 
 
 def test_files_that_come_with_moeq_need_no_pint() -> None:

@@ -75,7 +75,7 @@ def test_overlap_equals_the_longer_side(hardware: Hardware, seed: int, first: in
 
 @pytest.mark.parametrize("name", ["h100-ndp-cxl", "rtx5090-host-pcie5"])
 def test_energy_is_that_of_bytes_and_macs(name: str) -> None:
-    """Twice every energy gives twice the joules; the sum is that of bytes and MACs of all phases."""
+    """The sum is that of bytes and MACs of all phases, and of static power while they last."""
     hardware = load_hardware(name)
     result = run(hardware, placed(1), 1)
     energy = hardware.energy
@@ -88,13 +88,16 @@ def test_energy_is_that_of_bytes_and_macs(name: str) -> None:
             for one in rows:
                 macs["ndp" if one.term == "ndp_experts" else "gpu"] += times * one.macs
         expected = (
-            point.bytes_moved["gpu_memory"] * energy.gpu_memory_joules_per_byte
+            point.end_to_end_seconds * (energy.gpu_static_watts + energy.ndp_static_watts)
+            + point.bytes_moved["gpu_memory"] * energy.gpu_memory_joules_per_byte
             + point.bytes_moved["link"] * energy.link_joules_per_byte
             + point.bytes_moved["ndp_memory"] * energy.ndp_memory_joules_per_byte
             + macs["gpu"] * energy.gpu_compute_joules_per_mac
             + macs["ndp"] * energy.ndp_compute_joules_per_mac
         )
         assert point.energy_joules == pytest.approx(expected, rel=1e-9)
+        assert point.energy_by_device is not None
+        assert sum(point.energy_by_device.values()) == pytest.approx(expected, rel=1e-9)
     assert all(one.energy_joules is None for one in run(load_hardware("paper-ctxmoe"), placed(1), 1).points)
 
 

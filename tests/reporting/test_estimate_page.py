@@ -11,7 +11,7 @@ from moeq.estimator import Estimate, Grid, estimate, load_geometry, load_hardwar
 from moeq.estimator.capacity import plan_capacity
 from moeq.estimator.cases import Case, EstimateDocument
 from moeq.estimator.points import BASELINES
-from moeq.reporting import speed
+from moeq.reporting import formats, speed
 from moeq.reporting.bars import Beside, Series, beside_chart, grouped_bars
 from moeq.reporting.estimate_page import beyond_positions, render
 
@@ -29,13 +29,14 @@ def preset() -> Estimate:
 
 
 def test_energy_has_a_column_where_the_hardware_gives_it(preset: Estimate) -> None:
-    assert "joules" not in speed.requests(preset)
+    assert "J, link" not in speed.requests(preset)
     found = made("monde-a100-ndp")
     own = [point for point in found.points if point.policy == "context_aware"][-1]
-    assert own.energy_joules is not None
+    assert own.energy_by_device is not None
     table = speed.requests(found)
-    assert "joules" in table
-    assert f">{own.energy_joules:,.0f}<" in table or f">{own.energy_joules:.4g}<" in table
+    assert "J, link" in table
+    for joules in own.energy_by_device.values():
+        assert f">{formats.number(joules)}<" in table
 
 
 def test_a_refused_policy_is_named_with_its_sum(preset: Estimate) -> None:
