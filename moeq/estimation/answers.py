@@ -33,6 +33,8 @@ class Answer:
 def needs_a_run(asked: EstimateOptions) -> bool:
     """Whether the command line asks for the stage of a run: by a recipe without figures, or by a run's directory."""
     path, apart = asked.recipe_path, asked.given(APART)
+    if path is not None and asked.speed is not None:
+        return False
     if path is not None:
         if apart:
             what = f"{apart[0]} cannot go with a recipe"
@@ -48,6 +50,14 @@ def answer(asked: EstimateOptions) -> Answer:
 
     Raises MoeqError for input that cannot be read or does not fit together, or a placement that does not fit.
     """
+    if asked.speed is not None:
+        from moeq.estimation.searches import search_answer
+
+        figures, show_found = search_answer(asked)
+        return Answer(figures=figures, show=show_found)
+    for option, value in {"--memory": asked.memory, "--cost": asked.cost, "--losses": asked.losses}.items():
+        if value:
+            raise RecipeError(f"{option} is of a search", where="estimate", do="give --speed, too, or leave it out")
     if asked.sheet is not None:
         from moeq.estimator.sheets import sheet
 

@@ -12,6 +12,7 @@ from moeq.errors import RecipeError
 from moeq.options import RunOptions, among, option
 from moeq.registry import POLICIES
 
+ALL = "all"  # hardware, of a search
 APART = "of an estimate without a run"
 
 
@@ -46,7 +47,8 @@ class EstimateOptions(RunOptions):
         "timeline go [default: nowhere]."
     )
     hardware: list[str] = option(
-        "Preset or YAML file (estimate.hardware) [default: paper-ctxmoe]; with --model several, which are compared.",
+        "Preset or YAML file (estimate.hardware) [default: paper-ctxmoe]; with --model several, which are compared; "
+        "with --speed all: every preset.",
         default=list,
         sets="estimate.hardware",
         autocompletion=among(hardware_presets),
@@ -78,6 +80,20 @@ class EstimateOptions(RunOptions):
     )
     replicas: str | None = option(
         "Widths at which the near-data side keeps every expert beside FP16, or none [default: 1,2,3,4].", APART
+    )
+    speed: str | None = option(
+        "Search hardware, experts on the GPU, bits, batches of --grid and policies for what gives every sequence so "
+        "many tokens a second, such as 20tok/s.",
+        APART,
+    )
+    memory: str | None = option("With --speed: of the GPU's memory no more than this, such as 24GiB.", APART)
+    cost: list[str] = option(
+        "With --speed: dollars an hour of a hardware, such as h100-ndp-cxl=3.2; may be given several times.",
+        APART,
+        default=list,
+    )
+    losses: Path | None = option(
+        "With --speed: a run whose measured losses say what each setting costs in quality.", APART
     )
     capacity: bool = option("Only say what fits where; refused with the sum where it does not.", APART, default=False)
     sheet: str | None = option(

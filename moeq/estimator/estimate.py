@@ -76,20 +76,25 @@ def estimate(
     unfit = tuple(_unfit(simulation, every, kv_growth=kv_growth))
     lacking = {(row.batch, row.input_tokens, row.output_tokens) for row in unfit}
     at = [place for place in every if place not in lacking] or every
-    batches = dict.fromkeys(batch for batch, _, _ in at)
+    refused = _refused(simulation, list(dict.fromkeys(batch for batch, _, _ in at)), asked=policies is not None)
+    made = _assemble(
+        simulation, placement, at, refused, replica_bits, kv_growth=kv_growth, popularity_given=popularity is not None
+    )
+    return made.model_copy(update={"unfit": unfit})
+
+
+def _refused(simulation: Simulation, batches: Sequence[int], *, asked: bool) -> tuple[Refusal, ...]:
+    """Policies that cannot run at a batch; EstimateError for one that was asked for and can at none."""
     refused = tuple(
         Refusal(policy=policy, batch=batch, reason=reason)
         for batch in batches
         for policy, reason in simulation.refusals(batch).items()
     )
-    for row in refused if policies is not None else ():
+    for row in refused if asked else ():
         if sum(other.policy == row.policy for other in refused) == len(batches):
             do = "leave the policy out, or give other hardware or bits"
             raise EstimateError(row.reason, where=f"{row.policy} at batch {row.batch}", do=do)
-    made = _assemble(
-        simulation, placement, at, refused, replica_bits, kv_growth=kv_growth, popularity_given=popularity is not None
-    )
-    return made.model_copy(update={"unfit": unfit})
+    return refused
 
 
 def _unfit(simulation: Simulation, every: Sequence[At], *, kv_growth: bool) -> Iterator[Unfit]:

@@ -89,6 +89,12 @@ def _joules(
     }
 
 
+def step_joules(step: Step, energy: Energy | None) -> float | None:
+    """What a decode step takes, static power included; None where the hardware file gives no energies."""
+    found = _joules([(name, total, 1) for name, total in step.terms.items()], step.seconds, energy)
+    return None if found is None else sum(found.values())
+
+
 def speedups(points: Sequence[PolicyPoint]) -> Iterator[Speedup]:
     """How much faster the context-aware placement is than every other policy at every point."""
     subject = {point.at: point for point in points if point.policy == SUBJECT}

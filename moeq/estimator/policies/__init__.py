@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from moeq.estimator.devices import Hardware, Parameter
-from moeq.estimator.step import NOTHING, Layers, Schedule, TermTotal, Work
+from moeq.estimator.step import NOTHING, BoolArray, Layers, Schedule, TermTotal, Work
 from moeq.registry import POLICIES
 from moeq.tables import human_bytes
 
@@ -22,12 +24,23 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Holds:
+    """Bytes of experts that lie on the GPU for good and in the memory beside it, and the mean stored bits of a weight
+    that experts compute with."""
+
+    gpu_bytes: float
+    near_bytes: float
+    bits: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
     """A way to run a placed model; `variants` ("" for a policy without any) are estimated side by side.
 
     name: its module's, or another package's entry point's; help: one line; parameters: what a hardware file may set
     below `policies.<name>`; in_time: whether decode needs consecutive steps, since what it does follows from those
-    before.
+    before; near_data: whether experts compute near their memory where something can; placed: whether what it does
+    follows from the placement's places and widths.
     """
 
     name: str
@@ -35,6 +48,8 @@ class Policy(ABC):
     variants: Mapping[str, Variant]
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     in_time: bool = False
+    near_data: bool = False
+    placed: bool = True
 
     @abstractmethod
     def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:
@@ -51,6 +66,11 @@ class Policy(ABC):
     def refusal(self, layers: Layers, kv_cache_bytes: float) -> str | None:
         """Why it cannot run this model beside keys and values of a size: the sum that does not fit; or None."""
         return None
+
+    def holds(self, layers: Layers, kv_cache_bytes: float) -> Holds:
+        """Where experts lie and at how many bits they compute: all in FP16 in the memory beside the GPU, unless a
+        policy says otherwise."""
+        return Holds(gpu_bytes=0.0, near_bytes=all_fp16(layers), bits=16.0)
 
 
 def by_label() -> Mapping[str, tuple[Policy, str]]:
@@ -79,6 +99,22 @@ def parameter(policy: Policy, hardware: Hardware, key: str) -> float | str:
 def number(policy: Policy, hardware: Hardware, key: str) -> float:
     """A numeric parameter of a policy."""
     return float(parameter(policy, hardware, key))
+
+
+def all_fp16(layers: Layers) -> float:
+    """FP16 bytes of all experts of the model."""
+    return layers.geometry.num_layers * layers.geometry.num_experts * layers.fp16_expert_bytes
+
+
+def stored_bytes(layers: Layers, mask: BoolArray | None = None) -> float:
+    """Bytes of all experts of the model at the widths of the placement, or of those of a mask [D, E]."""
+    bits = layers.stored_bits if mask is None else layers.stored_bits * mask
+    return float(layers.geometry.expert_parameters / 8 * (bits * layers.repeats[:, None]).sum())
+
+
+def mean_bits(layers: Layers) -> float:
+    """Mean stored bits of a weight of the placement's experts."""
+    return float(np.average(layers.stored_bits.mean(axis=1), weights=layers.repeats))
 
 
 def over_gpu_memory(layers: Layers, expert_bytes: float, kv_cache_bytes: float) -> str | None:

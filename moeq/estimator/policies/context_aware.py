@@ -6,7 +6,7 @@ import numpy as np
 
 from moeq.estimator.in_place import where_they_live
 from moeq.estimator.offload import PREFILL_SPLIT, moved_ahead, prefill_split
-from moeq.estimator.policies import Policy, Variant, parameter
+from moeq.estimator.policies import Holds, Policy, Variant, all_fp16, mean_bits, parameter, stored_bytes
 from moeq.estimator.step import Layers, Schedule, TermTotal, Work
 
 
@@ -31,10 +31,22 @@ class ContextAware(Policy):
         moved = layers.geometry.expert_parameters * layers.stored_bits / 8 * layers.hot
         return moved_ahead(layers, moved.sum(axis=1), layers.hot.sum(axis=1).astype(np.float64))
 
+    def holds(self, layers: Layers, kv_cache_bytes: float) -> Holds:
+        """Hot experts on the GPU; beside it FP16 and a replica of every expert at each width of a cold one."""
+        experts = layers.geometry.num_layers * layers.geometry.num_experts
+        widths = {float(bits) for bits in np.unique(layers.stored_bits[~layers.hot]) if bits != 16}
+        replicas = sum(layers.geometry.expert_parameters * bits / 8 for bits in widths) * experts
+        return Holds(
+            gpu_bytes=stored_bytes(layers, layers.hot),
+            near_bytes=all_fp16(layers) + replicas,
+            bits=mean_bits(layers),
+        )
+
 
 POLICY = ContextAware(
     name="context_aware",
     help="hot experts stay on the GPU for a sequence, cold ones compute near their memory",
     variants={"": Variant("context-aware", "this assignment, context-aware placement")},
     parameters={"prefill_split": PREFILL_SPLIT},
+    near_data=True,
 )

@@ -11,7 +11,7 @@ import numpy as np
 
 from moeq.estimator.devices import Parameter
 from moeq.estimator.offload import all_on_gpu
-from moeq.estimator.policies import Policy, Variant, number, over_gpu_memory
+from moeq.estimator.policies import Holds, Policy, Variant, all_fp16, number, over_gpu_memory
 from moeq.estimator.step import BoolArray, FloatArray, IntArray, Layers, Schedule, Span, Windows, Work
 from moeq.estimator.terms import Cost, t_fetch
 
@@ -87,6 +87,18 @@ class DynaExq(Policy):
         if high < low:
             return f"high precision has {high:g} stored bits a weight, low precision {low:g}"
         return over_gpu_memory(layers, self._least_bytes(layers), kv_cache_bytes)
+
+    def holds(self, layers: Layers, kv_cache_bytes: float) -> Holds:
+        """n_hot experts of a layer in high precision on the GPU, the others in low; all versions beside it."""
+        high, low = self._stored(layers)
+        geometry, places = layers.geometry, self.high_places(layers, kv_cache_bytes)
+        share = places / geometry.num_experts
+        each = geometry.expert_parameters / 8 * geometry.num_layers
+        return Holds(
+            gpu_bytes=self._least_bytes(layers) + each * places * (high - low),
+            near_bytes=all_fp16(layers) * (high + low) / 16,
+            bits=share * high + (1 - share) * low,
+        )
 
     def _stored(self, layers: Layers) -> tuple[float, float]:
         keys = "high_precision_bits", "low_precision_bits"
@@ -187,4 +199,5 @@ POLICY = DynaExq(
     variants={"": Variant("DynaExq", "DynaExq: all on the GPU, two precisions")},
     parameters=_PARAMETERS,
     in_time=True,
+    placed=False,
 )

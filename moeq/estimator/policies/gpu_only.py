@@ -23,4 +23,5 @@ POLICY = GpuOnly(
     name="gpu_only",
     help="every active expert is fetched on demand in FP16 at every step",
     variants={"": Variant("GPU only", "GPU only: experts fetched on demand")},
+    placed=False,
 )

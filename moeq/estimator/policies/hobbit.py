@@ -8,7 +8,7 @@ from moeq.errors import EstimateError
 from moeq.estimator.caching import lru_hits
 from moeq.estimator.devices import Parameter
 from moeq.estimator.offload import on_demand
-from moeq.estimator.policies import Policy, Variant, number, over_gpu_memory
+from moeq.estimator.policies import Holds, Policy, Variant, all_fp16, number, over_gpu_memory
 from moeq.estimator.step import BoolArray, Layers, Schedule, Work
 
 _ON_DEMAND = "paper 000, 5.1: all experts are loaded to the GPU on demand"
@@ -57,6 +57,19 @@ class Hobbit(Policy):
         cached = places * layers.geometry.num_layers * layers.fp16_expert_bytes
         return over_gpu_memory(layers, cached, kv_cache_bytes) if places else None
 
+    def holds(self, layers: Layers, kv_cache_bytes: float) -> Holds:
+        """The cached experts on the GPU; beside it FP16 and, where some come so, low precision of all."""
+        places = min(int(number(self, layers.hardware, "cached_experts")), layers.geometry.num_experts)
+        high = number(self, layers.hardware, "high_precision_fraction")
+        low = number(self, layers.hardware, "low_precision_fraction")
+        stored = layers.stored(number(self, layers.hardware, "low_precision_bits"))
+        whole = all_fp16(layers)
+        return Holds(
+            gpu_bytes=whole * places / layers.geometry.num_experts,
+            near_bytes=whole * (1 + (stored / 16 if low else 0.0)),
+            bits=16 * high + stored * low,
+        )
+
 
 def _cached(layers: Layers, work: Work, places: int) -> BoolArray:
     if work.in_time:
@@ -69,4 +82,5 @@ POLICY = Hobbit(
     help="a missing expert comes on demand at high precision, at low, or not",
     variants={"": Variant("HOBBIT", "HOBBIT: mixed precision, fetched on demand")},
     parameters=_PARAMETERS,
+    placed=False,
 )

@@ -45,4 +45,5 @@ POLICY = Monde(
         "opt": Variant("MoNDE (cost-optimal)", "MoNDE, cost-optimal"),
     },
     parameters={"prefill_split": PREFILL_SPLIT},
+    near_data=True,
 )

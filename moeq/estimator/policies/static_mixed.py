@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moeq.estimator.offload import all_on_gpu
-from moeq.estimator.policies import Policy, Variant, over_gpu_memory
+from moeq.estimator.policies import Holds, Policy, Variant, mean_bits, over_gpu_memory, stored_bytes
 from moeq.estimator.step import Layers, Schedule, Work
 
 
@@ -18,8 +18,11 @@ class StaticMixed(Policy):
 
     def refusal(self, layers: Layers, kv_cache_bytes: float) -> str | None:
         """All experts at their widths, the rest of the model in FP16, and keys and values."""
-        each = layers.geometry.expert_parameters * layers.stored_bits / 8
-        return over_gpu_memory(layers, float((each * layers.repeats[:, None]).sum()), kv_cache_bytes)
+        return over_gpu_memory(layers, stored_bytes(layers), kv_cache_bytes)
+
+    def holds(self, layers: Layers, kv_cache_bytes: float) -> Holds:
+        """Every expert once, on the GPU."""
+        return Holds(gpu_bytes=stored_bytes(layers), near_bytes=0.0, bits=mean_bits(layers))
 
 
 POLICY = StaticMixed(

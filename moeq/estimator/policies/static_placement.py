@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moeq.estimator.in_place import placed_by_rank, where_they_live
-from moeq.estimator.policies import Policy, Variant
+from moeq.estimator.policies import Holds, Policy, Variant, mean_bits, stored_bytes
 from moeq.estimator.step import Layers, Schedule, Work
 
 
@@ -25,9 +25,15 @@ class StaticPlacement(Policy):
         rank = np.asarray(work.pick(layers.popularity_rank), dtype=np.int64)
         return where_they_live(layers, work, *placed_by_rank(layers, rank))
 
+    def holds(self, layers: Layers, kv_cache_bytes: float) -> Holds:
+        """Every expert once, at its width."""
+        hot, all_of_them = stored_bytes(layers, layers.hot), stored_bytes(layers)
+        return Holds(gpu_bytes=hot, near_bytes=all_of_them - hot, bits=mean_bits(layers))
+
 
 POLICY = StaticPlacement(
     name="static_placement",
     help="the same experts are on the GPU for every sequence, the others near their memory",
     variants={"": Variant("static placement", "static placement on GPU and NDP")},
+    near_data=True,
 )

@@ -1,0 +1,224 @@
+"""`moeq estimate --speed`: what is searched, from the command line; what is written of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from moeq.artifacts.files import make_directory, write_json, write_text
+from moeq.errors import EstimateError, RecipeError
+from moeq.estimation import outputs, search_tables
+from moeq.estimation.estimate_options import ALL, EstimateOptions
+from moeq.estimation.questions import DEFAULT_HARDWARE, DEFAULT_SAMPLES, Question, longest, question_of, questions_of
+from moeq.estimator import chosen_labels, known_hardware, load_hardware
+from moeq.estimator.placement import Placement, layer_of_assignment
+from moeq.estimator.result import Frozen
+from moeq.estimator.search import BITS, GPU_BITS, Loss, Search, SearchResult, Setting
+from moeq.preflight import check_path
+from moeq.recipe import load_recipe
+from moeq.recipe.types import Bytes
+from moeq.version import __version__
+
+NAME, SCHEMA, PAGE = "search.json", "search.schema.json", "search.html"
+SPEED = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:tok(?:en)?s?\s*/\s*s(?:ec(?:ond)?)?)?")
+UNUSED = (
+    "--assignment",
+    "--manifest",
+    "--trace",
+    "--zipf",
+    "--kv-growth",
+    "--replicas",
+    "--capacity",
+    "--sheet",
+    "--fit",
+)
+
+
+class SearchDocument(Frozen):
+    """search.json: one search a case."""
+
+    schema_version: Literal[1] = 1
+    moeq_version: str = __version__
+    name: str
+    loss_of: str | None
+    dollars_per_hour: dict[str, float]
+    searches: tuple[SearchResult, ...]
+    cases: tuple[str, ...]
+
+
+def search_answer(asked: EstimateOptions) -> tuple[dict[str, Any], Callable[[], None]]:
+    """The search that the command line asks for, written where --out says: as JSON, and how it is printed.
+
+    Raises MoeqError for input that cannot be read or does not fit together.
+    """
+    unused = [name for name in asked.given("of an estimate without a run") if name in UNUSED]
+    if unused:
+        raise RecipeError(f"--speed uses nothing of {unused[0]}", where="estimate", do="leave it out")
+    speed, dollars = _speed(asked.speed or ""), _dollars(asked.cost)
+    memory = None if asked.memory is None else _bytes(asked.memory)
+    if asked.out is not None:
+        outputs.check_out(asked.out)
+    names = [name for given in asked.hardware for name in (known_hardware() if given == ALL else [given])]
+    questions = _questions(asked, names)
+    strange = sorted(dollars.keys() - {load_hardware(name).name for name in names or [DEFAULT_HARDWARE]})
+    if strange:
+        raise RecipeError(f"{strange[0]} is none of the hardware", where="--cost", do="name one that --hardware names")
+    found = tuple(_search(question, asked, names, speed, memory, dollars).run() for question in questions)
+    title = f"{', '.join(dict.fromkeys(each.geometry for each in found))} at {speed:g} tokens a second"
+    document = SearchDocument(
+        name=title,
+        loss_of=None if asked.losses is None else asked.losses.name,
+        dollars_per_hour=dollars,
+        searches=found,
+        cases=tuple(question.name for question in questions),
+    )
+    paths = {} if asked.out is None else _write(asked.out, document)
+    figures = document.model_dump(mode="json") | {"paths": {name: str(path) for name, path in paths.items()}}
+    return figures, lambda: search_tables.print_searches(document.searches, document.cases, paths)
+
+
+def _questions(asked: EstimateOptions, names: Sequence[str]) -> list[Question]:
+    """The case of the options, or those of a recipe's figures; on the first hardware."""
+    path = asked.recipe_path
+    if path is not None:
+        if asked.model is not None:
+            raise RecipeError("a recipe and --model", where="estimate", do="give one of them")
+        recipe = load_recipe(path, replace(asked, hardware=[]).changes())
+        if recipe.estimate.figures is None:
+            do = "give --model and --losses RUN, or a recipe with estimate.figures"
+            raise RecipeError("--speed needs sizes", where=str(path), do=do)
+        return questions_of(recipe)
+    return [question_of(replace(asked, hardware=list(names[:1])))]
+
+
+def _search(
+    question: Question,
+    asked: EstimateOptions,
+    names: Sequence[str],
+    speed: float,
+    memory: float | None,
+    dollars: Mapping[str, float],
+) -> Search:
+    subject = question.subject
+    loss, measured = (None, ()) if asked.losses is None else loss_of_run(asked.losses, subject.geometry.num_experts)
+    widths = tuple(float(bits) for bits in measured)
+    placement = subject.placement
+    hot, cold = placement.bits[placement.hot], placement.bits[~placement.hot]
+    setting = Setting(
+        gpu_experts=int(placement.hot[0].sum()),
+        gpu_bits=float(hot[0]) if hot.size else 16.0,
+        bits=float(cold[0]) if cold.size else float(hot[0]),
+    )
+    return Search(
+        geometry=subject.geometry,
+        hardware=[load_hardware(name) for name in names] or [question.hardware],
+        speed=speed,
+        asked=setting,
+        batches=question.grid.batches if asked.grid or asked.recipe_path else (1,),
+        context=longest(question.grid, question.context, kv_growth=False) if asked.grid else question.context,
+        group_size=subject.group_size,
+        zero_points=subject.zero_points,
+        memory_bytes=memory,
+        dollars_per_hour=dollars,
+        loss=loss,
+        gpu_widths=(16.0, *widths) if widths else GPU_BITS,
+        widths=(16.0, *widths) if widths else BITS,
+        labels=chosen_labels(asked.policy) if asked.policy else None,
+        samples=asked.samples or DEFAULT_SAMPLES,
+        seed=question.seed,
+    )
+
+
+def _speed(text: str) -> float:
+    match = SPEED.fullmatch(text.strip())
+    if match is None or not 0 < float(match[1]) < 1e9:
+        raise RecipeError(f"{text!r} is no speed", where="--speed", do="write tokens a second, such as 20tok/s")
+    return float(match[1])
+
+
+def _bytes(text: str) -> int:
+    try:
+        return TypeAdapter(Bytes).validate_python(text)
+    except ValidationError as error:
+        raise RecipeError(f"{text!r} is no size", where="--memory", do="write it as 24GiB") from error
+
+
+def _dollars(texts: Sequence[str]) -> dict[str, float]:
+    """{hardware: dollars an hour}"""
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if not equals or not 0 <= number < 1e9:
+            raise RecipeError(f"{text!r} is no cost", where="--cost", do="write HARDWARE=DOLLARS an hour")
+        found[Path(name).stem] = number
+    return found
+
+
+def loss_of_run(run: Path, num_experts: int) -> tuple[Loss, tuple[int, ...]]:
+    """What a placement loses by a run's table, and the widths that were measured.
+
+    The sum over all experts of their measured losses, times how often each was routed to, of the best method. The
+    placement's experts of a layer are taken in the order of what they would lose at the narrowest width, so that those
+    on the GPU are the layer's most sensitive; None where a width was not measured. Raises ArtifactError for a run
+    without losses, EstimateError for one of another model.
+    """
+    from moeq.artifacts.losses import read_losses
+
+    check_path(run, "give the directory of a run to --losses")
+    table = read_losses(run / "losses" / "losses.parquet")
+    columns = ("weighted_loss", "calibration_tokens", "heldout_tokens")
+    losses, *tokens = (table.matrix("best", column) for column in columns)
+    layers = [_shared(losses[index], [each[index] for each in tokens]) for index in range(len(losses))]
+    counts = sorted({len(next(iter(layer.values()))) for layer in layers})
+    if counts != [num_experts]:
+        what = f"its layers have {', '.join(map(str, counts))} experts, the model {num_experts}"
+        raise EstimateError(what, where=f"--losses {run}", do="give a run of this model")
+    every = sorted(set.intersection(*(set(layer) for layer in layers)))
+    sorted_layers = []
+    for layer in layers:
+        order = np.argsort(-layer[every[0]], kind="stable")
+        sorted_layers.append({bits: layer[bits][order] for bits in every})
+
+    def loss(placement: Placement) -> float | None:
+        if not set(placement.bits.ravel().tolist()) <= {16.0, *map(float, every)}:
+            return None
+        rows = layer_of_assignment(len(sorted_layers), len(placement.bits))
+        total = 0.0
+        for layer, row in zip(sorted_layers, rows, strict=True):
+            order = np.argsort(~placement.hot[row], kind="stable")
+            for expert, bits in enumerate(placement.bits[row][order]):
+                total += 0.0 if bits == 16 else float(layer[int(bits)][expert])
+        return total
+
+    return loss, tuple(every)
+
+
+def _shared(
+    losses: Mapping[int, NDArray[Any]], tokens: Sequence[Mapping[int, NDArray[Any]]]
+) -> dict[int, NDArray[Any]]:
+    """Losses [E] of a layer by width, times the share of its tokens that reach each expert."""
+    routed = np.sum([next(iter(each.values())) for each in tokens], axis=0)
+    share = routed / max(1.0, float(routed.sum()))
+    return {bits: each * share for bits, each in losses.items()}
+
+
+def _write(out: Path, document: SearchDocument) -> dict[str, Path]:
+    from moeq.reporting.search_page import render
+
+    make_directory(out)
+    paths = {"page": out / PAGE, "search": out / NAME}
+    write_json(out / SCHEMA, SearchDocument.model_json_schema())
+    write_json(paths["search"], document.model_dump(mode="json"))
+    write_text(paths["page"], render(document.name, document.searches, document.cases))
+    return paths

@@ -1,0 +1,77 @@
+"""`moeq estimate --speed` from the command line: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from moeq.cli import app
+from moeq.errors import MoeqError
+from moeq.estimation.searches import SearchDocument
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "paper-000-figures.yaml"
+SEARCH = ("--model", "mixtral-8x7b", "--speed", "20tok/s")
+
+
+def moeq(*arguments: Any, columns: int = 120) -> tuple[int, str]:
+    done = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["estimate", *map(str, arguments)])
+    if isinstance(done.exception, MoeqError):
+        return done.exception.exit_code, str(done.exception)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_what_is_printed_fits_the_window(columns: int) -> None:
+    code, text = moeq(*SEARCH, "--gpu-experts", "4", columns=columns)
+    assert code == 0
+    assert max(map(len, text.splitlines())) <= columns
+    flat = " ".join(text.split())
+    assert "20 tokens a second: 16.00 bits a weight with static_placement" in flat
+    assert "static_mixed on paper-ctxmoe, 4 of 8 experts FP16, the others 3 code bits keeps no less" in flat
+    assert "tokens/s" in flat
+    assert "measured" in flat
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    code, text = moeq(*SEARCH, "--hardware", "all", "--cost", "h100-ndp-cxl=3", "--out", tmp_path / "out", "--json")
+    assert code == 0
+    kept = SearchDocument.model_validate_json((tmp_path / "out" / "search.json").read_text())
+    assert len({point.hardware for point in kept.searches[0].points}) > 8
+    assert {name for name in json.loads(text) if name != "paths"} == set(SearchDocument.model_fields)
+    page = (tmp_path / "out" / "search.html").read_text()
+    assert page.count("<svg") == 1
+    assert "What was refused" in page
+    assert len(page) < 600_000
+
+
+def test_a_recipes_figures_are_searched_case_by_case() -> None:
+    code, text = moeq(RECIPE, "--speed", "20", "--json")
+    assert code == 0
+    found = json.loads(text)
+    assert len(found["searches"]) == len(found["cases"]) == 4
+    asked = [search["asked"] for search in found["searches"]]
+    assert [each["gpu_experts"] for each in asked] == [4, 4, 2, 2]
+    assert [each["meets"] for each in asked] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((*SEARCH[:2], "--speed", "fast"), 2, "'fast' is no speed"),
+        ((*SEARCH, "--cost", "h100"), 2, "'h100' is no cost"),
+        ((*SEARCH, "--cost", "h100-ndp-cxl=3"), 2, "h100-ndp-cxl is none of the hardware"),
+        ((*SEARCH, "--memory", "24 apples"), 2, "'24 apples' is no size"),
+        ((*SEARCH, "--zipf", "1"), 2, "--speed uses nothing of --zipf"),
+        ((*SEARCH[:2], "--memory", "24GiB"), 2, "--memory is of a search"),
+        ((*SEARCH, "--losses", "nowhere"), 13, "nowhere"),
+        (("--speed", "20"), 2, "no model"),
+    ],
+)  # fmt: skip
+def test_refusals(arguments: tuple[str, ...], code: int, words: str) -> None:
+    found, text = moeq(*arguments)
+    assert (found, words in text) == (code, True), text
