@@ -31,6 +31,7 @@ from moeq.estimator.workload import (
 
 CHUNK_ELEMENTS = 250_000
 PREFILL_SAMPLES = 2048
+MOST_DRAWN, FEWEST_PROMPTS = 1 << 24, 16  # numbers that are drawn for prompts of one length; prompts at least
 FEW_TOKENS = 8  # of a mean expert, below which it is drawn which experts a prompt reaches
 POPULARITY_FLOOR = 1e-6  # of a layer's share: an expert that the prompts never chose can still be chosen
 Routing = Literal["exact", "monte-carlo", "trace"]
@@ -55,7 +56,7 @@ class Simulation:
     seed: int
     labels: frozenset[str] | None = None
     replay: Replay | None = None
-    drawn: dict[tuple[int, bool], list[Outcomes]] = field(default_factory=dict)
+    drawn: dict[tuple[int, int, bool], list[Outcomes]] = field(default_factory=dict)
     shares: list[NDArray[np.float64]] = field(default_factory=list)
 
     def on(self, hardware: Hardware) -> Simulation:
@@ -82,17 +83,19 @@ class Simulation:
         """With at most so many steps of the trace, if it has one."""
         return self if self.replay is None else replace(self, replay=self.replay.sampled(most_steps))
 
-    def outcomes(self, batch: int, *, in_time: bool = False) -> list[Outcomes]:
-        """Routing outcomes of a decode step for every distinct popularity row; `in_time`: drawn, not enumerated."""
+    def outcomes(self, batch: int, *, in_time: bool = False, samples: int | None = None) -> list[Outcomes]:
+        """Routing outcomes of a step of so many tokens for every distinct popularity row; `in_time`: drawn, not
+        enumerated; samples: of what is drawn (None: as many as the simulation's)."""
+        count = self.samples if samples is None else samples
         if in_time and (batch > 1 or self.outcomes(batch)[0].method == "monte-carlo"):
             in_time = False  # they are drawn anyway
-        if (batch, in_time) not in self.drawn:
+        if (batch, count, in_time) not in self.drawn:
             most, top_k = 0 if in_time else MAX_EXACT_OUTCOMES, self.layers.geometry.top_k
-            draw = partial(routing_outcomes, top_k=top_k, batch=batch, samples=self.samples, max_exact_outcomes=most)
-            self.drawn[batch, in_time] = [
+            draw = partial(routing_outcomes, top_k=top_k, batch=batch, samples=count, max_exact_outcomes=most)
+            self.drawn[batch, count, in_time] = [
                 draw(row, seed=(self.seed, batch, index)) for index, row in enumerate(self.distinct_popularity)
             ]
-        return self.drawn[batch, in_time]
+        return self.drawn[batch, count, in_time]
 
     def routing_method(self, batch: int) -> Routing:
         """Whether the decode routing of a batch was enumerated, sampled or recorded."""
@@ -169,7 +172,9 @@ class Simulation:
         dense = self._dense_layer(batch, input_tokens / 2, tokens)  # causal: half of the prompt on average
         kv_cache = self.kv_cache_bytes(batch)
         if tokens < self.drawn_below:
-            yield from self._drawn(tokens, self.outcomes(tokens), dense, kv_cache)
+            drawn = tokens * self.layers.geometry.num_experts * len(self.distinct_popularity)
+            samples = min(self.samples, max(FEWEST_PROMPTS, MOST_DRAWN // drawn))
+            yield from self._drawn(tokens, self.outcomes(tokens, samples=samples), dense, kv_cache)
         else:
             expected = tokens * self._tokens_per_token()
             yield (
