@@ -18,6 +18,7 @@ from moeq.artifacts.assignment import FULL
 from moeq.artifacts.targets import Target
 from moeq.bundled.preset_files import preset_names, preset_path
 from moeq.estimator import known_hardware, load_hardware
+from moeq.estimator.sheets import sheet
 from moeq.models.support import families
 from moeq.numerics.ggml_types import HOLDS, TYPES
 from moeq.papers import PAPERS, TERMS, Paper, named
@@ -160,6 +161,18 @@ def all_families() -> str:
     return table("| model_type | class | experts | streams | quantizes, exports, loads |", rows)
 
 
+def cell(value: str | float | None) -> str:
+    """A number of four digits, or a word."""
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def published() -> str:
+    """The estimator's sheet of published figures."""
+    (found,) = sheet("published")
+    rows = [tuple(map(cell, row)) for row in found.rows]
+    return table(f"| {' | '.join(found.columns)} |", rows) + "\n" + "".join(f"- {note}\n" for note in found.notes)
+
+
 def python() -> str:
     """What `moeq` offers, with the first paragraph of its documentation."""
     offered = [name for name in moeq.__all__ if not name.startswith("__")]
@@ -188,6 +201,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "hardware": hardware,
     "papers": papers,
     "presets": presets,
+    "published": published,
     "python": python,
     "recipe": lambda: reference(Recipe),
     "rooms": rooms,

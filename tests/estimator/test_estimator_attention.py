@@ -19,7 +19,7 @@ PUBLISHED = {  # parameters in billions, all and of a token: model cards and rep
     "deepseek-v3": (671, 37), "deepseek-r1": (671, 37), "kimi-k2": (1026, 32), "qwen3-235b-a22b": (235, 22),
     "qwen3-next-80b-a3b": (80, 3.9), "gpt-oss-120b": (116.8, 5.7), "glm-4.5": (353, 33), "llama-4-scout": (108, 17),
     "llama-4-maverick": (400, 17), "mixtral-8x7b": (46.7, 12.9), "qwen3-30b-a3b": (30.5, 3.3),
-    "mixtral-8x22b": (141, 39),
+    "mixtral-8x22b": (141, 39), "deepseek-v2-lite": (15.7, 2.66),
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from moeq.errors import EstimateError
-from moeq.estimator.sheets import Table, differs, known_sheets, paper_002, paper_004, sheet
+from moeq.estimator.sheets import Table, differs, known_sheets, paper_002, paper_004, printed, published, sheet
 from moeq.estimator.sheets.fpga import (
     Experts,
     VisionModel,
@@ -22,7 +22,7 @@ def table(name: str, title: str) -> Table:
 
 
 def test_every_sheet_is_found_and_made_of_tables():
-    assert known_sheets() == ["paper-002", "paper-004"]
+    assert known_sheets() == ["paper-002", "paper-004", "published"]
     for name in known_sheets():
         for table in sheet(name):
             assert table.rows
@@ -170,3 +170,33 @@ class TestTraffic:
             < linear_traffic_bytes(self.model, "unified", found - 1)
         )
         assert least_units(self.model, 1.0, seconds) is None
+
+
+def test_published_figures_are_all_there_and_marked_by_the_error_that_was_stated():
+    """Every point of the file is a row, whatever came out; a changed model of the hardware shows here."""
+    (found,) = sheet("published")
+    points = printed("published")["points"]
+    assert len(found.rows) == len(points) >= 40
+    verdict = found.columns.index("verdict")
+    assert [row[verdict] for row in found.rows].count("in") == sum(point.within for point in published.points())
+    assert sum(str(row[verdict]).startswith("not worked out: ") for row in found.rows) == 3
+    for point in published.points():
+        if point.fitted:
+            assert point.within, point.point
+            assert point.point["hardware"] == "paper-ctxmoe"
+    others = [point.point for point in published.points() if not point.fitted]
+    assert {point["hardware"] for point in others if "hardware" in point} == {
+        "h100-ndp-pcie4", "a6000-host-pcie4", "rtx5090-host-pcie5", "a5000-host-pcie4", "rtx4090d-cpu-pcie4",
+        "a100-host-pcie4",
+    }  # fmt: skip
+    assert any("gpu.layer_overhead, link.bandwidth" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "printed_value", "estimate", "off"),
+    [("step", 0.735, 0.83, 0.12), ("tokens", 8.73, 10.4, 0.20), ("tokens", 81, 101, 0.25), ("bytes", 57, 56.9, 0.0)],
+)
+def test_other_systems_as_they_came_out(kind: str, printed_value: float, estimate: float, off: float) -> None:
+    point = next(p for p in published.points() if (p.point["kind"], p.point["printed"]) == (kind, printed_value))
+    assert point.estimate == pytest.approx(estimate, rel=0.01)
+    assert point.off == pytest.approx(off, abs=0.01)
