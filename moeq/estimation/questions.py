@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from moeq.artifacts.trace import RoutingTrace, read_trace
-from moeq.errors import RecipeError
+from moeq.errors import EstimateError, RecipeError
 from moeq.estimation.estimate_options import EstimateOptions
 from moeq.estimation.grids import parse_grid, parse_replicas
 from moeq.estimation.subject import Subject, check_known, of_assignment, of_manifest, read_model, read_placed
@@ -17,6 +20,7 @@ from moeq.estimator import (
     Hardware,
     Interval,
     ModelGeometry,
+    Placement,
     chosen_labels,
     estimate,
     load_geometry,
@@ -26,10 +30,11 @@ from moeq.estimator import (
     uniform_placement,
 )
 from moeq.estimator.capacity import REPLICA_BITS, CapacityPlan, largest_gpu_experts, plan_capacity
-from moeq.estimator.cases import Case, EstimateDocument
+from moeq.estimator.cases import Case, EstimateDocument, WithoutNdp
 from moeq.estimator.geometry import effective_bits
 from moeq.estimator.hit_rates import HitRates, hit_rates
 from moeq.estimator.placement import layer_of_assignment
+from moeq.estimator.points import SUBJECT
 from moeq.estimator.policies import by_label
 from moeq.estimator.stated import compare
 from moeq.estimator.trace import check_trace
@@ -38,6 +43,7 @@ from moeq.recipe import Recipe, StatedSection
 
 DEFAULT_BITS, DEFAULT_CONTEXT, DEFAULT_HARDWARE = 3.0, 1024, "paper-ctxmoe"
 DEFAULT_SAMPLES = 256
+ALL_ON_GPU = "static_mixed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +230,43 @@ def _answered(question: Question, miss_beyond: float) -> Case:
         capacity=question.capacity_at(most.batch, most.input_tokens + most.output_tokens),
         stated=tuple(compare(question.name, question.stated, answer, miss_beyond=miss_beyond)),
         hit_rates=question.hits(),
+        without_ndp=_without_ndp(question, answer),
     )
+
+
+def _without_ndp(question: Question, answer: Estimate) -> WithoutNdp | None:
+    """The best that the same hardware does without its near-data processor, whatever policies are asked about."""
+    if not question.hardware.ndp.computes:
+        return None
+    first = answer.points[0]
+    at = Grid(inputs=(first.input_tokens,), outputs=(first.output_tokens,), batches=(first.batch,))
+    asked = replace(question, policies=None, grid=at)
+    every = asked.answer().points
+    ours = next(point for point in every if point.policy == SUBJECT)
+    found = [(False, point) for point in every if not by_label()[point.policy][0].near_data]
+    with suppress(EstimateError):  # it does not fit
+        narrow = replace(asked, subject=_narrowed(question.subject), policies=(ALL_ON_GPU,)).answer().points
+        found += [(True, point) for point in narrow if point.policy == ALL_ON_GPU]
+    if any(point.policy == ALL_ON_GPU and not narrowed for narrowed, point in found):
+        found = [each for each in found if not each[0]]  # more bits fit, too
+    if not found:
+        return None
+    narrowed, best = min(found, key=lambda each: (each[1].decode_seconds_per_token, each[1].end_to_end_seconds))
+    return WithoutNdp(
+        policy=best.policy,
+        narrowed=narrowed,
+        decode_tokens_per_second=best.decode_tokens_per_second,
+        decode=ours.decode_seconds_per_token / best.decode_seconds_per_token,
+        end_to_end=ours.end_to_end_seconds / best.end_to_end_seconds,
+    )
+
+
+def _narrowed(subject: Subject) -> Subject:
+    """With FP16 experts at the most bits that another one has."""
+    bits = subject.placement.bits
+    narrow = bits[bits < 16].max(initial=1.0) if (bits < 16).any() else 16.0
+    placement = Placement(name=subject.placement.name, bits=np.minimum(bits, narrow), hot=subject.placement.hot)
+    return replace(subject, placement=placement)
 
 
 def _subject(asked: EstimateOptions, name: str, hardware: Hardware, *, batch: int, context: int) -> Subject:

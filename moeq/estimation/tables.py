@@ -70,6 +70,7 @@ def _print_stated(console: Console, document: EstimateDocument) -> None:
             console.print(f"missed  {miss_text(row)}", markup=False)
     for case in document.cases:
         console.print(f"\n{case.name}", style="bold", markup=False)
+        _print_without(console, case)
         _print_sensitivity(console, case.estimate, most=MOST_CHANGES)
 
 
@@ -111,6 +112,7 @@ def _print_case(console: Console, document: EstimateDocument, case: Case) -> Non
     sampled = f"; standard error of any time by sampling at most {formats.percent(error)}" if error else ""
     of_ours = f"of ours: time of a request over that of {SUBJECT}, the placement that is asked about"
     console.print(f"{of_ours}{sampled}", style="dim")
+    _print_without(console, case)
     _print_words(console, estimate)
     if case.hit_rates is not None:
         _print_hit_rates(console, case.hit_rates)
@@ -123,6 +125,12 @@ def _print_case(console: Console, document: EstimateDocument, case: Case) -> Non
         console.print(f"- {named(line)}", markup=False)
     console.print()
     _print_sensitivity(console, estimate)
+
+
+def _print_without(console: Console, case: Case) -> None:
+    """What needs no near-data processor, beside the headline."""
+    if case.without_ndp is not None:
+        console.print(case.without_ndp.text(), markup=False)
 
 
 def _print_words(console: Console, estimate: Estimate) -> None:

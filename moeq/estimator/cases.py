@@ -11,10 +11,34 @@ from moeq.estimator.stated import Comparison
 from moeq.version import __version__
 
 
+class WithoutNdp(Frozen):
+    """The fastest policy that computes nothing near the data, at the first point of the grid.
+
+    `decode`, `end_to_end`: how many times as fast as the placement that is asked about. `narrowed`: experts that the
+    placement has in FP16 on the GPU take the width of the others, since all of them fit the GPU only so.
+    """
+
+    policy: str
+    narrowed: bool
+    decode_tokens_per_second: float
+    decode: float
+    end_to_end: float
+
+    def text(self) -> str:
+        """In a sentence."""
+        how = ", all experts at the narrower bits," if self.narrowed else ""
+        return (
+            f"Without near-data processing the fastest here is {self.policy}{how} with "
+            f"{self.decode_tokens_per_second:.4g} tokens a second in decode: {self.decode:.3g} times as fast as the "
+            f"placement that is asked about, {self.end_to_end:.3g} times over a whole request."
+        )
+
+
 class Case(Frozen):
     """One placed model; geometry: the sizes that were assumed, stated: what a publication gives beside it.
 
-    hit_rates: of placements of as many experts on the recorded trace, None without one.
+    hit_rates: of placements of as many experts on the recorded trace, None without one; without_ndp: None where no
+    such policy fits, or nothing computes near the data anyway.
     """
 
     name: str
@@ -23,6 +47,7 @@ class Case(Frozen):
     capacity: CapacityPlan
     stated: tuple[Comparison, ...] = ()
     hit_rates: HitRates | None = None
+    without_ndp: WithoutNdp | None = None
 
     @property
     def batches(self) -> list[int]:

@@ -21,7 +21,7 @@ from moeq.tables import human_bytes
 
 def render(estimates: EstimateDocument) -> str:
     """The page; its bytes depend only on the document."""
-    sections = [*([_stated(estimates.stated)] if estimates.stated else []), *_figures(estimates)]
+    sections = [*([_stated(estimates)] if estimates.stated else []), *_figures(estimates)]
     several = len(estimates.cases) > 1
     sections += [_case(case, f"case-{number}", several) for number, case in enumerate(estimates.cases, 1)]
     models = dict.fromkeys(model_text(case) for case in estimates.cases)
@@ -59,7 +59,8 @@ def _warned(texts: Iterable[str]) -> list[Raw]:
     return [paragraph(text, kind="warning") for text in texts]
 
 
-def _stated(rows: Sequence[Comparison]) -> Section:
+def _stated(estimates: EstimateDocument) -> Section:
+    rows = estimates.stated
     beside = [
         Beside(
             name=f"{row.case}: {policy_words(row)}",
@@ -81,6 +82,8 @@ def _stated(rows: Sequence[Comparison]) -> Section:
         ),
         table("Every stated figure. A range runs over the grid; missed ones are marked.", head, cells, texts=3),
     ]
+    without = [f"{case.name}: {case.without_ndp.text()}" for case in estimates.cases if case.without_ndp is not None]
+    parts += [paragraph("Beside every headline, what needs no near-data processor:", kind="reading"), items(without)]
     if missed:
         parts += [paragraph("Missed:", kind="reading"), items(map(miss_text, missed))]
     return Section("stated", "Beside what is stated", parts)
@@ -190,6 +193,7 @@ def _case(case: Case, anchor: str, several: bool) -> Section:
     parts = [
         *([lead(f"Model: {model_text(case)}.")] if several else []),
         *_warned([beyond] if beyond and several else []),
+        *([] if case.without_ndp is None else [paragraph(case.without_ndp.text(), kind="reading")]),
         _policies(estimate.points, estimate.sampling_error),
         *([] if case.hit_rates is None else [_hit_table(case.hit_rates)]),
         speed.speedups(estimate),

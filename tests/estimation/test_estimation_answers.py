@@ -428,3 +428,19 @@ def test_experts_on_the_gpu_may_be_quantized_too() -> None:
     assert read[0] / read[1] == pytest.approx((8 + 16 / 128) / (4 + 16 / 128))
     assert quarter["capacity"]["gpu_stored_bits"] == 4.125
     assert moeq(*model, "--gpu-bits", "0.5") == (2, "--gpu-bits: 0.5 bits; give 1 to 16")
+
+
+def test_every_headline_has_what_needs_no_near_data_processor_beside_it(tmp_path: Path) -> None:
+    """8x7B at the paper's widths fits the GPU whole and is faster there; 8x22B does with all experts at 3 or 2 bits."""
+    found = as_json(RECIPE, "--out", tmp_path / "out")
+    beside = [case["without_ndp"] for case in found["cases"]]
+    assert [(each["policy"], each["narrowed"]) for each in beside] == [
+        ("static_mixed", False), ("static_mixed", False), ("static_mixed", True), ("static_mixed", True),
+    ]  # fmt: skip
+    assert all(each["decode"] > 1 for each in beside)
+    code, text = moeq(RECIPE, "--out", tmp_path / "out", columns=120)
+    assert (code, text.count("Without near-data processing the fastest here is static_mixed")) == (0, 4)
+    page = (tmp_path / "out" / "estimate.html").read_text()
+    assert page.count("Without near-data processing the fastest here is static_mixed") == 8
+    alone = as_json("--model", "mixtral-8x7b", "--hardware", "a100-host-pcie4", *ONE)
+    assert alone["cases"][0]["without_ndp"] is None
