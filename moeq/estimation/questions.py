@@ -31,11 +31,13 @@ from moeq.estimator import (
 )
 from moeq.estimator.capacity import REPLICA_BITS, CapacityPlan, largest_gpu_experts, plan_capacity
 from moeq.estimator.cases import Case, EstimateDocument, WithoutNdp
+from moeq.estimator.confidence import IntervalRow, intervals
 from moeq.estimator.geometry import effective_bits
 from moeq.estimator.hit_rates import HitRates, hit_rates
 from moeq.estimator.placement import layer_of_assignment
 from moeq.estimator.points import SUBJECT
 from moeq.estimator.policies import by_label
+from moeq.estimator.simulation import build_simulation
 from moeq.estimator.stated import compare
 from moeq.estimator.trace import check_trace
 from moeq.preflight import check_path
@@ -44,6 +46,7 @@ from moeq.recipe import Recipe, StatedSection
 DEFAULT_BITS, DEFAULT_CONTEXT, DEFAULT_HARDWARE = 3.0, 1024, "paper-ctxmoe"
 DEFAULT_SAMPLES = 256
 ALL_ON_GPU = "static_mixed"
+INTERVAL_SAMPLES = 64  # Monte Carlo samples of routing in each draw of the assumptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +122,15 @@ class Question:
         chosen, batch = chosen_labels(self.policies or ()), min(self.grid.batches)
         labels = [label for label in by_label() if label in chosen]
         return {label: timeline(policy=label, batch=batch, **self._settings) for label in labels}
+
+    def intervals(self, batch: int) -> tuple[IntervalRow, ...]:
+        """Where the headlines lie with all assumptions varied together; of a recorded trace nothing is said."""
+        if self.trace is not None:
+            return ()
+        simulation = build_simulation(
+            labels=chosen_labels(("hobbit",)), samples=INTERVAL_SAMPLES, **{**self._settings, "trace": None}
+        )
+        return intervals(simulation, batch, seed=self.seed)
 
     def hits(self) -> HitRates | None:
         """Hit rates by domain with as many experts of every layer on the GPU as the placement has; None without a
@@ -231,6 +243,7 @@ def _answered(question: Question, miss_beyond: float) -> Case:
         stated=tuple(compare(question.name, question.stated, answer, miss_beyond=miss_beyond)),
         hit_rates=question.hits(),
         without_ndp=_without_ndp(question, answer),
+        intervals=question.intervals(answer.points[0].batch),
     )
 
 

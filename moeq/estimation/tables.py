@@ -18,7 +18,7 @@ from moeq.estimator.result import Estimate, TermRow
 from moeq.papers import named, terms_in
 from moeq.progress import PlainConsole
 from moeq.reporting import formats, speed
-from moeq.reporting.estimate_page import beyond_positions, fits, miss_text, policy_words, stated_text
+from moeq.reporting.estimate_page import beyond_positions, fits, interval_lines, miss_text, policy_words, stated_text
 from moeq.tables import human_bytes
 
 if TYPE_CHECKING:
@@ -128,9 +128,11 @@ def _print_case(console: Console, document: EstimateDocument, case: Case) -> Non
 
 
 def _print_without(console: Console, case: Case) -> None:
-    """What needs no near-data processor, beside the headline."""
+    """What needs no near-data processor beside the headline, and how far this can be off."""
     if case.without_ndp is not None:
         console.print(case.without_ndp.text(), markup=False)
+    for line in interval_lines(case):
+        console.print(line, markup=False)
 
 
 def _print_words(console: Console, estimate: Estimate) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from moeq.estimator.capacity import CapacityPlan
+from moeq.estimator.confidence import IntervalRow
 from moeq.estimator.hit_rates import HitRates
 from moeq.estimator.result import Estimate, Frozen
 from moeq.estimator.stated import Comparison
@@ -38,7 +39,7 @@ class Case(Frozen):
     """One placed model; geometry: the sizes that were assumed, stated: what a publication gives beside it.
 
     hit_rates: of placements of as many experts on the recorded trace, None without one; without_ndp: None where no
-    such policy fits, or nothing computes near the data anyway.
+    such policy fits, or nothing computes near the data anyway; intervals: all assumptions varied together.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Case(Frozen):
     stated: tuple[Comparison, ...] = ()
     hit_rates: HitRates | None = None
     without_ndp: WithoutNdp | None = None
+    intervals: tuple[IntervalRow, ...] = ()
 
     @property
     def batches(self) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from moeq.estimator.capacity import CapacityPlan, Memory
 from moeq.estimator.cases import Case, EstimateDocument
+from moeq.estimator.confidence import STEPS
 from moeq.estimator.hit_rates import HitRates
 from moeq.estimator.points import BWRULE, OPT, SUBJECT
 from moeq.estimator.policies import titled
@@ -53,6 +54,21 @@ def beyond_positions(case: Case) -> str:
         f"{case.geometry['name']} was made for {most:,} positions (max_position_embeddings), and {longest:,} tokens "
         "are asked about: times and bytes are as if it read so many, what it would answer is another matter."
     )
+
+
+VARIED = "draws of all assumptions together"
+
+
+def interval_lines(case: Case) -> list[str]:
+    """Where the headlines lie with all assumptions varied together, and which matter most."""
+    lines = []
+    for row in case.intervals:
+        form = formats.milliseconds if row.figure == STEPS else formats.ratio
+        unit = " ms" if row.figure == STEPS else ""
+        most = ", ".join(key.removeprefix("policies.") for key, _ in row.most)
+        span = f"{form(row.low)} to {form(row.high)}{unit}"
+        lines.append(f"{row.figure} {form(row.value)}{unit}; {span} in 90 % of {VARIED}, mostly by {most}")
+    return lines
 
 
 def _warned(texts: Iterable[str]) -> list[Raw]:
@@ -204,6 +220,7 @@ def _case(case: Case, anchor: str, several: bool) -> Section:
         _capacity(case.capacity),
         paragraph("What these figures assume:", kind="reading"),
         items(map(named, estimate.assumptions)),
+        *([paragraph("How far it can be off:", kind="reading"), items(interval_lines(case))] if case.intervals else []),
         *speed.sensitivity(estimate),
         *speed.weakest(estimate),
         speed.constants(estimate),
