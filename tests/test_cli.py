@@ -45,6 +45,7 @@ FLAGS = {
     "losses": STAGE | DEVICE | {"--quantizer"},
     "quantize": STAGE | DEVICE | {"--refine", "--tune"},
     "assign": STAGE
+    | {"--speed"}
     | DEVICE
     | BUDGET
     | {"--method", "--quantizer", "--bits-per-weight", "--expert-bytes", "--target", "--price"}

@@ -44,7 +44,8 @@ class AssignInputs:
     checkpoint that no width decides, where `size` limits it; traces: the Hessian trace of the Frobenius norm of
     every expert, [E] a layer; effects, expert_effects: what quantizing a layer alone, and an expert alone, does to
     the output; ndp_seconds: of one token of one expert on the NDP at every width, a layer, where a hardware was
-    named; memo: what was computed of these inputs.
+    named; tokens_given: what each expert is given for one token of the model, [E] a layer, where that is not the
+    profile's; memo: what was computed of these inputs, which others of other times must not share.
     """
 
     name: str
@@ -64,6 +65,7 @@ class AssignInputs:
     effects: LayerEffects | None = None
     expert_effects: ExpertEffects | None = None
     ndp_seconds: tuple[dict[int, float], ...] = ()
+    tokens_given: tuple[np.ndarray, ...] = ()
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def settings(self, kind: type[Settings]) -> Settings:

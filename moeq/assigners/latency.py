@@ -30,7 +30,8 @@ def seconds(inputs: AssignInputs, layer: int, widths: Sequence[int]) -> np.ndarr
     if not inputs.ndp_seconds:
         raise AssignmentError("the times of the experts are not known", do="give AssignInputs.ndp_seconds")
     times = inputs.ndp_seconds[layer]
-    return np.asarray(activation_rate(inputs, layer)[:, None] * np.array([times[width] for width in widths]))
+    rate = inputs.tokens_given[layer] if inputs.tokens_given else activation_rate(inputs, layer)
+    return np.asarray(rate[:, None] * np.array([times[width] for width in widths]))
 
 
 def achieved(inputs: AssignInputs, assignment: Assignment) -> float:

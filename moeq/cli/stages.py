@@ -100,8 +100,13 @@ class AssignOptions(BudgetOptions):
         "experts.",
         sets="assign.ndp_latency_ms",
     )
+    speed: str | None = option(
+        "Limit beside the budget: what the estimator gives the assignment on --hardware in decode, such as 20tok/s; "
+        "without a budget the only one.",
+        sets="assign.speed",
+    )
     hardware: str | None = option(
-        "Preset or YAML file whose near-data latency is shown and limited.",
+        "Preset or YAML file whose near-data latency is shown and limited, and whose speed --speed is.",
         sets="assign.hardware",
         autocompletion=among(hardware_presets),
     )

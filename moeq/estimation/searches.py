@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +22,10 @@ from moeq.estimator.result import Frozen
 from moeq.estimator.search import BITS, GPU_BITS, Loss, Search, SearchResult, Setting
 from moeq.preflight import check_path
 from moeq.recipe import load_recipe
-from moeq.recipe.types import Bytes
+from moeq.recipe.types import Bytes, Speed
 from moeq.version import __version__
 
 NAME, SCHEMA, PAGE = "search.json", "search.schema.json", "search.html"
-SPEED = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:tok(?:en)?s?\s*/\s*s(?:ec(?:ond)?)?)?")
 UNUSED = (
     "--assignment",
     "--manifest",
@@ -137,10 +135,11 @@ def _search(
 
 
 def _speed(text: str) -> float:
-    match = SPEED.fullmatch(text.strip())
-    if match is None or not 0 < float(match[1]) < 1e9:
-        raise RecipeError(f"{text!r} is no speed", where="--speed", do="write tokens a second, such as 20tok/s")
-    return float(match[1])
+    try:
+        return TypeAdapter(Speed).validate_python(text)
+    except ValidationError as error:
+        do = "write tokens a second, such as 20tok/s"
+        raise RecipeError(f"{text!r} is no speed", where="--speed", do=do) from error
 
 
 def _bytes(text: str) -> int:

@@ -77,7 +77,7 @@ class Simulation:
 
     def without_trace(self) -> Simulation:
         """The same placed model with decode routing drawn by the popularity of its layers."""
-        return replace(self, replay=None, drawn={}, shares=[self._tokens_per_token()])
+        return replace(self, replay=None, drawn={}, shares=[self.tokens_per_token()])
 
     def sampled(self, most_steps: int) -> Simulation:
         """With at most so many steps of the trace, if it has one."""
@@ -176,7 +176,7 @@ class Simulation:
             samples = min(self.samples, max(FEWEST_PROMPTS, MOST_DRAWN // drawn))
             yield from self._drawn(tokens, self.outcomes(tokens, samples=samples), dense, kv_cache)
         else:
-            expected = tokens * self._tokens_per_token()
+            expected = tokens * self.tokens_per_token()
             yield (
                 self.layers,
                 expected_work(self.layers, expected, step_tokens=tokens, dense=dense, kv_cache_bytes=kv_cache),
@@ -229,7 +229,7 @@ class Simulation:
         for start in range(0, len(self.popularity_row), rows):
             yield start, self.layers.rows(start, start + rows)
 
-    def _tokens_per_token(self) -> NDArray[np.float64]:
+    def tokens_per_token(self) -> NDArray[np.float64]:
         """Expected tokens[D, E] that reach every expert for one token; rows add up to top_k at most."""
         if not self.shares:
             self.shares.append(self._drawn_share() if self.replay is None else self.replay.prefill_share())

@@ -27,13 +27,14 @@ from pydantic.fields import FieldInfo
 
 from moeq.errors import RecipeError
 from moeq.recipe.choices import BitsOrFull, QuantizerOrBest, Target
-from moeq.recipe.types import Bytes, Rational, Section, check_named
+from moeq.recipe.types import Bytes, Rational, Section, Speed, check_named
 from moeq.registry import ALLOCATORS
 
 DEFAULT_METHOD, DEFAULT_BITS_PER_WEIGHT, DEFAULT_QUANTIZER = "optimal", 2.25, "gptq"
+UNLIMITED_BITS = 17  # a weight: what a speed alone leaves
 BUDGETS = ("bits_per_weight", "code_bits", "expert_bytes", "size")  # how much may be spent
 MOST_BITS = 32  # that a weight takes in any checkpoint
-SHARED = (*BUDGETS, "widths", "scope", "granularity", "ndp_latency_ms", "trace", "trace_samples")
+SHARED = (*BUDGETS, "widths", "scope", "granularity", "ndp_latency_ms", "speed", "trace", "trace_samples")
 
 
 class MethodSettings(Section):
@@ -76,10 +77,15 @@ class AssignSection(Section):
         description="a limit beside the budget, on the expected milliseconds a decoded token that the near-data side "
         "spends on experts",
     )
+    speed: Speed | None = Field(
+        None,
+        description="a limit beside the budget: tokens a second of one sequence in decode that the estimator gives the "
+        "assignment on the hardware, such as 20 or 20tok/s",
+    )
     hardware: str | None = Field(
         None,
         description="a preset's name or the path of a hardware YAML file, whose NDP latency is shown; none: "
-        "estimate.hardware where ndp_latency_ms is set",
+        "estimate.hardware where ndp_latency_ms or speed is set",
     )
     trace: Literal["closed", "rademacher", "gaussian"] | None = Field(
         None, description="the Hessian trace in closed form (none), or sampled as MoPEQ does"
@@ -154,7 +160,8 @@ class AssignSection(Section):
         named = data.get("method", DEFAULT_METHOD)
         takes = getattr(ALLOCATORS.find(named), "budgets", ()) if isinstance(named, str) else ()
         if takes[:1] == ("bits_per_weight",) and not set(budget_keys()) & set(data):
-            data = {"bits_per_weight": DEFAULT_BITS_PER_WEIGHT} | data
+            alone = UNLIMITED_BITS if data.get("speed") is not None else DEFAULT_BITS_PER_WEIGHT
+            data = {"bits_per_weight": alone} | data
         section = handler({key: value for key, value in data.items() if key in cls.model_fields})
         own = {key: value for key, value in data.items() if key not in cls.model_fields}
         method = section.allocator
@@ -186,8 +193,11 @@ class AssignSection(Section):
             check_named("widths", self.widths)
         if self.loss_weighting == "effect" and self.layer_weighting is not None:
             raise ValueError("loss_weighting effect compares layers by itself: it goes without layer_weighting")
-        if self.ndp_latency_ms is not None and self.scope == "layer":
-            raise ValueError("ndp_latency_ms is one limit for all layers: it needs scope model")
+        for key in ("ndp_latency_ms", "speed"):
+            if getattr(self, key) is not None and self.scope == "layer":
+                raise ValueError(f"{key} is one limit for all layers: it needs scope model")
+        if self.ndp_latency_ms is not None and self.speed is not None:
+            raise ValueError("ndp_latency_ms and speed each limit the time; give one of them")
         average = None if self.code_bits is None else Fraction(self.code_bits)
         stored = None if self.bits_per_weight is None else Fraction(self.bits_per_weight)
         known = self.named() or self.allocator.widths

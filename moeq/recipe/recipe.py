@@ -150,6 +150,6 @@ class Recipe(Section):
 
     def hardware_of(self, section: AssignSection) -> str | None:
         """Whose NDP latency a section of assignment asks for: its own, else the estimate's; None: nobody's."""
-        if section.hardware is None and section.ndp_latency_ms is None:
+        if section.hardware is None and section.ndp_latency_ms is None and section.speed is None:
             return None
         return section.hardware or self.estimate.hardware

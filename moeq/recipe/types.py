@@ -53,7 +53,21 @@ def _parse_rational(value: Any) -> str:
     raise ValueError("must be a number such as 2.5 or 5/2")
 
 
+SPEED = re.compile(r"\s*(\d{1,12}(?:\.\d{0,9})?|\.\d{1,9})\s*(?:tok(?:en)?s?\s*/\s*s(?:ec(?:ond)?)?)?\s*")
+
+
+def parse_speed(value: Any) -> Any:
+    """Tokens a second of 20, "20" or "20tok/s"."""
+    if not isinstance(value, str):
+        return value
+    match = SPEED.fullmatch(value)
+    if match is None:
+        raise ValueError("must be tokens a second, such as 20 or 20tok/s")
+    return float(match[1])
+
+
 _NUMBER = r"[-+]?[0-9_.]+([eE][-+]?[0-9]+)?"
+Speed = Annotated[float, BeforeValidator(parse_speed), Field(gt=0, lt=1e9)]
 Bytes = Annotated[
     int,
     BeforeValidator(_parse_bytes),

@@ -53,12 +53,12 @@ NAME = "assignment.json"
 def run(context: Context) -> dict[str, Any]:
     """Write assignment.json and the table of sensitivities; returns the summary."""
     inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
-    assignment = decide(inputs)
+    assignment, timed = _decided(context, inputs)
     directory = make_directory(context.directory("assign"))
     write_assignment(directory / NAME, assignment)
     _write_sensitivities(context, inputs)
     scored = report.score(inputs, assignment).as_json()
-    summary = summarize(context, assignment) | scored | latency_summary(context, inputs, assignment)
+    summary = summarize(context, assignment) | scored | latency_summary(context, inputs, assignment) | timed
     return summary | {"loads_in": where_it_loads(context, assignment, inputs)}
 
 
@@ -134,7 +134,16 @@ def _unmeasured(context: Context) -> ExpertProfile:
 
 def make(context: Context, config: AssignSection, name: str) -> Assignment:
     """Decide one assignment; AssignmentError when a width it names was not made into replicas."""
-    return decide(inputs_of(context, config, name))
+    return _decided(context, inputs_of(context, config, name))[0]
+
+
+def _decided(context: Context, inputs: AssignInputs) -> tuple[Assignment, dict[str, Any]]:
+    """The assignment, and what the summary says of the speed that was asked for."""
+    if inputs.config.speed is None:
+        return decide(inputs), {}
+    from moeq.stages.assign_speed import assign_for_speed
+
+    return assign_for_speed(context, inputs, decide)
 
 
 def decide(inputs: AssignInputs) -> Assignment:
@@ -211,6 +220,8 @@ def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) 
     if name is None:
         return ()
     hardware, section = load_hardware(name), context.recipe.losses
+    if config.speed is not None and not hardware.ndp.computes:
+        return ()  # experts compute on the GPU
     seconds = []
     for layer in context.model.layers:
         group = layer.hidden_size if section.group_size == -1 else section.group_size
@@ -224,7 +235,7 @@ def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) 
 def latency_summary(context: Context, inputs: AssignInputs, assignment: Assignment) -> dict[str, Any]:
     """The NDP latency that an assignment has, beside its limit; nothing where no hardware was named."""
     hardware = context.recipe.hardware_of(inputs.config)
-    if hardware is None:
+    if hardware is None or not inputs.ndp_seconds:
         return {}
     most = inputs.config.ndp_latency_ms
     limit = {} if most is None else {"ndp_latency_limit_ms": most}
@@ -247,8 +258,10 @@ def own_inputs(context: Context) -> list[str] | None:
 def deciding(context: Context, sections: Sequence[AssignSection]) -> list[str] | None:
     """Digests of the hardware that sections name, and versions of others' packages; None for neither."""
     names = [context.recipe.hardware_of(section) for section in sections]
+    estimate = context.recipe.estimate
+    timed = [f"{estimate.geometry}, {estimate.context}"] if any(section.speed for section in sections) else []
     others = [package for section in sections if (package := ALLOCATORS.origin(section.method)) is not None]
-    return [*(constants_digest(name) for name in names if name is not None), *others] or None
+    return [*(constants_digest(name) for name in names if name is not None), *others, *timed] or None
 
 
 def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:

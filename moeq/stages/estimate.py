@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict
 from rich.markup import escape
 
@@ -14,21 +13,20 @@ from moeq.artifacts.files import make_directory, write_json
 from moeq.artifacts.stage import read_model
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import read_trace
-from moeq.errors import EstimateError, RecipeError
-from moeq.estimator import Estimate, Grid, ModelGeometry, estimate, load_geometry, load_hardware
+from moeq.errors import RecipeError
+from moeq.estimator import Estimate, Grid, ModelGeometry, estimate, load_hardware
 from moeq.estimator.geometry import is_toy
 from moeq.estimator.placement import assignment_placement, weights_of_a_scale
 from moeq.estimator.points import BASELINES
 from moeq.registry import POLICIES
-from moeq.stages import assign, profile
+from moeq.stages import assign
 from moeq.stages.context import Context
-from moeq.stages.geometry import model_geometry
+from moeq.stages.estimate_sizes import chosen_geometry, profiled_popularity
 from moeq.stages.needs import Needs, Sizes
 
 SCHEMA_VERSION = 2
 NAME = "estimate.json"
 REMEDY = "run `moeq estimate` again"
-OWN_GEOMETRY = "model"
 
 
 class EstimateReport(BaseModel):
@@ -126,31 +124,6 @@ def hardware_digest(context: Context) -> str | list[str]:
     return [own, *compared, *others] if compared or others else own
 
 
-def chosen_geometry(context: Context) -> tuple[ModelGeometry, bool]:
-    """The geometry that the recipe names and whether it is the model's own; of several, the first that fits."""
-    named = context.recipe.estimate.geometry
-    names = [named] if isinstance(named, str) else named
-    experts = {layer.num_experts for layer in context.model.layers}
-    counts = []
-    for name in names:
-        geometry = _own_geometry(context) if name == OWN_GEOMETRY else load_geometry(name)
-        if experts == {geometry.num_experts}:
-            return geometry, name == OWN_GEOMETRY
-        counts.append(f"{name} has {geometry.num_experts} experts a layer")
-    raise EstimateError(
-        f"{', '.join(counts) or 'none named'}, the model {sorted(experts)}",
-        where="estimate.geometry",
-        do="use geometry: model",
-    )
-
-
-def _own_geometry(context: Context) -> ModelGeometry:
-    model = context.model
-    others = model.source.tensors.keys() - model.expert_keys
-    elements = sum(int(np.prod(model.source.tensors[key].shape)) for key in others)
-    return model_geometry(model.source.name, *model.described, non_expert_parameters=elements)
-
-
 def _routing(context: Context) -> dict[str, Any]:
     """What the estimator is told of the routing: nothing, each expert's share of activations, or the recorded trace."""
     wanted = context.recipe.estimate.popularity
@@ -158,9 +131,7 @@ def _routing(context: Context) -> dict[str, Any]:
         return {}
     if wanted == "trace":
         return {"trace": read_trace(context.directory("profile") / TRACE)}
-    measured = np.stack(profile.load(context).activation())
-    floor = 1e-6  # an expert that calibration never chose can still be chosen
-    return {"popularity": (measured + floor) / (measured + floor).sum(1, keepdims=True)}
+    return {"popularity": profiled_popularity(context)}
 
 
 def summarize(report: EstimateReport) -> dict[str, Any]:
