@@ -43,7 +43,8 @@ class DynaExq(Policy):
     n_hot is what GPU memory holds beside low precision for the others, the rest of the model, keys
     and values and a buffer for experts in transit (paper 001, 3.5). The switches of an update cross the link during
     the next T steps, promotions in high and demotions in low precision, and take effect after them: until then the
-    last version is used. Only what the link, or GPU memory beside compute, cannot carry within these T steps stalls.
+    last version is used. No more are promoted than the transient buffer lets through in these steps (3.4). Only what
+    the link, or GPU memory beside compute, cannot carry within these T steps stalls.
 
     g is the mean router weight of a step's tokens, or where none was recorded the share of them that reach the expert,
     over top_k.
@@ -124,8 +125,19 @@ class DynaExq(Policy):
         decided[0] = layers.popularity_rank < places
         for now in range(1, len(decided)):
             hotness = alpha ** steps[now - 1] * hotness + gained[now - 1]
-            decided[now] = _top(hotness + _TIE * decided[now - 1], places) & (hotness >= tau)
+            wanted = _top(hotness + _TIE * decided[now - 1], places) & (hotness >= tau)
+            decided[now] = _in_transit(decided[now - 1], wanted, hotness, self._promotions(layers, steps, now))
         return decided
+
+    def _promotions(self, layers: Layers, steps: IntArray, now: int) -> int:
+        """How many experts of a layer the buffer lets through between two updates.
+
+        It is the layer's share of `transient_experts` a step: a copy leaves the buffer when it is registered, between
+        steps.
+        """
+        each = number(self, layers.hardware, "transient_experts") / layers.geometry.num_layers
+        before, after = (int(each * int(steps[:count].sum())) for count in (now, now + 1))
+        return after - before
 
     def _tau(self, layers: Layers, places: int) -> FloatArray:
         """The threshold of every layer [D, 1]."""
@@ -153,6 +165,21 @@ def _top(scores: FloatArray, places: int) -> BoolArray:
     if 0 < places < scores.shape[1]:
         np.put_along_axis(mask, np.argpartition(-scores, places - 1, axis=1)[:, :places], True, axis=1)
     return mask
+
+
+def _in_transit(before: BoolArray, wanted: BoolArray, hotness: FloatArray, most: int) -> BoolArray:
+    """Mask [D, E] after at most so many promotions in every row, the hottest first.
+
+    Where not all are let through, as many of those that were to make room stay, the hottest first.
+    """
+    decided = wanted.copy()
+    for row in np.flatnonzero((wanted & ~before).sum(axis=1) > most):
+        order = np.argsort(-hotness[row], kind="stable")
+        entering, leaving = (order[mask[order]] for mask in (wanted[row] & ~before[row], before[row] & ~wanted[row]))
+        late = entering[most:]
+        decided[row, late] = False
+        decided[row, leaving[: len(late)]] = True
+    return decided
 
 
 def _copies(layers: Layers, decided: BoolArray, high: float, low: float) -> Cost:
