@@ -73,6 +73,9 @@ class EstimateOptions(RunOptions):
     context: int | None = option(
         "Tokens of keys and values at a decode step [default: 1024].", sets="estimate.context", min=1
     )
+    cache_bits: float = option(
+        "Bits of an element of keys and values, as caches of 8 and 4 bits have them.", APART, default=16.0
+    )
     kv_growth: bool = option("Keys and values grow with the request instead of --context.", APART, default=False)
     zipf: float | None = option("Exponent of Zipf routing, the placement's best experts the most popular.", APART)
     samples: int | None = option(

@@ -42,6 +42,7 @@ from moeq.estimator.stated import compare
 from moeq.estimator.trace import check_trace
 from moeq.preflight import check_path
 from moeq.recipe import Recipe, StatedSection
+from moeq.recipe.estimate import CaseSection
 
 DEFAULT_BITS, DEFAULT_CONTEXT, DEFAULT_HARDWARE = 3.0, 1024, "paper-ctxmoe"
 DEFAULT_SAMPLES = 256
@@ -203,9 +204,7 @@ def questions_of(recipe: Recipe) -> list[Question]:
     return [
         Question(
             name=case.name,
-            subject=_uniform(
-                load_geometry(case.geometry), case.bits, case.gpu_experts, section.figures.group_size, case.name
-            ),
+            subject=_uniform(_sizes(case), case.bits, case.gpu_experts, section.figures.group_size, case.name),
             hardware=hardware,
             grid=grid,
             context=section.context,
@@ -215,6 +214,13 @@ def questions_of(recipe: Recipe) -> list[Question]:
         )
         for case in section.figures.cases
     ]
+
+
+def _sizes(case: CaseSection) -> ModelGeometry:
+    """The known geometry that a case names, or the one whose sizes it has."""
+    if isinstance(case.geometry, str):
+        return load_geometry(case.geometry)
+    return ModelGeometry(name=case.name, **case.geometry.model_dump())
 
 
 def document_of(title: str, questions: Sequence[Question], *, miss_beyond: float = 0.0) -> EstimateDocument:
@@ -297,6 +303,9 @@ def _subject(asked: EstimateOptions, name: str, hardware: Hardware, *, batch: in
     check_path(asked.assignment, "give an assignment.json to --assignment")
     check_path(asked.manifest, "give a placement.json to --manifest, or its directory")
     model = read_model(name, trust_remote_code=asked.trust_remote_code)
+    if not 1 <= asked.cache_bits <= 32:
+        raise RecipeError(f"{asked.cache_bits:g} bits", where="--cache-bits", do="give 1 to 32")
+    model = replace(model, geometry=replace(model.geometry, cache_bits=asked.cache_bits))
     if asked.assignment is not None:
         return of_assignment(asked.assignment, model.geometry)
     if asked.manifest is not None:

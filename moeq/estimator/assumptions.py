@@ -53,7 +53,8 @@ def assumptions(
 def _kept_line(geometry: ModelGeometry, context: int) -> str:
     """What is kept of a text."""
     each = float(geometry.kv_bytes(context)) / context
-    line = f"keys and values in FP16: {each:,.0f} bytes a token of {context}"
+    width = "FP16" if geometry.cache_bits == 16 else f"{geometry.cache_bits:g} bits"
+    line = f"keys and values in {width}: {each:,.0f} bytes a token of {context}"
     for kind in geometry.kept:
         if kind.window is not None:
             line += f"; in {kind.layers} layers of the last {kind.window} tokens"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ class ModelGeometry:
     `non_expert_parameters` (attention, routers, norms, embeddings, and shared or dense feed-forward parts) are spread
     evenly over the MoE layers. max_positions: tokens of the longest text that the model was made for, None: not known.
     attention: what all its layers keep of a text, dense ones too; None: grouped queries in every MoE layer.
+    cache_bits: of a key's or value's element, 16 for FP16; states stay as they are.
     Raises EstimateError for sizes that no model has.
     """
 
@@ -76,6 +77,7 @@ class ModelGeometry:
     matrices_per_expert: int = 3
     max_positions: int | None = None
     attention: tuple[Attention, ...] | None = None
+    cache_bits: float = 16.0
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
@@ -95,8 +97,9 @@ class ModelGeometry:
         return self.matrices_per_expert * self.hidden_size * self.intermediate_size
 
     def sizes(self) -> dict[str, Any]:
-        """All of it as a mapping; attention only where it is not the usual one."""
-        return {name: value for name, value in asdict(self).items() if name != "attention" or value is not None}
+        """All of it as a mapping; attention and the bits of the cache only where they are not the usual ones."""
+        usual = {"attention": None, "cache_bits": 16.0}
+        return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
     def check_layers(self, experts: Sequence[int], *, where: str, do: str, what: str = "") -> None:
         """EstimateError unless a file's MoE layers, each with so many experts, are as this model's."""
@@ -115,9 +118,12 @@ class ModelGeometry:
     @property
     def kept(self) -> tuple[Attention, ...]:
         """What the layers keep of a text, by their kinds."""
-        if self.attention is not None:
-            return self.attention
-        return usual(self.num_layers, self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+        each = self.attention
+        if each is None:
+            each = usual(self.num_layers, self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+        if self.cache_bits == 16:
+            return each
+        return tuple(replace(kind, token_bytes=kind.token_bytes * self.cache_bits / 16) for kind in each)
 
     @property
     def all_layers(self) -> int:

@@ -48,11 +48,26 @@ class StatedSection(Section):
         return self
 
 
+class SizesSection(Section):
+    """Sizes of a model that has no name here; keys and values are those of grouped queries in every MoE layer."""
+
+    num_layers: Annotated[int, Field(ge=1, description="MoE layers")]
+    hidden_size: Annotated[int, Field(ge=1, description="of the residual stream")]
+    intermediate_size: Annotated[int, Field(ge=1, description="of one expert")]
+    num_experts: Annotated[int, Field(ge=1, description="experts a layer")]
+    top_k: Annotated[int, Field(ge=1, description="experts that a token takes")]
+    num_attention_heads: Annotated[int, Field(ge=1, description="query heads")]
+    num_key_value_heads: Annotated[int, Field(ge=1, description="heads of keys and values")]
+    head_dim: Annotated[int, Field(ge=1, description="size of a head")]
+    non_expert_parameters: Annotated[int, Field(ge=0, description="weights of all but the routed experts")]
+    matrices_per_expert: int = Field(3, ge=1, description="3 with a gate, 2 without")
+
+
 class CaseSection(Section):
     """One model with uniform widths: `gpu_experts` of a layer in FP16 on the GPU, the others at `bits`."""
 
     name: str = Field(min_length=1, max_length=80, description="of the row")
-    geometry: str = Field(description="name of a known geometry, such as mixtral-8x7b")
+    geometry: str | SizesSection = Field(description="name of a known geometry, such as mixtral-8x7b, or its sizes")
     bits: float = Field(ge=1, le=16, description="width of the experts off the GPU")
     gpu_experts: int = Field(ge=0, description="FP16 experts a layer on the GPU")
     stated: list[StatedSection] = Field([], description="figures that a publication gives of it")

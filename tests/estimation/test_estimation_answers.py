@@ -444,3 +444,35 @@ def test_every_headline_has_what_needs_no_near_data_processor_beside_it(tmp_path
     assert page.count("Without near-data processing the fastest here is static_mixed") == 8
     alone = as_json("--model", "mixtral-8x7b", "--hardware", "a100-host-pcie4", *ONE)
     assert alone["cases"][0]["without_ndp"] is None
+
+
+def test_a_cache_of_fewer_bits_takes_less_and_is_read_faster() -> None:
+    model = ("--model", "mixtral-8x7b", "--bits", "3", "--gpu-experts", "2", "--context", "32768", *ONE)
+    whole, half = (as_json(*model, *more)["cases"][0] for more in ((), ("--cache-bits", "8")))
+    kept = [case["capacity"]["gpu"]["parts"][2]["bytes"] for case in (whole, half)]
+    assert kept[0] == 2 * kept[1] == 32768 * 32 * 4 * 8 * 128
+    steps = [case["estimate"]["points"][0]["decode_seconds_per_token"] for case in (whole, half)]
+    assert steps[1] < steps[0]
+    assert half["geometry"]["cache_bits"] == 8
+    assert "cache_bits" not in whole["geometry"]
+    assert any("keys and values in 8 bits: 65,536 bytes a token" in line for line in half["estimate"]["assumptions"])
+    assert moeq(*model, "--cache-bits", "0") == (2, "--cache-bits: 0 bits; give 1 to 32")
+
+
+def test_a_recipe_may_have_the_sizes_themselves(tmp_path: Path) -> None:
+    named = load_geometry("mixtral-8x7b").sizes()
+    sizes = {key: value for key, value in named.items() if key not in ("name", "max_positions")}
+    recipe = tmp_path / "own.yaml"
+    cases = [
+        {"name": "by name", "geometry": "mixtral-8x7b", "bits": 3, "gpu_experts": 4},
+        {"name": "by sizes", "geometry": sizes, "bits": 3, "gpu_experts": 4},
+    ]
+    grid = {"inputs": [128], "outputs": [64]}
+    recipe.write_text(json.dumps({"recipe_version": 1, "estimate": {"grid": grid, "figures": {"cases": cases}}}))
+    one, other = as_json(recipe, "--out", tmp_path / "out")["cases"]
+    assert other["geometry"]["name"] == "by sizes"
+    assert one["estimate"]["points"] == other["estimate"]["points"]
+    cases[1]["geometry"] = {**sizes, "top_k": 9}
+    recipe.write_text(json.dumps({"recipe_version": 1, "estimate": {"grid": grid, "figures": {"cases": cases}}}))
+    code, text = moeq(recipe, "--out", tmp_path / "out")
+    assert (code, "top_k is 9 of 8 experts" in text) == (10, True)
