@@ -35,7 +35,7 @@ FLAGS = {
     | {"recipe"}
     | {"--hardware", "--assignment", "--manifest", "--trace", "--bits", "--gpu-experts", "--group-size", "--policy"}
     | {"--grid", "--context", "--kv-growth", "--zipf", "--replicas", "--capacity", "--sheet", "--fit"}
-    | {"--samples", "--gpu-bits", "--cache-bits", "--speed", "--memory", "--cost", "--losses"},
+    | {"--samples", "--gpu-bits", "--cache-bits", "--rate", "--speed", "--memory", "--cost", "--losses"},
     "bench": {"checkpoint", "--dense", "--batch", "--prompt-tokens", "--new-tokens", "--repeat", "--grid", "--beams"}
     | {"--peers", "--gguf", "--dtype", "--out", "--device", "--trust-remote-code", "--json", "--quiet"},
     "export": STAGE | DEVICE | {"--format", "--widen", "--verify"},

@@ -73,6 +73,11 @@ class EstimateOptions(RunOptions):
     context: int | None = option(
         "Tokens of keys and values at a decode step [default: 1024].", sets="estimate.context", min=1
     )
+    rate: float | None = option(
+        "Requests a second that arrive at random, of the first lengths of --grid: waiting, batches and quantiles of a "
+        "server that batches continuously.",
+        APART,
+    )
     cache_bits: float = option(
         "Bits of an element of keys and values, as caches of 8 and 4 bits have them.", APART, default=16.0
     )

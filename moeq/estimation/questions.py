@@ -37,6 +37,7 @@ from moeq.estimator.hit_rates import HitRates, hit_rates
 from moeq.estimator.placement import layer_of_assignment
 from moeq.estimator.points import SUBJECT
 from moeq.estimator.policies import by_label
+from moeq.estimator.serving import ServedRow, served
 from moeq.estimator.simulation import build_simulation
 from moeq.estimator.stated import compare
 from moeq.estimator.trace import check_trace
@@ -47,6 +48,7 @@ from moeq.recipe.estimate import CaseSection
 DEFAULT_BITS, DEFAULT_CONTEXT, DEFAULT_HARDWARE = 3.0, 1024, "paper-ctxmoe"
 DEFAULT_SAMPLES = 256
 ALL_ON_GPU = "static_mixed"
+MOST_RATE = 1e6
 INTERVAL_SAMPLES = 64  # Monte Carlo samples of routing in each draw of the assumptions
 
 
@@ -68,6 +70,7 @@ class Question:
     trace: RoutingTrace | None = None
     zipf: float | None = None
     samples: int = DEFAULT_SAMPLES
+    rate: float | None = None
     replica_bits: tuple[int, ...] = REPLICA_BITS
     stated: Sequence[StatedSection] = ()
 
@@ -133,6 +136,15 @@ class Question:
         )
         return intervals(simulation, batch, seed=self.seed)
 
+    def served(self, policies: Sequence[str]) -> tuple[ServedRow, ...]:
+        """What a server sees under the rate; nothing without one, EstimateError where no request fits."""
+        if self.rate is None:
+            return ()
+        settings = {**self._settings, "trace": None}
+        simulation = build_simulation(labels=frozenset(policies), samples=INTERVAL_SAMPLES, **settings)
+        first, last = self.grid.inputs[0], self.grid.outputs[0]
+        return tuple(served(simulation, policies, self.rate, first, last, self.seed))
+
     def hits(self) -> HitRates | None:
         """Hit rates by domain with as many experts of every layer on the GPU as the placement has; None without a
         trace, or with none on the GPU."""
@@ -167,6 +179,8 @@ def question_of(asked: EstimateOptions) -> Question:
     grid = parse_grid(asked.axes)
     replica_bits = REPLICA_BITS if asked.replicas is None else parse_replicas(asked.replicas)
     chosen_labels(asked.policy)
+    if asked.rate is not None and not 0 < asked.rate <= MOST_RATE:
+        raise RecipeError(f"{asked.rate:g} requests a second", where="--rate", do=f"give more than 0, to {MOST_RATE:g}")
     if asked.trace is not None and asked.zipf is not None:
         raise RecipeError("--trace and --zipf each say which experts are chosen", do="give one of them")
     check_path(asked.trace, "give a trace.safetensors of `moeq profile` to --trace")
@@ -191,6 +205,7 @@ def question_of(asked: EstimateOptions) -> Question:
         trace=trace,
         zipf=asked.zipf,
         samples=asked.samples or DEFAULT_SAMPLES,
+        rate=asked.rate,
         replica_bits=replica_bits,
     )
 
@@ -250,6 +265,7 @@ def _answered(question: Question, miss_beyond: float) -> Case:
         hit_rates=question.hits(),
         without_ndp=_without_ndp(question, answer),
         intervals=question.intervals(answer.points[0].batch),
+        served=question.served(answer.policies),
     )
 
 

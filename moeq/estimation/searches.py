@@ -32,6 +32,7 @@ UNUSED = (
     "--trace",
     "--zipf",
     "--kv-growth",
+    "--rate",
     "--replicas",
     "--capacity",
     "--sheet",

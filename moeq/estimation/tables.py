@@ -117,6 +117,8 @@ def _print_case(console: Console, document: EstimateDocument, case: Case) -> Non
     if case.hit_rates is not None:
         _print_hit_rates(console, case.hit_rates)
     _print_requests(console, estimate)
+    if case.served:
+        _print_served(console, case)
     console.print(f"\nmemory at batch {plan.batch} x {plan.context:,} tokens", style="bold")
     for memory in (plan.gpu, plan.ndp):
         console.print(f"{memory.sum_text()}: {fits(memory)}", markup=False)
@@ -217,6 +219,31 @@ def _print_requests(console: Console, estimate: Estimate) -> None:
     console.print(
         "over: how many times as fast as MoNDE by its bandwidth rule (monde_bwrule) and as a cost-optimal one "
         "(monde_opt), whole requests compared. Other policies' requests are in the files of --out and in --json.",
+        style="dim",
+    )
+
+
+def _print_served(console: Console, case: Case) -> None:
+    """What a server sees: waiting and batches at the rate that was asked about."""
+    first, small = case.served[0], console.width < SMALL
+    console.print(f"\nserved: {first.rate:g} requests a second", style="bold")
+    titles = ["policy", "first token", "at p99", "later ones", *([] if small else ["at p99", "batch"]), "busy", "most"]
+    table = _table(titles)
+    table.columns[0].no_wrap = True
+    for row in sorted(case.served, key=lambda row: (not row.keeps_up, row.first_seconds[0])):
+        most = f"{row.most_rate:.3g}/s"
+        if not row.keeps_up:
+            dashes = ["-"] * (len(titles) - 3)
+            table.add_row(row.policy, *dashes, "all", most, style="yellow")
+            continue
+        cells = [_seconds(row.first_seconds[0]), _seconds(row.first_seconds[-1]), _seconds(row.token_seconds[0])]
+        cells += [] if small else [_seconds(row.token_seconds[-1]), f"{row.mean_batch:.1f}"]
+        table.add_row(row.policy, *cells, f"{100 * row.busy_share:.0f} %", most)
+    console.print(table)
+    console.print(
+        f"requests of {first.input_tokens:,} + {first.output_tokens:,} tokens that arrive at random, batched "
+        "continuously; medians and p99, waiting included; most: requests a second that keep it busy for good, beyond "
+        "which the queue grows",
         style="dim",
     )
 

@@ -8,6 +8,7 @@ from moeq.estimator.capacity import CapacityPlan
 from moeq.estimator.confidence import IntervalRow
 from moeq.estimator.hit_rates import HitRates
 from moeq.estimator.result import Estimate, Frozen
+from moeq.estimator.serving import ServedRow
 from moeq.estimator.stated import Comparison
 from moeq.version import __version__
 
@@ -39,7 +40,8 @@ class Case(Frozen):
     """One placed model; geometry: the sizes that were assumed, stated: what a publication gives beside it.
 
     hit_rates: of placements of as many experts on the recorded trace, None without one; without_ndp: None where no
-    such policy fits, or nothing computes near the data anyway; intervals: all assumptions varied together.
+    such policy fits, or nothing computes near the data anyway; intervals: all assumptions varied together;
+    served: what a server sees under a rate of requests.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Case(Frozen):
     hit_rates: HitRates | None = None
     without_ndp: WithoutNdp | None = None
     intervals: tuple[IntervalRow, ...] = ()
+    served: tuple[ServedRow, ...] = ()
 
     @property
     def batches(self) -> list[int]:

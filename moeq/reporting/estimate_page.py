@@ -211,6 +211,7 @@ def _case(case: Case, anchor: str, several: bool) -> Section:
         *_warned([beyond] if beyond and several else []),
         *([] if case.without_ndp is None else [paragraph(case.without_ndp.text(), kind="reading")]),
         _policies(estimate.points, estimate.sampling_error),
+        *([_served(case)] if case.served else []),
         *([] if case.hit_rates is None else [_hit_table(case.hit_rates)]),
         speed.speedups(estimate),
         *speed.refused(estimate),
@@ -246,6 +247,31 @@ def _policies(points: Sequence[PolicyPoint], error: float) -> Raw:
         "Every policy over all input and output lengths. A decode step gives a token to every sequence of the batch. "
         f"Standard error of any of these times by sampling: at most {formats.percent(error)}.",
         ("policy", "batch", "first token, ms", "decode step, ms", "tokens a second", "whole request, s"),
+        rows,
+    )
+
+
+def _served(case: Case) -> Raw:
+    """What a server sees under the rate that was asked about."""
+    first = case.served[0]
+    rows = [
+        (
+            titled(row.policy).short,
+            *(formats.number(value) if row.keeps_up else formats.MISSING for value in row.first_seconds),
+            *(_milliseconds(value) if row.keeps_up else formats.MISSING for value in row.token_seconds),
+            f"{row.mean_batch:.1f} of {row.largest_batch}",
+            formats.percent(row.busy_share),
+            formats.number(row.most_rate),
+        )
+        for row in case.served
+    ]
+    head = (
+        "policy", "first token, s", "p90", "p99", "later ones, ms", "p90", "p99", "batch", "busy", "most requests/s",
+    )  # fmt: skip
+    return table(
+        f"{first.rate:g} requests a second of {first.input_tokens:,} and {first.output_tokens:,} tokens that arrive at "
+        "random, batched continuously: medians and quantiles, waiting included. A dash: the queue grows for good.",
+        head,
         rows,
     )
 

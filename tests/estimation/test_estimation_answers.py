@@ -476,3 +476,17 @@ def test_a_recipe_may_have_the_sizes_themselves(tmp_path: Path) -> None:
     recipe.write_text(json.dumps({"recipe_version": 1, "estimate": {"grid": grid, "figures": {"cases": cases}}}))
     code, text = moeq(recipe, "--out", tmp_path / "out")
     assert (code, "top_k is 9 of 8 experts" in text) == (10, True)
+
+
+def test_a_rate_of_requests(tmp_path: Path) -> None:
+    model = ("--model", "mixtral-8x7b", "--bits", "3", "--hardware", "h100-ndp-cxl", "--replicas", "3", *ONE)
+    (case,) = as_json(*model, "--gpu-experts", "4", "--rate", "0.5", "--out", tmp_path / "out")["cases"]
+    rows = {row["policy"]: row for row in case["served"]}
+    assert rows["static_mixed"]["keeps_up"]
+    assert not rows["gpu_only"]["keeps_up"]
+    assert "0.5 requests a second of 128 and 512 tokens" in (tmp_path / "out" / "estimate.html").read_text()
+    for columns in (60, 100):
+        code, text = moeq(*model, "--gpu-experts", "4", "--rate", "0.5", columns=columns)
+        assert (code, "served: 0.5 requests a second" in text) == (0, True)
+        assert max(map(len, text.splitlines())) <= columns
+    assert moeq(*model, "--rate", "0")[0] == 2

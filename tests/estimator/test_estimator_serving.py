@@ -1,0 +1,72 @@
+"""A server under a rate of requests: a queue that theory knows, the estimator's own steps, and what cannot keep up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moeq.errors import EstimateError
+from moeq.estimator import load_geometry, load_hardware, uniform_placement
+from moeq.estimator.serving import ServedRow, Steps, serve, served, steps_of
+from moeq.estimator.simulation import Simulation, build_simulation
+
+MIXTRAL = load_geometry("mixtral-8x7b")
+
+
+def simulation(name: str = "h100-ndp-cxl", hot: int = 4) -> Simulation:
+    placement = uniform_placement(MIXTRAL, bits=3, hot_experts=hot)
+    return build_simulation(MIXTRAL, load_hardware(name), placement, samples=64)
+
+
+def one(steps: Steps, rate: float, outputs: int, requests: int = 2000) -> ServedRow:
+    return serve(steps, policy="x", rate=rate, input_tokens=64, output_tokens=outputs, requests=requests)
+
+
+@pytest.mark.parametrize("load", [0.2, 0.5, 0.8])
+def test_prompts_alone_are_a_queue_with_one_server(load: float) -> None:
+    """M/D/1: the mean wait is load / (2 (1 - load)) services (Pollaczek and Khinchine)."""
+    steps = Steps(prompt=1.0, batches=np.array([1]), seconds=np.array([1.0]))
+    arrivals = 60_000
+    row = one(steps, load, 1, arrivals)
+    waits = np.array(row.first_seconds) - 1.0
+    assert row.busy_share == pytest.approx(load, rel=0.05)
+    assert row.keeps_up
+    service, now, total = 1.0, 0.0, []
+    for arrival in np.cumsum(np.random.default_rng(0).exponential(1 / load, arrivals)):
+        now = max(now, arrival) + service
+        total.append(now - arrival - service)
+    assert np.mean(total) == pytest.approx(load / (2 * (1 - load)), rel=0.1)
+    assert waits == pytest.approx(np.quantile(total[arrivals // 10 :], (0.5, 0.9, 0.99)), abs=1e-6)
+
+
+def test_a_request_alone_takes_what_the_estimator_says() -> None:
+    steps = steps_of(simulation(), "context_aware", 128, 32)
+    row = one(steps, 1e-6, 32, 50)
+    assert row.first_seconds == pytest.approx([steps.prompt] * 3)
+    assert row.token_seconds == pytest.approx([steps.step(1)] * 3)
+    assert row.mean_batch == 1
+
+
+def test_steps_of_two_sequences_are_shared() -> None:
+    """The second arrives during the first's prompt: a step alone, nine together, the second's last alone."""
+    steps = Steps(prompt=1.0, batches=np.array([1, 2]), seconds=np.array([0.1, 0.15]))
+    row = one(steps, 1e9, 11, 2)
+    assert row.tokens_per_second == pytest.approx(22 / (2 * 1.0 + 2 * 0.1 + 9 * 0.15))
+    assert row.mean_batch == pytest.approx(20 / 11)
+
+
+def test_more_requests_wait_longer_until_the_queue_grows() -> None:
+    made = simulation()
+    rows = {rate: served(made, ["context_aware", "static_mixed"], rate, 512, 64, 0) for rate in (0.05, 0.3, 40.0)}
+    for index in range(2):
+        first = [each[index].first_seconds[-1] for each in rows.values()]
+        assert first == sorted(first)
+        assert [each[index].keeps_up for each in rows.values()] == [True, rows[0.3][index].most_rate > 0.3, False]
+        assert all(each[index].tokens_per_second <= 64 * each[index].most_rate * 1.01 for each in rows.values())
+
+
+def test_the_largest_batch_is_what_fits() -> None:
+    small = steps_of(simulation("a100-host-pcie4", hot=6), "context_aware", 2048, 2048).largest
+    assert small < steps_of(simulation("h200-host-pcie5", hot=6), "context_aware", 2048, 2048).largest
+    with pytest.raises(EstimateError, match="--rate, context_aware: needs"):
+        steps_of(simulation("a100-host-pcie4", hot=8), "context_aware", 2048, 2048)
