@@ -193,7 +193,9 @@ def _lines(cases: Sequence[Case], batch: int) -> list[tuple[str, list[PolicyPoin
     first, layers = cases[0], cases[0].estimate.num_layers
     there = {point.policy: None for point in first.estimate.points if point.batch == batch}
     baselines = [policy for policy in there if policy != SUBJECT]
-    lines = [(titled(policy).short, _points(first, policy, batch), layers, False) for policy in baselines]
+    several = len({case.estimate.hardware for case in cases}) > 1
+    whose = f" on {first.estimate.hardware}" if several else ""
+    lines = [(f"{titled(policy).short}{whose}", _points(first, policy, batch), layers, False) for policy in baselines]
     own = [(case.name if len(cases) > 1 else titled(SUBJECT).short, case) for case in cases]
     return lines + [(name, _points(case, SUBJECT, batch), layers, True) for name, case in own]
 
