@@ -56,7 +56,7 @@ def _parse_rational(value: Any) -> str:
 SPEED = re.compile(r"\s*(\d{1,12}(?:\.\d{0,9})?|\.\d{1,9})\s*(?:tok(?:en)?s?\s*/\s*s(?:ec(?:ond)?)?)?\s*")
 
 
-def parse_speed(value: Any) -> Any:
+def _parse_speed(value: Any) -> Any:
     """Tokens a second of 20, "20" or "20tok/s"."""
     if not isinstance(value, str):
         return value
@@ -67,7 +67,7 @@ def parse_speed(value: Any) -> Any:
 
 
 _NUMBER = r"[-+]?[0-9_.]+([eE][-+]?[0-9]+)?"
-Speed = Annotated[float, BeforeValidator(parse_speed), Field(gt=0, lt=1e9)]
+Speed = Annotated[float, BeforeValidator(_parse_speed), Field(gt=0, lt=1e9)]
 Bytes = Annotated[
     int,
     BeforeValidator(_parse_bytes),

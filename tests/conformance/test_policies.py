@@ -61,7 +61,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     write_package(folder, POLICIES.group, ENTRIES, MODULES)
     with on_path(folder, POLICIES, MODULES), pytest.MonkeyPatch.context() as patch:
         module = importlib.import_module("moeq.estimator.estimate")  # the package's name stands for the function
-        patch.setattr(module, "sensitivity", lambda *_, **__: ((), None))
+        patch.setattr(module, "sensitivity", lambda *_, **__: ((), None, ()))
         yield
 
 
