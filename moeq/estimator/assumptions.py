@@ -32,7 +32,7 @@ def assumptions(
     subject = steps[SUBJECT].seconds
     over = {key: f"{steps[key].seconds / subject:.2f}x" for key in (BWRULE, OPT)}
     lines = [f"{fitted.key} = {fitted.text}: {fitted.source}" for fitted in hardware.constants if fitted.is_fitted]
-    lines += _ndp_lines(hardware, ndp_speedup)
+    lines += [*_gpus_lines(hardware), *_ndp_lines(hardware, ndp_speedup)]
     lines += [
         f"baseline: decode at batch {batches[0]} is {over[BWRULE]} MoNDE with its bandwidth rule (at least one fetch a "
         f"layer), {over[OPT]} a cost-optimal MoNDE",
@@ -61,6 +61,18 @@ def _kept_line(geometry: ModelGeometry, context: int) -> str:
         if kind.state_bytes:
             line += f"; in {kind.layers} layers a state of {kind.state_bytes:,.0f} bytes instead"
     return line
+
+
+def _gpus_lines(hardware: Hardware) -> list[str]:
+    if hardware.gpus is None:
+        return []
+    gpus = hardware.gpus
+    how = {"tensor": "every matrix in equal parts", "expert": "experts whole, in order, all else in equal parts"}
+    return [
+        f"{gpus.count} GPUs, {how[gpus.parallel]}; activations of all tokens are exchanged twice a layer, by a ring or "
+        "at once, and not beside compute; memory is that of all of them, keys and values that a head cannot be divided "
+        "from are on several"
+    ]
 
 
 def _ndp_lines(hardware: Hardware, ndp_speedup: float) -> list[str]:

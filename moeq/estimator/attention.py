@@ -31,6 +31,7 @@ NOTHING = {"moe", "mlp", "dense", "conv"}  # kinds of layers that keep nothing, 
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 STATES = {"linear_attention", "mamba", "mamba2", "recurrent"}
 STATE_BYTES = 4  # of an element of a state, which runtimes keep in float32
+STATE_HEADS = ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads")
 ELEMENT_BYTES = 2  # of keys and values
 
 
@@ -39,7 +40,8 @@ class Attention:
     """Layers of one kind: what each keeps of a token, of no more tokens than the window (None: of all), and of a text.
 
     token_bytes, state_bytes: FP16 keys and values, float32 states. token_macs: multiply-adds of a new token with each
-    one that is kept.
+    one that is kept. parts: among how many GPUs they can be divided, beyond which they are there several times; None:
+    as many as there are heads of keys and values.
     """
 
     layers: int
@@ -47,6 +49,7 @@ class Attention:
     token_macs: float
     window: int | None = None
     state_bytes: float = 0.0
+    parts: int | None = None
 
     def tokens(self, context: ArrayLike) -> NDArray[np.float64]:
         """Tokens that are kept of so many. Shape: that of `context`."""
@@ -80,7 +83,7 @@ def attention_of(config: Mapping[str, Any], heads: int, kv_heads: int, head_dim:
     latent, rotary = _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
     if latent:
         macs = heads * (2 * latent + rotary)
-        whole = Attention(layers=1, token_bytes=ELEMENT_BYTES * (latent + rotary), token_macs=macs)
+        whole = Attention(layers=1, token_bytes=ELEMENT_BYTES * (latent + rotary), token_macs=macs, parts=1)
     kinds = next((config[key] for key in KINDS if config.get(key)), None)
     if kinds is None:
         kinds = ["sliding_attention" if _number(config, "sliding_window") else "full_attention"] * count
@@ -93,7 +96,8 @@ def _kind(kind: str, layers: int, whole: Attention, config: Mapping[str, Any]) -
     if kind in STATES:
         elements, convolved = _state(config)
         state = STATE_BYTES * elements + ELEMENT_BYTES * convolved
-        return Attention(layers=layers, token_bytes=0.0, token_macs=0.0, state_bytes=state)
+        heads = _number(config, *STATE_HEADS) or None
+        return Attention(layers=layers, token_bytes=0.0, token_macs=0.0, state_bytes=state, parts=heads)
     window = _number(config, WINDOWS[kind]) if kind in WINDOWS else 0
     return replace(whole, layers=layers, window=window or None)
 
@@ -105,7 +109,7 @@ def _state(config: Mapping[str, Any]) -> tuple[int, int]:
         channels = 2 * _number(config, "linear_num_key_heads") * keys + heads * values
         return heads * keys * values, channels * _number(config, "linear_conv_kernel_dim")
     heads, width = (
-        _number(config, "mamba_n_heads", "mamba_num_heads"),
+        _number(config, *STATE_HEADS[1:]),
         _number(config, "mamba_d_head", "mamba_head_dim"),
     )
     inner = heads * width or _number(config, "mamba_expand") * _number(config, "hidden_size")

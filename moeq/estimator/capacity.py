@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -130,6 +131,8 @@ def plan_capacity(
     GPU: everything but the experts in FP16, the hot experts at their widths, keys and values in FP16. Near-data side:
     FP16 and a replica at each of `replica_bits` of every expert, so that any sequence can be placed anew.
     """
+    largest = partial(largest_gpu_experts, geometry, hardware, batch=batch, context=context)
+    geometry = geometry.across(hardware.count)
     rows = layer_of_assignment(geometry.num_layers, len(placement.bits))
     stored = effective_bits(placement.bits, group_size, zero_points) * placement.hot
     each = float(stored[placement.hot].mean()) if placement.hot.any() else 16.0
@@ -151,8 +154,8 @@ def plan_capacity(
         zero_points=zero_points,
         replica_bits=tuple(replica_bits),
         gpu=Memory(
-            name="GPU",
-            capacity_bytes=hardware.gpu.memory_capacity_bytes,
+            name="GPU" if hardware.count == 1 else f"{hardware.count} GPUs",
+            capacity_bytes=hardware.all_gpus.memory_capacity_bytes,
             parts=tuple(Part(name=name, bytes=size) for name, size in on_gpu.items()),
         ),
         ndp=Memory(
@@ -161,7 +164,7 @@ def plan_capacity(
             parts=tuple(Part(name=name, bytes=experts * size) for name, size in kept),
         ),
         gpu_stored_bits=each,
-        largest_gpu_experts=largest_gpu_experts(geometry, hardware, batch=batch, context=context, stored_bits=each),
+        largest_gpu_experts=largest(stored_bits=each),
         by_gpu_experts=tuple(_kv_rooms(geometry, hardware, batch, context, each)),
     )
 
@@ -170,7 +173,8 @@ def largest_gpu_experts(
     geometry: ModelGeometry, hardware: Hardware, *, batch: int, context: int, stored_bits: float = 16.0
 ) -> int | None:
     """The most experts a layer that fit on the GPU at stored bits; None where it cannot hold even none."""
-    room = hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes - float(geometry.kv_bytes(context, batch))
+    kept = float(geometry.across(hardware.count).kv_bytes(context, batch))
+    room = hardware.all_gpus.memory_capacity_bytes - geometry.non_expert_bytes - kept
     return None if room < 0 else min(geometry.num_experts, int(room // _bytes_of_one_a_layer(geometry, stored_bits)))
 
 
@@ -185,7 +189,7 @@ def _kv_rooms(
     each = float(geometry.kv_bytes(context))
     for experts in range(geometry.num_experts + 1):
         taken = experts * _bytes_of_one_a_layer(geometry, stored_bits)
-        room = hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes - taken
+        room = hardware.all_gpus.memory_capacity_bytes - geometry.non_expert_bytes - taken
         if room < float(geometry.kv_bytes(1)):
             break
         yield KvRoom(

@@ -130,14 +130,40 @@ class Energy(_Frozen):
     ndp_static_watts: Watts
 
 
+class Gpus(_Frozen):
+    """Several GPUs of one kind that run a model together, and how they exchange what each of them worked out.
+
+    `parallel`: by 'tensor' every matrix is cut into equal parts; by 'expert' that holds of all but the experts, which
+    are whole, the first of a layer on the first GPU and so on. Either way sums are exchanged twice a layer, after its
+    attention and after its experts (Megatron-LM, 1909.08053, section 3). Of the link between them the rate is that of
+    one GPU in one direction; `latency_seconds` is paid for a message.
+    """
+
+    count: Annotated[int, Field(ge=2, le=1024, strict=True)]
+    parallel: Literal["tensor", "expert"]
+    bandwidth_bytes_per_second: BytesPerSecond
+    efficiency: Efficiency
+    latency_seconds: Seconds
+
+    def exchange_seconds(self, num_bytes: float) -> float:
+        """An all-reduce of so many bytes: the faster of a ring and of every GPU reading what all others have.
+
+        Ring: 2(n-1) messages of an n-th each. Otherwise one message from each of the others, at the same time.
+        """
+        rate, others = self.efficiency * self.bandwidth_bytes_per_second, self.count - 1
+        ring = 2 * others * (num_bytes / self.count / rate + self.latency_seconds)
+        return min(ring, others * num_bytes / rate + self.latency_seconds)
+
+
 SECTIONS: Mapping[str, type[_Frozen]] = {"gpu": Gpu, "link": Link, "ndp": Ndp}
-OPTIONAL_SECTIONS: Mapping[str, type[_Frozen]] = {"energy": Energy}
+OPTIONAL_SECTIONS: Mapping[str, type[_Frozen]] = {"gpus": Gpus, "energy": Energy}
 
 
 class Hardware(_Frozen):
     """A GPU + NDP system; `policies` holds the parameters that the file sets for policies, `constants` every source.
 
-    `energy` is None where the file gives none.
+    `gpu` and `link` are one GPU and its own way to the memory beside it; `gpus` is None where there is one only,
+    `energy` where the file gives none.
     """
 
     name: str
@@ -146,9 +172,36 @@ class Hardware(_Frozen):
     gpu: Gpu
     link: Link
     ndp: Ndp
+    gpus: Gpus | None = None
     energy: Energy | None = None
     policies: dict[str, dict[str, float | str]]
     constants: tuple[Constant, ...]
+
+    @property
+    def count(self) -> int:
+        """How many GPUs there are."""
+        return 1 if self.gpus is None else self.gpus.count
+
+    @property
+    def one(self) -> Hardware:
+        """The same with one of the GPUs."""
+        return self if self.gpus is None else self.model_copy(update={"gpus": None})
+
+    @property
+    def all_gpus(self) -> Gpu:
+        """All GPUs as one of their memory, rates and peak, where work is spread evenly."""
+        if self.gpus is None:
+            return self.gpu
+        fields = ("memory_bandwidth_bytes_per_second", "memory_capacity_bytes", "peak_compute_flops_per_second")
+        return self.gpu.model_copy(update={name: self.count * getattr(self.gpu, name) for name in fields})
+
+    @property
+    def all_links(self) -> Link:
+        """The links of all GPUs as one."""
+        if self.gpus is None:
+            return self.link
+        bandwidth = self.count * self.link.bandwidth_bytes_per_second
+        return self.link.model_copy(update={"bandwidth_bytes_per_second": bandwidth})
 
     def changed(self, section: str, **fields: Any) -> Hardware:
         """This hardware with some fields of one section replaced, and the change noted as their source.

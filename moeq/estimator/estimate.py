@@ -222,8 +222,8 @@ def _capacity(simulation: Simulation, batch: int, replica_bits: tuple[int, ...])
         replica_bits=replica_bits,
         gpu_non_expert_bytes=rest,
         gpu_kv_cache_bytes=kv_cache,
-        gpu_capacity_bytes=hardware.gpu.memory_capacity_bytes,
+        gpu_capacity_bytes=hardware.all_gpus.memory_capacity_bytes,
         ndp_capacity_bytes=hardware.ndp.memory_capacity_bytes,
-        fits_gpu=on_gpu + rest + kv_cache <= hardware.gpu.memory_capacity_bytes,
+        fits_gpu=on_gpu + rest + kv_cache <= hardware.all_gpus.memory_capacity_bytes,
         fits_ndp=replicas <= hardware.ndp.memory_capacity_bytes,
     )

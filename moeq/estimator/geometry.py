@@ -99,7 +99,11 @@ class ModelGeometry:
     def sizes(self) -> dict[str, Any]:
         """All of it as a mapping; attention and the bits of the cache only where they are not the usual ones."""
         usual = {"attention": None, "cache_bits": 16.0}
-        return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
+        found = {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
+        for kind in found.get("attention", ()):
+            if kind["parts"] is None:
+                del kind["parts"]
+        return found
 
     def check_layers(self, experts: Sequence[int], *, where: str, do: str, what: str = "") -> None:
         """EstimateError unless a file's MoE layers, each with so many experts, are as this model's."""
@@ -129,6 +133,18 @@ class ModelGeometry:
     def all_layers(self) -> int:
         """MoE layers and dense ones, as far as the kinds of attention tell."""
         return max(self.num_layers, sum(kind.layers for kind in self.kept))
+
+    def across(self, gpus: int) -> ModelGeometry:
+        """With keys, values and states as often as so many GPUs hold them together, which share out their heads."""
+        if gpus == 1:
+            return self
+
+        def held(kind: Attention) -> Attention:
+            times = max(1.0, gpus / (kind.parts or self.num_key_value_heads))
+            return replace(kind, token_bytes=kind.token_bytes * times, state_bytes=kind.state_bytes * times)
+
+        kinds = replace(self, cache_bits=16.0).kept
+        return replace(self, attention=tuple(map(held, kinds)))
 
     def kv_bytes(self, context: ArrayLike, sequences: int = 1) -> NDArray[np.float64]:
         """Bytes of keys, values and states of sequences of `context` tokens each, all layers. Shape: `context`'s."""

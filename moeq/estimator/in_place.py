@@ -7,9 +7,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from moeq.estimator.offload import fetch_spans, gpu_span, in_turn, ndp_spans, pipelined_finish, returned
+from moeq.estimator.offload import (
+    fetch_cost,
+    fetch_spans,
+    gpu_cost,
+    gpu_span,
+    in_turn,
+    ndp_spans,
+    pipelined_finish,
+    returned,
+)
 from moeq.estimator.step import BoolArray, FloatArray, IntArray, Layers, Schedule, Work, schedule
-from moeq.estimator.terms import t_act, t_fetch, t_gpu, t_ndp
+from moeq.estimator.terms import t_act, t_ndp
 
 
 def where_they_live(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) -> Schedule:
@@ -35,9 +44,9 @@ def placed_by_rank(layers: Layers, rank: IntArray) -> tuple[BoolArray, FloatArra
 
 def _overlapped(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) -> Schedule:
     hardware, weights = layers.hardware, layers.geometry.expert_parameters
-    gpu = t_gpu(weights, bits, np.where(hot, work.tokens, 0.0), hardware.gpu)
+    gpu = gpu_cost(layers, work, bits, np.where(hot, work.tokens, 0.0))
     ndp = t_ndp(weights, bits, np.where(hot, 0.0, work.tokens), hardware.ndp)
-    act = t_act(layers.geometry.hidden_size, work.tokens_at(~hot), hardware.link)
+    act = t_act(layers.geometry.hidden_size, work.tokens_at(~hot), hardware.all_links)
     back = returned(ndp, act, 0.0)
     chain = np.maximum(gpu.seconds.sum(axis=-1), back)
     terms = {"gpu_experts": gpu, "ndp_experts": ndp, "activations": act}
@@ -45,10 +54,10 @@ def _overlapped(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) ->
 
 
 def _streamed(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) -> Schedule:
-    hardware, weights = layers.hardware, layers.geometry.expert_parameters
+    weights = layers.geometry.expert_parameters
     missed = (work.tokens > 0) & ~hot
-    fetch = t_fetch(weights * bits / 8 * missed, missed, hardware)
-    gpu = t_gpu(weights, bits, work.tokens, hardware.gpu)
+    fetch = fetch_cost(layers, work, weights * bits / 8 * missed, missed)
+    gpu = gpu_cost(layers, work, bits, work.tokens)
     first, later = np.where(hot, gpu.seconds, 0.0), np.where(hot, 0.0, gpu.seconds)
     held = first.sum(axis=-1, keepdims=True)
     finish = np.maximum(pipelined_finish(fetch.seconds, later), held + np.cumsum(later, axis=-1))

@@ -6,18 +6,47 @@ shared/ESTIMATOR.md, "Equations": MoNDE with its rules for H, HOBBIT, migration.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from moeq.estimator.devices import Parameter
+from moeq.estimator.devices import Hardware, Parameter
 from moeq.estimator.step import BoolArray, FloatArray, Layers, Schedule, Span, TermTotal, Work, schedule, total
 from moeq.estimator.terms import Cost, t_act, t_fetch, t_gpu, t_ndp
 
 PREFILL_SPLIT = Parameter(
     default="opt", source="assumption: cost-optimal split", choices=("opt", "bwrule"), alternative="bwrule"
 )
+
+
+def gpu_cost(layers: Layers, work: Work, bits: ArrayLike, tokens: FloatArray) -> Cost:
+    """Experts [D, S, A] at stored bits on the GPU, or on several."""
+    return _spread(
+        layers, work, lambda hardware: t_gpu(layers.geometry.expert_parameters, bits, tokens, hardware.all_gpus)
+    )
+
+
+def fetch_cost(layers: Layers, work: Work, num_bytes: ArrayLike, transfers: ArrayLike) -> Cost:
+    """Bytes [D, S, A] of experts over the link to the GPU that computes them, or to several."""
+    return _spread(layers, work, lambda hardware: t_fetch(num_bytes, transfers, hardware))
+
+
+def _spread(layers: Layers, work: Work, cost_of: Callable[[Hardware], Cost]) -> Cost:
+    """Costs [D, S, A] on all GPUs in equal parts; with whole experts on each what the busiest one has to do.
+
+    It is divided among the experts as their times are.
+    """
+    hardware, gpus = layers.hardware, layers.hardware.gpus
+    if gpus is None or gpus.parallel == "tensor":
+        return cost_of(hardware)
+    each, owner = cost_of(hardware.one), work.experts * gpus.count // layers.geometry.num_experts
+    whole, most = each.seconds.sum(axis=-1), np.zeros(each.seconds.shape[:-1])
+    for one in range(gpus.count):
+        most = np.maximum(most, np.where(owner == one, each.seconds, 0.0).sum(axis=-1))
+    share = np.divide(most, whole, out=np.ones_like(most), where=whole > 0)
+    return replace(each, seconds=each.seconds * share[..., None])
 
 
 def pipelined_finish(fetch_seconds: FloatArray, gpu_seconds: FloatArray) -> FloatArray:
@@ -38,7 +67,7 @@ def in_turn(seconds: FloatArray) -> FloatArray:
 
 def bandwidth_rule(layers: Layers, work: Work) -> BoolArray:
     """Mask[D, S, A] of the H = ceil(BW_p/(BW_p+BW_n) * active) most loaded experts, at least one (MoNDE)."""
-    link = layers.hardware.link.bandwidth_bytes_per_second
+    link = layers.hardware.all_links.bandwidth_bytes_per_second
     ndp = layers.hardware.ndp.memory_bandwidth_bytes_per_second
     active = (work.tokens > 0).sum(axis=-1)
     count = np.maximum(1, np.ceil(link / (link + ndp) * active - 1e-9))
@@ -49,12 +78,12 @@ def cost_optimal(layers: Layers, work: Work) -> BoolArray:
     """Mask[D, S, A] of the H most loaded experts, none included, whose fetching makes the layer shortest (`opt`)."""
     hardware, parameters = layers.hardware, layers.geometry.expert_parameters
     used = work.tokens > 0
-    fetch = t_fetch(layers.fp16_expert_bytes * used, used, hardware)
-    finish = pipelined_finish(fetch.seconds, t_gpu(parameters, 16, work.tokens, hardware.gpu).seconds)
-    written = 2 * np.cumsum(fetch.bytes, axis=-1) / hardware.gpu.memory_rate
+    fetch = fetch_cost(layers, work, layers.fp16_expert_bytes * used, used)
+    finish = pipelined_finish(fetch.seconds, gpu_cost(layers, work, 16, work.tokens).seconds)
+    written = 2 * np.cumsum(fetch.bytes, axis=-1) / hardware.all_gpus.memory_rate
     ndp = t_ndp(parameters, 16, work.tokens, hardware.ndp).seconds
     left_tokens = np.minimum(_sums_after(work.tokens), work.step_tokens)
-    act = t_act(layers.geometry.hidden_size, left_tokens, hardware.link).seconds
+    act = t_act(layers.geometry.hidden_size, left_tokens, hardware.all_links).seconds
     ndp_side = np.maximum(_sums_after(ndp) + act / 2, _from_zero(np.cumsum(fetch.seconds, axis=-1))) + act / 2
     gpu_side = _from_zero(np.maximum(finish, written))
     count = np.argmin(np.maximum(gpu_side, np.where(left_tokens > 0, ndp_side, 0.0)), axis=-1)
@@ -71,10 +100,10 @@ def split_schedule(layers: Layers, work: Work, fetched: BoolArray) -> Schedule:
     hardware, parameters = layers.hardware, layers.geometry.expert_parameters
     active = work.tokens > 0
     moved = fetched & active if hardware.ndp.computes else active
-    fetch = t_fetch(layers.fp16_expert_bytes * moved, moved, hardware)
-    gpu = t_gpu(parameters, 16, np.where(moved, work.tokens, 0.0), hardware.gpu)
+    fetch = fetch_cost(layers, work, layers.fp16_expert_bytes * moved, moved)
+    gpu = gpu_cost(layers, work, 16, np.where(moved, work.tokens, 0.0))
     ndp = t_ndp(parameters, 16, np.where(moved, 0.0, work.tokens), hardware.ndp)
-    act = t_act(layers.geometry.hidden_size, work.tokens_at(~moved), hardware.link)
+    act = t_act(layers.geometry.hidden_size, work.tokens_at(~moved), hardware.all_links)
     finish = pipelined_finish(fetch.seconds, gpu.seconds)
     back = returned(ndp, act, fetch.seconds.sum(axis=-1))
     terms = {"gpu_experts": gpu, "ndp_experts": ndp, "activations": act, "fetch": fetch}
@@ -130,10 +159,9 @@ def on_demand(
 
     Without `overlap` compute waits for all fetches (sum t_fetch + sum t_gpu); with it compute follows the fetches.
     """
-    hardware = layers.hardware
     missed: NDArray[np.bool_] = misses & (work.tokens > 0)
-    fetch = t_fetch(bytes_per_miss * missed, fetches_per_miss * missed, hardware)
-    gpu = t_gpu(layers.geometry.expert_parameters, 16, work.tokens, hardware.gpu)
+    fetch = fetch_cost(layers, work, bytes_per_miss * missed, fetches_per_miss * missed)
+    gpu = gpu_cost(layers, work, 16, work.tokens)
     if overlap:
         finish = pipelined_finish(fetch.seconds, gpu.seconds)
     else:
@@ -144,7 +172,7 @@ def on_demand(
 
 def all_on_gpu(layers: Layers, work: Work, stored_bits: FloatArray) -> Schedule:
     """Every active expert computes on the GPU from its memory, at stored_bits[D, S, A]; nothing moves."""
-    gpu = t_gpu(layers.geometry.expert_parameters, stored_bits, work.tokens, layers.hardware.gpu)
+    gpu = gpu_cost(layers, work, stored_bits, work.tokens)
     chain = gpu.seconds.sum(axis=-1)
     return schedule(layers, chain, {"gpu_experts": gpu}, lambda: (gpu_span(gpu, in_turn(gpu.seconds)),))
 
@@ -155,7 +183,7 @@ def moved_ahead(layers: Layers, moved: FloatArray, transfers: FloatArray) -> Ter
     As slow as the slowest of the link and the memories at its ends.
     """
     fetch = t_fetch(moved, transfers, layers.hardware)
-    seconds = np.maximum(fetch.seconds, moved / layers.hardware.gpu.memory_rate)
+    seconds = np.maximum(fetch.seconds, moved / layers.hardware.all_gpus.memory_rate)
     return total(layers.repeats.astype(np.float64), replace(fetch, seconds=seconds))
 
 

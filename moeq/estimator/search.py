@@ -222,9 +222,9 @@ class Search:
 
     def _limited(self, system: Hardware) -> Hardware:
         """With no more GPU memory than allowed."""
-        if self.memory_bytes is None or self.memory_bytes >= system.gpu.memory_capacity_bytes:
+        if self.memory_bytes is None or self.memory_bytes >= system.all_gpus.memory_capacity_bytes:
             return system
-        return system.changed("gpu", memory_capacity_bytes=self.memory_bytes)
+        return system.changed("gpu", memory_capacity_bytes=self.memory_bytes / system.count)
 
     def settings(self, system: Hardware, batch: int) -> list[Setting]:
         """Every setting once, that which is asked about first."""

@@ -192,8 +192,13 @@ class Simulation:
 
     def _dense_layer(self, batch: int, contexts: ArrayLike, tokens: int | None = None) -> Cost:
         """One layer of a batch, of which every sequence has one token where none are given."""
-        geometry, gpu = self.layers.geometry, self.layers.hardware.gpu
-        return t_dense(geometry, tokens=batch if tokens is None else tokens, sequences=batch, context=contexts, gpu=gpu)
+        return t_dense(
+            self.layers.geometry,
+            tokens=batch if tokens is None else tokens,
+            sequences=batch,
+            context=contexts,
+            hardware=self.layers.hardware,
+        )
 
     def chunks(self, batch: int, *, in_time: bool = False) -> Iterator[tuple[Layers, Work]]:
         """The layers and their work, some at a time; `in_time`: consecutive steps, drawn where none are recorded."""
@@ -281,7 +286,7 @@ def build_simulation(
     first, row_of = _distinct(placement, rows, apart=trace is not None)
     distinct, row = np.unique(rows[first], axis=0, return_inverse=True)
     layers = Layers(
-        geometry=geometry,
+        geometry=geometry.across(hardware.count),
         hardware=hardware,
         bits=placement.bits[first],
         hot=placement.hot[first],

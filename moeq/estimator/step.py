@@ -188,7 +188,7 @@ def schedule(
     those that compute at the NDP, and written beside those that compute on the GPU.
     """
     seconds, hardware = chain_seconds, layers.hardware
-    for channel, rate in (("gpu_memory", hardware.gpu.memory_rate), ("ndp_memory", hardware.ndp.memory_rate)):
+    for channel, rate in (("gpu_memory", hardware.all_gpus.memory_rate), ("ndp_memory", hardware.ndp.memory_rate)):
         moved = [cost.bytes for name, cost in terms.items() if channel in TRAFFIC[name]]
         if moved:
             carried = np.add.reduce([size.sum(axis=-1) if size.ndim == 3 else size for size in moved])

@@ -96,7 +96,7 @@ def t_fetch(num_bytes: ArrayLike, transfers: ArrayLike, hardware: Hardware) -> C
 
     A memory that is slower than the link (an SSD) sets the pace.
     """
-    link = hardware.link
+    link = hardware.all_links
     return _transfer(num_bytes, transfers, min(link.rate, hardware.ndp.memory_rate), link.latency_seconds)
 
 
@@ -116,14 +116,15 @@ def _transfer(num_bytes: ArrayLike, transfers: ArrayLike, rate: float, latency_s
     return Cost(seconds=seconds, bytes=moved, macs=np.zeros_like(seconds), bound=bound)
 
 
-def t_dense(geometry: ModelGeometry, *, tokens: float, sequences: int, context: ArrayLike, gpu: Gpu) -> Cost:
+def t_dense(geometry: ModelGeometry, *, tokens: float, sequences: int, context: ArrayLike, hardware: Hardware) -> Cost:
     """All of a layer but its experts: tau + max((non-expert bytes/L + KV)/(eta_h*BW_h), FLOPs/(eta_c*F)).
 
-    Dense layers are divided among the MoE layers, with their own tau, keys and values.
+    Dense layers are divided among the MoE layers, with their own tau, keys and values. Several GPUs exchange the FP16
+    activations of all tokens twice a layer beside that.
 
     `tokens` query tokens of `sequences` sequences attend to `context` tokens each. Shape: that of `context`.
     """
-    share = geometry.non_expert_parameters / geometry.num_layers
+    gpu, share = hardware.all_gpus, geometry.non_expert_parameters / geometry.num_layers
     attended = np.asarray(context, dtype=np.float64)
     read = 2 * share + sequences * geometry.kv_bytes_per_layer(attended)
     macs = tokens * (share + geometry.attention_macs(attended))
@@ -133,7 +134,10 @@ def t_dense(geometry: ModelGeometry, *, tokens: float, sequences: int, context: 
         moved=read,
         macs=macs,
     )
-    fixed = gpu.layer_overhead_seconds * geometry.all_layers / geometry.num_layers
+    fixed = gpu.layer_overhead_seconds
+    if hardware.gpus is not None:
+        fixed += 2 * hardware.gpus.exchange_seconds(2 * tokens * geometry.hidden_size)
+    fixed *= geometry.all_layers / geometry.num_layers
     bound = np.where(fixed > cost.seconds, Bound.LATENCY, cost.bound).astype(np.int8)
     return Cost(seconds=cost.seconds + fixed, bytes=cost.bytes, macs=cost.macs, bound=bound)
 

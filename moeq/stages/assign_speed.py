@@ -152,8 +152,8 @@ class _Problem:
         config, geometry = self.inputs.config, self.geometry
         if config.bits_per_weight is None:
             return self.inputs
-        room = self.hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes
-        room -= float(geometry.kv_bytes(self.context_tokens))
+        room = self.hardware.all_gpus.memory_capacity_bytes - geometry.non_expert_bytes
+        room -= float(geometry.across(self.hardware.count).kv_bytes(self.context_tokens))
         weights = geometry.num_layers * geometry.expert_parameters
         room -= 2.0 * config.gpu_experts * weights
         bits = Fraction(max(0, int(8000 * room / (weights * max(1, geometry.num_experts - config.gpu_experts)))), 1000)
@@ -177,7 +177,7 @@ class _Problem:
         assigned, parameters = len(self.inputs.profile.layers), self.geometry.expert_parameters
         stored = np.asarray(effective_bits(widths, self.group_size, not self.inputs.symmetric))
         if policy == ON_GPU:
-            seconds = t_gpu(parameters, stored, 1, self.hardware.gpu).seconds
+            seconds = t_gpu(parameters, stored, 1, self.hardware.all_gpus).seconds
         elif self.hardware.ndp.computes:
             seconds = t_ndp(parameters, stored, 1, self.hardware.ndp).seconds
         else:

@@ -119,7 +119,7 @@ def test_states_of_linear_attention() -> None:
 def test_latent_keys_count_once() -> None:
     """What runtimes keep of DeepSeek-V3; transformers keeps keys and values that were made of them."""
     found, _ = geometry("deepseek_v3")
-    assert found.kept == (Attention(layers=3, token_bytes=2 * (20 + 8), token_macs=4 * (2 * 20 + 8)),)
+    assert found.kept == (Attention(layers=3, token_bytes=2 * (20 + 8), token_macs=4 * (2 * 20 + 8), parts=1),)
     assert found.num_layers == 2
     assert found.all_layers == 3
 

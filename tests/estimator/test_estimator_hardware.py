@@ -204,7 +204,7 @@ def test_a_host_of_cores_multiplies_at_its_peak() -> None:
     ("key", "nearest"),
     [
         ("ndp.memory_bandwith", "ndp.memory_bandwidth"),
-        ("gpus", "gpu"),
+        ("gpuss", "gpus"),
         ("policies.hobit", "policies.hobbit"),
         ("policies.hobbit.cached_expert", "policies.hobbit.cached_experts"),
     ],

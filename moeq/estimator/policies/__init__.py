@@ -120,7 +120,7 @@ def mean_bits(layers: Layers) -> float:
 def over_gpu_memory(layers: Layers, expert_bytes: float, kv_cache_bytes: float) -> str | None:
     """The sum by which experts, the rest of the model and keys and values exceed the GPU's memory, or None."""
     rest = layers.geometry.non_expert_bytes
-    needed, there = expert_bytes + rest + kv_cache_bytes, layers.hardware.gpu.memory_capacity_bytes
+    needed, there = expert_bytes + rest + kv_cache_bytes, layers.hardware.all_gpus.memory_capacity_bytes
     if needed <= there:
         return None
     parts = {"experts": expert_bytes, "the rest": rest, "keys and values": kv_cache_bytes}

@@ -76,7 +76,7 @@ class DynaExq(Policy):
         """n_hot: experts of a layer that GPU memory holds in high precision, the others in low."""
         high, low = self._stored(layers)
         geometry = layers.geometry
-        left = layers.hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes - kv_cache_bytes
+        left = layers.hardware.all_gpus.memory_capacity_bytes - geometry.non_expert_bytes - kv_cache_bytes
         left -= self._least_bytes(layers)
         each = geometry.expert_parameters * (high - low) / 8 * geometry.num_layers
         places = left // each if each > 0 else geometry.num_experts
@@ -199,7 +199,7 @@ def _windows(layers: Layers, experts: Schedule, copies: Cost, window: IntArray) 
         seconds=_per_window((weight * experts.seconds).sum(axis=0), window),
         copy_seconds=(weight * copies.seconds).sum(axis=0),
         gpu_bytes=_per_window((weight * read).sum(axis=0), window) + (weight * copies.bytes).sum(axis=0),
-        gpu_bytes_per_second=layers.hardware.gpu.memory_rate,
+        gpu_bytes_per_second=layers.hardware.all_gpus.memory_rate,
     )
 
 

@@ -152,7 +152,7 @@ def _estimate(point: Mapping[str, Any], geometry: ModelGeometry) -> Estimate:
 
 def _caching(hardware: Hardware, geometry: ModelGeometry, share: float) -> Hardware:
     """With a cache of FP16 experts in what a share of GPU memory leaves beside all else, and nothing skipped."""
-    room = share * hardware.gpu.memory_capacity_bytes - geometry.non_expert_bytes
+    room = share * hardware.all_gpus.memory_capacity_bytes - geometry.non_expert_bytes
     places = int(room // (geometry.num_layers * geometry.expert_bytes(16, None)))
     hobbit: dict[str, float | str] = {"cached_experts": max(0, places), "high_precision_fraction": 1.0}
     return hardware.model_copy(update={"policies": {**hardware.policies, "hobbit": hobbit}})
