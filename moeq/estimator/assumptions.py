@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from moeq.estimator.devices import Hardware
+from moeq.estimator.from_disk import on_disk
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.points import BWRULE, OPT, SUBJECT
 from moeq.estimator.replay import Replay
@@ -32,7 +35,7 @@ def assumptions(
     subject = steps[SUBJECT].seconds
     over = {key: f"{steps[key].seconds / subject:.2f}x" for key in (BWRULE, OPT)}
     lines = [f"{fitted.key} = {fitted.text}: {fitted.source}" for fitted in hardware.constants if fitted.is_fitted]
-    lines += [*_gpus_lines(hardware), *_ndp_lines(hardware, ndp_speedup)]
+    lines += [*_gpus_lines(hardware), *_disk_lines(simulation), *_ndp_lines(hardware, ndp_speedup)]
     lines += [
         f"baseline: decode at batch {batches[0]} is {over[BWRULE]} MoNDE with its bandwidth rule (at least one fetch a "
         f"layer), {over[OPT]} a cost-optimal MoNDE",
@@ -72,6 +75,23 @@ def _gpus_lines(hardware: Hardware) -> list[str]:
         f"{gpus.count} GPUs, {how[gpus.parallel]}; activations of all tokens are exchanged twice a layer, by a ring or "
         "at once, and not beside compute; memory is that of all of them, keys and values that a head cannot be divided "
         "from are on several"
+    ]
+
+
+def _disk_lines(simulation: Simulation) -> list[str]:
+    """How many experts of a layer every policy has to leave on the disk while it decodes."""
+    layers = simulation.layers
+    if layers.hardware.disk is None:
+        return []
+    shares = {}
+    for key, policy, _ in simulation.wanted():
+        there = on_disk(layers, policy.reads_near(layers)).sum(axis=1)
+        shares[key] = float(np.average(there, weights=layers.repeats))
+    found = ", ".join(f"{key} {share:.3g}" for key, share in shares.items() if share)
+    kept = f"in decode so many experts of a layer: {found}" if found else "nothing in decode"
+    return [
+        "disk: what the memory beside the GPU does not hold of the versions that a phase reads, the least popular "
+        f"experts; every use reads it before the layer goes on; {kept}"
     ]
 
 

@@ -159,8 +159,8 @@ def plan_capacity(
             parts=tuple(Part(name=name, bytes=size) for name, size in on_gpu.items()),
         ),
         ndp=Memory(
-            name="near-data memory",
-            capacity_bytes=hardware.ndp.memory_capacity_bytes,
+            name="near-data memory" if hardware.disk is None else "near-data memory and disk",
+            capacity_bytes=hardware.near_capacity_bytes,
             parts=tuple(Part(name=name, bytes=experts * size) for name, size in kept),
         ),
         gpu_stored_bits=each,

@@ -155,15 +155,29 @@ class Gpus(_Frozen):
         return min(ring, others * num_bytes / rate + self.latency_seconds)
 
 
+class Disk(_Frozen):
+    """A disk behind the near-data memory, for what that has no room for; `latency_seconds` is paid for a read."""
+
+    bandwidth_bytes_per_second: BytesPerSecond
+    efficiency: Efficiency
+    latency_seconds: Seconds
+    capacity_bytes: Bytes
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of reads, derated."""
+        return self.efficiency * self.bandwidth_bytes_per_second
+
+
 SECTIONS: Mapping[str, type[_Frozen]] = {"gpu": Gpu, "link": Link, "ndp": Ndp}
-OPTIONAL_SECTIONS: Mapping[str, type[_Frozen]] = {"gpus": Gpus, "energy": Energy}
+OPTIONAL_SECTIONS: Mapping[str, type[_Frozen]] = {"gpus": Gpus, "disk": Disk, "energy": Energy}
 
 
 class Hardware(_Frozen):
     """A GPU + NDP system; `policies` holds the parameters that the file sets for policies, `constants` every source.
 
-    `gpu` and `link` are one GPU and its own way to the memory beside it; `gpus` is None where there is one only,
-    `energy` where the file gives none.
+    `gpu` and `link` are one GPU and its own way to the memory beside it; `gpus` is None where there is one only, `disk`
+    and `energy` where the file gives none.
     """
 
     name: str
@@ -173,6 +187,7 @@ class Hardware(_Frozen):
     link: Link
     ndp: Ndp
     gpus: Gpus | None = None
+    disk: Disk | None = None
     energy: Energy | None = None
     policies: dict[str, dict[str, float | str]]
     constants: tuple[Constant, ...]
@@ -202,6 +217,11 @@ class Hardware(_Frozen):
             return self.link
         bandwidth = self.count * self.link.bandwidth_bytes_per_second
         return self.link.model_copy(update={"bandwidth_bytes_per_second": bandwidth})
+
+    @property
+    def near_capacity_bytes(self) -> float:
+        """Bytes beside the GPU, those of the disk among them."""
+        return self.ndp.memory_capacity_bytes + (0.0 if self.disk is None else self.disk.capacity_bytes)
 
     def changed(self, section: str, **fields: Any) -> Hardware:
         """This hardware with some fields of one section replaced, and the change noted as their source.

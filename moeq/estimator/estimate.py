@@ -223,7 +223,7 @@ def _capacity(simulation: Simulation, batch: int, replica_bits: tuple[int, ...])
         gpu_non_expert_bytes=rest,
         gpu_kv_cache_bytes=kv_cache,
         gpu_capacity_bytes=hardware.all_gpus.memory_capacity_bytes,
-        ndp_capacity_bytes=hardware.ndp.memory_capacity_bytes,
+        ndp_capacity_bytes=hardware.near_capacity_bytes,
         fits_gpu=on_gpu + rest + kv_cache <= hardware.all_gpus.memory_capacity_bytes,
-        fits_ndp=replicas <= hardware.ndp.memory_capacity_bytes,
+        fits_ndp=replicas <= hardware.near_capacity_bytes,
     )

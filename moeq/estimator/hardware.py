@@ -1,8 +1,8 @@
 """Hardware files: YAML in which every constant is written as `{value: "512 GB/s", source: "..."}`.
 
 Sections `gpu`, `link` and `ndp` must name all their constants (a memory of `dataflow: none`, which only holds experts,
-has no arrays and no clock); `gpus`, of several, and `energy` name all of their own where they are there, one of both:
-what exchanges take is not known. `policies` may set parameters of a policy.
+has no arrays and no clock); `gpus` (several of them), `disk` and `energy` name all of their own where they are there,
+`energy` without the others: what exchanges and disks take is not known. `policies` may set parameters of a policy.
 A new hardware file in `hardware/` beside this module is found by itself; users pass the path of their own.
 """
 
@@ -75,9 +75,10 @@ def _parse(text: bytes, path: Path) -> Hardware:
     if not isinstance(tree, Mapping):
         raise EstimateError("not a mapping of sections", where=str(path), do=f"write {', '.join(SECTIONS)}")
     _keys(tree, path, "", known=_TOP_LEVEL, required=tuple(SECTIONS))
-    if {"gpus", "energy"} <= set(tree):
-        what, do = "energy of several GPUs is not worked out", "leave out one of `gpus` and `energy`"
-        raise EstimateError(what, where=str(path), do=do)
+    for section, what in (("gpus", "several GPUs"), ("disk", "a disk")):
+        if {section, "energy"} <= set(tree):
+            do = f"leave out one of `{section}` and `energy`"
+            raise EstimateError(f"energy of {what} is not worked out", where=str(path), do=do)
     constants: list[Constant] = []
     models = {**SECTIONS, **{name: model for name, model in OPTIONAL_SECTIONS.items() if name in tree}}
     sections = {name: _section(name, model, tree[name], path, constants) for name, model in models.items()}

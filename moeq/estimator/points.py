@@ -25,6 +25,7 @@ def policy_points(
 ) -> Iterator[PolicyPoint]:
     """All points of places; `steps` by batch and policy, `prefills` by (batch, input) and policy."""
     migration = simulation.migration()
+    channels = CHANNELS if simulation.layers.hardware.disk is None else (*CHANNELS, "disk")
     for batch, input_tokens, output_tokens in at:
         for policy, constant in steps[batch].items():
             first = step = constant
@@ -56,7 +57,7 @@ def policy_points(
                 ndp_seconds_per_layer=step.ndp_seconds / simulation.layers.geometry.num_layers,
                 ndp_busy_share=busy / whole,
                 gpu_expert_share=on_gpu / (on_gpu + on_ndp),
-                bytes_moved={channel: _carried(parts, channel) for channel in CHANNELS},
+                bytes_moved={channel: _carried(parts, channel) for channel in channels},
                 energy_joules=None if joules is None else sum(joules.values()),
                 energy_by_device=joules,
                 prefill_error_seconds=prefill.error_seconds,

@@ -44,7 +44,7 @@ class PolicyPoint(Frozen):
     ndp_seconds_per_layer: float
     ndp_busy_share: float
     gpu_expert_share: float
-    bytes_moved: dict[Literal["gpu_memory", "link", "ndp_memory"], float]
+    bytes_moved: dict[Literal["gpu_memory", "link", "ndp_memory", "disk"], float]
     energy_joules: float | None
     energy_by_device: dict[Literal["gpu", "link", "ndp"], float] | None = None
     prefill_error_seconds: float = 0.0

@@ -348,7 +348,7 @@ def _plain(setting: Setting, num_experts: int) -> Setting:
 def _over(simulation: Simulation, policy: Policy, kv_cache_bytes: float) -> str | None:
     """By what a policy's experts exceed one of the memories."""
     layers = simulation.layers
-    holds, there = policy.holds(layers, kv_cache_bytes), layers.hardware.ndp.memory_capacity_bytes
+    holds, there = policy.holds(layers, kv_cache_bytes), layers.hardware.near_capacity_bytes
     if holds.near_bytes > there:
         return f"needs {human_bytes(holds.near_bytes)} of near-data memory, which has {human_bytes(there)}"
     return over_gpu_memory(layers, holds.gpu_bytes, kv_cache_bytes)

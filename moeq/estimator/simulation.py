@@ -12,12 +12,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from moeq.artifacts.trace import RoutingTrace
 from moeq.estimator.devices import Hardware
+from moeq.estimator.from_disk import read_first
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.in_place import placed_by_rank
 from moeq.estimator.placement import Placement, layer_of_assignment
 from moeq.estimator.policies import Policy, by_label, over_gpu_memory
 from moeq.estimator.replay import Replay
-from moeq.estimator.step import Layers, Step, TermTotal, Work, dense_total, expected_step
+from moeq.estimator.step import Layers, Schedule, Step, TermTotal, Work, dense_total, expected_step
 from moeq.estimator.terms import Cost, t_dense
 from moeq.estimator.trace import check_trace
 from moeq.estimator.workload import (
@@ -140,7 +141,7 @@ class Simulation:
             for layers, work in self.chunks(batch, in_time=in_time) if these else ():
                 for key in these:
                     policy, variant = policies[key]
-                    part = expected_step(layers, work, policy.decode(layers, work, variant))
+                    part = expected_step(layers, work, self.scheduled(policy, layers, work, variant))
                     steps[key] = steps[key] + part if key in steps else part
         return {key: steps[key] for key in policies}
 
@@ -155,7 +156,7 @@ class Simulation:
                 hot, stored_bits = placed_by_rank(layers, rank)
                 work = replace(work, hot=hot, stored_bits=stored_bits)
             for key, (policy, variant) in policies.items():
-                part = expected_step(layers, work, policy.prefill(layers, work, variant))
+                part = expected_step(layers, work, self.scheduled(policy, layers, work, variant, prefill=True))
                 steps[key] = steps[key] + part if key in steps else part
         return steps
 
@@ -181,6 +182,13 @@ class Simulation:
                 self.layers,
                 expected_work(self.layers, expected, step_tokens=tokens, dense=dense, kv_cache_bytes=kv_cache),
             )
+
+    def scheduled(self, policy: Policy, layers: Layers, work: Work, variant: str, *, prefill: bool = False) -> Schedule:
+        """How a policy runs some of the layers, after what is read from a disk where there is one."""
+        plan = (policy.prefill if prefill else policy.decode)(layers, work, variant)
+        if self.layers.hardware.disk is None:
+            return plan
+        return read_first(layers, work, plan, policy.reads_near(layers, prefill=prefill))
 
     def migration(self) -> dict[str, TermTotal]:
         """What moves between prefill and decode, by policy label."""

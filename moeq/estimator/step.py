@@ -21,8 +21,8 @@ from moeq.estimator.terms import Bound, Cost
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
-Resource = Literal["gpu", "ndp", "to_gpu", "to_ndp"]  # the last two: the directions of the link
-Channel = Literal["gpu_memory", "link", "ndp_memory"]
+Resource = Literal["gpu", "ndp", "to_gpu", "to_ndp", "disk"]  # to_: the directions of the link
+Channel = Literal["gpu_memory", "link", "ndp_memory", "disk"]
 BLOCK = 8  # samples of one mean, of which the error of a sampled step is taken
 CHANNELS: tuple[Channel, ...] = ("gpu_memory", "link", "ndp_memory")
 TRAFFIC: Mapping[str, tuple[Channel, ...]] = {
@@ -32,6 +32,7 @@ TRAFFIC: Mapping[str, tuple[Channel, ...]] = {
     "activations": ("link",),
     "fetch": CHANNELS,
     "copies": CHANNELS,
+    "disk": ("disk",),
 }
 """What the bytes of a term cross: those of a fetch are read at the NDP, sent, and written on the GPU."""
 

@@ -22,9 +22,9 @@ Layer = tuple[float, float, list[tuple[Span, list[int]]]]  # seconds of the dens
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A resource at work: `resource` is gpu, ndp, to_gpu or to_ndp (the directions of the link).
+    """A resource at work: `resource` is gpu, ndp, to_gpu or to_ndp (the directions of the link), or disk.
 
-    `name` is a term of the step (dense, gpu_experts, ndp_experts, activations, fetch, copies); `layer` one of the
+    `name` is a term of the step (dense, gpu_experts, ndp_experts, activations, fetch, copies, disk); `layer` one of the
     model's MoE layers; `expert` None where it is no single one's.
     """
 
@@ -62,7 +62,7 @@ def timeline(
         raise EstimateError(refused, where=policy, do="give another hardware, placement or batch")
     distinct: list[Layer] = []
     for layers, work in simulation.chunks(batch, in_time=run.in_time):
-        plan = run.decode(layers, work, variant)
+        plan = simulation.scheduled(run, layers, work, variant)
         spans, expected = plan.spans(), (work.probability * plan.seconds).sum(axis=1)
         for row in range(len(layers.repeats)):
             index = _outcome(work, step, np.abs(plan.seconds[row] - expected[row]))

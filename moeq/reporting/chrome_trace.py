@@ -13,6 +13,7 @@ RESOURCES = {
     "ndp": "near-data side",
     "to_gpu": "link, to the GPU",
     "to_ndp": "link, to the near-data side",
+    "disk": "disk",
 }
 MICROSECONDS = 1e6
 

@@ -210,12 +210,14 @@ def requests(estimate: Estimate) -> Raw:
     at = (batch, last.input_tokens, last.output_tokens)
     points = [point for point in estimate.points if (point.batch, point.input_tokens, point.output_tokens) == at]
     joules = any(point.energy_joules is not None for point in points)
-    head = ("policy", "seconds", "GPU memory", "link", "near-data memory", "near-data side busy", "tokens on the GPU")
+    channels = {"gpu_memory": "GPU memory", "link": "link", "ndp_memory": "near-data memory", "disk": "disk"}
+    shown = {channel: name for channel, name in channels.items() if channel in points[0].bytes_moved}
+    head = ("policy", "seconds", *shown.values(), "near-data side busy", "tokens on the GPU")
     rows = [
         (
             titled(point.policy).short,
             formats.number(point.end_to_end_seconds),
-            *(human_bytes(point.bytes_moved[channel]) for channel in ("gpu_memory", "link", "ndp_memory")),
+            *(human_bytes(point.bytes_moved[channel]) for channel in shown),
             formats.percent(point.ndp_busy_share),
             formats.percent(point.gpu_expert_share),
             *(formats.number(each) for each in (point.energy_by_device or {}).values()),

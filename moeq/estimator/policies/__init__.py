@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moeq.estimator.devices import Hardware, Parameter
-from moeq.estimator.step import NOTHING, BoolArray, Layers, Schedule, TermTotal, Work
+from moeq.estimator.step import NOTHING, BoolArray, FloatArray, Layers, Schedule, TermTotal, Work
 from moeq.registry import POLICIES
 from moeq.tables import human_bytes
 
@@ -71,6 +71,16 @@ class Policy(ABC):
         """Where experts lie and at how many bits they compute: all in FP16 in the memory beside the GPU, unless a
         policy says otherwise."""
         return Holds(gpu_bytes=0.0, near_bytes=all_fp16(layers), bits=16.0)
+
+    def reads_near(self, layers: Layers, *, prefill: bool = False) -> FloatArray:
+        """Bytes [D, E] of the version of every expert that a phase reads beside the GPU: FP16, unless a policy says
+        otherwise; 0 where it is never read there."""
+        return np.full(layers.bits.shape, layers.fp16_expert_bytes)
+
+
+def cold_bytes(layers: Layers) -> FloatArray:
+    """Bytes [D, E] of the experts that are not on the GPU, at the widths of the placement."""
+    return np.where(layers.hot, 0.0, layers.geometry.expert_parameters / 8 * layers.stored_bits)
 
 
 def by_label() -> Mapping[str, tuple[Policy, str]]:

@@ -6,8 +6,8 @@ import numpy as np
 
 from moeq.estimator.in_place import where_they_live
 from moeq.estimator.offload import PREFILL_SPLIT, moved_ahead, prefill_split
-from moeq.estimator.policies import Holds, Policy, Variant, all_fp16, mean_bits, parameter, stored_bytes
-from moeq.estimator.step import Layers, Schedule, TermTotal, Work
+from moeq.estimator.policies import Holds, Policy, Variant, all_fp16, cold_bytes, mean_bits, parameter, stored_bytes
+from moeq.estimator.step import FloatArray, Layers, Schedule, TermTotal, Work
 
 
 class ContextAware(Policy):
@@ -41,6 +41,10 @@ class ContextAware(Policy):
             near_bytes=all_fp16(layers) + replicas,
             bits=mean_bits(layers),
         )
+
+    def reads_near(self, layers: Layers, *, prefill: bool = False) -> FloatArray:
+        """FP16 of every expert in the prefill, cold ones at their widths afterwards."""
+        return super().reads_near(layers) if prefill else cold_bytes(layers)
 
 
 POLICY = ContextAware(

@@ -101,6 +101,10 @@ class DynaExq(Policy):
             bits=share * high + (1 - share) * low,
         )
 
+    def reads_near(self, layers: Layers, *, prefill: bool = False) -> FloatArray:
+        """None: all of them lie on the GPU; what is copied there is used so often that memory holds it."""
+        return np.zeros(layers.bits.shape)
+
     def _stored(self, layers: Layers) -> tuple[float, float]:
         keys = "high_precision_bits", "low_precision_bits"
         high, low = (layers.stored(number(self, layers.hardware, key)) for key in keys)

@@ -6,7 +6,7 @@ import numpy as np
 
 from moeq.estimator.offload import all_on_gpu
 from moeq.estimator.policies import Holds, Policy, Variant, mean_bits, over_gpu_memory, stored_bytes
-from moeq.estimator.step import Layers, Schedule, Work
+from moeq.estimator.step import FloatArray, Layers, Schedule, Work
 
 
 class StaticMixed(Policy):
@@ -23,6 +23,10 @@ class StaticMixed(Policy):
     def holds(self, layers: Layers, kv_cache_bytes: float) -> Holds:
         """Every expert once, on the GPU."""
         return Holds(gpu_bytes=stored_bytes(layers), near_bytes=0.0, bits=mean_bits(layers))
+
+    def reads_near(self, layers: Layers, *, prefill: bool = False) -> FloatArray:
+        """None: all of them lie on the GPU."""
+        return np.zeros(layers.bits.shape)
 
 
 POLICY = StaticMixed(

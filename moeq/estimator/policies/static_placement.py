@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from moeq.estimator.in_place import placed_by_rank, where_they_live
-from moeq.estimator.policies import Holds, Policy, Variant, mean_bits, stored_bytes
-from moeq.estimator.step import Layers, Schedule, Work
+from moeq.estimator.policies import Holds, Policy, Variant, cold_bytes, mean_bits, stored_bytes
+from moeq.estimator.step import FloatArray, Layers, Schedule, Work
 
 
 class StaticPlacement(Policy):
@@ -29,6 +29,10 @@ class StaticPlacement(Policy):
         """Every expert once, at its width."""
         hot, all_of_them = stored_bytes(layers, layers.hot), stored_bytes(layers)
         return Holds(gpu_bytes=hot, near_bytes=all_of_them - hot, bits=mean_bits(layers))
+
+    def reads_near(self, layers: Layers, *, prefill: bool = False) -> FloatArray:
+        """Cold experts at their widths."""
+        return cold_bytes(layers)
 
 
 POLICY = StaticPlacement(
