@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from moeq_kernels.errors import ModelError
 from moeq_kernels.names import CPU, CPU_INT8, REFERENCE, TRITON, VARIABLE
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.reference import ReferenceKernel
+
+if TYPE_CHECKING:  # which loads a compiler
+    from moeq_kernels.cpu.versions import Places, VersionedLayer
 
 Policy = Literal["measured", "fixed", "reference"]
 _policy: ContextVar[Policy] = ContextVar("policy", default="measured")
@@ -94,6 +97,25 @@ def prepared_linear(
         return kernel.linear(matrix, bias), None
     except ValueError as error:  # what a kernel cannot arrange
         return None, str(error)
+
+
+def versioned_layer(
+    layer: LayerOfExperts, versions: Sequence[Mapping[str, Matrix]], held: Tensor, places: Places, policy: Policy
+) -> VersionedLayer:
+    """A layer whose experts change between versions while it runs, on the CPU; see `cpu.versions`.
+
+    ModelError where its kernel cannot take them.
+    """
+    state_bits = max(_state_bits(one) for matrices in versions for one in matrices.values())
+    kernel, _ = _kernel(torch.device("cpu"), policy, state_bits)
+    try:
+        if isinstance(kernel, ReferenceKernel):
+            raise ValueError("the plain way has no buffer of its own")
+        made: VersionedLayer = kernel.versions(layer, versions, held, places)  # type: ignore[union-attr]
+    except ValueError as error:
+        do = f"leave {VARIABLE} out, and take a checkpoint whose experts are packed or in 16 bits"
+        raise ModelError(f"experts cannot change their precision: {error}", where=VARIABLE, do=do) from error
+    return made
 
 
 def _state_bits(matrix: Matrix) -> int:

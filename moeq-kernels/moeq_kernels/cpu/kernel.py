@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from moeq_kernels.cpu.arrangement import Shape
 from moeq_kernels.cpu.codes import CODES
 from moeq_kernels.cpu.forms import FORMS, Form, forms
 from moeq_kernels.cpu.layer import PackedLayer, PackedLinear
+from moeq_kernels.cpu.versions import Block, Places, VersionedLayer
 from moeq_kernels.cpu.walks import Walk
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 
@@ -65,6 +66,21 @@ class CpuKernel:
         if why is not None:
             raise ValueError(why)
         return PackedLinear(matrix, bias, self._holding([shape]), self._prefill([shape]))
+
+    def versions(
+        self, layer: LayerOfExperts, versions: Sequence[Mapping[str, Matrix]], held: Tensor, places: Places
+    ) -> VersionedLayer:
+        """A layer whose experts have one of several versions each, in blocks of a buffer; see `versions`.
+
+        versions: an expert of each, of which all others have the shapes; layer: biases and what is computed between
+        matrices. ValueError for what cannot be arranged.
+        """
+        blocks = [Block(matrices) for matrices in versions]
+        shapes = [shape for block in blocks for shape in block.shapes.values()]
+        why = next((why for shape in shapes if (why := self._overflow(shape))), None)
+        if why is not None:
+            raise ValueError(why)
+        return VersionedLayer(layer, self._holding(shapes), self._prefill(shapes), held, blocks, places)
 
     def _prefill(self, shapes: Sequence[Shape]) -> int:
         """Rows from which on to unpack: as was said, or by what a form does; a walk costs more every time."""

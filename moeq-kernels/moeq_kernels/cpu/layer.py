@@ -7,7 +7,7 @@ hidden size, I intermediate size, N rows and K inputs of a matrix.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -118,6 +118,12 @@ def _threads(nbytes: int, rows: float) -> int | None:
 NO_WEIGHTS = torch.empty(0, dtype=torch.float32)
 
 
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """The projections before DOWN, gate before up."""
+    before = [name for name in names if name != DOWN]
+    return tuple(sorted(before)) if set(before) == set(GATED) else tuple(before)
+
+
 class PackedLayer:
     """The experts of a layer as they are multiplied; see `description.PreparedLayer`.
 
@@ -127,11 +133,13 @@ class PackedLayer:
     def __init__(self, layer: LayerOfExperts, form: Form, prefill: int) -> None:
         self.form, self.prefill = form, prefill
         self.gate, self.finish = layer.gate, layer.finish
-        names = [name for name in layer.matrices[0] if name != DOWN]
-        self.projections = tuple(sorted(names)) if set(names) == set(GATED) else tuple(names)
-        self.held, (self.first, self.second) = flat(layer, [self.projections, (DOWN,)])
+        self.projections = in_order(layer.matrices[0])
+        self.held, (self.first, self.second) = self._arranged(layer)
         known = finish.ACTIVATIONS.get(layer.activation or "")
         self.activation = known if self.projections in (GATED, ALONE) else None
+
+    def _arranged(self, layer: LayerOfExperts) -> tuple[Tensor, list[Matrices]]:
+        return flat(layer, [self.projections, (DOWN,)])
 
     @property
     def nbytes(self) -> int:

@@ -50,14 +50,15 @@ class Matrices:
     @cached_property
     def table(self) -> Integers:
         """[E, C, COLUMNS] as `columns` names them."""
-        rows = [
-            [
-                self._entry(*places, alike=n > 0 and places[0].layout == expert[0][0].layout)
-                for n, places in enumerate(zip(*expert, strict=True))
-            ]
-            for expert in zip(self.shapes, self.offsets, self.where, strict=True)
+        each = zip(self.shapes, self.offsets, self.where, strict=True)
+        return np.array([self._entries(*expert) for expert in each], np.int64)
+
+    def _entries(self, shapes: Sequence[Shape], offsets: Sequence[int], biases: Sequence[int]) -> list[list[int]]:
+        """The rows of an expert."""
+        return [
+            self._entry(*places, alike=n > 0 and places[0].layout == shapes[0].layout)
+            for n, places in enumerate(zip(shapes, offsets, biases, strict=True))
         ]
-        return np.array(rows, np.int64)
 
     def _entry(self, shape: Shape, offset: int, bias: int, *, alike: bool) -> list[int]:
         full, last = shape.units
@@ -94,6 +95,20 @@ class Matrices:
     @cached_property
     def rows(self) -> int:
         return max(shape.rows for row in self.shapes for shape in row)
+
+    def with_places(self, places: Mapping[int, tuple[Sequence[Shape], Sequence[int]]]) -> Matrices:
+        """The same with some experts elsewhere in the buffer: their shapes and offsets [C]. All kinds of codes among
+        them are known already; only the rows of these experts are made anew."""
+        shapes, offsets = list(self.shapes), list(self.offsets)
+        table, grids = self.table.copy(), self.grids.copy()
+        for expert, (shape, offset) in places.items():
+            shapes[expert], offsets[expert] = shape, offset
+            table[expert] = self._entries(shape, offset, self.where[expert])
+            grids[expert] = [one.grid() for one in shape]
+        made = replace(self, shapes=shapes, offsets=offsets)
+        same = {name: getattr(self, name) for name in ("kinds", "inputs", "rows", "_functions", "_layouts")}
+        made.__dict__.update(same, table=table, grids=grids)
+        return made
 
     def matrix(self, expert: int, which: int) -> Matrix:
         shape, offset = self.shapes[expert][which], self.offsets[expert][which]
@@ -193,7 +208,7 @@ def flat(layer: LayerOfExperts, stages: Sequence[Sequence[str]]) -> tuple[Tensor
     side_by_side(put, range(len(shapes)))
     made = []
     for stage in stages:
-        biases, where = _biases(layer.biases, stage, len(shapes))
+        biases, where = biases_of(layer.biases, stage, len(shapes))
         made.append(
             Matrices(
                 shapes=[[shape[name] for name in stage] for shape in shapes],
@@ -206,7 +221,7 @@ def flat(layer: LayerOfExperts, stages: Sequence[Sequence[str]]) -> tuple[Tensor
     return held, made
 
 
-def _biases(
+def biases_of(
     biases: Sequence[Mapping[str, Tensor]], stage: Sequence[str], experts: int
 ) -> tuple[Floats, list[list[int]]]:
     """All biases of a stage as float32, one after the other, and where each begins, -1 for none."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from moeq.analysis.hotness import Control, Controller
 from moeq.estimator.devices import Parameter
 from moeq.estimator.offload import all_on_gpu
 from moeq.estimator.policies import Holds, Policy, Variant, all_fp16, number, over_gpu_memory
@@ -32,7 +33,6 @@ _PARAMETERS = {
     ),
     "transient_experts": Parameter(default=4, source="assumption: paper 001, 3.4 names no size of the buffer"),
 }
-_TIE = 1e-12  # of equal scores the expert that is in high precision already stays
 
 
 class DynaExq(Policy):
@@ -119,18 +119,19 @@ class DynaExq(Policy):
 
     def _decisions(self, layers: Layers, work: Work, window: IntArray) -> BoolArray:
         """Which experts [W, D, E] are to be in high precision, by what was known when each window began."""
-        alpha = number(self, layers.hardware, "ema")
-        places = self.high_places(layers, work.kv_cache_bytes)
-        tau = self._tau(layers, places)
-        steps = np.bincount(window)
+        alpha, steps = number(self, layers.hardware, "ema"), np.bincount(window)
+        control = Control(
+            places=self.high_places(layers, work.kv_cache_bytes),
+            ema=alpha,
+            threshold=number(self, layers.hardware, "threshold"),
+        )
+        controller = Controller.after_warmup(control, layers.popularity)
         gained = _hotness(layers, work, window, alpha)
-        hotness = layers.popularity
         decided = np.zeros(gained.shape, dtype=np.bool_)
-        decided[0] = layers.popularity_rank < places
+        decided[0] = controller.high
         for now in range(1, len(decided)):
-            hotness = alpha ** steps[now - 1] * hotness + gained[now - 1]
-            wanted = _top(hotness + _TIE * decided[now - 1], places) & (hotness >= tau)
-            decided[now] = _in_transit(decided[now - 1], wanted, hotness, self._promotions(layers, steps, now))
+            controller.fold(gained[now - 1], int(steps[now - 1]))
+            decided[now] = controller.decide(self._promotions(layers, steps, now))
         return decided
 
     def _promotions(self, layers: Layers, steps: IntArray, now: int) -> int:
@@ -143,13 +144,6 @@ class DynaExq(Policy):
         before, after = (int(each * int(steps[:count].sum())) for count in (now, now + 1))
         return after - before
 
-    def _tau(self, layers: Layers, places: int) -> FloatArray:
-        """The threshold of every layer [D, 1]."""
-        last = layers.popularity_rank == places - 1
-        score = np.where(last, layers.popularity, 0).sum(axis=1, keepdims=True)
-        share = number(self, layers.hardware, "threshold") if places < layers.geometry.num_experts else 0.0
-        return np.asarray(share * score, dtype=np.float64)
-
 
 def _hotness(layers: Layers, work: Work, window: IntArray, alpha: float) -> FloatArray:
     """Hotness [W, D, E] that the steps of every window add until its end: (1-a) * sum of a^(steps left) * g."""
@@ -161,29 +155,6 @@ def _hotness(layers: Layers, work: Work, window: IntArray, alpha: float) -> Floa
     cells = (window[None, :, None] * shape[1] + np.arange(shape[1])[:, None, None]) * shape[2] + experts
     sums = np.bincount(cells.ravel(), weights=share.ravel(), minlength=int(np.prod(shape)))
     return sums.reshape(shape).astype(np.float64)
-
-
-def _top(scores: FloatArray, places: int) -> BoolArray:
-    """Mask [D, E] of the `places` highest scores of every row."""
-    mask = np.full(scores.shape, places >= scores.shape[1])
-    if 0 < places < scores.shape[1]:
-        np.put_along_axis(mask, np.argpartition(-scores, places - 1, axis=1)[:, :places], True, axis=1)
-    return mask
-
-
-def _in_transit(before: BoolArray, wanted: BoolArray, hotness: FloatArray, most: int) -> BoolArray:
-    """Mask [D, E] after at most so many promotions in every row, the hottest first.
-
-    Where not all are let through, as many of those that were to make room stay, the hottest first.
-    """
-    decided = wanted.copy()
-    for row in np.flatnonzero((wanted & ~before).sum(axis=1) > most):
-        order = np.argsort(-hotness[row], kind="stable")
-        entering, leaving = (order[mask[order]] for mask in (wanted[row] & ~before[row], before[row] & ~wanted[row]))
-        late = entering[most:]
-        decided[row, late] = False
-        decided[row, leaving[: len(late)]] = True
-    return decided
 
 
 def _copies(layers: Layers, decided: BoolArray, high: float, low: float) -> Cost:
