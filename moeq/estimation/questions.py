@@ -31,7 +31,7 @@ from moeq.estimator import (
 )
 from moeq.estimator.capacity import REPLICA_BITS, CapacityPlan, largest_gpu_experts, plan_capacity
 from moeq.estimator.cases import Case, EstimateDocument, WithoutNdp
-from moeq.estimator.confidence import IntervalRow, intervals
+from moeq.estimator.confidence import STEPS, IntervalRow, intervals, over_figure
 from moeq.estimator.geometry import effective_bits
 from moeq.estimator.hit_rates import HitRates, hit_rates
 from moeq.estimator.placement import layer_of_assignment
@@ -127,14 +127,19 @@ class Question:
         labels = [label for label in by_label() if label in chosen]
         return {label: timeline(policy=label, batch=batch, **self._settings) for label in labels}
 
-    def intervals(self, batch: int) -> tuple[IntervalRow, ...]:
-        """Where the headlines lie with all assumptions varied together; of a recorded trace nothing is said."""
+    def intervals(self, answer: Estimate) -> tuple[IntervalRow, ...]:
+        """Where the headlines of an answer's first point lie with all assumptions varied together; of a recorded trace
+        nothing is said."""
         if self.trace is not None:
             return ()
         simulation = build_simulation(
             labels=chosen_labels(("hobbit",)), samples=INTERVAL_SAMPLES, **{**self._settings, "trace": None}
         )
-        return intervals(simulation, batch, seed=self.seed)
+        first = answer.points[0]
+        over = {over_figure(row.baseline): row.decode for row in reversed(answer.speedups) if row.batch == first.batch}
+        own = next(point for point in answer.points if point.policy == SUBJECT and point.at == first.at)
+        values = {STEPS: own.decode_seconds_per_token, **over}
+        return intervals(simulation, first.batch, values=values, seed=self.seed)
 
     def served(self, policies: Sequence[str]) -> tuple[ServedRow, ...]:
         """What a server sees under the rate; nothing without one, EstimateError where no request fits."""
@@ -264,7 +269,7 @@ def _answered(question: Question, miss_beyond: float) -> Case:
         stated=tuple(compare(question.name, question.stated, answer, miss_beyond=miss_beyond)),
         hit_rates=question.hits(),
         without_ndp=_without_ndp(question, answer),
-        intervals=question.intervals(answer.points[0].batch),
+        intervals=question.intervals(answer),
         served=question.served(answer.policies),
     )
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from moeq.estimator.search import Point, SearchResult
 from moeq.progress import PlainConsole
 from moeq.reporting import formats
-from moeq.reporting.search_page import asked_text, best_text
+from moeq.reporting.search_page import asked_text, best_text, unpriced_text
 from moeq.tables import human_bytes
 
 SMALL = 100  # columns below which a table leaves out what the files have
@@ -36,6 +36,8 @@ def _print_search(console: Console, found: SearchResult) -> None:
     batches = len({point.batch for point in found.points}) > 1
     console.print(best_text(found), markup=False)
     console.print(asked_text(found), markup=False)
+    if unpriced := unpriced_text(found):
+        console.print(unpriced, markup=False)
     rows = found.front
     if rows:
         table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)

@@ -13,8 +13,8 @@ import numpy as np
 
 from moeq.artifacts.assignment import Assignment, read_assignment
 from moeq.errors import EstimateError, ModelError, RecipeError
-from moeq.estimator import ModelGeometry, Placement, geometry_from_config, known_geometries, load_geometry
-from moeq.estimator.geometry import HEADS, HIDDEN, KV_HEADS, TOP_K
+from moeq.estimator import ModelGeometry, Placement, geometry_from_config, load_geometry
+from moeq.estimator.geometry import HEADS, HIDDEN, KV_HEADS, TOP_K, preset_of
 from moeq.estimator.placement import assignment_placement, placement_of, weights_of_a_scale
 
 if TYPE_CHECKING:  # torch and transformers are imported where a configuration or a manifest is read
@@ -57,12 +57,13 @@ def check_known(name: str) -> None:
 def read_model(name: str, *, trust_remote_code: bool = False) -> Model:
     """The model that a geometry's name, a config.json, a model directory, a packed checkpoint or a hub id stands for.
 
-    No weights are read. Raises EstimateError for an unknown name, ModelError for a configuration that cannot be read or
-    is none of a Mixture-of-Experts model, ArtifactError for a damaged manifest.
+    No weights are read; the id of a model on the hub whose sizes are known needs no network. Raises EstimateError for an
+    unknown name, ModelError for a configuration that cannot be read or is none of a Mixture-of-Experts model,
+    ArtifactError for a damaged manifest.
     """
     path = Path(name).expanduser()
-    if name in known_geometries():
-        return Model(geometry=load_geometry(name))
+    if (preset := preset_of(name)) is not None and (preset == name or not path.exists()):
+        return Model(geometry=load_geometry(preset))
     check_known(name)
     if path.is_file() and path.suffix != ".json":
         raise ModelError("not a config.json", where=name, do="give a config.json, a model directory or a hub id")

@@ -7,7 +7,7 @@ uniform and Zipf 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,8 +49,18 @@ class Assumption:
     changed: Callable[[Simulation, float], Simulation]
 
 
-def intervals(simulation: Simulation, batch: int, *, samples: int = SAMPLES, seed: int = 0) -> tuple[IntervalRow, ...]:
-    """The decode step of the context-aware placement and its speed-ups over the baselines at a batch."""
+def intervals(
+    simulation: Simulation,
+    batch: int,
+    *,
+    values: Mapping[str, float] | None = None,
+    samples: int = SAMPLES,
+    seed: int = 0,
+) -> tuple[IntervalRow, ...]:
+    """The decode step of the context-aware placement and its speed-ups over the baselines at a batch.
+
+    values: of an estimate that drew more routing than the simulation, figure by figure; the interval moves with them.
+    """
     varied = list(assumptions_of(simulation, batch))
     if not varied:
         return ()
@@ -63,7 +73,11 @@ def intervals(simulation: Simulation, batch: int, *, samples: int = SAMPLES, see
             changed = assumption.changed(changed, float(draw))
         for figure, value in _headlines(changed, batch).items():
             found[figure].append(value)
-    return tuple(_row(figure, value, np.array(found[figure]), drawn, varied) for figure, value in base.items())
+    told = {figure: (values or {}).get(figure, value) for figure, value in base.items()}
+    return tuple(
+        _row(figure, told[figure], np.array(found[figure]) * (told[figure] / value), drawn, varied)
+        for figure, value in base.items()
+    )
 
 
 def _latin_hypercube(samples: int, dimensions: int, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -78,8 +92,13 @@ def _latin_hypercube(samples: int, dimensions: int, rng: np.random.Generator) ->
 def _headlines(simulation: Simulation, batch: int) -> dict[str, float]:
     steps = simulation.decode(batch, frozenset({SUBJECT, *BASELINES}))
     own = steps[SUBJECT].seconds
-    over = {f"decode over {key}": steps[key].seconds / own for key in BASELINES if key in steps}
+    over = {over_figure(key): steps[key].seconds / own for key in BASELINES if key in steps}
     return {STEPS: own, **over}
+
+
+def over_figure(baseline: str) -> str:
+    """What the speed-up over a baseline is called."""
+    return f"decode over {baseline}"
 
 
 def _row(

@@ -23,6 +23,7 @@ POSITIONS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n
 HIDDEN = ("hidden_size", "d_model", "n_embd")
 CONFIG_KEYS = (*TOP_K, *HEADS, *KV_HEADS, *HIDDEN, *POSITIONS, "head_dim")
 TOY_BYTES = 1 << 30
+HUB = "hub"  # of a preset: models of the hub with these sizes
 
 
 def effective_bits(bits: ArrayLike, group_size: int | None, zero_points: bool = False) -> NDArray[np.float64]:
@@ -184,16 +185,33 @@ def is_toy(sizes: Mapping[str, Any]) -> bool:
 
 
 @cache
+def _written() -> dict[str, dict[str, Any]]:
+    """The file of presets, as it is written."""
+    return dict(read_yaml(Path(__file__).with_name("geometries.yaml")).value)
+
+
+@cache
 def _presets() -> dict[str, ModelGeometry]:
-    sizes = read_yaml(Path(__file__).with_name("geometries.yaml")).value
-    return {name: _geometry(name, values) for name, values in sizes.items()}
+    return {name: _geometry(name, sizes) for name, sizes in _written().items()}
+
+
+@cache
+def _hub_ids() -> dict[str, str]:
+    """{id of a model on the hub, in small letters: the preset that has its sizes}"""
+    return {hub.lower(): name for name, sizes in _written().items() for hub in sizes.get(HUB, ())}
+
+
+def preset_of(name: str) -> str | None:
+    """The preset geometry that a name, or the id of a model on the hub, stands for; None where there is none."""
+    return name if name in _presets() else _hub_ids().get(name.lower())
 
 
 def _geometry(name: str, sizes: Mapping[str, Any]) -> ModelGeometry:
     """Sizes as they are written in a file."""
     kinds = sizes.get("attention")
     kept = None if kinds is None else tuple(Attention(**kind) for kind in kinds)
-    return ModelGeometry(name=name, **{**sizes, "attention": kept})
+    others = {key: value for key, value in sizes.items() if key != HUB}
+    return ModelGeometry(name=name, **{**others, "attention": kept})
 
 
 def known_geometries() -> list[str]:

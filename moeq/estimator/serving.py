@@ -70,22 +70,23 @@ class Steps:
 
 
 def steps_of(simulation: Simulation, policy: str, input_tokens: int, output_tokens: int) -> Steps:
-    """Times of a policy at batches that double up to the largest that fits with such requests.
+    """Times of a policy at batches that double, and at the largest that fits with such requests, at most MOST_BATCH.
 
     Raises EstimateError where not even one request fits.
     """
-    batches, seconds = [], []
     tokens = max(simulation.kv_tokens, input_tokens + output_tokens)
-    batch = 1
-    while batch <= MOST_BATCH:
-        reason = simulation.over_memory(batch, tokens) or simulation.refusals(batch).get(policy)
-        if reason is not None:
-            if batch == 1:
-                raise EstimateError(reason, where=f"--rate, {policy}", do="give other hardware, bits or lengths")
-            break
-        batches.append(batch)
-        seconds.append(simulation.decode(batch, frozenset({policy}))[policy].seconds)
-        batch *= 2
+
+    def refusal(batch: int) -> str | None:
+        return simulation.over_memory(batch, tokens) or simulation.refusals(batch).get(policy)
+
+    if (reason := refusal(1)) is not None:
+        raise EstimateError(reason, where=f"--rate, {policy}", do="give other hardware, bits or lengths")
+    fits, not_any_more = 1, MOST_BATCH + 1
+    while not_any_more - fits > 1:
+        middle = (fits + not_any_more) // 2
+        fits, not_any_more = (middle, not_any_more) if refusal(middle) is None else (fits, middle)
+    batches = sorted({*(1 << power for power in range(fits.bit_length())), fits})
+    seconds = [simulation.decode(batch, frozenset({policy}))[policy].seconds for batch in batches]
     prompt = simulation.prefill(1, input_tokens, frozenset({policy}))[policy].seconds
     prompt += simulation.migration()[policy].seconds
     return Steps(prompt=prompt, batches=np.array(batches), seconds=np.array(seconds))

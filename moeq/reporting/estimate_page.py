@@ -57,6 +57,7 @@ def beyond_positions(case: Case) -> str:
 
 
 VARIED = "draws of all assumptions together"
+OUTSIDE = "as assumed it lies outside, since what is assumed is the end of a range, as even routing is"
 
 
 def interval_lines(case: Case) -> list[str]:
@@ -67,7 +68,8 @@ def interval_lines(case: Case) -> list[str]:
         unit = " ms" if row.figure == STEPS else ""
         most = ", ".join(key.removeprefix("policies.") for key, _ in row.most)
         span = f"{form(row.low)} to {form(row.high)}{unit}"
-        lines.append(f"{row.figure} {form(row.value)}{unit}; {span} in 90 % of {VARIED}, mostly by {most}")
+        line = f"{row.figure} {form(row.value)}{unit}; {span} in 90 % of {VARIED}, mostly by {most}"
+        lines.append(line if row.low <= row.value <= row.high else f"{line}; {OUTSIDE}")
     return lines
 
 

@@ -63,6 +63,15 @@ def asked_text(found: SearchResult) -> str:
     return f"{text}; {_where(better, found)} keeps no less ({_kept(better)}) and is {faster} as fast."
 
 
+def unpriced_text(found: SearchResult) -> str | None:
+    """Hardware of points that meet the speed without a price, where some of it has one: money then decides nothing."""
+    meeting = [point for point in found.points if point.meets]
+    without = list(dict.fromkeys(point.hardware for point in meeting if point.dollars is None))
+    if not without or all(point.dollars is None for point in found.points):
+        return None
+    return f"Money is no part of the front: no --cost of {', '.join(without)}."
+
+
 def _kept(point: Point) -> str:
     return f"{point.bits:.2f} bits a weight" if point.loss is None else f"a loss of {point.loss:.3g}"
 
@@ -82,6 +91,7 @@ def _section(found: SearchResult, case: str, anchor: str) -> Section:
     parts: list[Raw] = [
         paragraph(best_text(found), kind="reading"),
         paragraph(asked_text(found), kind="reading"),
+        *([paragraph(unpriced, kind="reading")] if (unpriced := unpriced_text(found)) else []),
         *([figure(_drawing(anchor, label, shown, found), caption)] if shown else []),
         _front(found),
         *([details("What was refused", _refused(found))] if found.refused else []),

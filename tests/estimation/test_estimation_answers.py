@@ -490,3 +490,26 @@ def test_a_rate_of_requests(tmp_path: Path) -> None:
         assert (code, "served: 0.5 requests a second" in text) == (0, True)
         assert max(map(len, text.splitlines())) <= columns
     assert moeq(*model, "--rate", "0")[0] == 2
+
+
+def test_a_model_of_the_hub_whose_sizes_are_known_needs_no_network() -> None:
+    asked = ("--hardware", "h200-x8-nvlink", "--samples", "8", "--json")
+    (code, by_id), (_, by_name) = (moeq("--model", name, *asked) for name in ("deepseek-ai/DeepSeek-V3", "deepseek-v3"))
+    assert code == 0
+    assert by_id == by_name
+
+
+def test_headlines_beside_intervals_are_those_of_the_tables() -> None:
+    """Routing of 256 experts is drawn, for the tables with more samples than for the draws of assumptions."""
+    code, text = moeq("--model", "deepseek-v3", "--hardware", "h200-x8-nvlink", "--json")
+    assert code == 0
+    case = json.loads(text)["cases"][0]
+    own = next(point for point in case["estimate"]["points"] if point["policy"] == "context_aware")
+    speedups = {f"decode over {row['baseline']}": row["decode"] for row in reversed(case["estimate"]["speedups"])}
+    intervals = {row["figure"]: row for row in case["intervals"]}
+    assert len(intervals) == 4
+    for figure, row in intervals.items():
+        assert row["value"] == (own["decode_seconds_per_token"] if figure == "decode step" else speedups[figure])
+    code, text = moeq("--model", "deepseek-v3", "--hardware", "h200-x8-nvlink")
+    outside = [row for row in intervals.values() if not row["low"] <= row["value"] <= row["high"]]
+    assert " ".join(text.split()).count("as assumed it lies outside") == len(outside) > 0

@@ -49,6 +49,15 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert len(page) < 600_000
 
 
+def test_money_of_some_hardware_only_is_no_part_of_the_front_and_that_is_said() -> None:
+    both = ("--hardware", "h100-ndp-cxl", "--hardware", "a100-host-pcie4")
+    text = " ".join(moeq(*SEARCH, *both, "--cost", "h100-ndp-cxl=3")[1].split())
+    assert "Money is no part of the front: no --cost of a100-host-pcie4." in text
+    assert "Money" not in " ".join(moeq(*SEARCH, *both)[1].split())
+    priced = moeq(*SEARCH, *both, "--cost", "h100-ndp-cxl=3", "--cost", "a100-host-pcie4=2")[1]
+    assert "Money" not in priced
+
+
 def test_a_recipes_figures_are_searched_case_by_case() -> None:
     code, text = moeq(RECIPE, "--speed", "20", "--json")
     assert code == 0

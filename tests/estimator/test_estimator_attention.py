@@ -11,7 +11,7 @@ from family_models import build
 from moeq.errors import EstimateError
 from moeq.estimator import geometry_from_config, known_geometries, load_geometry
 from moeq.estimator.attention import Attention, attention_of, says_all
-from moeq.estimator.geometry import ModelGeometry
+from moeq.estimator.geometry import ModelGeometry, preset_of
 from moeq.models.experts import find_expert_layers
 from moeq.stages.geometry import config_values, first_geometry
 
@@ -54,6 +54,22 @@ def test_published_keys_and_values(name: str, token: int, text: int, tokens: int
     room = float(model.kv_bytes(tokens, 3))
     assert model.longest_context(room, 3) == tokens
     assert model.longest_context(float(model.kv_bytes(0)) - 1, 1) == 0
+
+
+def test_models_of_the_hub_whose_sizes_are_known() -> None:
+    """Each id stands for one geometry, whatever its letters' size; others for none."""
+    for name in known_geometries():
+        assert preset_of(name) == name
+    named = {
+        "deepseek-ai/DeepSeek-V3": "deepseek-v3", "deepseek-ai/deepseek-r1": "deepseek-r1",
+        "moonshotai/Kimi-K2-Instruct": "kimi-k2", "Qwen/Qwen3-235B-A22B": "qwen3-235b-a22b",
+        "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3-next-80b-a3b", "openai/gpt-oss-120b": "gpt-oss-120b",
+        "zai-org/GLM-4.5": "glm-4.5", "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama-4-scout",
+        "meta-llama/Llama-4-Maverick-17B-128E-Instruct": "llama-4-maverick",
+        "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
+    }  # fmt: skip
+    assert {name: preset_of(name) for name in named} == named
+    assert preset_of("Qwen/Qwen3-0.6B") is None
 
 
 def geometry(family: str, **settings: Any) -> tuple[ModelGeometry, Any]:

@@ -55,3 +55,12 @@ def test_what_is_not_assumed_is_not_varied() -> None:
     assert "gpu.memory_bandwidth" not in keys
     assert {"gpu.memory_efficiency", "link.latency"} <= keys
     assert not {"ndp.dataflow", "ndp.low_bit_compute", "ndp.clock"} & keys
+
+
+def test_an_interval_moves_with_the_value_of_more_samples() -> None:
+    plain = intervals(simulation(), 1, samples=16)
+    moved = intervals(simulation(), 1, values={STEPS: 2 * plain[0].value}, samples=16)
+    assert [moved[0].value, moved[0].low, moved[0].high] == pytest.approx(
+        [2 * plain[0].value, 2 * plain[0].low, 2 * plain[0].high]
+    )
+    assert moved[1:] == plain[1:]

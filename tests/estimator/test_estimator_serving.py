@@ -70,3 +70,13 @@ def test_the_largest_batch_is_what_fits() -> None:
     assert small < steps_of(simulation("h200-host-pcie5", hot=6), "context_aware", 2048, 2048).largest
     with pytest.raises(EstimateError, match="--rate, context_aware: needs"):
         steps_of(simulation("a100-host-pcie4", hot=8), "context_aware", 2048, 2048)
+
+
+def test_batches_are_not_only_those_that_double() -> None:
+    """Beside five FP16 experts a layer 80 GB hold some tens of sequences of 4,096 tokens, no power of two."""
+    made = simulation("a100-host-pcie4", hot=5)
+    steps = steps_of(made, "context_aware", 2048, 2048)
+    assert made.over_memory(steps.largest, 4096) is None
+    assert made.over_memory(steps.largest + 1, 4096) is not None
+    assert steps.batches.tolist() == [1, 2, 4, 8, 16, 32, steps.largest]
+    assert steps.largest not in (32, 64)
