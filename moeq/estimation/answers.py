@@ -81,8 +81,9 @@ def answer(asked: EstimateOptions) -> Answer:
         return Answer(figures=room, show=lambda: tables.print_capacity(plan), refusal=plan.refusal())
     if asked.out is not None:
         outputs.check_out(asked.out)
+    asks, left_out = questions.that_fit(asks)
     title = f"{asks[0].subject.geometry.name} on {', '.join(ask.hardware.name for ask in asks)}"
-    return _finish(questions.document_of(title, asks), asks, asked.out)
+    return _finish(questions.document_of(title, asks, left_out=left_out), asks, asked.out)
 
 
 def _finish(made: EstimateDocument, asked: list[Question], out: Path | None) -> Answer:

@@ -243,10 +243,25 @@ def _sizes(case: CaseSection) -> ModelGeometry:
     return ModelGeometry(name=case.name, **case.geometry.model_dump())
 
 
-def document_of(title: str, questions: Sequence[Question], *, miss_beyond: float = 0.0) -> EstimateDocument:
+def that_fit(questions: Sequence[Question]) -> tuple[list[Question], tuple[str, ...]]:
+    """Of questions to several hardware those whose placement fits, and why the others do not; of one question that one,
+    and the first where none fits."""
+    fit, left_out = [], []
+    for question in questions:
+        refusal = question.least.refusal()
+        if refusal is None:
+            fit.append(question)
+        else:
+            left_out.append(f"{question.hardware.name}: {refusal.what}")
+    return (fit, tuple(left_out)) if fit else (list(questions[:1]), ())
+
+
+def document_of(
+    title: str, questions: Sequence[Question], *, miss_beyond: float = 0.0, left_out: tuple[str, ...] = ()
+) -> EstimateDocument:
     """The answers; EstimateError with the sum where a placement does not fit even at the smallest point.
 
-    miss_beyond: share of a stated figure beyond which its estimate counts as missed.
+    miss_beyond: share of a stated figure beyond which its estimate counts as missed; left_out: as `that_fit` has it.
     """
     for question in questions:
         question.least.require()
@@ -255,6 +270,7 @@ def document_of(title: str, questions: Sequence[Question], *, miss_beyond: float
         hardware=", ".join(dict.fromkeys(question.hardware.name for question in questions)),
         routing=questions[0].routing,
         cases=tuple(_answered(question, miss_beyond) for question in questions),
+        left_out=left_out,
     )
 
 

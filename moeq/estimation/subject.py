@@ -57,8 +57,8 @@ def check_known(name: str) -> None:
 def read_model(name: str, *, trust_remote_code: bool = False) -> Model:
     """The model that a geometry's name, a config.json, a model directory, a packed checkpoint or a hub id stands for.
 
-    No weights are read; the id of a model on the hub whose sizes are known needs no network. Raises EstimateError for an
-    unknown name, ModelError for a configuration that cannot be read or is none of a Mixture-of-Experts model,
+    No weights are read; the id of a model on the hub whose sizes are known needs no network. Raises EstimateError for
+    an unknown name, ModelError for a configuration that cannot be read or is none of a Mixture-of-Experts model,
     ArtifactError for a damaged manifest.
     """
     path = Path(name).expanduser()

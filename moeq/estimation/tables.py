@@ -40,6 +40,8 @@ def print_document(document: EstimateDocument, paths: Mapping[str, Path]) -> Non
             _print_side_by_side(console, document.cases)
         for case in document.cases:
             _print_case(console, document, case)
+    for line in document.left_out:
+        console.print(f"left out  {line}", markup=False)
     for name, path in paths.items():
         console.print(f"{name:9} {path}", soft_wrap=True, markup=False)
 

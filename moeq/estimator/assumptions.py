@@ -45,7 +45,7 @@ def assumptions(
         "decode: keys and values of the prompt and what was decoded so far"
         if kv_growth
         else f"decode: keys and values of {simulation.context} tokens at every step",
-        _kept_line(geometry, simulation.context),
+        _kept_line(geometry, simulation.context, simulation.layers.hardware.count),
     ]
     lines += _policy_lines(simulation)
     if assigned_layers != geometry.num_layers:
@@ -53,11 +53,12 @@ def assumptions(
     return tuple(lines)
 
 
-def _kept_line(geometry: ModelGeometry, context: int) -> str:
-    """What is kept of a text."""
+def _kept_line(geometry: ModelGeometry, context: int, gpus: int) -> str:
+    """What is kept of a text, by all GPUs together."""
     each = float(geometry.kv_bytes(context)) / context
     width = "FP16" if geometry.cache_bits == 16 else f"{geometry.cache_bits:g} bits"
     line = f"keys and values in {width}: {each:,.0f} bytes a token of {context}"
+    line += f" on {gpus} GPUs together" if gpus > 1 else ""
     for kind in geometry.kept:
         if kind.window is not None:
             line += f"; in {kind.layers} layers of the last {kind.window} tokens"

@@ -66,7 +66,10 @@ class Case(Frozen):
 
 
 class EstimateDocument(Frozen):
-    """All cases of one command; routing says what decides which experts are chosen."""
+    """All cases of one command; routing says what decides which experts are chosen.
+
+    left_out: of several hardware that are compared, those that the model does not fit, each with its sum.
+    """
 
     schema_version: Literal[1] = 1
     moeq_version: str = __version__
@@ -74,6 +77,7 @@ class EstimateDocument(Frozen):
     hardware: str
     routing: str
     cases: tuple[Case, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def stated(self) -> list[Comparison]:

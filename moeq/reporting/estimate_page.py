@@ -31,7 +31,11 @@ def render(estimates: EstimateDocument) -> str:
         f"Computed by a model of the hardware ({estimates.hardware}), not measured. Routing: {estimates.routing}. What "
         "the answer hangs on stands below every case."
     )
-    top = [paragraph(f"Model: {'; '.join(models)}."), lead(text), *_warned(beyond)]
+    top = [
+        paragraph(f"Model: {'; '.join(models)}."),
+        lead(text),
+        *_warned([*beyond, *(f"Left out: {line}." for line in estimates.left_out)]),
+    ]
     return document(f"{estimates.name} · moeq estimate", estimates.name, top, sections)
 
 

@@ -43,7 +43,8 @@ def best_text(found: SearchResult) -> str:
         return f"Nothing gives {speed}; {at_most}: {_where(fastest, found)}."
     return (
         f"{speed}: {_kept(best)} with {_where(best, found)}, {formats.number(best.tokens_per_second)} tokens a second "
-        f"in {human_bytes(best.gpu_bytes)} of GPU memory and {human_bytes(best.near_bytes)} beside it."
+        f"in {human_bytes(best.gpu_bytes)} of GPU memory and "
+        f"{human_bytes(best.near_bytes) if best.near_bytes else 'nothing'} beside it."
     )
 
 

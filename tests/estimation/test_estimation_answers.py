@@ -415,6 +415,20 @@ def test_several_hardware_are_compared(tmp_path: Path) -> None:
     assert (code, "2 times --hardware" in text) == (2, True)
 
 
+def test_hardware_that_is_too_small_is_left_out_of_a_comparison_and_said(tmp_path: Path) -> None:
+    asked = ("--model", "deepseek-v3", *ONE, "--samples", "8", "--hardware", "rtx5090-host-pcie5")
+    code, text = moeq(*asked, "--hardware", "h200-x8-nvlink", "--out", tmp_path / "out")
+    assert code == 0
+    assert "left out rtx5090-host-pcie5: does not fit: GPU: non-expert weights 31.9 GiB" in " ".join(text.split())
+    assert "562,176 bytes a token of 1024 on 8 GPUs together" in " ".join(text.split())
+    kept = EstimateDocument.model_validate_json((tmp_path / "out" / "estimate.json").read_text())
+    assert [case.estimate.hardware for case in kept.cases] == ["h200-x8-nvlink"]
+    assert len(kept.left_out) == 1
+    assert "Left out: rtx5090-host-pcie5: does not fit" in (tmp_path / "out" / "estimate.html").read_text()
+    code, text = moeq(*asked, "--hardware", "rtx5090-host-ssd")
+    assert (code, "rtx5090-host-pcie5: does not fit" in text) == (10, True), (code, text)
+
+
 def test_experts_on_the_gpu_may_be_quantized_too() -> None:
     model = ("--model", "mixtral-8x7b", "--hardware", "h100-ndp-cxl", *ONE, "--replicas", "3")
     half, quarter = (as_json(*model, "--gpu-bits", bits)["cases"][0] for bits in ("8", "4"))
