@@ -270,3 +270,12 @@ def is_dominated(point: Point, points: Sequence[Point]) -> bool:
         and (other.expert_bytes < point.expert_bytes or other.objective * slack < point.objective)
         for other in points
     )
+
+
+def is_beaten(row: tuple[float, ...], rows: Sequence[tuple[float, ...]]) -> bool:
+    """Whether another row is in no column larger and in one smaller; rounding does not count."""
+    return any(
+        all(theirs <= mine + SAME * abs(mine) for theirs, mine in zip(other, row, strict=True))
+        and any(theirs < mine - SAME * abs(mine) for theirs, mine in zip(other, row, strict=True))
+        for other in rows
+    )

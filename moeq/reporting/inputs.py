@@ -34,6 +34,19 @@ class Loads:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TradeOff:
+    """An assignment of the run's measurements: its size, its objective, and decode tokens a second of one sequence by
+    the estimator under a policy. command: what makes it; None: it is the run's own."""
+
+    bits_per_weight: float
+    expert_bytes: int
+    objective: float
+    tokens_per_second: float
+    policy: str
+    command: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpeedInputs:
     """The estimate of every assignment, the exported one first.
 
@@ -94,6 +107,7 @@ class ReportInputs:
     bench: Bench | None = None  # of this checkpoint, where one lies in the run
     left: str | None = None  # of the model, in no checkpoint
     around: Sequence[Point] = ()  # what the assignment stands among, by what losses predict
+    trade_offs: Sequence[TradeOff] = ()  # with their speed, too; the fastest first
     integer: IntegerReport | None = None  # where the folded model was made a forward in whole numbers
 
     def label(self, name: str) -> str:

@@ -14,6 +14,7 @@ from moeq.reporting import (
     routing,
     speed,
     summary,
+    trade_offs,
     translation,
 )
 from moeq.reporting import non_experts as others
@@ -24,12 +25,13 @@ from moeq.reporting.inputs import ReportInputs
 
 def render(inputs: ReportInputs) -> str:
     """The report as one HTML document; its bytes depend only on the artifacts."""
-    sizes = frontier.frontier(inputs.around)
+    sizes, traded = frontier.frontier(inputs.around), trade_offs.trade_offs(inputs.trade_offs, inputs.speed)
     sweeps, translated, folded = inputs.low_precision, inputs.evaluation.translation, inputs.reparam
     sections = [
         decided.decided(inputs),
         summary.size_against_quality(inputs),
         *([] if sizes is None else [sizes]),
+        *([] if traded is None else [traded]),
         cautions.cautions(inputs),
         summary.variants(inputs),
         *([] if translated is None else [translation.translation(translated, inputs.labels)]),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.assigners import sensitivity
+from moeq.assigners import latency, sensitivity
 from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.limits import choices
 from moeq.errors import AssignmentError, BudgetError, EstimateError
@@ -34,6 +35,7 @@ from moeq.stages.estimate_sizes import chosen_geometry, profiled_popularity
 ON_GPU, NEAR = "static_mixed", "context_aware"
 ROUNDS = 12  # of the bisection
 MILLISECONDS = 1e3
+SLACK = 1e-6  # above the shortest time, for rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,9 @@ def assign_for_speed(
     assert name is not None
     hardware, (geometry, _) = load_hardware(name), chosen_geometry(context)
     free = replace(inputs, config=inputs.config.model_copy(update={"speed": None}))
-    problem = _Problem(context=context, decide=decide, inputs=free, geometry=geometry, hardware=hardware, speed=speed)
+    problem = SpeedProblem(
+        context=context, decide=decide, inputs=free, geometry=geometry, hardware=hardware, speed=speed
+    )
     solved = [problem.solve(policy) for policy in (ON_GPU, NEAR)]
     found = [each for each, _ in solved if each is not None]
     if not found:
@@ -81,7 +85,7 @@ def assign_for_speed(
     return best.assignment, best.as_json(speed, hardware.name, bound=min(bound for _, bound in solved))
 
 
-class _Problem:
+class SpeedProblem:
     """One model on one hardware."""
 
     def __init__(
@@ -102,11 +106,43 @@ class _Problem:
 
     def narrowest(self) -> float:
         """Decode tokens a second with every expert at the narrowest width; 0 where that cannot run either."""
-        least = [min(choices(self.inputs))]
-        made = self.decide(
-            replace(self.inputs, config=self.inputs.config.model_copy(update={"widths": least}), memo={})
-        )
-        return max(self._speed(made, policy) or 0.0 for policy in (ON_GPU, NEAR))
+        fastest = self.fastest(self._narrow())
+        return 0.0 if fastest is None else fastest.tokens_per_second
+
+    def _narrow(self) -> Assignment:
+        """Every expert at the narrowest width."""
+        least = self.inputs.config.model_copy(update={"widths": [min(choices(self.inputs))]})
+        return self.decide(replace(self.inputs, config=least, memo={}))
+
+    def fastest(self, assignment: Assignment) -> Found | None:
+        """An assignment under the policy that decodes it fastest; None where neither can run it."""
+        rates = {policy: self._speed(assignment, policy) for policy in (ON_GPU, NEAR)}
+        known = {policy: rate for policy, rate in rates.items() if rate is not None}
+        if not known:
+            return None
+        policy = max(known, key=lambda each: known[each])
+        return self._found(assignment, policy, known[policy])
+
+    def at_times(self, policy: str, count: int) -> list[Found]:
+        """The least objectives within so many times a token of their experts, in equal ratios from what they take with
+        no limit of time down to what the narrowest take; those that the policy can run."""
+        inputs = self._within_memory() if policy == ON_GPU else self.inputs
+        try:
+            free, narrow = self.decide(inputs), self._narrow()
+        except BudgetError:
+            return []
+        if self._speed(narrow, policy) is None:
+            return []
+        timed = self._timed(inputs, policy, free)
+        longest, shortest = (latency.achieved(timed, each) for each in (free, narrow))
+        if not longest > shortest > 0:
+            return []
+        made = [free]
+        for seconds in np.geomspace(longest, shortest * (1 + SLACK), count)[1:].tolist():
+            with suppress(BudgetError):
+                made.append(self._within(timed, seconds))
+        found = [self.fastest(assignment) for assignment in made if self._speed(assignment, policy) is not None]
+        return [each for each in found if each is not None]
 
     def solve(self, policy: str) -> tuple[Found | None, float]:
         """The least objective under a policy, None where it cannot run or is never fast enough; and what no assignment
@@ -120,9 +156,8 @@ class _Problem:
         if measured is not None and measured >= self.speed:
             found = self._found(free, policy, measured)
             return found, found.objective
-        times = self._times(policy, sorted({*inputs.measured(), FULL}))
         step = 1 / self.speed - self._simulation(free).dense(1, self.context_tokens).seconds
-        inputs = replace(inputs, tokens_given=self._tokens_given(free), ndp_seconds=tuple(times), memo={})
+        inputs = self._timed(inputs, policy, free)
         most = step - (self._hot_seconds(inputs, free) if policy == ON_GPU else 0.0)
         if most <= 0:
             return None, math.inf
@@ -159,6 +194,11 @@ class _Problem:
         bits = Fraction(max(0, int(8000 * room / (weights * max(1, geometry.num_experts - config.gpu_experts)))), 1000)
         budget = min(bits, Fraction(config.bits_per_weight))
         return replace(self.inputs, config=config.model_copy(update={"bits_per_weight": str(budget)}))
+
+    def _timed(self, inputs: AssignInputs, policy: str, assignment: Assignment) -> AssignInputs:
+        """With the times of experts under a policy, and the tokens that each is given."""
+        times = self._times(policy, sorted({*inputs.measured(), FULL}))
+        return replace(inputs, tokens_given=self._tokens_given(assignment), ndp_seconds=tuple(times), memo={})
 
     def _within(self, inputs: AssignInputs, seconds: float) -> Assignment:
         """The least objective whose experts take at most so many seconds a token, as their times count."""

@@ -47,9 +47,10 @@ from moeq.stages.estimate import EstimateReport
 from moeq.stages.loading import where_it_loads
 from moeq.stages.needs import Needs, Sizes
 from moeq.stages.replicas import load_losses
+from moeq.stages.trade_offs import trade_offs
 
 NAME = "report.html"
-REVISION = 10  # raised when the same run gives another page
+REVISION = 11  # raised when the same run gives another page
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
 
 
@@ -70,6 +71,7 @@ def run(context: Context) -> dict[str, Any]:
 def collect(context: Context) -> ReportInputs:
     """Read every artifact of the run; ArtifactError when one is missing or damaged."""
     routing, assignment, evaluation = profile.load(context), assign.load(context), evaluate.load(context)
+    speed = speed_inputs(estimate.load(context))
     return ReportInputs(
         profile=routing,
         coverage=routing.coverage(**profile.coverage_settings(context)),
@@ -79,7 +81,7 @@ def collect(context: Context) -> ReportInputs:
         assignment=assignment,
         evaluation=evaluation,
         manifest=read_manifest(context.directory("export")),
-        speed=speed_inputs(estimate.load(context)),
+        speed=speed,
         recipe_text=_recipe_text(context),
         others=others.table(context),
         refined=refined(context, assignment),
@@ -91,6 +93,7 @@ def collect(context: Context) -> ReportInputs:
         bench=measured(context),
         left=left_drafts(context.model.source.drafts),
         around=around(assign.inputs_of(context, context.recipe.assign, context.recipe.name), assignment),
+        trade_offs=trade_offs(context, assignment) if speed.tells else [],
         gates=gates.verdicts(context),
         loads=loads(context, assignment),
         labels=labels(context.recipe),

@@ -17,7 +17,7 @@ from moeq.artifacts.profile import ExpertProfile
 from moeq.artifacts.sensitivities import SensitivityTable
 from moeq.artifacts.stage import ModelStamp
 from moeq.estimator import Estimate, Grid, Placement, estimate, load_geometry, load_hardware
-from moeq.reporting.inputs import ReportInputs, SpeedInputs
+from moeq.reporting.inputs import ReportInputs, SpeedInputs, TradeOff
 from moeq_kernels.widths import Encoding
 
 EXPERT_WEIGHTS = 3_000_000  # of the 4,000,000 of all
@@ -188,6 +188,19 @@ def speed_of(estimates: list[Estimate]) -> SpeedInputs:
             one.placement: {key: one.speedups_over(key, batch=1)[0].decode for key in BASELINES} for one in estimates
         },
     )
+
+
+@pytest.fixture(scope="session")
+def traded() -> list[TradeOff]:
+    """Four assignments under two policies, the second the run's own."""
+    return [
+        TradeOff(
+            bits_per_weight=bits, expert_bytes=int(1e6 * bits), objective=4.0**-bits, tokens_per_second=90 / bits,
+            policy="static_mixed" if bits < 4 else "context_aware",
+            command=None if bits == 2.5 else f"moeq assign --out RUN --bits {bits:g}",
+        )
+        for bits in (2.0, 2.5, 3.0, 4.0)
+    ]  # fmt: skip
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,9 @@ from browser import CHROMIUM, LOOKED_FOR, SCHEMES, WIDTHS, looked_at
 from moeq.estimator import load_geometry, load_hardware, uniform_placement
 from moeq.estimator.capacity import plan_capacity
 from moeq.estimator.cases import Case, EstimateDocument
-from moeq.reporting import estimate_page
-from moeq.reporting.inputs import ReportInputs
+from moeq.estimator.search import Search, Setting
+from moeq.reporting import estimate_page, search_page
+from moeq.reporting.inputs import ReportInputs, TradeOff
 from moeq.reporting.page import render
 
 pytestmark = pytest.mark.full
@@ -26,8 +27,8 @@ def _chromium() -> None:
 
 
 @pytest.fixture(scope="module")
-def pages(make: Callable[..., ReportInputs]) -> dict[str, str]:
-    """A report of a small and of a large model, and an estimate past the model's positions."""
+def pages(make: Callable[..., ReportInputs], traded: list[TradeOff]) -> dict[str, str]:
+    """A report of a small and of a large model, an estimate past the model's positions, and a search."""
     inputs = make()
     geometry = load_geometry("mixtral-8x7b")
     placement = uniform_placement(geometry, bits=3, hot_experts=1)
@@ -39,10 +40,16 @@ def pages(make: Callable[..., ReportInputs]) -> dict[str, str]:
     document = EstimateDocument(
         name="mixtral-8x7b on paper-ctxmoe", hardware="paper-ctxmoe", routing="uniform", cases=(case,)
     )
+    systems = [load_hardware(name) for name in ("paper-ctxmoe", "h100-ndp-cxl", "a100-host-pcie4")]
+    asked = Setting(gpu_experts=4, gpu_bits=16, bits=3)
+    found = Search(
+        geometry=geometry, hardware=systems, speed=20, asked=asked, dollars_per_hour={"paper-ctxmoe": 3}
+    ).run()
     return {
-        "report": render(inputs),
+        "report": render(replace(inputs, trade_offs=traded)),
         "large": render(make(layers=48, experts=128)),
         "estimate": estimate_page.render(document),
+        "search": search_page.render("a search", [found], ["a case with a long name, of 3 code bits"]),
     }
 
 

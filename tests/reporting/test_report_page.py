@@ -29,7 +29,7 @@ from moeq.assigners.report import THIS, UNIFORM, Point
 from moeq.papers import CONTEXT_AWARE, named
 from moeq.recipe import domain_names
 from moeq.reporting.atlas import atlas, own_widths
-from moeq.reporting.inputs import Loads, Refined, ReportInputs
+from moeq.reporting.inputs import Loads, Refined, ReportInputs, TradeOff
 from moeq.reporting.names import LayerNames, layer_names
 from moeq.reporting.page import render
 from moeq.stages import model_card
@@ -609,6 +609,24 @@ def test_what_other_sizes_would_cost(make: Make) -> None:
     assert {"optimal by matrix", UNIFORM, THIS, "objective"} <= set(texts)
     exact = [replace(point, objective=0.0) for point in points]
     assert render(replace(make(), around=exact)) == render(make()), "nothing costs anything"
+
+
+def test_size_quality_and_speed_stand_together_with_what_makes_them(make: Make, traded: list[TradeOff]) -> None:
+    inputs, points = make(), traded
+    shown = render(replace(inputs, trade_offs=points))
+    anchors = [attributes["id"] for tag, attributes in parsed(shown).tags if tag == "section"]
+    assert anchors == [*ANCHORS[:2], "trade-offs", *ANCHORS[2:]]
+    section = shown.split('<section id="trade-offs"', 1)[1].split("</section>", 1)[0]
+    drawing = ElementTree.fromstring(drawings(section)[0])
+    texts = ["".join(text.itertext()) for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"static mixed precision", "context-aware", "objective", "decode tokens a second"} <= set(texts)
+    assert "this run: 0.0312 at 2.38 MiB, 36 a second" in section
+    assert re.findall(r"<code>(.*?)</code>", section) == [p.command for p in points if p.command is not None]
+    assert "with the sizes of mixtral-8x7b, by a model of paper-ctxmoe, not measured" in section
+    toy = replace(inputs.speed, geometry_is_the_models=True, geometry=dict(inputs.speed.geometry, hidden_size=8))
+    nothing_to_say = replace(inputs, speed=toy)
+    assert render(replace(nothing_to_say, trade_offs=points)) == render(nothing_to_say)
+    assert render(replace(inputs, trade_offs=points[:1])) == render(inputs)
 
 
 def test_what_codes_are_and_where_they_load(make: Make) -> None:
