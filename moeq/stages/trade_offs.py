@@ -69,7 +69,7 @@ def _by_size(problem: SpeedProblem, inputs: AssignInputs) -> list[tuple[Found, s
         sum(each[width] for each in inputs.bytes) / sum(inputs.weights) * 8 for width in (min(widths), max(widths))
     ]
     found = []
-    for bits in np.geomspace(*sizes, SIZES).tolist():
+    for bits in np.geomspace(least, most, SIZES).tolist():
         budget = str(Fraction(math.ceil(100 * bits), 100))
         with suppress(BudgetError, AssignmentError):
             config = inputs.config.model_copy(update={"bits_per_weight": budget})
