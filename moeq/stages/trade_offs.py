@@ -65,9 +65,9 @@ def trade_offs(context: Context, own: Assignment) -> list[TradeOff]:
 def _by_size(problem: SpeedProblem, inputs: AssignInputs) -> list[tuple[Found, str]]:
     """The least objective at some sizes between all experts at the least and at the largest measured width."""
     widths = choices(inputs)
-    sizes = [
-        sum(each[width] for each in inputs.bytes) / sum(inputs.weights) * 8 for width in (min(widths), max(widths))
-    ]
+    least, most = (
+        8 * sum(each[width] for each in inputs.bytes) / sum(inputs.weights) for width in (min(widths), max(widths))
+    )
     found = []
     for bits in np.geomspace(least, most, SIZES).tolist():
         budget = str(Fraction(math.ceil(100 * bits), 100))
