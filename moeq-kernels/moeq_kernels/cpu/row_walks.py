@@ -1,9 +1,9 @@
 """One row of activations times trellis codes with AVX2, row by row: one load finds the values of several inputs.
 
-Where other blocks have a row of the matrix in every lane, here lanes are inputs side by side: what a table gives for two
-or four steps goes into the vector as it is, is multiplied with as many activations, and a row is added up at the end of
-its block. Tables have 2**14 places at most: of four steps as bytes, 64 KiB, where k and L are small, else of two as
-bf16, which are the upper halves of float32.
+Where other blocks have a row of the matrix in every lane, here lanes are inputs side by side: what a table gives for
+two or four steps goes into the vector as it is, is multiplied with as many activations, and a row is added up at the
+end of its block. Tables have 2**14 places at most: of four steps as bytes, 64 KiB, where k and L are small, else of two
+as bf16, which are the upper halves of float32.
 
 Letters: k bits of a step, L of a state, n steps of a table.
 """
