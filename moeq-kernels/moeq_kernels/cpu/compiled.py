@@ -17,7 +17,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moeq_kernels.cpu import plain, tiles
+from moeq_kernels.cpu import plain, row_walks, tiles
 from moeq_kernels.cpu.emit import ARGUMENTS, FLOATS, Spec, emit
 from moeq_kernels.cpu.forms import FORMS
 
@@ -34,7 +34,7 @@ def _block(typing: Any, text: Any, arguments: Any) -> Any:
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
         spec = Spec.of(text.literal_value)
-        code_of = tiles.emit if FORMS[spec.form].tiles else emit
+        code_of = row_walks.emit if row_walks.takes(spec) else tiles.emit if FORMS[spec.form].tiles else emit
         code_of(builder, spec, cgutils.unpack_tuple(builder, given[1]))
         return context.get_dummy_value()
 

@@ -39,8 +39,8 @@ def _digest() -> str:
     folder = Path(__file__).parent
     text = b"".join(
         (folder / name).read_bytes()
-        for name in ("codes.py", "emit.py", "forms.py", "lanes.py", "tiles.py", "walks.py", "../trellis.py",
-                     "../trellis_tables.py")
+        for name in ("codes.py", "emit.py", "forms.py", "lanes.py", "lookups.py", "row_walks.py", "tiles.py",
+                     "walks.py", "../trellis.py", "../trellis_tables.py")
     )  # fmt: skip
     return hashlib.sha256(text).hexdigest()[:16]
 

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from moeq_kernels.cpu.arrangement import Shape
 from moeq_kernels.cpu.codes import CODES
-from moeq_kernels.cpu.forms import FORMS, Form, forms
+from moeq_kernels.cpu.forms import AVX2_LANES, FORMS, Form, forms
 from moeq_kernels.cpu.layer import PackedLayer, PackedLinear
 from moeq_kernels.cpu.versions import Block, Places, VersionedLayer
 from moeq_kernels.cpu.walks import Walk
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 
+WALKED_WITH_AVX2 = 16  # rows from which on AVX2 unpacks trellis codes, where it has not been measured
 MOST_SUM = 2**31 - 1  # a group's sum of codes times bytes of activations is an int32
 
 
@@ -89,8 +90,10 @@ class CpuKernel:
         walks = [codes for shape in shapes if isinstance(codes := CODES[shape.codes], Walk) and codes.walked]
         if not walks:
             return self.form.prefill
-        looked_up = all(walk.in_registers(self.form.lanes) for walk in walks)
-        return self.form.prefill // 2 if looked_up else min(self.form.prefill, 2 * self.form.rows[-1])
+        if all(walk.in_registers(self.form.lanes) for walk in walks):
+            return self.form.prefill // 2
+        most = WALKED_WITH_AVX2 if self.form.lanes == AVX2_LANES else 2 * self.form.rows[-1]
+        return min(self.form.prefill, most)
 
     def _overflow(self, shape: Shape) -> str | None:
         """Why a form that rounds activations does not take a matrix, None if it does."""

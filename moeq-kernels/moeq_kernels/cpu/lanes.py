@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from llvmlite import ir
 from llvmlite.ir import Value
@@ -49,6 +49,13 @@ class Lanes:
         self.word_type, self.float_type = ir.VectorType(I32, count), ir.VectorType(F32, count)
         self.zero = ir.Constant(self.float_type, [0.0] * count)
         self.no_word = ir.Constant(self.word_type, [0] * count)
+        self._kept: dict[Hashable, Value] = {}
+
+    def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """What is made when it is first asked for by a key, which holds a value of the same basic block."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def _pointer(self, address: Value, offset: int, kind: ir.Type) -> Value:
         place = self.builder.add(address, ir.Constant(I64, offset)) if offset else address
@@ -179,6 +186,41 @@ class Lanes:
         """Bytes of two tables of 64, one after the other, by the low 7 bits of each byte."""
         name = "llvm.x86.avx512.vpermi2var.qi.512"
         return self._call(name, self._bytes, self._table(table), places, self._table(other))
+
+    # four bytes a lane, of 8 lanes where AVX2's instructions are meant
+
+    def as_bytes(self, words: Value) -> Value:
+        """The same bits."""
+        return self.builder.bitcast(words, self._bytes)
+
+    def shifted_bytes(self, words: Value, lowest: Sequence[int]) -> Value:
+        """As `cut_bytes`, as words: by a shift for every different distance of the places from their bytes."""
+        count, found = 4 * self.count, None
+        moves = [low - 8 * place for place, low in enumerate(lowest)]
+        for move in dict.fromkeys(moves):
+            part = self.as_bytes(self.shifted(words, move))
+            mask = [at + count * (moves[at % 4] == move) for at in range(count)]
+            kind = ir.VectorType(I32, count)
+            found = part if found is None else self.builder.shuffle_vector(found, part, ir.Constant(kind, mask))
+        return self.builder.bitcast(found, self.word_type)
+
+    def from_sixteen(self, table: Sequence[int], places: Value) -> Value:
+        """Bytes of a table of 16 by the low 4 bits of each byte of words, 0 where its highest bit is set."""
+        return self._call("llvm.x86.avx2.pshuf.b", self._bytes, self._table([*table, *table]), self.as_bytes(places))
+
+    def sum_of_bytes(self, words: Value) -> Value:
+        """Of the four of each lane, without sign."""
+        shorts = ir.VectorType(I16, 2 * self.count)
+        ones = ir.Constant(self._bytes, [1] * 4 * self.count), ir.Constant(shorts, [1] * 2 * self.count)
+        pairs = self._call("llvm.x86.avx2.pmadd.ub.sw", shorts, self.as_bytes(words), ones[0])
+        return self._call("llvm.x86.avx2.pmadd.wd", self.word_type, pairs, ones[1])
+
+    def plus(self, words: Value, number: int) -> Value:
+        return self.builder.add(words, self._constant(number))
+
+    def times_plus(self, words: Value, factor: int, added: int) -> Value:
+        """In 32 bits."""
+        return self.plus(self.builder.mul(words, self._constant(factor)), added)
 
     def _table(self, values: Sequence[int]) -> Value:
         return ir.Constant(self._bytes, [int(value) for value in values])

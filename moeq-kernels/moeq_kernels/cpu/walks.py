@@ -7,9 +7,9 @@ chunk is the last one of the row above, of the tile's last row above its first: 
 first. So two chunks in a word give all states that end in the second, up to 16 bits each.
 
 With AVX-512's permutations of bytes (VBMI) the states of four inputs are cut out of each lane at once and 2**8 to
-2**10 values looked up in registers of 64 of them; else, and for more states, values are gathered from a table. Codes of
-8 bits are their values. All stand for numbers 0 to 255, that is values with 128 added: a zero point of 128 and a scale
-of 1/32 of the stored one make them affine codes of one group.
+2**10 values looked up in registers of 64 of them; with AVX2 values are found as `lookups` tells; else, and for more
+states, they are gathered from a table. Codes of 8 bits are their values. All stand for numbers 0 to 255, that is values
+with 128 added: a zero point of 128 and a scale of 1/32 of the stored one make them affine codes of one group.
 
 Letters: k bits of a step, L of a state.
 """
@@ -21,13 +21,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from llvmlite import ir
 from llvmlite.ir import Value
 from numpy.typing import NDArray
 
 from moeq_kernels import trellis
-from moeq_kernels.cpu.forms import host_features
-from moeq_kernels.cpu.lanes import I8, Lanes
+from moeq_kernels.cpu import lookups
+from moeq_kernels.cpu.forms import AVX2_LANES, host_features
+from moeq_kernels.cpu.lanes import Lanes
+from moeq_kernels.trellis_tables import table as trained_table
 from moeq_kernels.widths import STATE_BITS, TRELLIS_BITS
 
 CHUNK = 16  # bits
@@ -74,14 +75,18 @@ class Walk:
             return lanes.with_flipped(lanes.moved_bytes(words[0][at], mask), 0x80808080)
         if self.in_registers(lanes.count):
             return self._looked_up(lanes, words, at)
+        if self.shuffled(lanes.count):
+            return self._shuffled(lanes, words, *divmod(4 * at, trellis.TILE), ORDER)
         taken = None
         for place, one in enumerate(ORDER):
-            part = lanes.shifted(self._gathered(lanes, words, 4 * at + one), -8 * place)
+            part = lanes.shifted(self.number(lanes, words, 4 * at + one), -8 * place)
             taken = part if taken is None else lanes.either(taken, part)
         return taken
 
     def number(self, lanes: Lanes, words: Sequence[Sequence[Value]], which: int) -> Value:
         """The value of one input with 128 added, a word a lane."""
+        if self.walked and lanes.count == AVX2_LANES:
+            return self._with_avx2(lanes, words, *divmod(which, trellis.TILE))
         if self.walked and not self.in_registers(lanes.count):
             return self._gathered(lanes, words, which)
         at, place = which // 4, ORDER.index(which % 4)
@@ -111,25 +116,55 @@ class Walk:
         high = lanes.masked(word, 0xFFFF0000) if own % 2 else lanes.shifted(word, -CHUNK)
         return lanes.either(low, high)
 
-    def _gathered(self, lanes: Lanes, words: Sequence[Sequence[Value]], which: int) -> Value:
-        tile, step = divmod(which, trellis.TILE)
-        end = (step + 1) * self.bits
-        chunk = (end - 1) // CHUNK
-        lowest = end - self.state_bits - CHUNK * (chunk - 1)
-        cut = lanes.shifted(self._chunks(lanes, words, tile, chunk), lowest)
-        state = lanes.masked(cut, (1 << self.state_bits) - 1)
-        return lanes.masked(lanes.gathered(self._table(lanes), state), 255)
+    def shuffled(self, lanes: int) -> bool:
+        """Whether vectors of so many lanes look values up by shuffles."""
+        return self.walked and self.state_bits == lookups.SHUFFLED and lanes == AVX2_LANES
 
-    def _table(self, lanes: Lanes) -> Value:
-        """The address of the table, in the module, with three bytes more, which come with the last ones."""
-        module, name = lanes.builder.module, f"moeq_{self.name}"
-        found = module.globals.get(name)
-        if found is None:
-            given = bytearray(table(self.bits, self.state_bits).tobytes() + bytes(3))
-            kind = ir.ArrayType(I8, len(given))
-            found = ir.GlobalVariable(module, kind, name)
-            found.initializer, found.linkage, found.global_constant = ir.Constant(kind, given), "internal", True
-        return lanes.builder.ptrtoint(found, ir.IntType(64))
+    @property
+    def trained(self) -> bool:
+        """Whether values are a table's, not computed."""
+        return self.walked and trained_table(self.bits, self.state_bits) is not None
+
+    def place(self, lanes: Lanes, words: Sequence[Sequence[Value]], tile: int, step: int, steps: int = 1) -> Value:
+        """The state of a step of a tile, with those of as many steps altogether, the last of which it is: as
+        `lookups.several` is read."""
+        count, end = self.state_bits + (steps - 1) * self.bits, (step + 1) * self.bits
+        chunk = (end - 1) // CHUNK
+        lowest = end - count - CHUNK * (chunk - 1)
+        assert lowest >= 0
+        return lanes.masked(lanes.shifted(self._chunks(lanes, words, tile, chunk), lowest), (1 << count) - 1)
+
+    def _with_avx2(self, lanes: Lanes, words: Sequence[Sequence[Value]], tile: int, step: int) -> Value:
+        if self.shuffled(lanes.count):
+            four = next(four for four in lookups.GROUPS[self.bits] if step in four)
+            found = self._shuffled(lanes, words, tile, 0, four)
+            return lanes.masked(lanes.shifted(found, 8 * four.index(step)), 255)
+        if not self.trained:
+            return lookups.computed(lanes, self.place(lanes, words, tile, step))
+
+        def pair() -> Value:
+            given = lookups.several(table(self.bits, self.state_bits), self.bits, self.state_bits, 2)
+            address = lookups.address_of(lanes, f"moeq_{self.name}_pairs", given)
+            return lookups.loaded(lanes, address, self.place(lanes, words, tile, step | 1, 2))
+
+        both = lanes.once((words[0][0], tile, step // 2), pair)
+        return lanes.masked(lanes.shifted(both, 8 * (step % 2)), 255)
+
+    def _shuffled(
+        self, lanes: Lanes, words: Sequence[Sequence[Value]], tile: int, first: int, four: Sequence[int]
+    ) -> Value:
+        """Four values a lane, of the steps that lie so far behind the first one; all of them end in one chunk."""
+        ends = [(first + one + 1) * self.bits for one in four]
+        chunk = (max(ends) - 1) // CHUNK
+        lowest = [end - self.state_bits - CHUNK * (chunk - 1) for end in ends]
+        assert min(lowest) >= 0
+        states = lanes.shifted_bytes(self._chunks(lanes, words, tile, chunk), lowest)
+        return lookups.shuffled(lanes, table(self.bits, self.state_bits), states)
+
+    def _gathered(self, lanes: Lanes, words: Sequence[Sequence[Value]], which: int) -> Value:
+        state = self.place(lanes, words, *divmod(which, trellis.TILE))
+        address = lookups.address_of(lanes, f"moeq_{self.name}", table(self.bits, self.state_bits))
+        return lanes.masked(lanes.gathered(address, state), 255)
 
     def _looked_up(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int) -> Value:
         """Four values a lane: the low bits of states tell a byte's place in a register, the others which of them."""

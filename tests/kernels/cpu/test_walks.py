@@ -8,15 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from packed_layers import reference, routed, silu_gate, trellis_of, values
 
-from moeq_kernels import choice, measured
-from moeq_kernels.cpu.forms import FORMS, forms
+from moeq_kernels import choice, measured, trellis
+from moeq_kernels.cpu.forms import AVX2_LANES, FORMS, forms
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.cpu.layer import PackedLayer, PackedLinear
+from moeq_kernels.cpu.lookups import several
+from moeq_kernels.cpu.walks import table
 from moeq_kernels.description import DOWN, LayerOfExperts
 from moeq_kernels.packed import PackedWeight
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
+WITH_AVX2 = [name for name in forms() if FORMS[name].lanes == AVX2_LANES]
 SIZES = {"gate_proj": (48, 80), "up_proj": (48, 80), DOWN: (80, 48)}
 
 
@@ -28,7 +31,8 @@ def check(matrix: PackedWeight, count: int, form: str, dtype: torch.dtype = BF16
     found = CpuKernel(form, measured.NEVER).linear(matrix)(rows).double()
     assert ((found - wanted).abs() <= close).all()
     unpacked = CpuKernel(form, 1).linear(matrix)(rows).double()
-    rounded = rows.double() @ matrix.dequantize(dtype).double().T
+    kept = dtype if FORMS[form].unpacks_bf16 else torch.float32
+    rounded = rows.double() @ matrix.dequantize(kept).double().T
     assert ((unpacked - rounded).abs() <= close).all()
 
 
@@ -67,6 +71,36 @@ def test_float32_rows() -> None:
 def test_more_states_than_registers_hold(bits: int, state_bits: int) -> None:
     for form in {forms()[0], *({"avx2"} & set(forms()))}:
         check(trellis_of(17, 64, bits, state_bits), 2, form)
+
+
+@pytest.mark.parametrize(("bits", "state_bits"), [(1, 8), (2, 8), (3, 8), (4, 8), (1, 10), (3, 10), (2, 9), (4, 16)])
+def test_every_way_of_avx2_to_find_values(bits: int, state_bits: int) -> None:
+    """Shuffles, tables of two and four steps, and arithmetic; one row alone and several. Unpacked, they are exact."""
+    if not WITH_AVX2:
+        pytest.skip("this CPU has no AVX2")
+    matrix = trellis_of(33, 80, bits, state_bits, seed=bits)
+    for form in WITH_AVX2:
+        for count in (1, 3):
+            check(matrix, count, form)
+    unpacked = CpuKernel(WITH_AVX2[0], 1).linear(matrix)(torch.eye(80))
+    assert torch.equal(unpacked.T, matrix.dequantize())
+
+
+@pytest.mark.parametrize("state_bits", [8, 10])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_table_of_several_steps_has_the_values_of_each(state_bits: int, steps: int) -> None:
+    generator = torch.Generator().manual_seed(steps)
+    for bits in (1, 2):
+        codes = torch.randint(0, 1 << bits, (9, trellis.STEPS), generator=generator)
+        states = trellis.states(codes, bits, state_bits).long()
+        values = table(bits, state_bits)
+        found = several(values, bits, state_bits, steps)
+        for first in range(0, trellis.STEPS - steps + 1, steps):
+            place = states[:, first]
+            for step in range(1, steps):
+                place = place | codes[:, first + step].long() << state_bits + bits * (step - 1)
+            wanted = torch.from_numpy(values)[states[:, first : first + steps]]
+            assert torch.equal(torch.from_numpy(found)[place], wanted)
 
 
 @settings(max_examples=25, deadline=None)
