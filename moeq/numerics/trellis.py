@@ -81,7 +81,7 @@ def _walks(tiles, importance, values, bits, codes, nearest, first, last):  # typ
     wanted = np.zeros((STEPS, LANES), np.float32)
     weight = np.zeros((STEPS, LANES), np.float32)
     costs = np.zeros((2, points, LANES), np.float32)
-    back = np.zeros((STEPS, points, LANES), np.uint8)
+    back = np.empty((STEPS, points, LANES), np.uint8)
     shared = np.zeros(LANES, np.int64)
     made = np.zeros((LANES, STEPS), np.int64)
     each = tiles.shape[0] // importance.shape[0]

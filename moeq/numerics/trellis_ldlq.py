@@ -91,10 +91,12 @@ class _Batch:
     def __init__(self, weight: Tensor, upper: Tensor, pivots: Tensor, bits: Sequence[int], state_bits: int) -> None:
         self.weight = weight.to(upper.dtype)
         self.columns = self.weight.mT.contiguous()
-        self.upper, self.pivots, self.bits, self.state_bits = upper, pivots, bits, state_bits
+        self.upper, self.pivots, self.bits = upper, pivots, bits
         experts, inputs, rows = self.columns.shape
         self.residual = torch.empty(experts, inputs, len(bits) * rows, dtype=upper.dtype, device=upper.device)
         self.scales = [_storable(first_scale(weight, k, state_bits)) for k in bits]
+        self.lane_scales = torch.stack(self.scales, 1).unsqueeze(1).to(upper.dtype)  # [E, 1, B, N]
+        self.values = [values(k, state_bits).to(upper.device) if k in WALKED else None for k in bits]
         along = tiles_along(rows), tiles_along(inputs), TILE * TILE
         self.codes = [torch.empty(experts, *along, dtype=torch.uint8, device=upper.device) for _ in bits]
 
@@ -119,31 +121,30 @@ class _Batch:
 
     def _block(self, start: int, stop: int, given: Tensor) -> None:
         """Round the columns from start to stop; given [E, b, B*N]: what those before give to them."""
-        rows, own = self.columns.shape[2], self.upper[:, start:stop, start:stop]
+        own = self.upper[:, start:stop, start:stop]
         moved = torch.linalg.solve_triangular(own.mT, given, upper=False, unitriangular=True)
         counts = (own * self.pivots[:, None, start:stop].to(own.dtype) * own).sum(-1)
-        for width, scale in enumerate(self.scales):
-            lanes = slice(width * rows, (width + 1) * rows)
-            target = (self.columns[:, start:stop] + moved[:, :, lanes]).mT
-            values = self._walks(target / scale.to(target.dtype).unsqueeze(-1), counts, width, start // TILE)
-            values = (values * scale.to(target.dtype).unsqueeze(-1)).mT
-            torch.sub(self.columns[:, start:stop], values, out=self.residual[:, start:stop, lanes])
+        columns = self.columns[:, start:stop].unsqueeze(2)
+        target = (columns + moved.unflatten(2, (len(self.bits), -1))) / self.lane_scales
+        values = self._walks(target.permute(2, 0, 3, 1), counts, start // TILE).permute(1, 3, 0, 2) * self.lane_scales
+        into = self.residual[:, start:stop].unflatten(2, (len(self.bits), -1))
+        torch.sub(columns, values, out=into)
 
-    def _walks(self, target: Tensor, counts: Tensor, width: int, column: int) -> Tensor:
-        """Values [E, N, b] nearest to a target [E, N, b] in units of the scales; keeps the codes of the tiles."""
-        experts, rows, size = target.shape
-        whole = torch.nn.functional.pad(target, (0, TILE - size, 0, -rows % TILE)).reshape(-1, TILE * TILE)
+    def _walks(self, target: Tensor, counts: Tensor, column: int) -> Tensor:
+        """Values [B, E, N, b] nearest to a target [B, E, N, b] in units of the scales; keeps the codes of the tiles."""
+        _, experts, rows, size = target.shape
+        edges = (0, TILE - size, 0, -rows % TILE)
+        whole = torch.nn.functional.pad(target, edges) if any(edges) else target
+        tiles = whole.reshape(len(self.bits), -1, TILE * TILE)
         counts = counts / counts.mean(1, keepdim=True)
-        counts = torch.nn.functional.pad(counts, (0, TILE - size)).repeat(1, TILE)
-        if self.bits[width] in WALKED:
-            form = trellis if target.device.type == "cpu" else trellis_device
-            value = values(self.bits[width], self.state_bits).to(target.device)
-            codes, nearest = form.walks(whole, value, self.bits[width], counts)
-        else:
-            codes, nearest = _rounded(whole)
-        self.codes[width][:, :, column] = codes.view(experts, -1, TILE * TILE)
-        found: Tensor = nearest.view(experts, -1, TILE)[:, :rows, :size]
-        return found
+        counts = torch.nn.functional.pad(counts, edges[:2]).repeat(1, TILE)
+        form = trellis if target.device.type == "cpu" else trellis_device
+        found = []
+        for own, bits, value, codes in zip(tiles, self.bits, self.values, self.codes, strict=True):
+            made, nearest = _rounded(own) if value is None else form.walks(own, value, bits, counts)
+            codes[:, :, column] = made.view(experts, -1, TILE * TILE)
+            found.append(nearest)
+        return torch.stack(found).view(len(found), experts, -1, TILE)[:, :, :rows, :size]
 
 
 def _rounded(target: Tensor) -> tuple[Tensor, Tensor]:
