@@ -10,7 +10,8 @@ Letters: E experts, V versions, C matrices of a stage.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -125,15 +126,17 @@ class VersionedLayer:
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """As `description.PreparedLayer`."""
-        return self.seen(hidden, index, weights)[0]
+        with self.reading() as view:
+            return view(hidden, index, weights)
 
-    def seen(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, PackedLayer]:
-        """The result and what it was computed with."""
+    @contextmanager
+    def reading(self) -> Iterator[PackedLayer]:
+        """The layer as it is now, whose blocks are not given back within."""
         with self._lock:
             view, began = self._view, self._published
             self._calls[began] = self._calls.get(began, 0) + 1
         try:
-            return view(hidden, index, weights), view
+            yield view
         finally:
             with self._lock:
                 self._calls[began] -= 1
