@@ -28,7 +28,6 @@ from typing import Any
 
 import moeq  # noqa: F401  before torch: it sets OMP_WAIT_POLICY
 
-import decode_models  # isort: skip
 import dynamic_models  # isort: skip
 import dynamic_quality  # isort: skip
 import figures  # isort: skip
@@ -162,8 +161,9 @@ def memory(options: argparse.Namespace, results: figures.Figures) -> None:
             done += each
             levels.append(figures.resident()["RssAnon"])
         counts = dynamic.summary()
-    first, last = max(levels[: max(1, len(levels) // 10)]), max(levels[-max(1, len(levels) // 10) :])
-    results.add(f"resident memory after {done} decode steps", last / first, "of after a tenth", at_most=FLAT_GOAL, digits=3)
+    tenth = max(1, len(levels) // 10)
+    grown, what = max(levels[-tenth:]) / max(levels[:tenth]), f"resident memory after {done} decode steps"
+    results.add(what, grown, "of after a tenth", at_most=FLAT_GOAL, digits=3)
     results.add("changes meanwhile", counts["promotions"] + counts["demotions"], digits=0)
 
 

@@ -32,9 +32,7 @@ class RandomReplicas:
 
     def __init__(self, layer: ExpertLayer) -> None:
         generator = torch.Generator().manual_seed(0)
-        self._wide = [
-            {name: _drawn(*layer.shape(name), generator) for name in layer.projections} for _ in range(SAME)
-        ]
+        self._wide = [{name: _drawn(*layer.shape(name), generator) for name in layer.projections} for _ in range(SAME)]
         self._narrow = [{name: one.leading(NARROW) for name, one in expert.items()} for expert in self._wide]
 
     def widths(self) -> frozenset[int]:
@@ -130,5 +128,3 @@ class Generated:
             other_bytes={},
         )
         return budget.least_bytes + places * len(self.layers) * (sizes[WIDE] - sizes[NARROW])
-
-

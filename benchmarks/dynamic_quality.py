@@ -142,7 +142,8 @@ def table(subject: Subject, name: str, results: figures.Figures) -> None:
     for way, (count, importance, given) in ways.items():
         with subject.dynamic(count, importance, **given) as dynamic:
             rows[way], told[way] = subject.run(), dynamic.summary()
-    results.table([f"{name}, {places} of {experts} high", *(f"{d} {what}" for d in (*DOMAINS, "all") for what in ("PPL", "KL"))])
+    columns = [f"{domain} {what}" for domain in (*DOMAINS, "all") for what in ("PPL", "KL")]
+    results.table([f"{name}, {places} of {experts} high", *columns])
     whole = {}
     for way, found in rows.items():
         total = Kept()

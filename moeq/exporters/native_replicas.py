@@ -19,7 +19,6 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.source import TensorHeader, read_header
 from moeq_kernels.packed import PackedWeight
 
-
 STORED = {"U8": torch.uint8, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "I16": torch.int16}
 
 

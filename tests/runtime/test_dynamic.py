@@ -22,7 +22,7 @@ from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer
 from moeq.quantizers.layer import made_on_demand
 from moeq.recipe import LossesSection
-from moeq.runtime.dynamic.copies import Copies, Switch
+from moeq.runtime.dynamic.copies import Switch
 from moeq.runtime.dynamic.model import DynamicMoE, DynamicSettings
 from moeq.runtime.dynamic.pools import HIGH, LOW, BlockPool, Budget, Pools
 from moeq.runtime.experts_by_row import Dequantized, Rows, by_row
@@ -452,6 +452,7 @@ def test_it_begins_with_the_most_important() -> None:
     importance = np.array([np.roll(np.arange(experts), number) for number in range(len(source.layers))], dtype=float)
     budget = DynamicMoE(tiny_model("mixtral").eval(), source.layers, source, settings(), policy="fixed").budget
     memory = budget.least_bytes + len(budget.layers) * (budget.high_bytes - budget.low_bytes)
-    dynamic = DynamicMoE(model, source.layers, source, settings(memory_bytes=memory), importance=importance, policy="fixed")
+    given = settings(memory_bytes=memory)
+    dynamic = DynamicMoE(model, source.layers, source, given, importance=importance, policy="fixed")
     assert [row.index(True) for row in high_of(dynamic)] == importance.argmax(axis=1).tolist()
     assert all(sum(row) == 1 for row in high_of(dynamic))

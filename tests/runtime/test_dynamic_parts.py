@@ -3,6 +3,7 @@ ahead, pools under any order of work."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -96,12 +97,12 @@ def test_a_host_cache_keeps_what_was_used_last_within_its_bound(limit: int, want
 
             def write(into: torch.Tensor, expert: int = expert, fails: bool = fails) -> None:
                 if fails:
-                    raise OSError
+                    raise OSError("gone")
                 into.fill_(expert)
 
             if fails:
                 last = last[-slots:][1:] if len(last) >= slots else last
-                with pytest.raises(OSError):
+                with pytest.raises(OSError, match="gone"):
                     cache.fill((0, expert, HIGH), write)
                 continue
             held = cache.fill((0, expert, HIGH), write)
@@ -156,7 +157,7 @@ def test_pools_stay_within_the_budget_and_share_no_block(
             pools.pools[version].give_back(block)
         spans = sorted((start, start + pools.pools[of].size) for of, start in there.values() if start is not None)
         assert len(spans) == sum(layers)
-        assert all(one[1] <= two[0] for one, two in zip(spans, spans[1:], strict=False))
+        assert all(one[1] <= two[0] for one, two in itertools.pairwise(spans))
         assert spans[0][0] >= 64
         assert spans[-1][1] <= pools.held.nbytes
 

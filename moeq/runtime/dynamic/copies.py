@@ -288,9 +288,7 @@ class Copies:
             self._rest(time.thread_time() - began)
 
     def _something(self) -> bool:
-        return (bool(self._pending) and len(self._flying) < self.transient) or (
-            bool(self._ahead) and not self._pending
-        )
+        return (bool(self._pending) and len(self._flying) < self.transient) or (bool(self._ahead) and not self._pending)
 
     def _rest(self, worked: float) -> None:
         """Leave the processor to the forward pass for its share of the time."""

@@ -58,7 +58,7 @@ def kept_bytes(model: Any, context: int) -> int:
     few, many = (_kept(model, length) for length in (FEW, MANY))
     whole = 0.0
     for (short, _), (longer, window) in zip(few, many, strict=True):
-        most = min(MANY, window or MANY)  # tokens that were kept
+        most = min(MANY, window - 1 if window else MANY)  # tokens that were kept; the next one makes a window full
         each = max(0.0, (longer - short) / (most - FEW)) if most > FEW else 0.0
         whole += longer + each * (min(context, window or context) - most)
     return max(0, round(whole))
@@ -98,7 +98,7 @@ def activation_bytes(model: Any, tokens: int) -> int:
     square, each, least = np.polyfit(LENGTHS, found, 2)
     if square < 0 or abs(square) * LENGTHS[-1] ** 2 < 0.01 * found[-1]:
         square, (each, least) = 0.0, np.polyfit(LENGTHS, found, 1)
-    return max(*found, round(max(0.0, least) + max(0.0, each) * tokens + square * tokens**2))
+    return max(*found, round(float(max(0.0, least) + max(0.0, each) * tokens + square * tokens**2)))
 
 
 def _forward(model: Any, length: int) -> None:
@@ -114,7 +114,7 @@ class _Alive(TorchDispatchMode):
     """Counts the bytes of tensors that operations make, as long as they live."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
         self._seen: set[int] = set()
 
@@ -137,6 +137,7 @@ class _Alive(TorchDispatchMode):
 
 
 def _peak(work: Callable[[], None]) -> int:
-    with _Alive() as alive:
+    alive = _Alive()
+    with alive:
         work()
     return alive.most
