@@ -67,6 +67,7 @@ class Subject:
     windows: dict[str, Tensor]
     text: dict[str, Tensor]
     exact: dict[str, list[Tensor]] = field(default_factory=dict)
+    scores: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Path, script: Any, out: Path, count: int) -> Subject:
@@ -85,13 +86,17 @@ class Subject:
         )
 
     @torch.no_grad()
-    def masses(self, domains: Sequence[str]) -> np.ndarray:
-        """[L, E]: routing weight of every expert on some domains' training text, of the original."""
+    def weigh(self) -> None:
+        """Note the routing weight of every expert on each domain's training text, of the original."""
         layers = find_expert_layers(self.model)
-        with counting(self.model, layers) as routing:
-            for domain in domains:
+        for domain in DOMAINS:
+            with counting(self.model, layers) as routing:
                 self.model(input_ids=self.text[domain])
-        return routing.scores
+            self.scores[domain] = routing.scores
+
+    def masses(self, domains: Sequence[str]) -> np.ndarray:
+        """[L, E]: routing weight of every expert on some domains' training text."""
+        return np.sum([self.scores[domain] for domain in domains], axis=0)
 
     @torch.no_grad()
     def run(self, domains: Sequence[str] = DOMAINS) -> dict[str, Kept]:
@@ -128,6 +133,7 @@ def table(subject: Subject, name: str, results: figures.Figures) -> None:
     """Perplexity and KL of every way at one budget."""
     experts = subject.source.reader.layers[0].num_experts
     places = experts // SHARE_HIGH
+    subject.weigh()
     everything, wiki = subject.masses(DOMAINS), subject.masses(DOMAINS[:1])
     rows = {"original": subject.run()}
     ways: dict[str, tuple[int, np.ndarray, dict[str, Any]]] = {
@@ -143,6 +149,11 @@ def table(subject: Subject, name: str, results: figures.Figures) -> None:
         with subject.dynamic(count, importance, **given) as dynamic:
             rows[way], told[way] = subject.run(), dynamic.summary()
     columns = [f"{domain} {what}" for domain in (*DOMAINS, "all") for what in ("PPL", "KL")]
+    own = {}
+    for domain in DOMAINS:
+        with subject.dynamic(places, subject.masses([domain]), period=NEVER):
+            own |= subject.run([domain])
+    rows["static mixed, each by its own"] = own
     results.table([f"{name}, {places} of {experts} high", *columns])
     whole = {}
     for way, found in rows.items():

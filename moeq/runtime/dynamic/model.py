@@ -22,7 +22,8 @@ import torch
 
 from moeq.analysis.coactivation import soon_hot
 from moeq.analysis.hotness import BoolArray, Control, Controller, FloatArray
-from moeq.errors import ModelError
+from moeq.artifacts.storage import storage_errors
+from moeq.errors import ModelError, first_line
 from moeq.models.experts import ExpertLayer
 from moeq.runtime.dynamic.copies import Copies, Switch
 from moeq.runtime.dynamic.experts import DYNAMIC, DynamicExperts
@@ -132,7 +133,10 @@ class DynamicMoE:
             self._fill(number, module, examples[number], policy)
         self.steps = self.decisions = 0
         self._say, self._told = say, list[str]()
-        self._log: TextIO | None = None if log is None else log.open("w", encoding="utf-8")
+        self._log: TextIO | None = None
+        if log is not None:
+            with storage_errors(log):
+                self._log = log.open("w", encoding="utf-8")
         self._deciding = threading.Lock()
         self.copies = self._copies()
         self._hook = model.register_forward_hook(self._after_step)
@@ -168,6 +172,13 @@ class DynamicMoE:
         if settings.low >= settings.high:
             what = f"low precision has {settings.low} bits, high precision {settings.high}"
             raise ModelError(what, where=where, do="name a higher one")
+        counts = {"period": settings.period, "transient": settings.transient}
+        for name, value in counts.items():
+            if value < 1:
+                raise ModelError(f"{name} is {value}", where=where, do="give 1 or more")
+        for name, share in {"ema": settings.ema, "busy": settings.busy}.items():
+            if not 0 < share <= 1 or (name == "ema" and share == 1):
+                raise ModelError(f"{name} is {share}", where=where, do="give a number between 0 and 1")
         known = source.widths()
         for width in (settings.high, settings.low):
             if width not in known:
@@ -265,9 +276,15 @@ class DynamicMoE:
         return np.array([version == HIGH for version, _ in versions])
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self._log is not None:
+        """A line of the log; where it cannot be written, the model goes on without one."""
+        if self._log is None:
+            return
+        try:
             self._log.write(json.dumps(line) + "\n")
             self._log.flush()
+        except OSError as error:
+            self._log = None
+            self._say(f"decisions are no longer logged: {first_line(error)}")
 
     def summary(self) -> dict[str, Any]:
         """Steps, decisions and counts so far, places of high precision, bytes of the pools."""
