@@ -177,7 +177,7 @@ class DynamicMoE:
             if value < 1:
                 raise ModelError(f"{name} is {value}", where=where, do="give 1 or more")
         for name, share in {"ema": settings.ema, "busy": settings.busy}.items():
-            if not 0 < share <= 1 or (name == "ema" and share == 1):
+            if not (0 <= share < 1 if name == "ema" else 0 < share <= 1):
                 raise ModelError(f"{name} is {share}", where=where, do="give a number between 0 and 1")
         known = source.widths()
         for width in (settings.high, settings.low):
