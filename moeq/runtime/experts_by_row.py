@@ -158,17 +158,8 @@ def _moved(stored: Matrix, device: torch.device) -> Matrix:
     return stored.to(device) if isinstance(stored, Tensor) else stored.map(lambda part: part.to(device))
 
 
-class ExpertsByRow(PackedExperts):
-    """Mixed into the packed module of a family's kind, which says how the module is called."""
-
-    def __init__(
-        self, layer: ExpertLayer, original: nn.Module, replicas: Dequantized, rows: Callable[[], Rows]
-    ) -> None:
-        nn.Module.__init__(self)
-        self.layer, self.replicas, self.rows = layer, replicas, rows
-        self.length = 0
-        self.kernels = False
-        self.take_over(layer, original)
+class TakenOver(PackedExperts):
+    """A packed module without weights of its own, in the place of any experts module."""
 
     def take_over(self, layer: ExpertLayer, original: nn.Module) -> None:
         """As a packed module does; of a packed module, what it took over."""
@@ -182,6 +173,19 @@ class ExpertsByRow(PackedExperts):
                 self.add_module(name, child)
         for name, parameter in original.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
+
+
+class ExpertsByRow(TakenOver):
+    """Mixed into the packed module of a family's kind, which says how the module is called."""
+
+    def __init__(
+        self, layer: ExpertLayer, original: nn.Module, replicas: Dequantized, rows: Callable[[], Rows]
+    ) -> None:
+        nn.Module.__init__(self)
+        self.layer, self.replicas, self.rows = layer, replicas, rows
+        self.length = 0
+        self.kernels = False
+        self.take_over(layer, original)
 
     def through(self, hidden: Tensor, weights: Tensor) -> None:
         """None: what is left for `expert` is computed one by one."""

@@ -10,7 +10,8 @@ Letters: E experts, V versions, C matrices of a stage.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -43,6 +44,10 @@ class Block:
         for name, shape in self.shapes.items():
             start = self.starts[name]
             arrange(matrices[name], shape, into[start : start + shape.nbytes])
+
+    def bytes_of(self, name: str, held: Tensor) -> Tensor:
+        """The bytes of one matrix in those of a block."""
+        return held[self.starts[name] : self.starts[name] + self.shapes[name].nbytes]
 
     def places(self, names: Sequence[str], offset: int) -> tuple[list[Shape], list[int]]:
         """Shapes and offsets [C] of some matrices of a block at an offset of the buffer."""
@@ -103,6 +108,11 @@ class VersionedLayer:
         with self._lock:
             return list(self._places)
 
+    def place(self, expert: int) -> tuple[int, int]:
+        """Version and offset of one expert, as published."""
+        with self._lock:
+            return self._places[expert]
+
     def publish(self, places: Mapping[int, tuple[int, int]]) -> int:
         """From the next call on some experts are in another version, at another place; a number for `quiet`."""
         with self._lock:
@@ -125,15 +135,17 @@ class VersionedLayer:
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """As `description.PreparedLayer`."""
-        return self.seen(hidden, index, weights)[0]
+        with self.reading() as view:
+            return view(hidden, index, weights)
 
-    def seen(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, PackedLayer]:
-        """The result and what it was computed with."""
+    @contextmanager
+    def reading(self) -> Iterator[PackedLayer]:
+        """The layer as it is now, whose blocks are not given back within."""
         with self._lock:
             view, began = self._view, self._published
             self._calls[began] = self._calls.get(began, 0) + 1
         try:
-            return view(hidden, index, weights), view
+            yield view
         finally:
             with self._lock:
                 self._calls[began] -= 1

@@ -101,7 +101,8 @@ def test_calls_are_of_one_set_of_versions_while_another_thread_changes_them() ->
         for call in range(100_000):
             if call >= 400 and len(seen) > 8:
                 break
-            result, view = made.layer.seen(*given)
+            with made.layer.reading() as view:
+                result = view(*given)
             offsets = [view.first.offsets[e][0] for e in range(E)]
             mix = tuple(int(offset >= made.starts[1][0]) for offset in offsets)
             seen.add(mix)
