@@ -20,12 +20,14 @@ import numpy as np
 import torch
 
 from moeq.analysis.hotness import BoolArray, Control, Controller, FloatArray, gained
+from moeq.artifacts.dynamic_log import Head, mask
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer
 from moeq.runtime.dynamic.copies import Copies, Switch
 from moeq.runtime.dynamic.experts import DYNAMIC, Chosen, DynamicExperts
 from moeq.runtime.dynamic.pools import HIGH, LOW, Budget, Pools
 from moeq.runtime.experts_by_row import ReplicaSource
+from moeq.version import __version__
 from moeq_kernels import choice
 from moeq_kernels.cpu.versions import BEGIN, Block
 from moeq_kernels.description import LayerOfExperts, Matrix
@@ -127,6 +129,7 @@ class DynamicMoE:
         self.steps = self.decisions = 0
         self._log: TextIO | None = None if log is None else log.open("w", encoding="utf-8")
         self._writing = threading.Lock()
+        self._write(self._head().model_dump(mode="json"))
         self._hook = model.register_forward_hook(self._after_step)
 
     def _check(self, source: ReplicaSource) -> None:
@@ -202,7 +205,7 @@ class DynamicMoE:
                 switches.append((float(controller.hotness[0, expert]), switch))
         self.decisions += 1
         ordered = _paired(switches)
-        self._write({"step": self.steps, "switches": [asdict(one) for one in ordered], **asdict(self.copies.counts)})
+        self._write(self._sums() | {"switches": [asdict(one) for one in ordered]})
         self.copies.request(ordered)
 
     def _gained(self, number: int, chosen: Sequence[Chosen]) -> tuple[FloatArray, int, FloatArray]:
@@ -223,6 +226,26 @@ class DynamicMoE:
         """Which experts [E] of a layer are in high precision now."""
         versions = self.copies.layers[layer].places()
         return np.array([version == HIGH for version, _ in versions])
+
+    def _head(self) -> Head:
+        """The first line of the log."""
+        return Head(
+            moeq_version=__version__,
+            settings=asdict(self.settings),
+            other_bytes=self.budget.other_bytes,
+            pool_bytes=self.budget.pool_bytes,
+            layers=tuple(layer.name for layer in self.layers),
+            experts=tuple(layer.num_experts for layer in self.layers),
+            places=self.places,
+            high=self._masks(),
+        )
+
+    def _masks(self) -> tuple[str, ...]:
+        return tuple(mask(self.high(number).tolist()) for number in range(len(self.layers)))
+
+    def _sums(self) -> dict[str, Any]:
+        """What the log says of every decision, and at the end."""
+        return {"step": self.steps, "high": self._masks(), **asdict(self.copies.counts)}
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._log is not None:
@@ -256,6 +279,7 @@ class DynamicMoE:
         self._hook.remove()
         self.copies.close()
         if self._log is not None:
+            self._write({"end": True, **self._sums()})
             self._log.close()
             self._log = None
 
