@@ -127,16 +127,18 @@ def read_log(path: Path) -> DynamicLog:
     except (OSError, ValueError) as error:
         raise ArtifactError(str(error), where=str(path), do=REMEDY) from None
     check_schema_version(first.get("schema_version"), SCHEMA_VERSION, path, remedy=REMEDY)
-    head, decisions, end = _line(path, 1, lines[0], Head), list[Decision](), None
+    head, decisions = _line(path, 1, lines[0], Head), list[Decision]()
+    end: End | None = None
+    line: Decision | End
     for number, text in enumerate(lines[1:], 2):
-        line = _line(path, number, text, End if '"end"' in text else Decision)
+        line = _line(path, number, text, End) if '"end"' in text else _line(path, number, text, Decision)
         wrong = "behind the end" if end is not None else _wrong(head, line, decisions[-1].step if decisions else 0)
         if wrong is not None:
             raise ArtifactError(wrong, where=f"{path}, line {number}", do=REMEDY)
-        if isinstance(line, End):
-            end = line
-        else:
+        if isinstance(line, Decision):
             decisions.append(line)
+        else:
+            end = line
     return DynamicLog(head=head, decisions=tuple(decisions), end=end)
 
 

@@ -38,7 +38,7 @@ def open_dynamic(
     checkpoint: str | Path,
     settings: str | DynamicOptions = "auto",
     *,
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto",
+    dtype: str = "auto",
     device: str = "auto",
     tokens: int = 0,
     copies: Literal["beside", "between"] = "beside",
@@ -50,7 +50,7 @@ def open_dynamic(
     """A checkpoint that moeq exported with `quantize.replicas: all`, its experts in high or low precision as its
     workload asks for it (paper 001, DynaExq); `moeq.open_dynamic`.
 
-    settings: as `--dynamic` takes them, or auto; tokens: whose keys and values the budget has room for, copies: how
+    settings: as `--dynamic` takes them, or auto; dtype: auto, float32, float16 or bfloat16; tokens: whose keys and values the budget has room for, copies: how
     they are made, both unless the settings say; log: file for decisions as JSON lines; say: what is told once of every
     kind of failure. Close it, or use it in a `with`.
 
