@@ -84,8 +84,9 @@ class Earlier:
 
 
 def open_subjects(words: Sequence[str], following: Sequence[Following], trust: bool) -> list[Subject | Earlier]:
-    """The rows that the command line names, in order; `following` adds rows to every run and checkpoint, dynamic ones to
-    checkpoints alone.
+    """The rows that the command line names, in order.
+
+    `following` adds rows to every run and checkpoint, dynamic ones to checkpoints alone.
 
     Raises EvaluationError for two rows of one name, and what opening a model, run or file raises.
     """

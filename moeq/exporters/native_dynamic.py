@@ -50,9 +50,9 @@ def open_dynamic(
     """A checkpoint that moeq exported with `quantize.replicas: all`, its experts in high or low precision as its
     workload asks for it (paper 001, DynaExq); `moeq.open_dynamic`.
 
-    settings: as `--dynamic` takes them, or auto; dtype: auto, float32, float16 or bfloat16; tokens: whose keys and values the budget has room for, copies: how
-    they are made, both unless the settings say; log: file for decisions as JSON lines; say: what is told once of every
-    kind of failure. Close it, or use it in a `with`.
+    settings: as `--dynamic` takes them, or auto; dtype: auto, float32, float16 or bfloat16; tokens: whose keys and
+    values the budget has room for, copies: how they are made, both unless the settings say; log: file for decisions as
+    JSON lines; say: what is told once of every kind of failure. Close it, or use it in a `with`.
 
     ModelError for a checkpoint without two widths, without those that are asked for, for a budget that not even all
     experts in low precision keep, with the sum, and for a GPU; ArtifactError for a damaged checkpoint, RecipeError for
