@@ -62,6 +62,20 @@ class Controller:
         share = control.threshold if control.places < hotness.shape[1] else 0.0
         return cls(control=control, hotness=hotness, high=rank < control.places, tau=share * last)
 
+    def begin(self, gained: FloatArray, steps: int, squares: FloatArray | None = None) -> bool:
+        """The warm-up of a run, as `fold`: what was known before counts as if its steps had weighed as much as these,
+        and tau is fixed by both (paper 001, section 3.5). False, and nothing is done, where nothing was chosen."""
+        fresh = gained.sum(axis=1, keepdims=True)
+        if not (fresh > 0).all():
+            return False
+        known, whole = self.hotness.sum(axis=1, keepdims=True), fresh / (1 - self.control.ema**steps)
+        self.hotness = self.hotness * np.where(known > 0, whole / np.where(known > 0, known, 1), 0)
+        self.fold(gained, steps, squares)
+        places, experts = self.control.places, self.hotness.shape[1]
+        share = self.control.threshold if 0 < places < experts else 0.0
+        self.tau = share * np.sort(self.hotness, axis=1)[:, [max(0, experts - places)]] if share else self.tau * 0
+        return True
+
     def fold(self, gained: FloatArray, steps: int, squares: FloatArray | None = None) -> None:
         """A number of steps in which S gained [D, E], and Q squares [D, E], each decayed until their end."""
         decay = self.control.ema**steps

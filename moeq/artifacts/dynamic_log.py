@@ -25,6 +25,7 @@ MOST_BYTES = 64 << 20
 SUFFIX = ".jsonl"
 
 Model = TypeVar("Model", bound=BaseModel)
+NO_SUMS = ("step", "high", "switches", "end", "said")
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Mask = Annotated[str, Field(pattern=r"^[0-9a-f]{1,1024}$")]  # bit e: expert e is in high precision
 
@@ -60,7 +61,7 @@ class Switch(Frozen):
 
 
 class Sums(BaseModel):
-    """What happened until a step (forward pass): further sums may follow by name."""
+    """What happened until a step (forward pass): further sums may follow by name. said: what went wrong since then."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: dict[str, Count]
@@ -71,6 +72,7 @@ class Sums(BaseModel):
     host_hits: Count = 0
     host_misses: Count = 0
     copied_bytes: Count = 0
+    said: tuple[str, ...] = ()
 
 
 class Decision(Sums):
@@ -197,8 +199,9 @@ def described(log: DynamicLog) -> dict[str, Any]:
         "experts_that_were_high": sum(one.bit_count() for one in ever),
         "decisions": len(log.decisions),
         "forward_passes": sums.step,
-        **{name: value for name, value in sums.model_dump().items() if name not in ("step", "high", "switches", "end")},
+        **{name: value for name, value in sums.model_dump().items() if name not in NO_SUMS},
         "host_hit_rate": None if not lookups else sums.host_hits / lookups,
+        "went_wrong": [text for line in (*log.decisions, *([log.end] if log.end else [])) for text in line.said],
         "layer_that_changed_most": None if most is None else f"{log.head.layers[most]}: {changed[most]} switches",
         "ended": "yes" if log.end is not None else "no: it goes on, or was killed; the sums are of the last decision",
     }

@@ -93,6 +93,8 @@ def open_dynamic(
             certainty=options.certainty,
             transient=options.transient,
             background=(options.copies or copies) == "beside",
+            busy=options.busy,
+            planes=options.planes,
         ),
         other_bytes=other,
         importance=np.stack([_first(layer) for layer in manifest.layers]),

@@ -16,10 +16,13 @@ import pytest
 import torch
 from family_models import build as tiny_model
 from replicas_made import Made
+from tiny_models import FULL
 
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer
-from moeq.runtime.dynamic.copies import Copies, Switch
+from moeq.quantizers.layer import made_on_demand
+from moeq.recipe import LossesSection
+from moeq.runtime.dynamic.copies import Switch
 from moeq.runtime.dynamic.model import DynamicMoE, DynamicSettings
 from moeq.runtime.dynamic.pools import HIGH, LOW, BlockPool, Budget, Pools
 from moeq.runtime.experts_by_row import Dequantized, Rows, by_row
@@ -27,6 +30,9 @@ from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.description import LayerOfExperts
 
 CPU = torch.device("cpu")
+UNITS = {"hidden_size": 64, "intermediate_size": 96}  # whole units of 32 inputs
+NESTED_GRID = LossesSection(group_size=32, bits=[2, 3, 4], methods=["rtn"], nested=True)
+LOW_BITS = 2
 IDS = torch.tensor([[3, 7, 1, 4, 9, 2, 8, 5]])
 
 
@@ -44,6 +50,17 @@ class Source(Made):
         return super().expert(layer, expert, key)
 
 
+class Nested(Source):
+    """Replicas of 2 bits that are the leading bits of those of 4."""
+
+    def expert(self, layer: ExpertLayer, expert: int, key: int) -> Any:
+        self.asked += 1
+        self.before(layer, expert, key)
+        floats = {name: stack[expert].float() for name, stack in self.original[layer.index].items()}
+        wide = made_on_demand("rtn", floats, NESTED_GRID, 4, layer=layer, expert=expert)
+        return {name: weight.leading(key) for name, weight in wide.items()}, {}
+
+
 def settings(**given: Any) -> DynamicSettings:
     usual = {"high": 4, "low": 2, "memory_bytes": 1 << 30, "background": False, "period": 4, "certainty": 0.0}
     return DynamicSettings(**{**usual, "threshold": 0.0, **given})
@@ -52,10 +69,12 @@ def settings(**given: Any) -> DynamicSettings:
 def made(family: str = "mixtral", **given: Any) -> tuple[DynamicMoE, Source]:
     """A tiny model, half of whose experts are in high precision unless memory is given."""
     torch.manual_seed(0)
-    model = tiny_model(family).eval()
-    source = Source(model)
+    nested: bool = given.pop("nested", False)
+    sizes = UNITS if nested else {}
+    model = tiny_model(family, **sizes).eval()
+    source = Nested(model) if nested else Source(model)
     said: list[str] = given.pop("said", [])
-    probe = DynamicMoE(tiny_model(family).eval(), source.layers, source, settings())
+    probe = DynamicMoE(tiny_model(family, **sizes).eval(), source.layers, source, settings(), policy="fixed")
     probe.close()
     budget = probe.budget
     half = min(budget.layers) // 2
@@ -253,10 +272,12 @@ def test_layers_are_of_one_set_of_versions_while_another_thread_changes_them() -
     dynamic.close()
 
 
-def test_ten_thousand_promotions_and_demotions_lose_no_block() -> None:
-    dynamic, _ = made()
-    rng = random.Random(0)
-    while dynamic.copies.counts.promotions < 10_000:
+@pytest.mark.parametrize("nested", [False, True])
+def test_promotions_and_demotions_lose_no_block(nested: bool) -> None:
+    """A million of them with MOEQ_FULL=1."""
+    dynamic, _ = made(nested=nested)
+    rng, wanted = random.Random(0), 1_000_000 if FULL else 2_000
+    while dynamic.copies.counts.promotions + dynamic.copies.counts.demotions < wanted:
         switches = []
         for number, row in enumerate(high_of(dynamic)):
             ups, downs = ([e for e, high in enumerate(row) if high == wanted] for wanted in (False, True))
@@ -268,6 +289,36 @@ def test_ten_thousand_promotions_and_demotions_lose_no_block() -> None:
         assert dynamic.copies.in_flight <= dynamic.settings.transient
     assert dynamic.copies.settle()
     nothing_lost(dynamic)
+
+
+def test_nested_promotions_bring_the_missing_bits_only() -> None:
+    """The same decisions and bits as whole copies, with less than half the bytes, and nothing read for a demotion."""
+    results = []
+    for planes in (True, False):
+        dynamic, source = made(nested=True, planes=planes, ema=0.5)
+        assert dynamic.summary()["planes"] is planes
+        loaded, demoted = source.asked, []
+        source.before = lambda layer, expert, key: demoted.append(key)  # noqa: B023
+        torch.manual_seed(1)
+        logits = [dynamic(input_ids=torch.randint(0, 30, (1, 6))).logits for _ in range(60)]
+        counts = dynamic.copies.counts
+        results.append((logits, high_of(dynamic), counts.copied_bytes / counts.promotions))
+        assert counts.promotions > 3
+        assert counts.failures == 0
+        assert source.asked - loaded == counts.host_misses == len(demoted)
+        assert (LOW_BITS in demoted) is not planes
+        nothing_lost(dynamic)
+        for number, layer in enumerate(dynamic.copies.layers):
+            for expert, (version, _) in enumerate(layer.places()):
+                wanted, _ = source.expert(dynamic.layers[number], expert, 4 if version == HIGH else 2)
+                for name, matrix in wanted.items():
+                    found = layer.matrix(expert, name)
+                    for part, tensor in matrix.parts().items():
+                        assert torch.equal(found.parts()[part], tensor)
+        dynamic.close()
+    assert all(torch.equal(one, two) for one, two in zip(results[0][0], results[1][0], strict=True))
+    assert results[0][1] == results[1][1]
+    assert results[0][2] < results[1][2] / 2
 
 
 # what goes wrong
@@ -352,15 +403,17 @@ def test_a_full_host_cache_reads_again_and_keeps_its_bound() -> None:
     counts = []
     for host_bytes in (1, 1 << 30):
         dynamic, source = made(host_bytes=host_bytes, ema=0.5)
-        loaded = source.asked
+        loaded, host = source.asked, dynamic.copies.host
         for seed in range(60):
             torch.manual_seed(seed % 4)
             dynamic(input_ids=torch.randint(0, 30, (2, 6)))
-        copies: Copies = dynamic.copies
+            assert host.kept_bytes <= host.nbytes <= max(host_bytes, sum(host.sizes))
+        copies = dynamic.copies
         assert source.asked - loaded == copies.counts.host_misses
-        assert copies._host._bytes <= max(host_bytes, max(map(sum, [[1 << 20]])))
+        assert copies.counts.failures == copies.counts.without_room == 0
         counts.append((copies.counts.host_misses, copies.counts.host_hits))
         dynamic.close()
+        assert host.kept_bytes == 0
     assert sum(counts[0]) == sum(counts[1])
     assert counts[0][0] > counts[1][0]
     assert counts[1][1] > 0
@@ -370,7 +423,7 @@ def test_decisions_are_written_as_lines(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = tiny_model("mixtral").eval()
     source = Source(model)
-    with DynamicMoE(model, source.layers, source, settings(), log=tmp_path / "log.jsonl") as dynamic:
+    with DynamicMoE(model, source.layers, source, settings(), policy="fixed", log=tmp_path / "log.jsonl") as dynamic:
         for _ in range(9):
             dynamic(input_ids=IDS)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text("utf-8").splitlines()]
@@ -397,8 +450,10 @@ def test_it_begins_with_the_most_important() -> None:
     source = Source(model)
     experts = source.layers[0].num_experts
     importance = np.array([np.roll(np.arange(experts), number) for number in range(len(source.layers))], dtype=float)
-    budget = DynamicMoE(tiny_model("mixtral").eval(), source.layers, source, settings()).budget
+    budget = DynamicMoE(tiny_model("mixtral").eval(), source.layers, source, settings(), policy="fixed").budget
     memory = budget.least_bytes + len(budget.layers) * (budget.high_bytes - budget.low_bytes)
-    dynamic = DynamicMoE(model, source.layers, source, settings(memory_bytes=memory), importance=importance)
+    dynamic = DynamicMoE(
+        model, source.layers, source, settings(memory_bytes=memory), importance=importance, policy="fixed"
+    )
     assert [row.index(True) for row in high_of(dynamic)] == importance.argmax(axis=1).tolist()
     assert all(sum(row) == 1 for row in high_of(dynamic))

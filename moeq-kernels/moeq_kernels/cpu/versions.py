@@ -45,6 +45,10 @@ class Block:
             start = self.starts[name]
             arrange(matrices[name], shape, into[start : start + shape.nbytes])
 
+    def bytes_of(self, name: str, held: Tensor) -> Tensor:
+        """The bytes of one matrix in those of a block."""
+        return held[self.starts[name] : self.starts[name] + self.shapes[name].nbytes]
+
     def places(self, names: Sequence[str], offset: int) -> tuple[list[Shape], list[int]]:
         """Shapes and offsets [C] of some matrices of a block at an offset of the buffer."""
         return [self.shapes[name] for name in names], [offset + self.starts[name] for name in names]
@@ -103,6 +107,11 @@ class VersionedLayer:
         """[E] version and offset, as published."""
         with self._lock:
             return list(self._places)
+
+    def place(self, expert: int) -> tuple[int, int]:
+        """Version and offset of one expert, as published."""
+        with self._lock:
+            return self._places[expert]
 
     def publish(self, places: Mapping[int, tuple[int, int]]) -> int:
         """From the next call on some experts are in another version, at another place; a number for `quiet`."""

@@ -7,17 +7,20 @@ then its block is given back. A copy that fails leaves the version as it was, is
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moeq.errors import first_line
-from moeq.runtime.dynamic.pools import HIGH, Pools
-from moeq.runtime.experts_by_row import LastUsed
-from moeq_kernels.cpu.versions import VersionedLayer
-from moeq_kernels.description import Matrix
+from torch import Tensor
 
-Read = Callable[[int, int, int], Mapping[str, Matrix]]  # layer, expert, version -> its matrices
+from moeq.errors import first_line
+from moeq.runtime.dynamic.host import HostCache, Key
+from moeq.runtime.dynamic.pools import HIGH, Pools
+from moeq.runtime.dynamic.transfer import Transfer
+from moeq_kernels.cpu.versions import VersionedLayer
+
+ENDS_SECONDS = 5.0  # that a copy which waits for its file has to end, when all is closed
 
 
 @dataclass(frozen=True, order=True)
@@ -28,10 +31,15 @@ class Switch:
     expert: int
     version: int
 
+    @property
+    def key(self) -> Key:
+        return self.layer, self.expert, self.version
+
 
 @dataclass
 class Counts:
-    """What happened so far. without_room: copies that found no block; restarts: of a thread that ended."""
+    """What happened so far. without_room: copies that found no block; restarts: of a thread that ended; prefetched:
+    versions that were read before they were asked for; prefetch_hits: those of them that then were."""
 
     promotions: int = 0
     demotions: int = 0
@@ -41,6 +49,8 @@ class Counts:
     host_hits: int = 0
     host_misses: int = 0
     copied_bytes: int = 0
+    prefetched: int = 0
+    prefetch_hits: int = 0
 
 
 @dataclass
@@ -54,71 +64,95 @@ class _Retired:
     switch: Switch
 
 
-def _bytes_of(matrices: Mapping[str, Matrix]) -> int:
-    return sum(matrix.nbytes for matrix in matrices.values())
-
-
 @dataclass
 class Copies:
     """Copies under way, at most `transient` of them.
 
-    background: a thread makes them, else `request` does; say: what is told once of every kind of failure.
+    transfer: how a version comes into a block; host: where versions wait; background: a thread makes copies, and takes
+    no more than a share `busy` of a processor's time, else `request` makes them; say: what is told once of every kind
+    of failure.
     """
 
     layers: Sequence[VersionedLayer]
     pools: Pools
-    read: Read
+    transfer: Transfer
+    host: HostCache
     transient: int
-    host_bytes: int
     background: bool
     say: Callable[[str], None]
+    busy: float = 1.0
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
-        self._host = LastUsed(self.host_bytes, _bytes_of)
         self._pending: deque[Switch] = deque()
-        self._tasks: deque[Callable[[], None]] = deque()
+        self._after: dict[Switch, Switch] = {}
+        self._ahead: deque[Switch] = deque()
         self._flying: set[tuple[int, int]] = set()
         self._ready: deque[tuple[Switch, int]] = deque()
         self._retired: list[_Retired] = []
         self._said: set[str] = set()
         self._changed = threading.Condition(threading.Lock())
+        self._copying = threading.Lock()
         self._registering = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
 
     @property
     def in_flight(self) -> int:
-        """Copies that have a second block."""
+        """Copies that have a second block, or are about to."""
         return len(self._flying)
 
-    def submit(self, task: Callable[[], None]) -> None:
-        """Do something before further copies, in their thread."""
-        if not self.background:
-            task()
-            return
-        with self._changed:
-            self._tasks.append(task)
-            self._changed.notify()
-        self._alive()
+    def request(
+        self,
+        switches: Iterable[Switch],
+        after: Mapping[Switch, Switch] | None = None,
+        ahead: Iterable[Switch] = (),
+    ) -> None:
+        """These are wanted now, in this order; what was wanted before and has not begun is forgotten.
 
-    def request(self, switches: Iterable[Switch]) -> None:
-        """These are wanted now, in this order; what was wanted before and has not begun is forgotten."""
+        after: switches that are only made where another one was; ahead: what is read, as far as there is room for it,
+        when nothing is left to be copied.
+        """
         with self._changed:
-            self._pending = deque(one for one in switches if (one.layer, one.expert) not in self._flying)
+            self._pending, self._after = deque(switches), dict(after or {})
+            self._ahead = deque(ahead)
             self._changed.notify()
         if self.background:
-            self._alive()
+            self._keep_alive()
             return
-        while self._pending:
-            if len(self._flying) >= self.transient:
-                self.register()
-            if len(self._flying) >= self.transient:
+        while (switch := self._next()) is not None or self._blocked():
+            if switch is not None:
+                self._copy(switch)
+                continue
+            self.register()
+            if self._blocked():
                 break  # a call reads what would have to be given back
-            self._copy(self._pending.popleft())
+        self.register()
+        while (one := self._next_ahead()) is not None:
+            self._bring_ahead(one)
+
+    def _blocked(self) -> bool:
+        """Whether something is wanted that has to wait for copies in flight."""
+        with self._changed:
+            return bool(self._pending) and len(self._flying) >= self.transient
+
+    def _next(self) -> Switch | None:
+        """What is to be copied now, and counts as in flight from here on."""
+        with self._changed:
+            while self._pending and len(self._flying) < self.transient:
+                switch = self._pending.popleft()
+                place = switch.layer, switch.expert
+                if place not in self._flying:
+                    self._flying.add(place)
+                    return switch
+            return None
+
+    def _next_ahead(self) -> Switch | None:
+        with self._changed:
+            return self._ahead.popleft() if self._ahead and not self._pending and not self._closed else None
 
     def register(self) -> list[Switch]:
-        """Publish what is ready; what took effect. For one thread at a time, between two steps."""
+        """Publish what is ready; what took effect. Between two steps, of whichever thread."""
         if not self._ready and not self._retired:
             return []
         done: list[Switch] = []
@@ -128,7 +162,8 @@ class Copies:
                 switch, block = self._ready.popleft()
                 by_layer.setdefault(switch.layer, []).append((switch, block))
             for number, ready in by_layer.items():
-                layer, before = self.layers[number], self.layers[number].places()
+                layer = self.layers[number]
+                before = {switch.expert: layer.place(switch.expert) for switch, _ in ready}
                 published = layer.publish({switch.expert: (switch.version, block) for switch, block in ready})
                 for switch, _ in ready:
                     version, block = before[switch.expert]
@@ -155,17 +190,22 @@ class Copies:
             self._changed.notify()
 
     def _copy(self, switch: Switch) -> None:
-        """One expert into a block of its new version."""
-        self._flying.add((switch.layer, switch.expert))
-        block, whole = self.pools.pools[switch.version].take(), False
+        """One expert, which is in flight, into a block of its new version."""
+        block, whole, pool = None, False, self.pools.pools[switch.version]
         try:
-            if block is None:
-                self.counts.without_room += 1
-                return
-            matrices = self._matrices(switch)
-            self.layers[switch.layer].blocks[switch.version].write(matrices, self.pools.bytes_of(switch.version, block))
-            self.counts.copied_bytes += self.layers[switch.layer].blocks[switch.version].nbytes
-            whole = True
+            with self._copying:
+                version, old = self.layers[switch.layer].place(switch.expert)
+                if version == switch.version or self._in_vain(switch):
+                    return
+                block = pool.take()
+                if block is None:
+                    self.counts.without_room += 1
+                    return
+                staged = self._staged(switch)
+                before = self.pools.bytes_of(version, old)
+                into = self.pools.bytes_of(switch.version, block)
+                self.counts.copied_bytes += self.transfer.place(switch.layer, switch.version, staged, before, into)
+                whole = True
             self._ready.append((switch, block))
         except Exception as error:  # whatever a disk, a file or a reader gives: the old version serves on
             self.counts.failures += 1
@@ -173,22 +213,41 @@ class Copies:
         finally:
             if not whole:
                 if block is not None:
-                    self.pools.pools[switch.version].give_back(block)
+                    pool.give_back(block)
                 self._landed(switch)
 
-    def _matrices(self, switch: Switch) -> Mapping[str, Matrix]:
-        missed = False
+    def _in_vain(self, switch: Switch) -> bool:
+        """Whether what a switch was to follow was not made: it is neither published nor in flight."""
+        first = self._after.get(switch)
+        if first is None or (first.layer, first.expert) in self._flying:
+            return False
+        return self.layers[first.layer].place(first.expert)[0] != first.version
 
-        def read() -> Mapping[str, Matrix]:
-            nonlocal missed
-            missed = True
-            return self.read(switch.layer, switch.expert, switch.version)
+    def _staged(self, switch: Switch) -> Tensor | None:
+        """What waits in memory for a copy, read where it does not yet."""
+        if not self.transfer.host_sizes[switch.version]:
+            return None
+        staged, ahead = self.host.take(switch.key)
+        if staged is None:
+            self.counts.host_misses += 1
+            return self.host.fill(switch.key, lambda into: self.transfer.stage(*switch.key, into))
+        self.counts.host_hits += 1
+        self.counts.prefetch_hits += ahead
+        return staged
 
-        key = (switch.layer, switch.expert, switch.version)
-        matrices: Mapping[str, Matrix] = self._host.get(key, read)
-        self.counts.host_misses += missed
-        self.counts.host_hits += not missed
-        return matrices
+    def _bring_ahead(self, switch: Switch) -> None:
+        """Into the cache alone, in no place of what is about to be copied."""
+        with self._changed:
+            wanted = {one.key for one in self._pending}
+        try:
+            with self._copying:
+                if switch.key in self.host or not self.host.room_ahead(switch.version, wanted):
+                    return
+                self.host.fill(switch.key, lambda into: self.transfer.stage(*switch.key, into), ahead=True)
+                self.counts.prefetched += 1
+        except Exception as error:
+            self.counts.failures += 1
+            self._say(f"layer {switch.layer}, expert {switch.expert} is not read ahead: {first_line(error)}", error)
 
     def _say(self, text: str, error: Exception) -> None:
         """Once for every kind of failure."""
@@ -197,49 +256,78 @@ class Copies:
             self._said.add(kind)
             self.say(text)
 
-    def _alive(self) -> None:
+    def _keep_alive(self) -> None:
         """A thread that makes copies; another one where the last has ended."""
-        if self._thread is not None and not self._thread.is_alive() and not self._closed:
+        with self._changed:
+            if self._closed or (self._thread is not None and self._thread.is_alive()):
+                return
+            again, self._thread = self._thread is not None, self._new_thread()
+        if again:
             self.counts.restarts += 1
             if "thread" not in self._said:
                 self._said.add("thread")
                 self.say("the thread that copies experts has ended, another one goes on")
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, name="moeq copies", daemon=True)
-            self._thread.start()
+
+    def _new_thread(self) -> threading.Thread:
+        thread = threading.Thread(target=self._work, name="moeq copies", daemon=True)
+        thread.start()
+        return thread
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and not self._tasks and not self._may_copy():
+                while not self._closed and not self._something():
                     self._changed.wait()
                 if self._closed:
                     return
-                task = self._tasks.popleft() if self._tasks else None
-                switch = self._pending.popleft() if task is None else None
-            if task is not None:
-                task()
-            elif switch is not None:
+            began = time.thread_time()
+            if (switch := self._next()) is not None:
                 self._copy(switch)
+            elif (one := self._next_ahead()) is not None:
+                self._bring_ahead(one)
+            self._rest(time.thread_time() - began)
 
-    def _may_copy(self) -> bool:
-        return bool(self._pending) and len(self._flying) < self.transient
+    def _something(self) -> bool:
+        return (bool(self._pending) and len(self._flying) < self.transient) or (bool(self._ahead) and not self._pending)
+
+    def _rest(self, worked: float) -> None:
+        """Leave the processor to the forward pass for its share of the time."""
+        if self.busy < 1 and worked > 0:
+            until = time.monotonic() + worked * (1 / self.busy - 1)
+            with self._changed:
+                while not self._closed and (left := until - time.monotonic()) > 0:
+                    self._changed.wait(left)
 
     def settle(self, seconds: float = 60.0) -> bool:
         """Wait until nothing is pending, registering what is ready; whether it came to that. For tests and ends."""
-        until = threading.Event()
-        for _ in range(int(seconds * 200)):
+        until, pause = time.monotonic() + seconds, threading.Event()
+        while time.monotonic() < until:
             self.register()
             with self._changed:
-                if not self._pending and not self._tasks and not self._flying:
+                if not self._pending and not self._flying and not self._ahead:
                     return True
-            until.wait(0.005)
+            if self.background:
+                self._keep_alive()
+            pause.wait(0.002)
         return False
 
     def close(self) -> None:
-        """End the thread; what is not registered yet never will be."""
+        """End the thread; what is not registered yet never will be. Blocks and cache are given back, unless a copy
+        waits for its file even then."""
         with self._changed:
             self._closed = True
+            self._pending.clear()
+            self._ahead.clear()
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(ENDS_SECONDS)
+            if self._thread.is_alive():
+                self.say("a copy of an expert still waits for its file; it ends with the process")
+                return
+        with self._registering:
+            while self._ready:
+                switch, block = self._ready.popleft()
+                self.pools.pools[switch.version].give_back(block)
+                self._landed(switch)
+            self._sweep()
+        self.host.clear()

@@ -1,32 +1,31 @@
 """The experts module of a layer whose experts change their precision: called as the packed one is.
 
-What its tokens chose is kept aside, as it lies, for whoever controls precision; nothing waits for it.
+What its tokens chose is noted for whoever controls precision; nothing waits for it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 from torch import Tensor, nn
 
+from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer
+from moeq.runtime.dynamic.seen import Seen
 from moeq.runtime.experts_by_row import TakenOver
 from moeq.runtime.packed_experts import PACKED
 from moeq_kernels.cpu.versions import VersionedLayer
-
-Chosen = tuple[Tensor, Tensor]  # experts and weights [T, k]
 
 
 class DynamicExperts(TakenOver):
     """Mixed into the packed module of a family's kind, which says how the module is called."""
 
-    def __init__(self, layer: ExpertLayer, original: nn.Module) -> None:
+    def __init__(self, layer: ExpertLayer, original: nn.Module, ema: float) -> None:
         nn.Module.__init__(self)
         self.layer = layer
         self.take_over(layer, original)
         self.versions: VersionedLayer | None = None
-        self.seen: deque[Chosen] = deque()
+        self.seen: Seen | None = Seen(layer.num_experts, ema)
 
     def through(self, hidden: Tensor, weights: Tensor) -> Any:
         """The versions that were published last."""
@@ -35,8 +34,14 @@ class DynamicExperts(TakenOver):
 
     def _run(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         assert self.versions is not None
-        self.seen.append((index, weights.detach()))
+        if self.seen is not None:
+            self.seen.add(index, weights)
         return self.versions(hidden, index, weights)
+
+    def _stored_sum(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """What gradients would be computed with."""
+        what = "experts whose precision changes have no gradients"
+        raise ModelError(what, where=self.layer.name, do="train the model before it is made dynamic")
 
 
 DYNAMIC: dict[str, type[DynamicExperts]] = {

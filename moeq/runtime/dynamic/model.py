@@ -8,6 +8,7 @@ Letters: L MoE layers, E experts of a layer, T tokens, k experts a token.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -19,13 +20,16 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from moeq.analysis.hotness import BoolArray, Control, Controller, FloatArray, gained
+from moeq.analysis.coactivation import soon_hot
+from moeq.analysis.hotness import BoolArray, Control, Controller, FloatArray
 from moeq.artifacts.dynamic_log import Head, mask
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer
 from moeq.runtime.dynamic.copies import Copies, Switch
-from moeq.runtime.dynamic.experts import DYNAMIC, Chosen, DynamicExperts
+from moeq.runtime.dynamic.experts import DYNAMIC, DynamicExperts
+from moeq.runtime.dynamic.host import HostCache
 from moeq.runtime.dynamic.pools import HIGH, LOW, Budget, Pools
+from moeq.runtime.dynamic.transfer import NestedPlanes, Transfer, Whole
 from moeq.runtime.experts_by_row import ReplicaSource
 from moeq.version import __version__
 from moeq_kernels import choice
@@ -41,9 +45,12 @@ class DynamicSettings:
     """How precision follows the workload.
 
     high, low: bits of both versions; memory_bytes: of the device, all that the model needs of it; host_bytes: of copies
-    of versions that are kept beside it; period: T, steps between decisions; ema, threshold, certainty: see `Control`;
+    of versions that are kept beside it, of which there is room for one of each version at least; period: T, steps
+    between decisions, the first of which ends the warm-up that fixes tau; ema, threshold, certainty: see `Control`;
     transient: experts that may be in transit at once; background: copies are made beside the forward pass, else between
-    two passes, so that the same tokens give the same decisions and the same bits.
+    two passes, so that the same tokens give the same decisions and the same bits; busy: the share of one processor's
+    time that copies beside the forward pass may take; planes: where low precision is the leading bits of high
+    precision, only the others are brought; prefetch: versions that are read ahead of a decision, at most.
     """
 
     high: int
@@ -56,6 +63,9 @@ class DynamicSettings:
     certainty: float = 4.0
     transient: int = 4
     background: bool = True
+    busy: float = 0.25
+    planes: bool = True
+    prefetch: int = 4
 
 
 class DynamicMoE:
@@ -74,12 +84,14 @@ class DynamicMoE:
         *,
         other_bytes: Mapping[str, int] | None = None,
         importance: FloatArray | None = None,
+        follows: Sequence[FloatArray] | None = None,
         policy: choice.Policy = "measured",
         log: Path | None = None,
         say: Callable[[str], None] = LOG.warning,
     ) -> None:
         """source: replicas of both widths; other_bytes: what else needs the memory, by name; importance [L, E]: whose
-        high precision it begins with, the share of the routing weight where it is known; log: decisions as JSON lines.
+        high precision it begins with, the share of the routing weight where it is known; follows: `coactivation` of a
+        trace, by which versions are read ahead; log: decisions as JSON lines.
 
         ModelError for precisions that the source has not, for a model that is not on the CPU, and, with the sum, where
         not even all experts in low precision fit.
@@ -99,6 +111,8 @@ class DynamicMoE:
             other_bytes=dict(other_bytes or {}),
         )
         self.places = self.budget.places
+        self._follows = list(follows or ())
+        self._check_follows()
         control = Control(
             places=self.places, ema=settings.ema, threshold=settings.threshold, certainty=settings.certainty
         )
@@ -106,10 +120,11 @@ class DynamicMoE:
             Controller.after_warmup(control, self._first(number, layer, importance)[None])
             for number, layer in enumerate(self.layers)
         ]
+        self._warm = [False] * len(self.layers)
         self.modules: list[DynamicExperts] = []
         for layer in self.layers:
             original = model.get_submodule(layer.name)
-            module = DYNAMIC[layer.kind.name](layer, original)
+            module = DYNAMIC[layer.kind.name](layer, original, settings.ema)
             model.set_submodule(layer.name, module.train(original.training))
             self.modules.append(module)
         del original
@@ -117,20 +132,34 @@ class DynamicMoE:
         self.pools = Pools(self.budget, BEGIN)
         for number, module in enumerate(self.modules):
             self._fill(number, module, examples[number], policy)
-        self.copies = Copies(
-            layers=[module.versions for module in self.modules if module.versions is not None],
-            pools=self.pools,
-            read=self._read,
-            transient=settings.transient,
-            host_bytes=settings.host_bytes,
-            background=settings.background,
-            say=say,
-        )
         self.steps = self.decisions = 0
+        self._say, self._told = say, list[str]()
         self._log: TextIO | None = None if log is None else log.open("w", encoding="utf-8")
-        self._writing = threading.Lock()
+        self._deciding = threading.Lock()
+        self.copies = self._copies()
         self._write(self._head().model_dump(mode="json"))
         self._hook = model.register_forward_hook(self._after_step)
+
+    def _copies(self) -> Copies:
+        settings, layers = self.settings, [one.versions for one in self.modules if one.versions is not None]
+        blocks = [layer.blocks for layer in layers]
+        planes = settings.planes and NestedPlanes.fits(blocks)
+        transfer: Transfer = (NestedPlanes if planes else Whole)(self._read, blocks)
+        return Copies(
+            layers=layers,
+            pools=self.pools,
+            transfer=transfer,
+            host=HostCache(settings.host_bytes, transfer.host_sizes, sum(self.budget.layers)),
+            transient=settings.transient,
+            background=settings.background,
+            busy=settings.busy,
+            say=self._tell,
+        )
+
+    def _tell(self, text: str) -> None:
+        """What went wrong, now and in the next line of the log."""
+        self._told.append(text)
+        self._say(text)
 
     def _check(self, source: ReplicaSource) -> None:
         where, settings = "dynamic precision", self.settings
@@ -181,46 +210,55 @@ class DynamicMoE:
         return self._source.expert(self.layers[layer], expert, self._width(version))[0]
 
     def _after_step(self, *_: Any) -> None:
-        """Between two steps: what is ready takes effect; every T steps a decision is asked for."""
-        self.steps += 1
+        """Between two steps: what is ready takes effect; every T steps a decision is made."""
         self.copies.register()
-        if self.steps % self.settings.period == 0:
-            seen = [self._drained(module) for module in self.modules]
-            self.copies.submit(lambda: self._control(seen))
+        with self._deciding:
+            self.steps += 1
+            if self.steps % self.settings.period == 0:
+                self._control()
 
-    @staticmethod
-    def _drained(module: DynamicExperts) -> list[Chosen]:
-        return [module.seen.popleft() for _ in range(len(module.seen))]
+    def _control(self) -> None:
+        """Fold what was chosen since the last decision, and ask for what differs from what is there.
 
-    def _control(self, seen: Sequence[Sequence[Chosen]]) -> None:
-        """Fold what was chosen since the last decision, and ask for what differs from what is there."""
-        switches: list[tuple[float, Switch]] = []
-        for number, chosen in enumerate(seen):
-            controller = self.controllers[number]
-            controller.fold(*self._gained(number, chosen))
-            high = controller.decide()[0]
-            there = self.high(number)
-            for expert in np.flatnonzero(high != there).tolist():
-                switch = Switch(number, expert, HIGH if high[expert] else LOW)
-                switches.append((float(controller.hotness[0, expert]), switch))
+        An expert that is no longer hot keeps its place until another one needs it, for its block would stay empty.
+        """
+        hot: list[tuple[float, Switch]] = []
+        cold: list[tuple[float, Switch]] = []
+        highs = []
+        for number, module in enumerate(self.modules):
+            controller, there = self.controllers[number], self.high(number)
+            assert module.seen is not None
+            begun = self._warm[number]
+            folded = (controller.fold if begun else controller.begin)(*module.seen.drained())
+            self._warm[number] = begun or bool(folded)
+            wanted, hotness = controller.decide()[0], controller.hotness[0]
+            up, down = (np.flatnonzero(mask).tolist() for mask in (wanted & ~there, there & ~wanted))
+            needed = max(0, int(there.sum()) + len(up) - self.places)
+            down = sorted(down, key=lambda expert: float(hotness[expert]))[:needed]
+            hot += [(-float(hotness[expert]), Switch(number, expert, HIGH)) for expert in up]
+            cold += [(float(hotness[expert]), Switch(number, expert, LOW)) for expert in down]
+            highs.append(there | wanted)
         self.decisions += 1
-        ordered = _paired(switches)
+        ordered, after = _paired(hot, cold)
         self._write(self._sums() | {"switches": [asdict(one) for one in ordered]})
-        self.copies.request(ordered)
+        self.copies.request(ordered, after, self._ahead(highs))
 
-    def _gained(self, number: int, chosen: Sequence[Chosen]) -> tuple[FloatArray, int, FloatArray]:
-        """S and Q [1, E] of some calls of a layer, and how many steps these are."""
-        experts, ema = self.layers[number].num_experts, self.settings.ema
-        sums, squares = np.zeros(experts), np.zeros(experts)
-        for left, (index, weights) in zip(range(len(chosen) - 1, -1, -1), chosen, strict=True):
-            numbers = index.reshape(-1).numpy()
-            share = weights.reshape(-1).double().numpy() / max(1, len(index))
-            known = numbers < experts
-            one, two = gained(
-                numbers[known], share[known], np.full(known.sum(), float(left)), num_experts=experts, ema=ema
-            )
-            sums, squares = sums + one, squares + two
-        return sums[None], len(chosen), squares[None]
+    def _ahead(self, highs: Sequence[BoolArray]) -> list[Switch]:
+        """What may soon be asked for."""
+        if not self._follows or self.settings.prefetch < 1:
+            return []
+        hotness = [controller.hotness[0] for controller in self.controllers]
+        found = soon_hot(hotness, highs, self._follows, self.settings.prefetch)
+        return [Switch(layer, expert, HIGH) for layer, expert in found]
+
+    def _check_follows(self) -> None:
+        """ModelError for what was measured on a model of another shape."""
+        experts = [layer.num_experts for layer in self.layers]
+        wanted = [(here, there) for here, there in itertools.pairwise(experts)]
+        given = [share.shape for share in self._follows]
+        if given and given != wanted:
+            what = f"experts follow each other in layers of {given}, this model has {wanted}"
+            raise ModelError(what, where="dynamic precision", do="profile this model with profile.trace: true")
 
     def high(self, layer: int) -> BoolArray:
         """Which experts [E] of a layer are in high precision now."""
@@ -244,14 +282,15 @@ class DynamicMoE:
         return tuple(mask(self.high(number).tolist()) for number in range(len(self.layers)))
 
     def _sums(self) -> dict[str, Any]:
-        """What the log says of every decision, and at the end."""
-        return {"step": self.steps, "high": self._masks(), **asdict(self.copies.counts)}
+        """What the log says of every decision, and at the end; what went wrong, once."""
+        told, self._told = self._told, []
+        said = {"said": told} if told else {}
+        return {"step": self.steps, "high": self._masks(), **asdict(self.copies.counts), **said}
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._log is not None:
-            with self._writing:
-                self._log.write(json.dumps(line) + "\n")
-                self._log.flush()
+            self._log.write(json.dumps(line) + "\n")
+            self._log.flush()
 
     def summary(self) -> dict[str, Any]:
         """Steps, decisions and counts so far, places of high precision, bytes of the pools."""
@@ -263,6 +302,8 @@ class DynamicMoE:
             "high_experts_a_layer": self.places,
             "pool_bytes": self.budget.pool_bytes,
             "memory_bytes": self.settings.memory_bytes,
+            "host_bytes": self.copies.host.nbytes,
+            "planes": isinstance(self.copies.transfer, NestedPlanes),
             **asdict(self.copies.counts),
         }
 
@@ -275,8 +316,10 @@ class DynamicMoE:
         return self.model.generate(*args, **options)
 
     def close(self) -> None:
-        """End the copies; nothing changes any more."""
+        """End the copies; nothing changes any more, nothing is noted any more."""
         self._hook.remove()
+        for module in self.modules:
+            module.seen = None
         self.copies.close()
         if self._log is not None:
             self._write({"end": True, **self._sums()})
@@ -290,12 +333,18 @@ class DynamicMoE:
         self.close()
 
 
-def _paired(switches: Sequence[tuple[float, Switch]]) -> list[Switch]:
-    """Promotions, the hottest first, each with a demotion, the coldest first, so that blocks come free as they are
-    taken."""
-    up = [switch for _, switch in sorted(((-hot, one) for hot, one in switches if one.version == HIGH))]
-    down = [switch for _, switch in sorted((hot, one) for hot, one in switches if one.version != HIGH)]
-    ordered = []
-    for place in range(max(len(up), len(down))):
-        ordered += [*down[place : place + 1], *up[place : place + 1]]
-    return ordered
+def _paired(
+    hot: Sequence[tuple[float, Switch]], cold: Sequence[tuple[float, Switch]]
+) -> tuple[list[Switch], dict[Switch, Switch]]:
+    """Promotions, the hottest first, each followed by a demotion in its layer, the coldest first; and which one each
+    demotion follows: where a promotion cannot be made, nothing makes room for it."""
+    down: dict[int, list[Switch]] = {}
+    for _, switch in sorted(cold, reverse=True):
+        down.setdefault(switch.layer, []).append(switch)
+    ordered, after = [], {}
+    for _, switch in sorted(hot):
+        ordered.append(switch)
+        if left := down.get(switch.layer):
+            after[left[-1]] = switch
+            ordered.append(left.pop())
+    return ordered + [switch for left in down.values() for switch in reversed(left)], after

@@ -34,7 +34,8 @@ class DynamicOptions(OneLine):
     expert must be hotter than the one whose place it takes; transient: experts that may be in transit at once; tokens:
     whose keys and values the budget has room for, of all sequences together (none: as many as the command runs);
     copies: made beside forward passes, in a thread, or between them, so that the same tokens give the same decisions
-    (none: as the command has it).
+    (none: as the command has it); busy: the share of a processor's time that copies beside may take; planes: where low
+    precision is the leading bits of high precision, only the others are brought.
     """
 
     option: ClassVar[str] = "--dynamic"
@@ -50,6 +51,8 @@ class DynamicOptions(OneLine):
     transient: Count = Field(4, ge=1)
     tokens: Count | None = Field(None, ge=0)
     copies: Literal["beside", "between"] | None = None
+    busy: float = Field(0.25, gt=0, le=1)
+    planes: bool = True
 
     @model_validator(mode="after")
     def _check(self) -> DynamicOptions:

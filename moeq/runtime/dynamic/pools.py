@@ -12,11 +12,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from moeq.errors import ModelError
 from moeq.tables import human_bytes
+from moeq_kernels.cpu.pages import zeros
 
 LOW, HIGH = 0, 1
 NAMES = ("low", "high")
@@ -111,9 +111,7 @@ class Pools:
         high = budget.places * len(budget.layers)
         counts = (sum(budget.layers) - high + budget.transient, high + budget.transient)
         sizes = (budget.low_bytes, budget.high_bytes)
-        self.held = torch.zeros(
-            begin + sum(count * size for count, size in zip(counts, sizes, strict=True)), dtype=torch.uint8
-        )
+        self.held = zeros(begin + sum(count * size for count, size in zip(counts, sizes, strict=True)))
         self.held[::PAGE] = 0  # pages are there when they are first written
         self.pools = (
             BlockPool(begin, sizes[LOW], counts[LOW]),

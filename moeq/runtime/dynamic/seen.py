@@ -1,0 +1,71 @@
+"""What the tokens of a layer chose since the last decision, in bounded room however long their texts are.
+
+Calls of few tokens are kept as they are, which takes some microseconds, and folded together when a decision is made;
+calls of many are folded at once.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeq.analysis.hotness import FloatArray, gained
+
+MOST_CALLS = 256  # that are kept as they are
+
+
+class Seen:
+    """Of one layer of E experts: what S and Q gain (see `moeq.analysis.hotness`), a call being a step."""
+
+    def __init__(self, experts: int, ema: float) -> None:
+        self.experts, self.ema = experts, ema
+        self._lock = threading.Lock()
+        self._calls: list[tuple[int, np.ndarray, np.ndarray]] = []  # type: ignore[type-arg]
+        self._steps = 0
+        self._folded = 0  # steps that the sums are of
+        self._sums, self._squares = np.zeros(experts), np.zeros(experts)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of what is kept: at most MOST_CALLS calls of E choices, and the sums."""
+        kept = sum(numbers.nbytes + share.nbytes for _, numbers, share in self._calls)
+        return kept + self._sums.nbytes + self._squares.nbytes
+
+    def add(self, index: Tensor, weights: Tensor) -> None:
+        """One call's choices and their weights [T, k]."""
+        numbers = index.reshape(-1).numpy().astype(np.int32)
+        share = weights.detach().reshape(-1).to(torch.float32).numpy() / np.float32(max(1, len(index)))
+        with self._lock:
+            self._calls.append((self._steps, numbers, share))
+            self._steps += 1
+            if numbers.size > self.experts or len(self._calls) >= MOST_CALLS:
+                self._fold()
+
+    def drained(self) -> tuple[FloatArray, int, FloatArray]:
+        """S and Q [1, E] gained since the last time, and over how many steps."""
+        with self._lock:
+            self._fold()
+            found = self._sums[None], self._steps, self._squares[None]
+            self._steps = self._folded = 0
+            self._sums, self._squares = np.zeros(self.experts), np.zeros(self.experts)
+        return found
+
+    def _fold(self) -> None:
+        """Calls into the sums, each decayed until now."""
+        decay = self.ema ** (self._steps - self._folded)
+        self._sums, self._squares, self._folded = decay * self._sums, decay**2 * self._squares, self._steps
+        if not self._calls:
+            return
+        numbers, share = (np.concatenate([call[part] for call in self._calls]) for part in (1, 2))
+        left = np.repeat(
+            [float(self._steps - 1 - step) for step, _, _ in self._calls], [len(call[1]) for call in self._calls]
+        )
+        known = numbers < self.experts  # the others hand their input through
+        sums, squares = gained(
+            numbers[known].astype(np.int64), share[known].astype(np.float64), left[known],
+            num_experts=self.experts, ema=self.ema,
+        )  # fmt: skip
+        self._sums, self._squares, self._calls = self._sums + sums, self._squares + squares, []
