@@ -30,6 +30,7 @@ FLAGS = {
     "eval": RUN
     | {"recipe"}
     | {"--tasks", "--include-path", "--num-fewshot", "--limit", "--batch-size", "--text", "--window", "--stride"}
+    | {"--dynamic", "--dynamic-log"}
     | {"--context-aware", "--truncate", "--dtype", "--device"},
     "estimate": RUN
     | {"recipe"}
@@ -84,6 +85,9 @@ FLAGS = {
         "checkpoint",
         "prompt",
         "--max-new-tokens",
+        "--dynamic",
+        "--dynamic-log",
+        "--watch",
         "--temperature",
         "--seed",
         "--device",

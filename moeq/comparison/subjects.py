@@ -21,7 +21,7 @@ from moeq.artifacts.reading import read_json_file
 from moeq.artifacts.run import RECIPE_COPY
 from moeq.artifacts.sums import check_sums
 from moeq.comparison.refusals import assignments_of, split_run
-from moeq.errors import EvaluationError
+from moeq.errors import EvaluationError, ModelError
 from moeq.evaluation.context_options import ContextOptions
 from moeq.models.source import ModelSource, open_source
 from moeq.progress import Reporter
@@ -86,7 +86,7 @@ class Earlier:
 def open_subjects(words: Sequence[str], following: Sequence[Following], trust: bool) -> list[Subject | Earlier]:
     """The rows that the command line names, in order.
 
-    `following` adds rows to every run and checkpoint, dynamic ones to checkpoints alone.
+    `following` adds rows to every run and checkpoint, dynamic ones to checkpoints with both precisions alone.
 
     Raises EvaluationError for two rows of one name, and what opening a model, run or file raises.
     """
@@ -101,6 +101,8 @@ def open_subjects(words: Sequence[str], following: Sequence[Following], trust: b
     subjects = [row for row in rows if isinstance(row, Subject)]
     for options in following:
         if not any(options in (subject.context, subject.dynamic) for subject in subjects):
+            if isinstance(options, DynamicOptions):
+                _ = [_pair(subject, options) for subject in subjects]  # says what the first checkpoint has
             needed = "a run, or a checkpoint" if isinstance(options, ContextOptions) else "a run's checkpoint"
             do = f"{options.option} needs {needed} with them"
             raise EvaluationError("no replicas of its experts", where=words[0], do=do)
@@ -119,19 +121,29 @@ def _follows(able: Subject, options: Following) -> Subject:
     """The row of a run or a checkpoint whose experts follow something."""
     where = able.run.out.name if able.run is not None else able.name
     if isinstance(options, DynamicOptions):
-        assert able.checkpoint is not None, "a run has no packed experts"
-        pair = options.pair(read_manifest(able.checkpoint).widths_there, str(able.checkpoint))
+        pair = _pair(able, options)
+        assert pair is not None, "a run has no packed experts"
         return replace(able, name=f"{where} {options.label(pair)}", dynamic=options)
     return replace(able, name=f"{where} {options.label}", assignment=None, exported=False, context=options)
 
 
 def _may(rows: Sequence[Subject | Earlier], able: Subject, options: Following) -> bool:
-    """Not where a run that is named twice has its row of these options already, nor a dynamic one without a
-    checkpoint."""
+    """Not where a run that is named twice has its row of these options already, nor a dynamic row of what has not both
+    precisions."""
     if isinstance(options, DynamicOptions):
-        return able.checkpoint is not None
+        try:
+            return _pair(able, options) is not None
+        except ModelError:
+            return False
     same = (row for row in rows if isinstance(row, Subject) and row.context == options)
     return able.run is None or not any(row.run is able.run for row in same)
+
+
+def _pair(subject: Subject, options: DynamicOptions) -> tuple[int, int] | None:
+    """High and low bits of a checkpoint, None for what is none; ModelError where it has them not."""
+    if subject.checkpoint is None:
+        return None
+    return options.pair(read_manifest(subject.checkpoint).widths_there, str(subject.checkpoint))
 
 
 def _opened(word: str, runs: dict[Path, Context], trust: bool) -> list[Subject | Earlier]:
