@@ -95,9 +95,17 @@ def check_dynamic(
 def check_bench(asked: Asked, out: Path | None) -> None:
     """What a bench reads must be there, and may be written where it is to go: MissingError, ModelError, RecipeError."""
     check_device(asked.device)
+    others = {"--grid": asked.grid, "--dense": asked.dense is not None, "--gguf": asked.gguf is not None}
+    if asked.dynamic is not None and any(others.values()):
+        wrong = next(name for name, given in others.items() if given)
+        raise RecipeError("is measured beside static precision alone", where="--dynamic", do=f"leave {wrong} out")
     for name in (asked.checkpoint, asked.dense):
         if name is not None and not (Path(name) / "checkpoint" / "config.json").is_file():
             check_experts(check_there(name), name)
+    if asked.dynamic is not None:
+        inner = Path(asked.checkpoint) / "checkpoint"
+        path = inner if (inner / "config.json").is_file() else Path(asked.checkpoint)
+        asked.dynamic.pair(read_manifest(path).widths_there, str(path))
     check_path(asked.gguf, "give a GGUF file to --gguf")
     if out is not None:
         refuse_artifacts(out)

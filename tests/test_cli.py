@@ -38,7 +38,7 @@ FLAGS = {
     | {"--grid", "--context", "--kv-growth", "--zipf", "--replicas", "--capacity", "--sheet", "--fit"}
     | {"--samples", "--gpu-bits", "--cache-bits", "--rate", "--speed", "--memory", "--cost", "--losses"},
     "bench": {"checkpoint", "--dense", "--batch", "--prompt-tokens", "--new-tokens", "--repeat", "--grid", "--beams"}
-    | {"--peers", "--gguf", "--dtype", "--out", "--device", "--trust-remote-code", "--json", "--quiet"},
+    | {"--dynamic", "--peers", "--gguf", "--dtype", "--out", "--device", "--trust-remote-code", "--json", "--quiet"},
     "export": STAGE | DEVICE | {"--format", "--widen", "--verify"},
     "convert": {"checkpoint", "--to", "--out", "--max-shard", "--widen", "--verify", "--trust-remote-code", "--json"}
     | {"--quiet"},

@@ -11,9 +11,10 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from moeq.artifacts.manifest import PlacedExpert, PlacedLayer, PlacementManifest, read_manifest
 from moeq.errors import ModelError
@@ -66,11 +67,8 @@ def open_dynamic(
     if target.type != "cpu":
         what = f"precision follows the workload on the CPU alone, and this is {target}"
         raise ModelError(what, where=str(path), do="give --device cpu (device=)")
-    source = CheckpointReplicas(NativeReader(path, trust_remote_code))
+    model, source = load_with_replicas(path, dtype, target, policy, trust_remote_code)
     layers = source.reader.layers
-    opened = open_source(str(path))
-    with choice.choosing(policy, at_once=False):  # nobody computes with what is placed
-        model = load_model(opened, compute_dtype(opened, dtype, target), target, trust_remote_code)
     other = {NON_EXPERTS: other_weights_bytes(model, layers)}
     wanted = options.tokens if options.tokens is not None else tokens
     if wanted:
@@ -102,6 +100,16 @@ def open_dynamic(
         log=None if log is None else Path(log),
         say=say,
     )
+
+
+def load_with_replicas(
+    path: Path, dtype: str, device: torch.device, policy: choice.Policy, trust_remote_code: bool = False
+) -> tuple[Any, CheckpointReplicas]:
+    """A checkpoint's model, whose experts no kernel has taken yet, and its replicas."""
+    source = CheckpointReplicas(NativeReader(path, trust_remote_code))
+    opened = open_source(str(path))
+    with choice.choosing(policy, at_once=False):  # nobody computes with what is placed
+        return load_model(opened, compute_dtype(opened, dtype, device), device, trust_remote_code), source
 
 
 def _own_bytes(
