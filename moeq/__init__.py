@@ -30,6 +30,7 @@ plugin.install()
 if TYPE_CHECKING:
     from moeq.api import Assigned, Run, assign, bench, evaluate, plan, reproduce, run, stage
     from moeq.errors import MoeqError
+    from moeq.exporters.native_dynamic import open_dynamic
     from moeq.recipe import Recipe, load_recipe
     from moeq.reproduction.result import Reproduction
     from moeq.runtime.checkpoint import load
@@ -42,6 +43,7 @@ _MODULES = {
     **dict.fromkeys(("Recipe", "load_recipe"), "moeq.recipe"),
     "Reproduction": "moeq.reproduction.result",
     "load": "moeq.runtime.checkpoint",
+    "open_dynamic": "moeq.exporters.native_dynamic",
 }
 
 
@@ -68,6 +70,7 @@ __all__ = [
     "evaluate",
     "load",
     "load_recipe",
+    "open_dynamic",
     "plan",
     "reproduce",
     "run",

@@ -193,6 +193,8 @@ def evaluate(
     window: int | None = None,
     stride: int | None = None,
     context_aware: Sequence[str] = (),
+    dynamic: Sequence[str] = (),
+    dynamic_log: str | Path | None = None,
     truncate: bool = False,
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto",
     device: str = "auto",
@@ -222,6 +224,8 @@ def evaluate(
         window=window,
         stride=stride,
         context_aware=list(context_aware),
+        dynamic=list(dynamic),
+        dynamic_log=_path(dynamic_log),
         truncate=truncate,
         dtype=dtype,
         device=device,
@@ -245,6 +249,7 @@ def bench(
     new_tokens: int = 16,
     repeat: int = 3,
     grid: bool = False,
+    dynamic: str | None = None,
     beams: Sequence[int] = (1, 2),
     peers: bool = True,
     gguf: str | Path | None = None,
@@ -256,11 +261,13 @@ def bench(
 ) -> dict[str, Any]:
     """Time a checkpoint, packed or dense, on this machine, beside its dense model and other libraries' kernels.
 
-    grid: batches by beams with and without batch pruning instead (paper 002, Table 3); out: directory for bench.json
-    and measured.csv, which `moeq estimate --fit` reads. Returns what bench.json holds. Raises ModelError, ArtifactError
-    or EvaluationError.
+    grid: batches by beams with and without batch pruning instead (paper 002, Table 3); dynamic: precision that follows
+    the workload beside static high, low and mixed instead (paper 001, Figure 5), as `--dynamic` says; out: directory
+    for bench.json and measured.csv, which `moeq estimate --fit` reads. Returns what bench.json holds. Raises
+    ModelError, ArtifactError or EvaluationError.
     """
     from moeq.benching.asked import Asked
+    from moeq.runtime.dynamic.options import DynamicOptions
 
     asked = Asked(
         checkpoint=str(checkpoint),
@@ -270,6 +277,7 @@ def bench(
         new_tokens=new_tokens,
         repeat=repeat,
         grid=grid,
+        dynamic=None if dynamic is None else DynamicOptions.parse(dynamic),
         beams=tuple(beams),
         peers=peers,
         gguf=_path(gguf),

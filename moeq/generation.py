@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from torch import Tensor
 
 from moeq.artifacts.sums import check_sums
 from moeq.errors import EvaluationError, ModelError, first_line
+from moeq.exporters.native_dynamic import open_dynamic
 from moeq.models.forward import check_tokens, takes_images
 from moeq.models.loading import compute_dtype, load_config, load_tokenizer, model_class, resolve_device
 from moeq.models.messages import quiet_transformers
-from moeq.models.source import open_source
+from moeq.models.source import ModelSource, open_source
 from moeq.preflight import check_checkpoint
 from moeq.progress import Reporter
 from moeq.runtime.batch_pruning import pruning
 from moeq.runtime.checkpoint import CARD, load_checkpoint
+from moeq.runtime.dynamic.model import DynamicMoE
+from moeq.runtime.dynamic.options import Following
+from moeq.runtime.dynamic.told import in_words, watched
 
 QUIET = Reporter(quiet=True)
 
@@ -59,14 +64,16 @@ def generate(
     device: str,
     beams: int = 1,
     chat: bool = False,
+    dynamic: Following | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter = QUIET,
 ) -> dict[str, Any]:
     """Text, token counts and tokens per second. Raises ModelError, ArtifactError or EvaluationError.
 
     Several prompts are continued together: `answers` has what one alone gives, in their order, and those that are
-    finished reach no expert any more. Files that changed since they were written are refused; those whose digests are
-    known are not read again.
+    finished reach no expert any more. dynamic: experts' precision follows what is generated, and what that came to is
+    told under the same name. Files that changed since they were written are refused; those whose digests are known are
+    not read again.
     """
     check_checkpoint(checkpoint)
     source = open_source(str(checkpoint))
@@ -78,22 +85,23 @@ def generate(
         raise ModelError(what, where=str(checkpoint), do="use transformers to run it")
     target = resolve_device(device)
     tokenizer = load_tokenizer(source, trust_remote_code)
-    model: Any = load_checkpoint(checkpoint, compute_dtype(source, "auto", target), target, trust_remote_code)
     several = [prompts] if isinstance(prompts, str) else list(prompts)
     rows = [prompt_ids(tokenizer, prompt, chat=chat, where=str(checkpoint)) for prompt in several]
-    _check_positions(model, max(map(len, rows)), max_new_tokens)
-    torch.manual_seed(seed)
     options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens, "num_beams": beams}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    ids, mask = _padded(rows, pad or 0, left=not model.config.is_encoder_decoder)
-    check_tokens(model, ids)
-    started = time.monotonic()
-    with torch.no_grad(), quiet_transformers(), pruning(model) if len(rows) > 1 else nullcontext() as pruned:
-        ids, mask = ids.to(target), mask.to(target)
-        generated = model.generate(ids, attention_mask=mask, pad_token_id=pad, **options)
-    seconds = time.monotonic() - started
+    most = len(rows) * beams * (max(map(len, rows)) + max_new_tokens)  # whose keys and values there may be
+    with _running(checkpoint, source, target, dynamic, most, trust_remote_code, reporter) as (model, following):
+        _check_positions(model, max(map(len, rows)), max_new_tokens)
+        ids, mask = _padded(rows, pad or 0, left=not model.config.is_encoder_decoder)
+        check_tokens(model, ids)
+        torch.manual_seed(seed)
+        started = time.monotonic()
+        with torch.no_grad(), quiet_transformers(), pruning(model) if len(rows) > 1 else nullcontext() as pruned:
+            ids, mask = ids.to(target), mask.to(target)
+            generated = model.generate(ids, attention_mask=mask, pad_token_id=pad, **options)
+        seconds = time.monotonic() - started
     begin = 1 if model.config.is_encoder_decoder else ids.shape[1]
     ends = _end_tokens(model)
     answers = [
@@ -101,10 +109,39 @@ def generate(
         for row, new in zip(rows, generated[:, begin:].tolist(), strict=True)
     ]
     count = sum(answer["new_tokens"] for answer in answers)
-    speed = {"tokens_per_second": round(count / seconds, 2)}
-    if pruned is None:
-        return answers[0] | speed
-    return {"answers": answers, **speed, "expert_rows": pruned.tokens, "expert_rows_left_out": pruned.left_out}
+    more: dict[str, Any] = {"tokens_per_second": round(count / seconds, 2)}
+    if pruned is not None:
+        more |= {"expert_rows": pruned.tokens, "expert_rows_left_out": pruned.left_out}
+    if following is not None:
+        more["dynamic"] = following.summary()
+        reporter.say(escape(in_words(more["dynamic"])))
+    return answers[0] | more if pruned is None else {"answers": answers, **more}
+
+
+@contextmanager
+def _running(
+    checkpoint: Path,
+    source: ModelSource,
+    target: torch.device,
+    dynamic: Following | None,
+    tokens: int,
+    trust_remote_code: bool,
+    reporter: Reporter,
+) -> Iterator[tuple[Any, DynamicMoE | None]]:
+    """The model as it is placed, or with its experts' precision changing, of which the second is told."""
+    if dynamic is None:
+        yield load_checkpoint(checkpoint, compute_dtype(source, "auto", target), target, trust_remote_code), None
+        return
+    with open_dynamic(
+        checkpoint,
+        dynamic.options,
+        device=str(target),
+        tokens=tokens,
+        log=dynamic.log,
+        say=reporter.say,
+        trust_remote_code=trust_remote_code,
+    ) as following, watched(following, reporter) if dynamic.watch else nullcontext():  # fmt: skip
+        yield following.model, following
 
 
 def _check_positions(model: Any, longest: int, max_new_tokens: int) -> None:

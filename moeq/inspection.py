@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts import replicas
+from moeq.artifacts import dynamic_log, replicas
 from moeq.artifacts.assignment import Width, count_matrices, count_widths, read_assignment
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import read_json
@@ -378,6 +378,8 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
         return check_checkpoint(path.parent, reporter)
     if path.name == INTEGER:
         return _integer(path.parent)
+    if dynamic_log.is_log(path):
+        return dynamic_log.described(dynamic_log.read_log(path))
     found = _json_file(path) if path.suffix == ".json" else None
     if found is not None:
         return found

@@ -1,7 +1,8 @@
 """lm-eval's own command line with moeq's models: `python -m moeq.lm_eval --model moeq --model_args pretrained=RUN,...`.
 
 pretrained: a run, RUN:ASSIGNMENT, or a checkpoint that moeq exported. With gpu_experts, code_bits, alpha, selector,
-loss_weighting, prefill, first_token or statistics its experts follow the context, else they are as assigned.
+loss_weighting, prefill, first_token or statistics its experts follow the context; with memory, high, low, host, period,
+ema, threshold, certainty, transient, tokens or copies they follow the workload; else they are as assigned.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def make_model(pretrained: str | None = None, **given: Any) -> Any:
     from moeq.comparison import loaded
     from moeq.comparison.subjects import Subject, open_subjects
     from moeq.evaluation.context_options import ContextOptions
+    from moeq.runtime.dynamic.options import DynamicOptions
 
     if pretrained is None:
         raise RecipeError("no pretrained=RUN_OR_CHECKPOINT", where="--model_args", do="name a run or a checkpoint")
@@ -31,7 +33,9 @@ def make_model(pretrained: str | None = None, **given: Any) -> Any:
         del given["device"]  # lm-eval's own default, which its models leave alone where there is no GPU
     own = {name: given[name] for name in SETTINGS if given.get(name) is not None}
     asked = {name: value for name, value in given.items() if name not in (*SETTINGS, *PASSED)}
-    contexts = [ContextOptions.of(asked, "--model_args")] if asked else []
+    of_workload = set(asked) & set(DynamicOptions.model_fields)
+    kind: type[ContextOptions | DynamicOptions] = DynamicOptions if of_workload else ContextOptions
+    contexts = [kind.of(asked, "--model_args")] if asked else []
     settings = loaded.Settings(**_checked(own))
     opened = open_subjects([pretrained], contexts, settings.trust_remote_code)
     subject = opened[-1]

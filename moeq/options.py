@@ -53,6 +53,17 @@ DeviceOption = Annotated[
     str | None,
     Option(help="Where it computes: auto, cpu or cuda (device).", autocompletion=among(lambda: DEVICES)),
 ]
+DYNAMIC = (
+    "Experts change between two precisions as the workload asks for it (paper 001), under a budget: "
+    "memory=24GiB,high=4,low=2,period=128, or auto."
+)
+DynamicOption = Annotated[str | None, Option(metavar="SETTINGS", help=DYNAMIC)]
+DynamicLogOption = Annotated[
+    Path | None, Option(metavar="FILE", help="With --dynamic: every decision and its sums as JSON lines.")
+]
+WatchOption = Annotated[
+    bool, Option("--watch", help="With --dynamic: a live table of what is in high precision, on standard error.")
+]
 VerifyOption = Annotated[
     bool, Option("--verify/--no-verify", help="Load what was written in a fresh process and compare it.")
 ]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.places import refuse_artifacts
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.benching.asked import Asked
@@ -18,6 +19,7 @@ from moeq.exporters.exporter import loaders
 from moeq.models import offline
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe, TextSource, each_source
+from moeq.runtime.dynamic.options import DynamicOptions, Following
 from moeq.runtimes import named, runtimes
 
 TASKS_FOLDER = "give a folder of task YAML files to --include-path (eval.include_path)"
@@ -69,12 +71,41 @@ def check_checkpoint(path: Path) -> None:
         raise ModelError("this is a run", where=str(path), do=f"give {path / 'checkpoint'}")
 
 
+def check_dynamic(
+    text: str | None, checkpoint: Path | None, log: Path | None = None, watch: bool = False
+) -> Following | None:
+    """What --dynamic and the options beside it say, None where it is not given.
+
+    RecipeError for what cannot be, for a log or a table without it, and for a file that cannot be written; ModelError
+    where the checkpoint has not two such widths, ArtifactError for one without a manifest (None: looked at later).
+    """
+    for name, given in (("--dynamic-log", log is not None), ("--watch", watch)):
+        if given and text is None:
+            raise RecipeError("no expert changes its precision", where=name, do="give --dynamic too")
+    if log is not None and (log.is_dir() or not log.absolute().parent.is_dir()):
+        raise RecipeError("is no file that can be written", where=f"--dynamic-log {log}", do="give a path in a folder")
+    if text is None:
+        return None
+    options = DynamicOptions.parse(text)
+    if checkpoint is not None:
+        options.pair(read_manifest(checkpoint).widths_there, str(checkpoint))
+    return Following(options=options, log=log, watch=watch)
+
+
 def check_bench(asked: Asked, out: Path | None) -> None:
     """What a bench reads must be there, and may be written where it is to go: MissingError, ModelError, RecipeError."""
     check_device(asked.device)
+    others = {"--grid": asked.grid, "--dense": asked.dense is not None, "--gguf": asked.gguf is not None}
+    if asked.dynamic is not None and any(others.values()):
+        wrong = next(name for name, given in others.items() if given)
+        raise RecipeError("is measured beside static precision alone", where="--dynamic", do=f"leave {wrong} out")
     for name in (asked.checkpoint, asked.dense):
         if name is not None and not (Path(name) / "checkpoint" / "config.json").is_file():
             check_experts(check_there(name), name)
+    if asked.dynamic is not None:
+        inner = Path(asked.checkpoint) / "checkpoint"
+        path = inner if (inner / "config.json").is_file() else Path(asked.checkpoint)
+        asked.dynamic.pair(read_manifest(path).widths_there, str(path))
     check_path(asked.gguf, "give a GGUF file to --gguf")
     if out is not None:
         refuse_artifacts(out)

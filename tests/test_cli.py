@@ -30,6 +30,7 @@ FLAGS = {
     "eval": RUN
     | {"recipe"}
     | {"--tasks", "--include-path", "--num-fewshot", "--limit", "--batch-size", "--text", "--window", "--stride"}
+    | {"--dynamic", "--dynamic-log"}
     | {"--context-aware", "--truncate", "--dtype", "--device"},
     "estimate": RUN
     | {"recipe"}
@@ -37,7 +38,7 @@ FLAGS = {
     | {"--grid", "--context", "--kv-growth", "--zipf", "--replicas", "--capacity", "--sheet", "--fit"}
     | {"--samples", "--gpu-bits", "--cache-bits", "--rate", "--speed", "--memory", "--cost", "--losses"},
     "bench": {"checkpoint", "--dense", "--batch", "--prompt-tokens", "--new-tokens", "--repeat", "--grid", "--beams"}
-    | {"--peers", "--gguf", "--dtype", "--out", "--device", "--trust-remote-code", "--json", "--quiet"},
+    | {"--dynamic", "--peers", "--gguf", "--dtype", "--out", "--device", "--trust-remote-code", "--json", "--quiet"},
     "export": STAGE | DEVICE | {"--format", "--widen", "--verify"},
     "convert": {"checkpoint", "--to", "--out", "--max-shard", "--widen", "--verify", "--trust-remote-code", "--json"}
     | {"--quiet"},
@@ -84,6 +85,9 @@ FLAGS = {
         "checkpoint",
         "prompt",
         "--max-new-tokens",
+        "--dynamic",
+        "--dynamic-log",
+        "--watch",
         "--temperature",
         "--seed",
         "--device",

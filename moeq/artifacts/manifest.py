@@ -274,6 +274,16 @@ class PlacementManifest(Frozen):
         return Encoding.described(self.layout)
 
     @property
+    def widths_there(self) -> frozenset[int]:
+        """The widths that every expert has a replica of, all of whose matrices have it."""
+        each = [
+            {replica.bits for replica in expert.replicas if replica.projections is None}
+            for layer in self.layers
+            for expert in layer.experts
+        ]
+        return frozenset(set.intersection(*each)) if each else frozenset()
+
+    @property
     def bits_per_weight(self) -> float:
         """Bits that the placed replicas store for a weight of the experts."""
         return 8 * self.totals.placed_expert_bytes / max(1, sum(layer.weights for layer in self.layers))

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeq.errors import RecipeError
+from moeq.runtime.dynamic.options import DynamicOptions
 
 BATCHES = (1, 4, 16, 32)
 GRID_BATCHES, GRID_BEAMS = (1, 8, 20, 32, 64, 96), (1, 2)  # paper 002, Table 3
+DYNAMIC_BATCHES = (1, 32)
 LARGEST = 1 << 16
 
 
@@ -17,7 +19,8 @@ class Asked:
     """A bench: checkpoint, packed or dense, and what stands beside it.
 
     batches: sequences at once; None: BATCHES, or with `grid` GRID_BATCHES; repeat: requests that are timed of each;
-    grid: batches and beams with and without batch pruning instead; gguf: a file for llama.cpp's own bench.
+    grid: batches and beams with and without batch pruning instead; dynamic: precision that follows the workload beside
+    static high, low and mixed instead, at batch sizes DYNAMIC_BATCHES; gguf: a file for llama.cpp's own bench.
     """
 
     checkpoint: str
@@ -29,6 +32,7 @@ class Asked:
     grid: bool = False
     beams: tuple[int, ...] = GRID_BEAMS
     peers: bool = True
+    dynamic: DynamicOptions | None = None
     gguf: Path | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -37,7 +41,7 @@ class Asked:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The batches that are measured."""
-        return self.batches or (GRID_BATCHES if self.grid else BATCHES)
+        return self.batches or (GRID_BATCHES if self.grid else BATCHES if self.dynamic is None else DYNAMIC_BATCHES)
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from moeq.artifacts.files import write_json, write_text
 from moeq.benching import grid as grids
 from moeq.benching.asked import Asked
 from moeq.benching.bandwidth import read_bandwidth
+from moeq.benching.dynamic import bench_dynamic
 from moeq.benching.llama_bench import llama_bench
 from moeq.benching.one_expert import one_expert
 from moeq.benching.requests import Request, check_lengths, generate, point, prompts, routed_bytes, timed
@@ -38,6 +39,8 @@ COLUMNS = (
 def bench(asked: Asked, reporter: Reporter) -> dict[str, Any]:
     """What bench.json holds. Raises ModelError, ArtifactError or EvaluationError."""
     device = resolve_device(asked.device)
+    if asked.dynamic is not None:
+        return _found(asked, device, read_bandwidth(device)) | {"dynamic": bench_dynamic(asked, reporter)}
     dtype = compute_type(asked.checkpoint, asked.dtype, device)
     names = [asked.checkpoint, *([asked.dense] if asked.dense is not None else [])]
     subjects = []
@@ -47,18 +50,7 @@ def bench(asked: Asked, reporter: Reporter) -> dict[str, Any]:
         check_lengths(subjects[-1], asked.prompt_tokens, asked.new_tokens)
     _check_alike(subjects)
     bandwidth = read_bandwidth(device)
-    found: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "moeq_version": __version__,
-        "machine": machine(device),
-        "kernel": os.environ.get(VARIABLE),
-        "bandwidth": bandwidth,
-        "settings": {
-            "batches": list(asked.sizes), "prompt_tokens": asked.prompt_tokens, "new_tokens": asked.new_tokens,
-            "repeat": asked.repeat,
-        },
-        "models": [subject.as_json() for subject in subjects],
-    }  # fmt: skip
+    found = _found(asked, device, bandwidth) | {"models": [subject.as_json() for subject in subjects]}
     if asked.grid:
         with reporter.bar("grid", len(asked.sizes) * len(asked.beams)) as advance:
             found["grid"] = grids.grid(subjects[0], asked, advance)
@@ -75,6 +67,22 @@ def bench(asked: Asked, reporter: Reporter) -> dict[str, Any]:
             threads=torch.get_num_threads(),
         )  # fmt: skip
     return _with_kernels(found, subjects)
+
+
+def _found(asked: Asked, device: torch.device, bandwidth: dict[str, Any]) -> dict[str, Any]:
+    """What bench.json says before anything is timed."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "moeq_version": __version__,
+        "machine": machine(device),
+        "kernel": os.environ.get(VARIABLE),
+        "bandwidth": bandwidth,
+        "settings": {
+            "batches": list(asked.sizes), "prompt_tokens": asked.prompt_tokens, "new_tokens": asked.new_tokens,
+            "repeat": asked.repeat,
+        },
+        "models": [],
+    }  # fmt: skip
 
 
 def _with_kernels(found: dict[str, Any], subjects: Sequence[Subject]) -> dict[str, Any]:
@@ -151,7 +159,7 @@ def write(folder: Path, found: dict[str, Any]) -> None:
     """bench.json, and its points as `moeq estimate --fit` reads them."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / NAME, found)
-    if "grid" not in found:
+    if found["models"] and "grid" not in found:
         write_text(folder / POINTS, measured_csv(found))
 
 

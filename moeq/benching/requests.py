@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,24 @@ from moeq.models.messages import quiet_transformers
 from moeq.models.walk import tap
 
 SEED = 0
+
+
+class Timed(Protocol):
+    """A loaded model with its MoE layers."""
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def layers(self) -> Sequence[ExpertLayer]: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Named(Timed, Protocol):
+    """One that has a name, too."""
+
+    @property
+    def name(self) -> str: ...
 
 
 @dataclass
@@ -97,12 +115,12 @@ class ExpertClock:
         self._spans.append((self._began, self._mark()))
 
 
-def prompts(subject: Subject, batch: int, length: int) -> Tensor:
+def prompts(subject: Timed, batch: int, length: int, seed: int = SEED) -> Tensor:
     """Random tokens [B, P], the same for every model of a vocabulary."""
-    return drawn_inputs(subject.model, batch, length, SEED)["input_ids"].to(subject.device)
+    return drawn_inputs(subject.model, batch, length, seed)["input_ids"].to(subject.device)
 
 
-def check_lengths(subject: Subject, prompt_tokens: int, new_tokens: int) -> None:
+def check_lengths(subject: Named, prompt_tokens: int, new_tokens: int) -> None:
     """EvaluationError where a request is longer than the model's positions."""
     positions = getattr(subject.model.config.get_text_config(), "max_position_embeddings", None)
     asked = max(prompt_tokens, new_tokens) if subject.model.config.is_encoder_decoder else prompt_tokens + new_tokens
@@ -111,7 +129,7 @@ def check_lengths(subject: Subject, prompt_tokens: int, new_tokens: int) -> None
         raise EvaluationError(what, where=subject.name, do="lower --prompt-tokens or --new-tokens")
 
 
-def generate(subject: Subject, ids: Tensor, new_tokens: int, **options: Any) -> Tensor:
+def generate(subject: Timed, ids: Tensor, new_tokens: int, **options: Any) -> Tensor:
     """Tokens of transformers' `generate`, likeliest ones alone."""
     with torch.no_grad(), quiet_transformers():
         tokens: Tensor = subject.model.generate(
@@ -124,7 +142,7 @@ def generate(subject: Subject, ids: Tensor, new_tokens: int, **options: Any) -> 
     return tokens
 
 
-def timed(subject: Subject, ids: Tensor, new_tokens: int) -> Request:
+def timed(subject: Timed, ids: Tensor, new_tokens: int) -> Request:
     """One request, token by token."""
     clock = ExpertClock(subject.device)
     stamps = Stamps(subject.device, clock)

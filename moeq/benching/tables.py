@@ -51,6 +51,9 @@ def tables(found: dict[str, Any]) -> Iterator[tuple[str, Table, list[str]]]:
     if "grid" in found:
         yield _grid(found["grid"])
         return
+    if "dynamic" in found:
+        yield from _dynamic(found["dynamic"])
+        return
     for model in found["models"]:
         yield _points(model)
     if found["ratios"]:
@@ -121,6 +124,32 @@ def _grid(found: dict[str, Any]) -> tuple[str, Table, list[str]]:
         f"Sentences' ends are {found['ends']}.",
     ]
     return "Batches by beams (paper 002, Table 3)", table, notes
+
+
+def _dynamic(found: dict[str, Any]) -> Iterator[tuple[str, Table, list[str]]]:
+    """Paper 001's Figure 5, a table a batch size."""
+    summary = found["summary"]
+    for number, one in enumerate(found["ways"][0]["points"]):
+        table = empty_table("", ("first", "a step", "prefill", "decode", "of low", "experts"))
+        for way in found["ways"]:
+            point = way["points"][number]
+            table.add_row(
+                way["name"], _milliseconds(point["first_token_seconds"]), _milliseconds(point["token_seconds"]),
+                _rate(point["prefill_tokens_per_second"]), _rate(point["decode_tokens_per_second"]),
+                f"{point['decode_of_low']:.2f}", human_bytes(way["expert_bytes"]),
+            )  # fmt: skip
+        dynamic = found["ways"][-1]["points"][number]
+        moved = f"{dynamic['promotions']} promotions, {dynamic['demotions']} demotions, "
+        notes = [f"dynamic: {moved}{human_bytes(dynamic['copied_bytes'])} moved in these requests."]
+        if number == len(found["ways"][0]["points"]) - 1:
+            notes += [
+                f"{summary['high_experts_a_layer']} experts of every layer at {summary['high_bits']} bits, the others "
+                f"at {summary['low_bits']};",
+                "mixed: always the same ones.",
+                "first, a step: ms to the first token and of a decode step; prefill, decode:",
+                "tokens/s; of low: decode over that of static low; experts: bytes in memory.",
+            ]
+        yield f"Batch {one['batch']} (paper 001, Figure 5)", table, notes
 
 
 def _milliseconds(seconds: float) -> str:

@@ -10,7 +10,18 @@ from typer import Argument, Option
 
 from moeq.cli.ending import refuse, show
 from moeq.errors import RecipeError
-from moeq.options import DeviceOption, JsonOption, QuietOption, TrustOption, VerifyOption, WidenOption, among
+from moeq.options import (
+    DeviceOption,
+    DynamicLogOption,
+    DynamicOption,
+    JsonOption,
+    QuietOption,
+    TrustOption,
+    VerifyOption,
+    WatchOption,
+    WidenOption,
+    among,
+)
 from moeq.runtimes import NATIVE, named, written
 
 PROMPT_BYTES = 1 << 24  # most that is read of a prompt
@@ -305,6 +316,9 @@ def generate(
             "answer is printed.",
         ),
     ] = False,
+    dynamic: DynamicOption = None,
+    dynamic_log: DynamicLogOption = None,
+    watch: WatchOption = False,
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
@@ -322,6 +336,7 @@ def generate(
     preflight.check_checkpoint(checkpoint)
     check_there(str(checkpoint))
     preflight.check_device(device or "auto")
+    following = preflight.check_dynamic(dynamic, checkpoint, dynamic_log, watch)
     prompts = [_standard_input() if text == "-" else text for text in prompt]
     from moeq import generation
     from moeq.progress import Reporter
@@ -334,6 +349,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
+        dynamic=following,
         device=device or "auto",
         trust_remote_code=trust_remote_code,
         reporter=Reporter(quiet=quiet or json),

@@ -13,7 +13,7 @@ from moeq.cli.ending import refuse, show
 from moeq.cli.stages import run_stage
 from moeq.comparison.eval_options import EvalOptions
 from moeq.estimation.estimate_options import EstimateOptions
-from moeq.options import DeviceOption, JsonOption, QuietOption, TrustOption, takes_options
+from moeq.options import DeviceOption, DynamicOption, JsonOption, QuietOption, TrustOption, takes_options
 from moeq.registry import POLICIES
 
 
@@ -63,7 +63,10 @@ def bench(
         str | None, Option(metavar="MODEL", help="The model that it was made of, timed in the same run.")
     ] = None,
     batch: Annotated[
-        str | None, Option(help="Sequences at once, parted by commas [default: 1,4,16,32; --grid: 1,8,20,32,64,96].")
+        str | None,
+        Option(
+            help="Sequences at once, parted by commas [default: 1,4,16,32; --grid: 1,8,20,32,64,96; --dynamic: 1,32]."
+        ),
     ] = None,
     prompt_tokens: Annotated[int, Option(min=1, help="Tokens of every prompt, which are random.")] = 64,
     new_tokens: Annotated[int, Option(min=2, help="Tokens that follow it.")] = 16,
@@ -71,6 +74,7 @@ def bench(
     grid: Annotated[
         bool, Option("--grid", help="Instead: batches by beams, with and without batch pruning (paper 002, Table 3).")
     ] = False,
+    dynamic: DynamicOption = None,
     beams: Annotated[str, Option(help="Numbers of beams of --grid, parted by commas.")] = "1,2",
     peers: Annotated[
         bool, Option("--peers/--no-peers", help="Time one expert beside the other libraries that are installed.")
@@ -104,6 +108,7 @@ def bench(
         new_tokens=new_tokens,
         repeat=repeat,
         grid=grid,
+        dynamic=dynamic,
         beams=whole_numbers(beams, "--beams"),
         peers=peers,
         gguf=gguf,

@@ -55,6 +55,16 @@ class EvalOptions(RunOptions):
         OF_SUBJECTS,
         default=list,
     )
+    dynamic: list[str] = option(
+        "A row for every checkpoint named, whose experts change between two precisions as the workload asks for it, "
+        "under a budget: memory=24GiB,high=4,low=2,period=128, or auto; may be given several times.",
+        OF_SUBJECTS,
+        default=list,
+        metavar="SETTINGS",
+    )
+    dynamic_log: Path | None = option(
+        "With one row of --dynamic: every decision and its sums as JSON lines.", OF_SUBJECTS, metavar="FILE"
+    )
     truncate: bool = option(
         "Cut too long contexts from the left, as lm-eval does, and count them.",
         OF_SUBJECTS,

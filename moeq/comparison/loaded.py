@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,15 @@ from moeq.evaluation.batching import BatchSize
 from moeq.evaluation.context_options import ContextOptions, check_replicas, chooser
 from moeq.evaluation.harness_models import ContextAwareLM, StaticLM
 from moeq.evaluation.multimodal import static_lm
+from moeq.exporters.native_dynamic import open_dynamic
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.native_replicas import CheckpointReplicas
 from moeq.models import corpus, loading
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.context_aware import ContextAwareModel, PrefillStore
+from moeq.runtime.dynamic.model import DynamicMoE
+from moeq.runtime.dynamic.options import DynamicOptions
 from moeq.runtime.experts_by_row import Dequantized
 from moeq.runtime.swapping import Place, Replacement, Swapped
 from moeq.stages.assign import load as load_assignment
@@ -29,7 +33,7 @@ from moeq.stages.evaluate import other_replacements, replacements
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How models are loaded and run; images: whether a task has them."""
+    """How models are loaded and run; images: whether a task has them; dynamic_log: a file for decisions."""
 
     dtype: str = "auto"
     device: str = "auto"
@@ -38,6 +42,7 @@ class Settings:
     truncate: bool = False
     trust_remote_code: bool = False
     images: bool = False
+    dynamic_log: Path | None = None
 
     def lm_options(self) -> dict[str, Any]:
         return {"batch_size": self.batch_size, "max_length": self.max_length, "truncate": self.truncate}
@@ -45,7 +50,8 @@ class Settings:
 
 @dataclass
 class Loaded:
-    """A model in memory, its tokenizer, and what subjects made of it so far; processor: for images."""
+    """A model in memory, its tokenizer, and what subjects made of it so far; processor: for images; dynamic: whose
+    experts change their precision."""
 
     model: Any
     tokenizer: Any
@@ -54,6 +60,7 @@ class Loaded:
     replicas: dict[str, tuple[RunReplicas | CheckpointReplicas, Dequantized, PrefillStore]] = field(
         default_factory=dict
     )
+    dynamic: DynamicMoE | None = None
 
 
 def load(subject: Subject, settings: Settings) -> Loaded:
@@ -63,12 +70,29 @@ def load(subject: Subject, settings: Settings) -> Loaded:
     trust = settings.trust_remote_code
     tokenizer = loading.load_tokenizer(subject.source, trust)
     processor = corpus.load_processor(subject.source.path, trust) if settings.images else None
+    if subject.checkpoint is not None and subject.dynamic is not None:
+        following = _dynamic(subject.checkpoint, subject.dynamic, settings)
+        return Loaded(following.model, tokenizer, processor, None, dynamic=following)
     if subject.checkpoint is not None:
         model = load_checkpoint(subject.checkpoint, dtype, device, trust, policy="fixed")
         return Loaded(model, tokenizer, processor, None)
     model = loading.load_model(subject.source, dtype, device, trust)
     swapped = Swapped(model, find_expert_layers(model) if subject.run is not None else ())
     return Loaded(model, tokenizer, processor, swapped)
+
+
+def _dynamic(checkpoint: Path, options: DynamicOptions, settings: Settings) -> DynamicMoE:
+    """Copies are made between passes unless the options say: the same requests give the same results."""
+    return open_dynamic(
+        checkpoint,
+        options,
+        dtype=settings.dtype,
+        device=settings.device,
+        copies="between",
+        policy="fixed",
+        log=settings.dynamic_log,
+        trust_remote_code=settings.trust_remote_code,
+    )
 
 
 def lm_of(loaded: Loaded, subject: Subject, settings: Settings) -> StaticLM:

@@ -13,6 +13,7 @@ from moeq.evaluation.windows import check_windows
 from moeq.models.source import check_there
 from moeq.options import OF_A_RUN
 from moeq.recipe import BUNDLED, Recipe, load_recipe
+from moeq.runtime.dynamic.options import DynamicOptions
 
 RECIPES = (".yaml", ".yml")
 WINDOW = 512
@@ -30,14 +31,17 @@ def needs_a_run(asked: EvalOptions) -> bool:
     return stage
 
 
-def check(asked: EvalOptions) -> list[ContextOptions]:
-    """The options of context-aware rows, and every refusal that takes no model: RecipeError, EvaluationError.
+def check(asked: EvalOptions) -> list[ContextOptions | DynamicOptions]:
+    """The options of rows whose experts follow the context or the workload, and every refusal that takes no model:
+    RecipeError, EvaluationError.
 
     ModelError, ArtifactError for what is named and not there.
     """
     _check_options(asked)
     _ = asked.rows
     contexts = [ContextOptions.parse(text) for text in asked.context_aware]
+    preflight.check_dynamic(next(iter(asked.dynamic), None), None, asked.dynamic_log)
+    followed = [DynamicOptions.parse(text) for text in asked.dynamic]
     preflight.check_device(asked.device or "auto")
     preflight.check_tasks(asked.include_path)
     source = text_source(asked)
@@ -47,7 +51,7 @@ def check(asked: EvalOptions) -> list[ContextOptions]:
         raise EvaluationError("is no file that can be written", where=str(asked.out), do="give a path in a folder")
     for word in asked.recipe:
         _check_word(word)
-    return contexts
+    return [*contexts, *followed]
 
 
 def _check_word(word: str) -> None:

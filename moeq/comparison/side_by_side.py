@@ -32,9 +32,11 @@ def compare(asked: EvalOptions, show: Callable[[dict[str, Any]], None] = lambda 
         hub.be_quiet()
     reporter = Reporter(quiet=asked.quiet or asked.json)
     tasks = asked.task_names
-    contexts = check(asked)
-    subjects = open_subjects(asked.recipe, contexts, asked.trust_remote_code)
+    following = check(asked)
+    subjects = open_subjects(asked.recipe, following, asked.trust_remote_code)
     measured = [subject for subject in subjects if isinstance(subject, Subject)]
+    if asked.dynamic_log is not None and sum(subject.dynamic is not None for subject in measured) > 1:
+        raise EvaluationError("a log has one row's decisions", where="--dynamic-log", do="give --dynamic once")
     if (tasks or asked.text) and not measured:
         what = "nothing to measure, earlier results alone are named"
         raise EvaluationError(what, where="moeq eval", do="name a model")
@@ -49,6 +51,7 @@ def compare(asked: EvalOptions, show: Callable[[dict[str, Any]], None] = lambda 
         truncate=asked.truncate,
         trust_remote_code=asked.trust_remote_code,
         images=manager is not None and _check_images(asked, measured, manager),
+        dynamic_log=asked.dynamic_log,
     )
     rows = _rows(asked, subjects, settings, manager, reporter)
     whole = document.document(rows, _described(asked, settings))
@@ -169,6 +172,9 @@ def _measure(
     if manager is not None:
         how: dict[str, Any] = {"limit": asked.limit, "num_fewshot": asked.num_fewshot, "model": subject.described()}
         row["lm_eval"] = evaluate_tasks(lm, asked.task_names, manager, **how)
+    if model.dynamic is not None:
+        model.dynamic.close()
+        row["dynamic"] = model.dynamic.summary()
     row["cut_requests"] = dict(lm.cut)
     row["seconds"] = round(time.monotonic() - started, 3)
     return row

@@ -16,21 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.assignment import Assignment, read_assignment
+from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.reading import read_json_file
 from moeq.artifacts.run import RECIPE_COPY
 from moeq.artifacts.sums import check_sums
 from moeq.comparison.refusals import assignments_of, split_run
-from moeq.errors import EvaluationError
+from moeq.errors import EvaluationError, ModelError
 from moeq.evaluation.context_options import ContextOptions
 from moeq.models.source import ModelSource, open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.recipe.labels import labels
+from moeq.runtime.dynamic.options import DynamicOptions
 from moeq.stages import assign, quantize
 from moeq.stages.context import Context
 from moeq.stages.evaluate import ORIGINAL
 from moeq_kernels.widths import METHOD
 
+Following = ContextOptions | DynamicOptions
 ASSIGNMENT_KEYS = {"method", "layers", "group_size"}  # of an assignment, not of results
 
 
@@ -39,7 +42,8 @@ class Subject:
     """One row of the comparison: what is loaded, and what is then done to it.
 
     run: the run that it belongs to; assignment: of the run, None for the original; exported: the run's own, whose
-    experts may have been refined; checkpoint: packed, as exported; context: experts placed and quantized by context.
+    experts may have been refined; checkpoint: packed, as exported; context: experts placed and quantized by context;
+    dynamic: experts that change between two precisions as the workload asks for it.
     """
 
     name: str
@@ -49,11 +53,13 @@ class Subject:
     exported: bool = False
     checkpoint: Path | None = None
     context: ContextOptions | None = None
+    dynamic: DynamicOptions | None = None
 
     @property
     def base(self) -> str:
-        """What subjects share that can be measured on one loaded model."""
-        return str((self.checkpoint or self.source.path).resolve())
+        """What subjects share that can be measured on one loaded model; a dynamic one has its own."""
+        path = str((self.checkpoint or self.source.path).resolve())
+        return path if self.dynamic is None else f"{path} {self.name}"
 
     def described(self) -> dict[str, Any]:
         """What was measured, for the results."""
@@ -65,6 +71,8 @@ class Subject:
             described["label"] = labels(self.run.recipe).get(called)
         if self.context is not None:
             described["context_aware"] = self.context.model_dump(mode="json")
+        if self.dynamic is not None:
+            described["dynamic"] = self.dynamic.model_dump(mode="json")
         return described
 
 
@@ -75,8 +83,10 @@ class Earlier:
     path: Path
 
 
-def open_subjects(words: Sequence[str], contexts: Sequence[ContextOptions], trust: bool) -> list[Subject | Earlier]:
-    """The rows that the command line names, in order; `contexts` add rows to every run and checkpoint.
+def open_subjects(words: Sequence[str], following: Sequence[Following], trust: bool) -> list[Subject | Earlier]:
+    """The rows that the command line names, in order.
+
+    `following` adds rows to every run and checkpoint, dynamic ones to checkpoints with both precisions alone.
 
     Raises EvaluationError for two rows of one name, and what opening a model, run or file raises.
     """
@@ -87,11 +97,15 @@ def open_subjects(words: Sequence[str], contexts: Sequence[ContextOptions], trus
         rows += opened
         able = next((row for row in opened if isinstance(row, Subject) and (row.run or row.checkpoint)), None)
         if able is not None:
-            rows += [_by_context(able, options) for options in contexts if not _has(rows, able, options)]
+            rows += [_follows(able, options) for options in following if _may(rows, able, options)]
     subjects = [row for row in rows if isinstance(row, Subject)]
-    if contexts and all(subject.context is None for subject in subjects):
-        do = "--context-aware needs a run, or a checkpoint with them"
-        raise EvaluationError("no replicas of its experts", where=words[0], do=do)
+    for options in following:
+        if not any(options in (subject.context, subject.dynamic) for subject in subjects):
+            if isinstance(options, DynamicOptions):
+                _ = [_pair(subject, options) for subject in subjects]  # says what the first checkpoint has
+            needed = "a run, or a checkpoint" if isinstance(options, ContextOptions) else "a run's checkpoint"
+            do = f"{options.option} needs {needed} with them"
+            raise EvaluationError("no replicas of its experts", where=words[0], do=do)
     check_once([subject.name for subject in subjects], "name every subject once")
     return rows
 
@@ -103,15 +117,33 @@ def check_once(names: Sequence[str], do: str) -> None:
         raise EvaluationError("is there twice", where=twice, do=do)
 
 
-def _by_context(able: Subject, options: ContextOptions) -> Subject:
+def _follows(able: Subject, options: Following) -> Subject:
+    """The row of a run or a checkpoint whose experts follow something."""
     where = able.run.out.name if able.run is not None else able.name
+    if isinstance(options, DynamicOptions):
+        pair = _pair(able, options)
+        assert pair is not None, "a run has no packed experts"
+        return replace(able, name=f"{where} {options.label(pair)}", dynamic=options)
     return replace(able, name=f"{where} {options.label}", assignment=None, exported=False, context=options)
 
 
-def _has(rows: Sequence[Subject | Earlier], able: Subject, options: ContextOptions) -> bool:
-    """Whether a run that is named twice has its row of these options already."""
+def _may(rows: Sequence[Subject | Earlier], able: Subject, options: Following) -> bool:
+    """Not where a run that is named twice has its row of these options already, nor a dynamic row of what has not both
+    precisions."""
+    if isinstance(options, DynamicOptions):
+        try:
+            return _pair(able, options) is not None
+        except ModelError:
+            return False
     same = (row for row in rows if isinstance(row, Subject) and row.context == options)
-    return able.run is not None and any(row.run is able.run for row in same)
+    return able.run is None or not any(row.run is able.run for row in same)
+
+
+def _pair(subject: Subject, options: DynamicOptions) -> tuple[int, int] | None:
+    """High and low bits of a checkpoint, None for what is none; ModelError where it has them not."""
+    if subject.checkpoint is None:
+        return None
+    return options.pair(read_manifest(subject.checkpoint).widths_there, str(subject.checkpoint))
 
 
 def _opened(word: str, runs: dict[Path, Context], trust: bool) -> list[Subject | Earlier]:

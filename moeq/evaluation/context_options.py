@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from moeq.errors import EvaluationError, RecipeError, hint
+from moeq.errors import EvaluationError
 from moeq.recipe import Rational
 from moeq.recipe.earlier import CODE_BITS, EARLIER
-from moeq.recipe.wording import refusal_of
+from moeq.recipe.one_line import OneLine
 from moeq_kernels.widths import FULL
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NOT_COUNTED = "last token not counted"  # in the names of rows
 
 
-class ContextOptions(BaseModel):
+class ContextOptions(OneLine):
     """How a sequence's experts are placed and quantized after its prefill (paper 000, Algorithm 1).
 
     gpu_experts: K, experts a layer in full precision; code_bits: of the others, not needed where K is all of them;
@@ -33,7 +33,9 @@ class ContextOptions(BaseModel):
     as the paper says, or of all before its last token, which is then of the decoding alone.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    option: ClassVar[str] = "--context-aware"
+    example: ClassVar[str] = "write for example gpu_experts=2,code_bits=2.5"
+    earlier: ClassVar[Mapping[str, str]] = {EARLIER: CODE_BITS}
     gpu_experts: int = Field(0, ge=0)
     code_bits: Rational | None = None
     alpha: float = Field(0.5, ge=0, le=1)
@@ -54,30 +56,6 @@ class ContextOptions(BaseModel):
         if self.statistics == "before_last" and self.first_token == "prefill":
             raise ValueError("first_token prefill has the context's last token in the prefill: leave statistics out")
         return self
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], where: str = "--context-aware") -> ContextOptions:
-        """Options by name; RecipeError naming the option that is unknown or cannot be."""
-        try:
-            return cls.model_validate(dict(given))
-        except ValidationError as error:
-            found = refusal_of(error, dict(given))
-            name = ".".join(map(str, found.path))
-        if found.unknown:
-            do = f"write {CODE_BITS}" if name == EARLIER else hint(name, OPTION_NAMES, "known are ")
-            raise RecipeError(f"unknown option {name!r}", where=where, do=do)
-        raise RecipeError(found.sentence(), where=where, do=found.do)
-
-    @classmethod
-    def parse(cls, text: str) -> ContextOptions:
-        """Options written as `gpu_experts=2,code_bits=2.5`; RecipeError for what is not."""
-        given = {}
-        for part in filter(None, map(str.strip, text.split(","))):
-            name, equals, value = part.partition("=")
-            if not equals:
-                raise RecipeError(f"{part!r} is not OPTION=VALUE", where="--context-aware", do=EXAMPLE)
-            given[name.strip()] = value.strip()
-        return cls.of(given)
 
     @property
     def label(self) -> str:
@@ -114,10 +92,6 @@ def of_result(row: Mapping[str, Any]) -> dict[str, Any]:
         return dict(row)
     options = {**options, "statistics": "before_last"}
     return {**row, "name": f"{row['name']} {NOT_COUNTED}", "of": {**of, "context_aware": options}}
-
-
-OPTION_NAMES = tuple(ContextOptions.model_fields)
-EXAMPLE = "write for example gpu_experts=2,code_bits=2.5"
 
 
 def check_replicas(options: ContextOptions, experts: int, there: frozenset[int], where: str) -> None:

@@ -30,12 +30,7 @@ class CheckpointReplicas:
 
     def widths(self) -> frozenset[int]:
         """The widths that every expert has a replica of."""
-        each = [
-            set(self.reader.replicas(layer, expert)) - {MIXED}
-            for layer in self.reader.layers
-            for expert in range(layer.num_experts)
-        ]
-        return frozenset(set.intersection(*each))
+        return self.reader.manifest.widths_there
 
     def expert(
         self, layer: ExpertLayer, expert: int, key: int

@@ -470,7 +470,7 @@ def test_decisions_are_written_as_lines(tmp_path: Path) -> None:
         for _ in range(9):
             dynamic(input_ids=IDS)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text("utf-8").splitlines()]
-    assert [line["step"] for line in lines] == [4, 8]
+    assert [line.get("step") for line in lines] == [None, 4, 8, 9]
 
 
 @pytest.mark.parametrize(

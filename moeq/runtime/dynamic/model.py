@@ -22,6 +22,7 @@ import torch
 
 from moeq.analysis.coactivation import soon_hot
 from moeq.analysis.hotness import BoolArray, Control, Controller, FloatArray
+from moeq.artifacts.dynamic_log import Head, mask
 from moeq.artifacts.storage import storage_errors
 from moeq.errors import ModelError, first_line
 from moeq.models.experts import ExpertLayer
@@ -31,6 +32,7 @@ from moeq.runtime.dynamic.host import HostCache
 from moeq.runtime.dynamic.pools import HIGH, LOW, Budget, Pools
 from moeq.runtime.dynamic.transfer import NestedPlanes, Transfer, Whole
 from moeq.runtime.experts_by_row import ReplicaSource
+from moeq.version import __version__
 from moeq_kernels import choice
 from moeq_kernels.cpu.versions import BEGIN, Block
 from moeq_kernels.description import LayerOfExperts, Matrix
@@ -139,6 +141,7 @@ class DynamicMoE:
                 self._log = log.open("w", encoding="utf-8")
         self._deciding = threading.Lock()
         self.copies = self._copies()
+        self._write(self._head().model_dump(mode="json"))
         self._hook = model.register_forward_hook(self._after_step)
 
     def _copies(self) -> Copies:
@@ -248,9 +251,7 @@ class DynamicMoE:
             highs.append(there | wanted)
         self.decisions += 1
         ordered, after = _paired(hot, cold)
-        told, self._told = self._told, []
-        line = {"step": self.steps, "switches": [asdict(one) for one in ordered], **asdict(self.copies.counts)}
-        self._write(line | ({"said": told} if told else {}))
+        self._write(self._sums() | {"switches": [asdict(one) for one in ordered]})
         self.copies.request(ordered, after, self._ahead(highs))
 
     def _ahead(self, highs: Sequence[BoolArray]) -> list[Switch]:
@@ -274,6 +275,28 @@ class DynamicMoE:
         """Which experts [E] of a layer are in high precision now."""
         versions = self.copies.layers[layer].places()
         return np.array([version == HIGH for version, _ in versions])
+
+    def _head(self) -> Head:
+        """The first line of the log."""
+        return Head(
+            moeq_version=__version__,
+            settings=asdict(self.settings),
+            other_bytes=self.budget.other_bytes,
+            pool_bytes=self.budget.pool_bytes,
+            layers=tuple(layer.name for layer in self.layers),
+            experts=tuple(layer.num_experts for layer in self.layers),
+            places=self.places,
+            high=self._masks(),
+        )
+
+    def _masks(self) -> tuple[str, ...]:
+        return tuple(mask(self.high(number).tolist()) for number in range(len(self.layers)))
+
+    def _sums(self) -> dict[str, Any]:
+        """What the log says of every decision, and at the end; what went wrong, once."""
+        told, self._told = self._told, []
+        said = {"said": told} if told else {}
+        return {"step": self.steps, "high": self._masks(), **asdict(self.copies.counts), **said}
 
     def _write(self, line: Mapping[str, Any]) -> None:
         """A line of the log; where it cannot be written, the model goes on without one."""
@@ -316,8 +339,7 @@ class DynamicMoE:
             module.seen = None
         self.copies.close()
         if self._log is not None:
-            if self._told:
-                self._write({"step": self.steps, "switches": [], **asdict(self.copies.counts), "said": self._told})
+            self._write({"end": True, **self._sums()})
             self._log.close()
             self._log = None
 

@@ -8,11 +8,12 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from robustness.fuzzing.target import Check, JsonTarget, Place
+from robustness.fuzzing.target import BytesTarget, Check, JsonTarget, Place
 
 from moeq.artifacts import (
     bench,
     digests,
+    dynamic_log,
     effects,
     evaluation,
     expert_effects,
@@ -262,6 +263,42 @@ class Results(JsonTarget):
 
     def read(self, data: bytes) -> None:
         result_file.summary(self.file("results.json", data))
+
+
+class DynamicLog(BytesTarget):
+    """What `--dynamic-log` wrote: experts and layers that there are, steps that rise, sums that are counts."""
+
+    name, per_byte = "dynamic_log", 200
+
+    def prepare(self, place: Place) -> None:
+        head = dynamic_log.Head(
+            moeq_version="1",
+            settings={"high": 4, "low": 2},
+            other_bytes={"all but the experts": 9},
+            pool_bytes=99,
+            layers=("l.0", "l.1"),
+            experts=(8, 8),
+            places=2,
+            high=("3", "c"),
+        )
+        switch = {"layer": 1, "expert": 7, "version": 1}
+        decision = {"step": 4, "high": ["3", "c"], "switches": [switch], "promotions": 0, "copied_bytes": 12}
+        end = {"end": True, "step": 6, "high": ["3", "88"], "promotions": 1, "failures": 1, "said": ["a disk"]}
+        lines = (head.model_dump(mode="json"), decision, end)
+        self.data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+    def read(self, data: bytes) -> Check:
+        log = dynamic_log.read_log(self.file("log.jsonl", data))
+
+        def check() -> None:
+            described = dynamic_log.described(log)
+            assert described["forward_passes"] >= 0
+            assert all(len(sets) == len(log.head.layers) for _, sets in log.sets)
+            steps = [step for step, _ in log.sets]
+            assert steps == sorted(steps)
+            json.dumps(described, allow_nan=False)
+
+        return check
 
 
 class Quantizers(JsonTarget):

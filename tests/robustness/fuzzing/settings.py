@@ -25,6 +25,7 @@ from moeq.estimator.units import parse_quantity
 from moeq.evaluation.context_options import ContextOptions
 from moeq.recipe import load_recipe
 from moeq.recipe.earlier import RECORDED
+from moeq.runtime.dynamic.options import DynamicOptions
 
 VALUE_BYTES = 200  # of YAML: a value of a byte with its line and its path
 SCHEMA_BYTES = 4 << 20  # of recipes, made where a key is unknown
@@ -219,6 +220,19 @@ class ContextOption(OptionTarget):
         assert options.needed_widths(8) <= {1, 2, 3, 4, 16}
         assert ContextOptions.of(options.model_dump()) == options
         assert options.label.isprintable()
+
+
+class DynamicOption(OptionTarget):
+    """`--dynamic`."""
+
+    name, data = "dynamic_option", b"memory=24GiB,high=4,low=2,period=64,ema=0.9,transient=2"
+
+    def read(self, data: bytes) -> None:
+        options = DynamicOptions.parse(data.decode("utf-8", "surrogateescape"))
+        assert DynamicOptions.of(options.model_dump()) == options
+        high, low = options.pair({options.high or 16, options.low or 1}, "here")
+        assert high > low
+        assert options.label((high, low)).isprintable()
 
 
 class Prompt(BytesTarget):
