@@ -8,6 +8,7 @@ everywhere.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,9 +124,12 @@ def serve(
             if output_tokens > 1:
                 running[request] = output_tokens - 1
         if running:
-            now += steps.step(len(running))
-            count, in_batch = count + 1, in_batch + len(running)
-            running = {request: left - 1 for request, left in running.items()}
+            step, alike = steps.step(len(running)), min(running.values())
+            if not waiting and arrived < requests:  # until the next arrives; else until one of them ends
+                alike = min(alike, max(1, math.ceil((arrivals[arrived] - now) / step)))
+            now += alike * step
+            count, in_batch = count + alike, in_batch + alike * len(running)
+            running = {request: left - alike for request, left in running.items()}
             for request in [request for request, left in running.items() if left == 0]:
                 last[request] = now
                 del running[request]

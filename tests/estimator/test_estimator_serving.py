@@ -55,6 +55,35 @@ def test_steps_of_two_sequences_are_shared() -> None:
     assert row.mean_batch == pytest.approx(20 / 11)
 
 
+@pytest.mark.parametrize("rate", [0.02, 0.4, 0.9, 5.0])
+def test_steps_that_are_alike_may_be_taken_at_once(rate: float) -> None:
+    """A server that goes step by step, token by token."""
+    steps = Steps(prompt=0.7, batches=np.array([1, 2, 3]), seconds=np.array([0.1, 0.15, 0.16]))
+    requests, outputs = 300, 9
+    arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / rate, requests))
+    now, next_one, running, first, last = 0.0, 0, {}, {}, {}
+    while len(last) < requests:
+        if not running and arrivals[next_one] > now:
+            now = arrivals[next_one]
+        here = int(np.searchsorted(arrivals, now, side="right"))
+        while next_one < here and len(running) < 3:
+            now += 0.7
+            first[next_one], running[next_one] = now, outputs - 1
+            next_one += 1
+        now += steps.step(len(running))
+        for request in list(running):
+            running[request] -= 1
+            if running[request] == 0:
+                last[request] = now
+                del running[request]
+    counted = range(requests // 10, requests)
+    row = one(steps, rate, outputs, requests)
+    quantiles = (0.5, 0.9, 0.99)
+    assert row.first_seconds == pytest.approx(np.quantile([first[r] - arrivals[r] for r in counted], quantiles))
+    later = [(last[r] - first[r]) / (outputs - 1) for r in counted]
+    assert row.token_seconds == pytest.approx(np.quantile(later, quantiles))
+
+
 def test_more_requests_wait_longer_until_the_queue_grows() -> None:
     made = simulation()
     rows = {rate: served(made, ["context_aware", "static_mixed"], rate, 512, 64, 0) for rate in (0.05, 0.3, 40.0)}
