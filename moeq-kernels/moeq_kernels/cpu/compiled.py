@@ -17,7 +17,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moeq_kernels.cpu import plain, tiles
+from moeq_kernels.cpu import byte_pairs, plain, tiles
 from moeq_kernels.cpu.emit import ARGUMENTS, FLOATS, Spec, emit
 from moeq_kernels.cpu.forms import FORMS
 
@@ -34,7 +34,8 @@ def _block(typing: Any, text: Any, arguments: Any) -> Any:
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
         spec = Spec.of(text.literal_value)
-        code_of = tiles.emit if FORMS[spec.form].tiles else emit
+        form = FORMS[spec.form]
+        code_of = tiles.emit if form.tiles else byte_pairs.emit if form.byte_pairs else emit
         code_of(builder, spec, cgutils.unpack_tuple(builder, given[1]))
         return context.get_dummy_value()
 

@@ -18,14 +18,12 @@ from typing import Any
 from llvmlite import ir
 from llvmlite.ir import Value
 
-from moeq_kernels.cpu.byte_pairs import Sums16, parts_of
 from moeq_kernels.cpu.codes import CODES, LANES, Codes
 from moeq_kernels.cpu.forms import FORMS, Form
-from moeq_kernels.cpu.lanes import F32, I64, Lanes
+from moeq_kernels.cpu.lanes import F32, I8, I64, Lanes
 
 ACCUMULATORS = 16, 8  # sums side by side, so that no product waits for the last: of 16 lanes, and of fewer
 MOST_COPIES = 4  # of them for one row
-SUMS_16 = 12  # of products of pairs of bytes side by side
 TOGETHER = {1: 4, 2: 2}  # blocks that are multiplied side by side, by rows: several places are read from in turn
 WORD_BYTES = 4
 LINE_BYTES = 64
@@ -112,6 +110,16 @@ class Blocks:
         self.scales, self.zeros = Number(builder, argument["scales"]), Number(builder, argument["zeros"])
         self.out = Number(builder, argument["out"])
         self._unit_bytes = spec.unit * sum(self.codes.planes) // 32 * LANES * WORD_BYTES
+
+    def _space(self, nbytes: int) -> Value:
+        """The address of some memory on the stack."""
+        with self.builder.goto_entry_block():
+            place = self.builder.alloca(ir.ArrayType(I8, nbytes))
+            place.align = LINE_BYTES
+        return self.builder.ptrtoint(place, I64)
+
+    def _plus(self, address: Value, offset: int) -> Value:
+        return self.builder.add(address, ir.Constant(I64, offset)) if offset else address
 
     @contextmanager
     def _times(self, count: Value) -> Any:
@@ -202,8 +210,7 @@ class Blocks:
         """So many blocks side by side."""
         slices = max(1, self.form.slices)
         vectors = self.spec.rows * len(self.parts) * width * slices
-        most = 1 if self.form.byte_pairs else MOST_COPIES
-        copies = range(max(1, min(most, ACCUMULATORS[len(self.parts) > 1] // vectors)))
+        copies = range(max(1, min(MOST_COPIES, ACCUMULATORS[len(self.parts) > 1] // vectors)))
         builder, zero = self.builder, self.lanes.zero
         none = self.lanes.no_word if self.form.slices else zero
         self.given = Number(builder, self.argument["activations"])
@@ -254,9 +261,6 @@ class Blocks:
         for step in steps:
             for line in range(0, self._unit_bytes, LINE_BYTES):
                 lanes.prefetch(self.builder.add(ahead, step), line)
-        if self.form.byte_pairs:
-            self._multiply_byte_pairs(sums, steps)
-            return
         per_value = 4 // (self.form.words // max(1, self.form.slices))
         for part in self.parts:
             words = [self._words(self.builder.add(self.at.get(), step), part) for step in steps]
@@ -267,31 +271,6 @@ class Blocks:
                         for number, copies in enumerate(sums[block, part, row]):
                             at = number * (self.spec.unit // per_value) + place
                             self._add(copies[place % len(copies)], values, given, (at * rows + row) * WORD_BYTES)
-
-    def _multiply_byte_pairs(self, sums: Sums, steps: Sequence[Value]) -> None:
-        """One unit; as many parts at a time as there are registers for their sums of 16 bits."""
-        given, lanes, rows, quads = self.given.get(), self.lanes, self.spec.rows, self.spec.unit // 4
-        slices, largest = range(self.form.slices), self.codes.largest
-        both = len(self.parts) * rows * len(slices) <= SUMS_16
-        for block, step in enumerate(steps):
-            at = self.builder.add(self.at.get(), step)
-            for parts in [tuple(self.parts)] if both else [(part,) for part in self.parts]:
-                words = {part: self._words(at, part) for part in parts}
-                held = {
-                    (part, row, slice_): Sums16(lanes, largest, sums[block, part, row][slice_][0].get())
-                    for part, row, slice_ in product(parts, range(rows), slices)
-                }
-                for place in range(quads):
-                    codes = {
-                        part: parts_of(lanes, self.codes.quad(lanes, words[part], place), largest) for part in parts
-                    }
-                    for row, slice_ in product(range(rows), slices):
-                        word = lanes.word_in_all(given, ((slice_ * quads + place) * rows + row) * WORD_BYTES)
-                        for part in parts:
-                            for of_part, factor in codes[part]:
-                                held[part, row, slice_].add(of_part, factor, word)
-                for (part, row, slice_), one in held.items():
-                    sums[block, part, row][slice_][0].set(one.end())
 
     def _add(self, total: Number, values: Value, given: Value, offset: int) -> None:
         """The products of values and a word of activations."""

@@ -212,6 +212,16 @@ class Lanes:
         factors = ir.Constant(shorts.type, [factor] * 2 * self.count)
         return self.builder.add(total, self._call("llvm.x86.avx2.pmadd.wd", self.word_type, shorts, factors))
 
+    def added_shorts(self, one: Value, other: Value) -> Value:
+        """The sums of int16, in the order in which they are asked for: a compiler that changes it needs more registers
+        than there are."""
+        added = self.builder.add(one, other)
+        return self.builder.asm(ir.FunctionType(added.type, [added.type]), "", "=x,0", [added], False)
+
+    def fence(self) -> None:
+        """Nothing that was loaded before is kept for what comes after; not an instruction."""
+        self.builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
+
     def prefetch(self, address: Value, offset: int) -> None:
         """Have a line come into the cache; an address where nothing lies does no harm."""
         place, last = self._pointer(address, offset, I8), [ir.Constant(I32, value) for value in (0, 3, 1)]
