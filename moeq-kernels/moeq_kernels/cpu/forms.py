@@ -52,6 +52,12 @@ class Form:
         return next(fitting, self)
 
     @property
+    def unpacks_bf16(self) -> bool:
+        """Whether matrices that are multiplied with bf16 rows by torch are unpacked to bf16: without AVX-512 its products
+        of bf16 take up to 80 times as long as those of float32."""
+        return self.lanes != AVX2_LANES
+
+    @property
     def vectors(self) -> Form:
         """The form without tiles: this one, or the fastest of the same vectors for few rows."""
         if not self.tiles:
@@ -87,6 +93,7 @@ class Form:
 
 
 WORDS_OF_FLOATS = 4
+AVX2_LANES = 8
 TILED = 16  # more than any number of words
 FORMS = {  # the fastest first (on Zen: see `forms`), and last those that round activations, which only a name chooses
     form.name: form
@@ -119,7 +126,7 @@ FORMS = {  # the fastest first (on Zen: see `forms`), and last those that round 
             slices=3,
             byte_pairs=True,
             features=("avx2", "fma", "f16c"),
-            rows=(1, 2, 4),
+            rows=(1, 2, 4, 8, 16),
             prefill=256,
         ),
         Form(name="avx2", lanes=8, features=("avx2", "fma", "f16c"), rows=(1, 2, 4), prefill=256),
@@ -140,8 +147,8 @@ FORMS = {  # the fastest first (on Zen: see `forms`), and last those that round 
             slices=1,
             byte_pairs=True,
             features=("avx2", "fma", "f16c"),
-            rows=(1, 2, 4),
-            prefill=256,
+            rows=(1, 2, 4, 8, 16),
+            prefill=4096,
         ),
     )
 }

@@ -159,8 +159,9 @@ class Matrices:
 
     def product(self, rows: Tensor, expert: int, which: int, form: Form) -> Tensor:
         """rows [T, K] times a matrix [N, K], with its bias, in the rows' dtype: it is unpacked in tiles, each
-        multiplied by torch; float16 rows are multiplied as float32."""
-        shape, dtype = self.shapes[expert][which], rows.dtype if rows.dtype == torch.bfloat16 else torch.float32
+        multiplied by torch; float16 rows are multiplied as float32, and bf16 rows where `Form.unpacks_bf16` says so."""
+        short = rows.dtype == torch.bfloat16 and form.unpacks_bf16
+        shape, dtype = self.shapes[expert][which], torch.bfloat16 if short else torch.float32
         name = str(dtype).removeprefix("torch.")
         spec = Spec(form=form.unpacking.name, codes=shape.codes, unit=shape.unit, rows=0, dtype=name)
         function, how, grid = compiled.address(spec), self.table[expert, which], self.grids[expert, which]
