@@ -1,4 +1,4 @@
-"""Blocks of 16 rows multiplied with whole numbers where the CPU has no dot product of four bytes: AVX2 without AVX-VNNI.
+"""Blocks of 16 rows times whole numbers where the CPU has no dot product of four bytes: AVX2 without AVX-VNNI.
 
 It sums two products of bytes in 16 bits. Such sums are added up as they are for as long as no codes and activations can
 fill them, eight times for 4 bits, and widened then; codes of 8 bits, of which two products may be too much already, are
@@ -16,9 +16,9 @@ from itertools import product
 from llvmlite import ir
 from llvmlite.ir import Value
 
-from moeq_kernels.cpu.codes import LANES
-from moeq_kernels.cpu.emit import ARGUMENTS, LINE_BYTES, WORD_BYTES, Blocks, Number, Spec
+from moeq_kernels.cpu.emit import ARGUMENTS, WORD_BYTES, Blocks, Spec
 from moeq_kernels.cpu.lanes import F32, I64
+from moeq_kernels.cpu.panels import Panels
 
 MOST = (1 << 15) - 1  # of an int16
 MOST_ACTIVATION = 128  # of a byte of activations, without its sign
@@ -29,64 +29,26 @@ TOGETHER = {1: 4, 2: 2}  # blocks whose codes are read in turn, by rows
 
 def most_products(largest: int) -> int:
     """How many sums of two products of codes, at most `largest`, an int16 holds: 0 if not even one."""
-    return MOST // (2 * MOST_ACTIVATION * largest)
+    return MOST // (2 * MOST_ACTIVATION * max(1, largest))
 
 
-class BytePairs(Blocks):
-    """The code of one spec whose form has `byte_pairs`. Sums lie as [blocks, M, slices, parts], totals without slices,
-    unpacked codes as [quads, halves, parts]."""
+class BytePairs(Panels):
+    """The code of one spec whose form has `byte_pairs`. Kinds of sums are those of each byte of activations; unpacked
+    codes lie as [quads, halves, parts]."""
 
     def __init__(self, builder: ir.IRBuilder, spec: Spec, argument: dict[str, Value]) -> None:
         super().__init__(builder, spec, argument)
-        self.quads, self.rows, self.slices = spec.unit // 4, spec.rows, range(self.form.slices)
+        self.quads, self.slices = spec.unit // 4, range(self.form.slices)
         most = most_products(self.codes.largest)
         self.most = most or most_products((1 << HALF) - 1)
         self.factors = (1,) if most else (1, 1 << HALF)
         self.side = min(self.rows, SUMS // len(self.slices) // len(self.parts))  # rows at a time
         while self.rows % self.side:
             self.side -= 1
-        self.together = TOGETHER.get(self.rows, 1)
-        self.row_bytes = len(self.parts) * self.part_bytes  # of totals
-        totals = self.together * self.rows * self.row_bytes
-        self.totals, self.sums = self._space(totals), self._space(totals * len(self.slices))
-        self.unpacked = self._space(self.quads * len(self.factors) * self.row_bytes)
-        self.given = Number(builder, argument["activations"])
+        self.kinds, self.together = len(self.slices), TOGETHER.get(self.rows, 1)
+        self.unpacked_bytes = self.quads * len(self.factors) * self.row_bytes
 
-    def multiply(self) -> None:
-        """As `Blocks.multiply`."""
-        self._each(self._multiply_blocks, LANES * WORD_BYTES, self.together)
-
-    def _multiply_blocks(self, width: int) -> None:
-        builder, totals = self.builder, width * self.rows * self.row_bytes
-        self.given.set(self.argument["activations"])
-        self._clear(self.totals, totals)
-        with self._times(self.argument["groups"]) as index:
-            group = index.get()
-            self._clear(self.sums, totals * len(self.slices))
-            self._ask_for_grids(group, width)
-            with self._times(self._units_of(group)):
-                ahead = self._ahead(width)
-                with self._times(ir.Constant(I64, width)) as block:
-                    moved = builder.mul(block.get(), self.stride)
-                    for line in range(0, self._unit_bytes, LINE_BYTES):
-                        self.lanes.prefetch(builder.add(ahead, moved), line)
-                    sums = self._of(self.rows * self.row_bytes * len(self.slices), block.get())
-                    self._multiply_unit(builder.add(self.at.get(), moved), builder.add(self.sums, sums))
-                self._next_unit()
-                self.given.add(self.spec.unit * self.rows * self.form.words // 4 * WORD_BYTES)
-            for block in range(width):
-                self._end_block(group, block)
-        for block in range(width):
-            self._put_out(block)
-
-    def _clear(self, address: Value, nbytes: int) -> None:
-        """Zeros in place of sums."""
-        step = LANES * WORD_BYTES
-        with self._times(ir.Constant(I64, nbytes // step)) as index:
-            for offset in range(0, step, self.part_bytes):
-                self.lanes.store(self.lanes.no_word, self.builder.add(address, self._of(step, index.get())), offset)
-
-    def _multiply_unit(self, at: Value, sums: Value) -> None:
+    def _multiply_codes(self, at: Value, sums: Value) -> None:
         """The products of a unit of codes of one block, added to its sums."""
         if self.rows == self.side and self.rows * len(self.slices) * len(self.parts) <= UNPACKING_SUMS:
             self._multiply_rows(self.given.get(), sums, partial(self._codes, at))
@@ -131,17 +93,15 @@ class BytePairs(Blocks):
                     lanes.store(lanes.dot_shorts(total, shorts, factor), sums, place * self.part_bytes)
 
     def _end_block(self, group: Value, block: int) -> None:
-        """Totals with the sums of a group; as `Blocks._end_whole_group`."""
-        builder, lanes, rows = self.builder, self.lanes, self.rows
-        first = builder.add(self.argument["sums"], self._of(2 * rows * WORD_BYTES, group))
+        """As `Blocks._end_whole_group`."""
+        builder, lanes = self.builder, self.lanes
+        first = builder.add(self.argument["sums"], self._of(2 * self.rows * WORD_BYTES, group))
         grids = [self._grid(group, part, (0.0, 1.0), block) for part in self.parts]
         byte = lanes.in_all(ir.Constant(F32, 256.0))
-        with self._times(ir.Constant(I64, rows)) as index:
-            row = builder.add(index.get(), ir.Constant(I64, block * rows))
-            sums = builder.add(self.sums, self._of(self.row_bytes * len(self.slices), row))
-            totals = builder.add(self.totals, self._of(self.row_bytes, row))
+        with self._times(ir.Constant(I64, self.rows)) as index:
+            sums, totals = self._of_row(block, index.get())
             scales = builder.add(first, self._of(WORD_BYTES, index.get()))
-            own_scale, own_sum = lanes.float_in_all(scales, 0), lanes.float_in_all(scales, rows * WORD_BYTES)
+            own_scale, own_sum = lanes.float_in_all(scales, 0), lanes.float_in_all(scales, self.rows * WORD_BYTES)
             for part, (scale, zero) in enumerate(grids):
                 at = [(slice_ * len(self.parts) + part) * self.part_bytes for slice_ in self.slices]
                 value = lanes.to_floats(lanes.words(sums, at[0]))
@@ -150,16 +110,6 @@ class BytePairs(Blocks):
                 value = lanes.fma(value, own_scale, builder.fmul(builder.fneg(zero), own_sum))
                 total = lanes.as_floats(lanes.words(totals, part * self.part_bytes))
                 lanes.store(lanes.fma(scale, value, total), totals, part * self.part_bytes)
-
-    def _put_out(self, block: int) -> None:
-        builder = self.builder
-        with self._times(ir.Constant(I64, self.rows)) as index:
-            row = builder.add(index.get(), ir.Constant(I64, block * self.rows))
-            totals = builder.add(self.totals, self._of(self.row_bytes, row))
-            out = builder.add(self.out.get(), builder.mul(index.get(), self.argument["out_stride"]))
-            for part in self.parts:
-                total = self.lanes.words(totals, part * self.part_bytes)
-                self.lanes.store(total, out, block * LANES * WORD_BYTES + part * self.part_bytes)
 
 
 def emit(builder: ir.IRBuilder, spec: Spec, arguments: Sequence[Value]) -> None:

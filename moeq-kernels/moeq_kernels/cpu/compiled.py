@@ -17,7 +17,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moeq_kernels.cpu import byte_pairs, plain, tiles
+from moeq_kernels.cpu import byte_pairs, panels, plain, tiles
 from moeq_kernels.cpu.emit import ARGUMENTS, FLOATS, Spec, emit
 from moeq_kernels.cpu.forms import FORMS
 
@@ -28,15 +28,23 @@ _entries: list[Any] = []  # which keep their code
 _lock = threading.Lock()
 
 
+def _emitting(spec: Spec) -> Callable[[ir.IRBuilder, Spec, Sequence[Value]], None]:
+    """What makes the code of a spec."""
+    form = FORMS[spec.form]
+    if form.tiles:
+        return tiles.emit
+    if form.byte_pairs:
+        return byte_pairs.emit
+    return panels.emit if 0 < form.panels <= spec.rows else emit
+
+
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _block(typing: Any, text: Any, arguments: Any) -> Any:
     """The code of a spec's text, in place; arguments: a tuple as ARGUMENTS."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
         spec = Spec.of(text.literal_value)
-        form = FORMS[spec.form]
-        code_of = tiles.emit if form.tiles else byte_pairs.emit if form.byte_pairs else emit
-        code_of(builder, spec, cgutils.unpack_tuple(builder, given[1]))
+        _emitting(spec)(builder, spec, cgutils.unpack_tuple(builder, given[1]))
         return context.get_dummy_value()
 
     return types.void(text, arguments), code

@@ -39,8 +39,8 @@ def _digest() -> str:
     folder = Path(__file__).parent
     text = b"".join(
         (folder / name).read_bytes()
-        for name in ("byte_pairs.py", "codes.py", "emit.py", "forms.py", "lanes.py", "tiles.py", "walks.py", "../trellis.py",
-                     "../trellis_tables.py")
+        for name in ("byte_pairs.py", "codes.py", "emit.py", "forms.py", "lanes.py", "panels.py", "tiles.py",
+                     "walks.py", "../trellis.py", "../trellis_tables.py")
     )  # fmt: skip
     return hashlib.sha256(text).hexdigest()[:16]
 

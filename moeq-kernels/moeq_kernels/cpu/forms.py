@@ -16,10 +16,12 @@ class Form:
     lanes: 32-bit lanes of a vector, 1 for plain loops; pairs: bf16 activations are multiplied two at a time, exactly,
     by the CPU's bf16 dot product; slices: activations become whole numbers of so many bytes, see `activations`, and are
     multiplied four at a time by its dot product of bytes, each byte apart: 3 lose nothing that sums in float32 keep, 1
-    rounds to int8; byte_pairs: it has none that sums four, only two in 16 bits, see `byte_pairs`; tiles: rows of activations from which on AMX's tiles multiply, 0 for none: fewer are multiplied by
-    the fastest of the same vectors; features: LLVM's names of what the CPU must have; rows: of activations that one
-    pass over the codes is compiled for (more need more registers than there are); prefill: rows of an expert from which
-    it is unpacked and multiplied by torch instead, unless it has been measured.
+    rounds to int8; byte_pairs: its dot products of bytes sum two in 16 bits, not four, see `byte_pairs`; panels: rows
+    of activations from which on float32 values are unpacked to memory, see `panels`, 0 for none; tiles: rows of
+    activations from which on AMX's tiles multiply, 0 for none: fewer are multiplied by the fastest of the same vectors;
+    features: LLVM's names of what the CPU must have; rows: of activations that one pass over the codes is compiled for
+    (more need more registers than there are); prefill: rows of an expert from which it is unpacked and multiplied by
+    torch instead, unless it has been measured.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Form:
     pairs: bool = False
     slices: int = 0
     byte_pairs: bool = False
+    panels: int = 0
     tiles: int = 0
     features: tuple[str, ...] = ()
     rows: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -53,8 +56,8 @@ class Form:
 
     @property
     def unpacks_bf16(self) -> bool:
-        """Whether matrices that are multiplied with bf16 rows by torch are unpacked to bf16: without AVX-512 its products
-        of bf16 take up to 80 times as long as those of float32."""
+        """Whether matrices that torch multiplies with bf16 rows are unpacked to bf16: without AVX-512 its products of
+        bf16 take up to 80 times as long as those of float32."""
         return self.lanes != AVX2_LANES
 
     @property
@@ -129,7 +132,7 @@ FORMS = {  # the fastest first (on Zen: see `forms`), and last those that round 
             rows=(1, 2, 4, 8, 16),
             prefill=256,
         ),
-        Form(name="avx2", lanes=8, features=("avx2", "fma", "f16c"), rows=(1, 2, 4), prefill=256),
+        Form(name="avx2", lanes=8, panels=2, features=("avx2", "fma", "f16c"), rows=(1, 2, 4, 8, 16), prefill=256),
         Form(name="neon", lanes=4, features=("neon",), rows=(1, 2, 4)),
         Form(name="plain", lanes=1, rows=(1, 4), prefill=2),
         Form(name="avx512_int8", lanes=16, slices=1, features=("avx512f", "avx512vnni"), prefill=512),

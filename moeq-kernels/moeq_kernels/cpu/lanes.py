@@ -203,7 +203,7 @@ class Lanes:
         return self._call(name, self.word_type, total, codes, others)
 
     def dot_bytes(self, codes: Value, others: Value) -> Value:
-        """The sums of two products of an unsigned and a signed byte, two a lane in int16 (of 8 lanes), which saturate."""
+        """Sums of two products of an unsigned and a signed byte, two a lane in int16 (of 8 lanes), which saturate."""
         given = (self.builder.bitcast(part, self._bytes) for part in (codes, others))
         return self._call("llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 2 * self.count), *given)
 

@@ -28,7 +28,8 @@ def check(matrix: PackedWeight, count: int, form: str, dtype: torch.dtype = BF16
     found = CpuKernel(form, measured.NEVER).linear(matrix)(rows).double()
     assert ((found - wanted).abs() <= close).all()
     unpacked = CpuKernel(form, 1).linear(matrix)(rows).double()
-    rounded = rows.double() @ matrix.dequantize(dtype).double().T
+    unpacked_to = dtype if FORMS[form].unpacks_bf16 else torch.float32
+    rounded = rows.double() @ matrix.dequantize(unpacked_to).double().T
     assert ((unpacked - rounded).abs() <= close).all()
 
 
