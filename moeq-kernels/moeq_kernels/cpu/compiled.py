@@ -17,7 +17,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from moeq_kernels.cpu import plain, row_walks, tiles
+from moeq_kernels.cpu import byte_pairs, panels, plain, row_walks, tiles
 from moeq_kernels.cpu.emit import ARGUMENTS, FLOATS, Spec, emit
 from moeq_kernels.cpu.forms import FORMS
 
@@ -28,14 +28,25 @@ _entries: list[Any] = []  # which keep their code
 _lock = threading.Lock()
 
 
+def _emitting(spec: Spec) -> Callable[[ir.IRBuilder, Spec, Sequence[Value]], None]:
+    """What makes the code of a spec."""
+    form = FORMS[spec.form]
+    if row_walks.takes(spec):
+        return row_walks.emit
+    if form.tiles:
+        return tiles.emit
+    if form.byte_pairs:
+        return byte_pairs.emit
+    return panels.emit if 0 < form.panels <= spec.rows else emit
+
+
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _block(typing: Any, text: Any, arguments: Any) -> Any:
     """The code of a spec's text, in place; arguments: a tuple as ARGUMENTS."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
         spec = Spec.of(text.literal_value)
-        code_of = row_walks.emit if row_walks.takes(spec) else tiles.emit if FORMS[spec.form].tiles else emit
-        code_of(builder, spec, cgutils.unpack_tuple(builder, given[1]))
+        _emitting(spec)(builder, spec, cgutils.unpack_tuple(builder, given[1]))
         return context.get_dummy_value()
 
     return types.void(text, arguments), code

@@ -20,7 +20,7 @@ from llvmlite.ir import Value
 
 from moeq_kernels.cpu.codes import CODES, LANES, Codes
 from moeq_kernels.cpu.forms import FORMS, Form
-from moeq_kernels.cpu.lanes import F32, I64, Lanes
+from moeq_kernels.cpu.lanes import F32, I8, I64, Lanes
 
 ACCUMULATORS = 16, 8  # sums side by side, so that no product waits for the last: of 16 lanes, and of fewer
 MOST_COPIES = 4  # of them for one row
@@ -39,7 +39,8 @@ def _digest() -> str:
     folder = Path(__file__).parent
     text = b"".join(
         (folder / name).read_bytes()
-        for name in ("codes.py", "emit.py", "forms.py", "lanes.py", "lookups.py", "row_walks.py", "tiles.py",
+        for name in ("byte_pairs.py", "codes.py", "emit.py", "forms.py", "lanes.py", "lookups.py", "panels.py",
+                     "row_walks.py", "tiles.py",
                      "walks.py", "../trellis.py", "../trellis_tables.py")
     )  # fmt: skip
     return hashlib.sha256(text).hexdigest()[:16]
@@ -110,6 +111,16 @@ class Blocks:
         self.scales, self.zeros = Number(builder, argument["scales"]), Number(builder, argument["zeros"])
         self.out = Number(builder, argument["out"])
         self._unit_bytes = spec.unit * sum(self.codes.planes) // 32 * LANES * WORD_BYTES
+
+    def _space(self, nbytes: int) -> Value:
+        """The address of some memory on the stack."""
+        with self.builder.goto_entry_block():
+            place = self.builder.alloca(ir.ArrayType(I8, nbytes))
+            place.align = LINE_BYTES
+        return self.builder.ptrtoint(place, I64)
+
+    def _plus(self, address: Value, offset: int) -> Value:
+        return self.builder.add(address, ir.Constant(I64, offset)) if offset else address
 
     @contextmanager
     def _times(self, count: Value) -> Any:

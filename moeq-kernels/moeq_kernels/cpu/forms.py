@@ -16,16 +16,20 @@ class Form:
     lanes: 32-bit lanes of a vector, 1 for plain loops; pairs: bf16 activations are multiplied two at a time, exactly,
     by the CPU's bf16 dot product; slices: activations become whole numbers of so many bytes, see `activations`, and are
     multiplied four at a time by its dot product of bytes, each byte apart: 3 lose nothing that sums in float32 keep, 1
-    rounds to int8; tiles: rows of activations from which on AMX's tiles multiply, 0 for none: fewer are multiplied by
-    the fastest of the same vectors; features: LLVM's names of what the CPU must have; rows: of activations that one
-    pass over the codes is compiled for (more need more registers than there are); prefill: rows of an expert from which
-    it is unpacked and multiplied by torch instead, unless it has been measured.
+    rounds to int8; byte_pairs: its dot products of bytes sum two in 16 bits, not four, see `byte_pairs`; panels: rows
+    of activations from which on float32 values are unpacked to memory, see `panels`, 0 for none; tiles: rows of
+    activations from which on AMX's tiles multiply, 0 for none: fewer are multiplied by the fastest of the same vectors;
+    features: LLVM's names of what the CPU must have; rows: of activations that one pass over the codes is compiled for
+    (more need more registers than there are); prefill: rows of an expert from which it is unpacked and multiplied by
+    torch instead, unless it has been measured.
     """
 
     name: str
     lanes: int
     pairs: bool = False
     slices: int = 0
+    byte_pairs: bool = False
+    panels: int = 0
     tiles: int = 0
     features: tuple[str, ...] = ()
     rows: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -126,7 +130,16 @@ FORMS = {  # the fastest first (on Zen: see `forms`), and last those that round 
             rows=(1, 2, 4),
             prefill=256,
         ),
-        Form(name="avx2", lanes=8, features=("avx2", "fma", "f16c"), rows=(1, 2, 4), prefill=256),
+        Form(
+            name="avx2_madd",
+            lanes=8,
+            slices=3,
+            byte_pairs=True,
+            features=("avx2", "fma", "f16c"),
+            rows=(1, 2, 4, 8, 16),
+            prefill=256,
+        ),
+        Form(name="avx2", lanes=8, panels=2, features=("avx2", "fma", "f16c"), rows=(1, 2, 4, 8, 16), prefill=256),
         Form(name="neon", lanes=4, features=("neon",), rows=(1, 2, 4)),
         Form(name="plain", lanes=1, rows=(1, 4), prefill=2),
         Form(name="avx512_int8", lanes=16, slices=1, features=("avx512f", "avx512vnni"), prefill=512),
@@ -137,6 +150,15 @@ FORMS = {  # the fastest first (on Zen: see `forms`), and last those that round 
             features=("avx2", "fma", "f16c", "avxvnni"),
             rows=(1, 2, 4),
             prefill=256,
+        ),
+        Form(
+            name="avx2_madd_int8",
+            lanes=8,
+            slices=1,
+            byte_pairs=True,
+            features=("avx2", "fma", "f16c"),
+            rows=(1, 2, 4, 8, 16),
+            prefill=4096,
         ),
     )
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moeq_kernels.cpu import columns, compiled, pages, schedule
 from moeq_kernels.cpu.arrangement import ALIGNED, Shape, arrange, undo
+from moeq_kernels.cpu.byte_pairs import most_products
 from moeq_kernels.cpu.codes import CODES, LANES, UNIT
 from moeq_kernels.cpu.emit import Spec
 from moeq_kernels.cpu.forms import Form
@@ -24,6 +25,7 @@ from moeq_kernels.description import LayerOfExperts, Matrix
 from moeq_kernels.reference import some_rows
 from moeq_kernels.threads import side_by_side
 
+FLOATS_ROWS = 4  # from which on codes of 8 bits are multiplied faster as float32 than as two of 4 bits
 UNPACKED_BYTES = 1 << 20  # of values at a time where a matrix is unpacked
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -186,10 +188,11 @@ class Matrices:
 
 
 def _form_of(form: Form, codes: str, rows: int) -> Form:
-    """The form for one kind of codes and so many rows: dense values, and trellis codes where that is faster, are
-    multiplied with activations as they are."""
+    """The form for one kind of codes and so many rows. Multiplied with activations as they are: dense values, trellis
+    codes where that is faster, and codes of which no two products fit into 16 bits, by many rows."""
     found, kind = form.of_rows(rows), CODES[codes]
-    as_they_are = not kind.affine or (kind.walked and found.walks_in_floats(rows))
+    wide = found.byte_pairs and not found.int8 and rows >= FLOATS_ROWS and not most_products(kind.largest)
+    as_they_are = wide or not kind.affine or (kind.walked and found.walks_in_floats(rows))
     return found.floats if found.slices and as_they_are else found
 
 

@@ -43,16 +43,6 @@ class Tiles(Blocks):
         self.sums = self._space(SIDE * self.rows * TILE_LINE)
         self.totals = self._space(SIDE * self.rows * TILE_LINE)
 
-    def _space(self, nbytes: int) -> Value:
-        """The address of some memory on the stack."""
-        with self.builder.goto_entry_block():
-            place = self.builder.alloca(ir.ArrayType(I8, nbytes))
-            place.align = LINE_BYTES
-        return self.builder.ptrtoint(place, I64)
-
-    def _plus(self, address: Value, offset: int) -> Value:
-        return self.builder.add(address, ir.Constant(I64, offset)) if offset else address
-
     def _tile(self, name: str, *arguments: Value | int) -> None:
         """An instruction on tiles; numbers of tiles are known now, the others are an address and a stride."""
         given = [ir.Constant(I8, one) if isinstance(one, int) else one for one in arguments]

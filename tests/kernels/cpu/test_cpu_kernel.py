@@ -242,7 +242,7 @@ def test_what_it_cannot_compute_it_refuses() -> None:
         (("amx-bf16",), "avx512_vnni", False), (("amx-bf16",), "avx512_bf16", True),
         (("avx512bf16",), "avx512_vnni", False),
         (("avx512bf16", "avx512vnni"), "avx512", False), (("avx512f",), "avx2_vnni", False),
-        (("avx512f", "avxvnni"), "avx2", False), (("avx512f", "avx2", "neon"), "plain", False),
+        (("avx512f", "avxvnni"), "avx2_madd", False), (("avx512f", "avx2", "neon"), "plain", False),
     ],
 )  # fmt: skip
 def test_a_cpu_that_lacks_vectors_takes_a_form_it_has(

@@ -121,6 +121,17 @@ def test_whole_numbers_are_exact(form: str) -> None:
         assert ((found - wanted).abs() <= FLOAT * (rows.double().abs() @ sizes(matrix).T) / 4).all()
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_the_largest_codes_and_activations_fit_into_every_sum(form: str, bits: int) -> None:
+    matrix = matrix_of(20, 128, bits, 128)
+    assert isinstance(matrix, PackedWeight)
+    zeros = None if matrix.zeros is None else torch.zeros_like(matrix.zeros)
+    full = replace(matrix, codes=torch.full_like(matrix.codes, 255), zeros=zeros)
+    for count in (1, 4):
+        for value in (127.0, -127.0):
+            check_linear(full, torch.full((count, 128), value), form)
+
+
 def layer_bound(layer: LayerOfExperts, rows: Tensor, expert: int) -> tuple[Tensor, Tensor]:
     """One expert's output in float64 and how far from it one may be, both [T, H]."""
     matrices, none = layer.matrices[expert], torch.zeros_like(rows)

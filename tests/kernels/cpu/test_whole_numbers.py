@@ -14,6 +14,7 @@ from torch import Tensor
 from moeq_kernels.cpu.forms import FORMS, forms
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packing import pack
 from moeq_kernels.widths import resolved_group_size
 
 STEP = 2.0**-22  # by which an activation is moved, as a share of the largest of its row and group
@@ -82,6 +83,18 @@ def test_a_row_does_not_depend_on_the_others(form: str) -> None:
     linear, rows = CpuKernel(form).linear(matrix_of(70, 256, 4, 64)), spread(7, 256, 0, 4.0)
     together = linear(rows)
     assert all(torch.equal(linear(rows[place : place + 1])[0], together[place]) for place in range(7))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_largest_codes_and_bytes_fit_into_every_sum(form: str, bits: int, count: int) -> None:
+    """All codes are as large as they get but that of the input whose activation makes the bytes of all others -128."""
+    matrix, codes = matrix_of(20, 64, bits, 64), torch.full((20, 64), (1 << bits) - 1)
+    codes[:, 5] = 0
+    zeros = None if matrix.zeros is None else torch.zeros_like(matrix.zeros)
+    rows = torch.tensor([2.0**-14, 2.0**-6, -(2.0**-14), -(2.0**-6)], dtype=BF16)[:count, None].repeat(1, 64)
+    rows[:, 5] = 1.0
+    check(replace(matrix, codes=pack(codes, bits), zeros=zeros), rows, form)
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
