@@ -189,10 +189,11 @@ class Matrices:
 
 def _form_of(form: Form, codes: str, rows: int) -> Form:
     """The form for one kind of codes and so many rows: dense values are multiplied with activations as they are, and so
-    are codes of which no two products fit into 16 bits, by many rows."""
+    are codes of which no two products fit into 16 bits, by many rows or where they are looked up."""
     found, kind = form.of_rows(rows), CODES[codes]
-    wide = found.byte_pairs and not found.int8 and rows >= FLOATS_ROWS and not most_products(kind.largest)
-    return found.floats if found.slices and (wide or not kind.affine) else found
+    wide = not most_products(kind.largest) and (kind.walked or rows >= FLOATS_ROWS)
+    floats = not kind.affine or (found.byte_pairs and not found.int8 and wide)
+    return found.floats if found.slices and floats else found
 
 
 def flat(layer: LayerOfExperts, stages: Sequence[Sequence[str]]) -> tuple[Tensor, list[Matrices]]:
