@@ -50,11 +50,13 @@ class BytePairs(Panels):
 
     def _multiply_codes(self, at: Value, sums: Value) -> None:
         """The products of a unit of codes of one block, added to its sums."""
-        if self.rows == self.side and self.rows * len(self.slices) * len(self.parts) <= UNPACKING_SUMS:
+        few = self.rows == self.side and self.rows * len(self.slices) * len(self.parts) <= UNPACKING_SUMS
+        if few and not self.codes.walked:  # what is looked up is looked up once
             self._multiply_rows(self.given.get(), sums, partial(self._codes, at))
             return
-        for place, half, part in product(range(self.quads), range(len(self.factors)), self.parts):
-            self.lanes.store(self._codes(at, place, half, part), self.unpacked, self._unpacked_at(place, half, part))
+        for place, part in product(range(self.quads), self.parts):
+            for half, codes in enumerate(self._halves(at, place, part)):
+                self.lanes.store(codes, self.unpacked, self._unpacked_at(place, half, part))
         self.lanes.fence()
         with self._times(ir.Constant(I64, self.rows // self.side)) as index:
             given = self.builder.add(self.given.get(), self._of(self.side * WORD_BYTES, index.get()))
@@ -63,10 +65,13 @@ class BytePairs(Panels):
 
     def _codes(self, at: Value, place: int, half: int, part: int) -> Value:
         """Four codes a lane, or a half of each."""
+        return self._halves(at, place, part)[half]
+
+    def _halves(self, at: Value, place: int, part: int) -> list[Value]:
         codes = self.codes.quad(self.lanes, self._words(at, part), place)
         if len(self.factors) == 1:
-            return codes
-        return self.lanes.masked(self.lanes.shifted(codes, half * HALF), LOW_HALVES)
+            return [codes]
+        return [self.lanes.masked(self.lanes.shifted(codes, half * HALF), LOW_HALVES) for half in (0, 1)]
 
     def _unpacked_at(self, place: int, half: int, part: int) -> int:
         return ((place * len(self.factors) + half) * len(self.parts) + part) * self.part_bytes
