@@ -139,12 +139,13 @@ class _Batch:
         counts = counts / counts.mean(1, keepdim=True)
         counts = torch.nn.functional.pad(counts, edges[:2]).repeat(1, TILE)
         form = trellis if target.device.type == "cpu" else trellis_device
-        found = []
+        found: list[Tensor] = []
         for own, bits, value, codes in zip(tiles, self.bits, self.values, self.codes, strict=True):
             made, nearest = _rounded(own) if value is None else form.walks(own, value, bits, counts)
             codes[:, :, column] = made.view(experts, -1, TILE * TILE)
             found.append(nearest)
-        return torch.stack(found).view(len(found), experts, -1, TILE)[:, :, :rows, :size]
+        near: Tensor = torch.stack(found).view(len(found), experts, -1, TILE)[:, :, :rows, :size]
+        return near
 
 
 def _rounded(target: Tensor) -> tuple[Tensor, Tensor]:
