@@ -365,6 +365,34 @@ def test_copies_that_fail_leave_the_old_versions(error: Exception, background: b
     dynamic.close()
 
 
+def test_demotions_that_fail_hold_up_promotions_only_until_they_can_be_made() -> None:
+    """Promoted experts beyond the places of their layers fill the buffer, and no more; later they make room again."""
+    dynamic, source = made(ema=0.3)
+    counts, low = dynamic.copies.counts, dynamic.settings.low
+
+    def fail(_layer: ExpertLayer, _expert: int, key: int) -> None:
+        if key == low:
+            raise OSError("low replicas are gone")
+
+    def steps() -> None:
+        for seed in range(24):
+            torch.manual_seed(seed)
+            dynamic(input_ids=torch.randint(0, 30, (2, 6)))
+            spare = sum(map(sum, high_of(dynamic))) - dynamic.places * len(dynamic.layers)
+            assert spare <= dynamic.settings.transient
+
+    source.before = fail
+    steps()
+    assert 0 < counts.promotions <= dynamic.settings.transient
+    assert counts.demotions == 0
+    assert counts.failures > 0
+    source.before = lambda *_: None
+    steps()
+    assert counts.demotions > 0
+    assert all(sum(row) <= dynamic.places for row in high_of(dynamic))
+    nothing_lost(dynamic)
+
+
 def test_a_thread_that_ends_is_followed_by_another() -> None:
     said: list[str] = []
     dynamic, source = made(said=said, background=True, ema=0.5)
