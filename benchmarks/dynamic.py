@@ -39,6 +39,7 @@ from moeq.runtime.dynamic.pools import HIGH, LOW
 
 PARTS = ["overhead", "switching", "quality", "memory"]
 OVERHEAD_GOAL, SWITCHING_GOAL, FLAT_GOAL = 1.03, 0.85, 1.01
+SURE = 1000.0  # standard deviations: no expert is so much hotter than another that it takes its place
 CONTEXT, SHARE_HIGH = 32, 4  # tokens before the timed steps; one expert in so many is in high precision
 
 
@@ -89,7 +90,7 @@ def timed(options: argparse.Namespace, results: figures.Figures) -> None:
     low, mixed = made.static(0), made.static(places)
     results.table(["one step", "ms", "of static low", "of static mixed"])
     if "overhead" in options.parts:
-        with made.dynamic(places, period=16) as dynamic:
+        with made.dynamic(places, period=16, certainty=SURE, threshold=0.0) as dynamic:
             steps = {"static mixed": mixed, "controller": dynamic.model}
             taken = in_turns({n: step_of(m, vocabulary) for n, m in steps.items()}, options.rounds, lambda: None)
             counts = dynamic.summary()

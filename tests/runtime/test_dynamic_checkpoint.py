@@ -211,7 +211,7 @@ def test_a_process_holds_no_more_than_its_budget(exported: Path, tmp_path: Path)
     script = Path(__file__).with_name("dynamic_memory.py")
     shutil.copytree(exported, tmp_path / "checkpoint")
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "checkpoint"), "200"], capture_output=True, text=True, check=True
+        [sys.executable, str(script), str(tmp_path / "checkpoint"), "120"], capture_output=True, text=True, check=True
     )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["switches"] > 200

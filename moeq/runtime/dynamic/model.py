@@ -133,6 +133,7 @@ class DynamicMoE:
         self.pools = Pools(self.budget, BEGIN)
         for number, module in enumerate(self.modules):
             self._fill(number, module, examples[number], policy)
+        return_memory()
         self.steps = self.decisions = 0
         self._say, self._told = say, list[str]()
         self._log: TextIO | None = None
