@@ -14,9 +14,9 @@ from moeq.tables import human_bytes
 
 HEAD = ("way", "batch", "first token, ms", "a step, ms", "prefill, tokens/s", "decode, tokens/s", "of low", "experts")
 READING = (
-    "Medians of {repeat} requests of {prompt} prompt tokens and {new} new ones, which alternate. Of low: decode over that "
-    "of all experts in low precision; experts: their bytes in memory. Static mixed has as many experts in high precision "
-    "as dynamic has places, always the same."
+    "Medians of {repeat} requests of {prompt} prompt tokens and {new} new ones, which alternate. Of low: decode over "
+    "that of all experts in low precision; experts: their bytes in memory. Static mixed has as many experts in high "
+    "precision as dynamic has places, always the same."
 )
 
 
@@ -31,16 +31,17 @@ def followed(bench: Bench) -> Section:
     )
     text = (
         f"Experts change between {found.summary.high_bits} and {found.summary.low_bits} bits while the model runs, "
-        f"{found.summary.high_experts_a_layer} of every layer in high precision (paper 001). Measured on {machine.name} "
-        f"({machine.device}, {machine.threads} threads): {sums.promotions} promotions, {sums.demotions} demotions, "
+        f"{found.summary.high_experts_a_layer} of every layer in high precision (paper 001). Measured on "
+        f"{machine.name} ({machine.device}, {machine.threads} threads): {sums.promotions} promotions, "
+        f"{sums.demotions} demotions, "
         f"{human_bytes(sums.copied_bytes)} moved, {sums.failures} copies failed.{hits}"
     )
     reading = READING.format(repeat=settings.repeat, prompt=settings.prompt_tokens, new=settings.new_tokens)
     rows = [row for way in found.ways for row in _rows(way)]
     drawn = figure(
         _over_time(found),
-        "Experts in high precision that were not at the beginning, as a share of all places (blue, left), and bytes moved "
-        "(orange, right), after every request.",
+        "Experts in high precision that were not at the beginning, as a share of all places (dots, left), and bytes "
+        "moved (right), after every request.",
     )
     return Section("followed", "Precision that follows the workload", [lead(text), table(reading, HEAD, rows), drawn])
 
