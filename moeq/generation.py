@@ -132,6 +132,9 @@ def _running(
     if dynamic is None:
         yield load_checkpoint(checkpoint, compute_dtype(source, "auto", target), target, trust_remote_code), None
         return
+    from moeq.exporters.native_dynamic import open_dynamic  # which loads a compiler
+    from moeq.runtime.dynamic.told import watched
+
     with open_dynamic(
         checkpoint,
         dynamic.options,
