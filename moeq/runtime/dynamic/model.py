@@ -23,7 +23,8 @@ import torch
 from moeq.analysis.coactivation import soon_hot
 from moeq.analysis.hotness import BoolArray, Control, Controller, FloatArray
 from moeq.artifacts.dynamic_log import Head, mask
-from moeq.errors import ModelError
+from moeq.artifacts.storage import storage_errors
+from moeq.errors import ModelError, first_line
 from moeq.models.experts import ExpertLayer
 from moeq.runtime.dynamic.copies import Copies, Switch
 from moeq.runtime.dynamic.experts import DYNAMIC, DynamicExperts
@@ -132,9 +133,13 @@ class DynamicMoE:
         self.pools = Pools(self.budget, BEGIN)
         for number, module in enumerate(self.modules):
             self._fill(number, module, examples[number], policy)
+        return_memory()
         self.steps = self.decisions = 0
         self._say, self._told = say, list[str]()
-        self._log: TextIO | None = None if log is None else log.open("w", encoding="utf-8")
+        self._log: TextIO | None = None
+        if log is not None:
+            with storage_errors(log):
+                self._log = log.open("w", encoding="utf-8")
         self._deciding = threading.Lock()
         self.copies = self._copies()
         self._write(self._head().model_dump(mode="json"))
@@ -171,6 +176,13 @@ class DynamicMoE:
         if settings.low >= settings.high:
             what = f"low precision has {settings.low} bits, high precision {settings.high}"
             raise ModelError(what, where=where, do="name a higher one")
+        counts = {"period": settings.period, "transient": settings.transient}
+        for name, value in counts.items():
+            if value < 1:
+                raise ModelError(f"{name} is {value}", where=where, do="give 1 or more")
+        for name, share in {"ema": settings.ema, "busy": settings.busy}.items():
+            if not (0 <= share < 1 if name == "ema" else 0 < share <= 1):
+                raise ModelError(f"{name} is {share}", where=where, do="give a number between 0 and 1")
         known = source.widths()
         for width in (settings.high, settings.low):
             if width not in known:
@@ -288,9 +300,15 @@ class DynamicMoE:
         return {"step": self.steps, "high": self._masks(), **asdict(self.copies.counts), **said}
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self._log is not None:
+        """A line of the log; where it cannot be written, the model goes on without one."""
+        if self._log is None:
+            return
+        try:
             self._log.write(json.dumps(line) + "\n")
             self._log.flush()
+        except OSError as error:
+            self._log = None
+            self._say(f"decisions are no longer logged: {first_line(error)}")
 
     def summary(self) -> dict[str, Any]:
         """Steps, decisions and counts so far, places of high precision, bytes of the pools."""
@@ -321,8 +339,8 @@ class DynamicMoE:
         for module in self.modules:
             module.seen = None
         self.copies.close()
-        if self._log is not None:
-            self._write({"end": True, **self._sums()})
+        self._write({"end": True, **self._sums()})
+        if self._log is not None:  # which it may be since that line
             self._log.close()
             self._log = None
 

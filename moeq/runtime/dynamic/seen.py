@@ -23,7 +23,7 @@ class Seen:
     def __init__(self, experts: int, ema: float) -> None:
         self.experts, self.ema = experts, ema
         self._lock = threading.Lock()
-        self._calls: list[tuple[int, np.ndarray, np.ndarray]] = []  # type: ignore[type-arg]
+        self._calls: list[tuple[int, Tensor, Tensor]] = []
         self._steps = 0
         self._folded = 0  # steps that the sums are of
         self._sums, self._squares = np.zeros(experts), np.zeros(experts)
@@ -31,17 +31,16 @@ class Seen:
     @property
     def held_bytes(self) -> int:
         """Of what is kept: at most MOST_CALLS calls of E choices, and the sums."""
-        kept = sum(numbers.nbytes + share.nbytes for _, numbers, share in self._calls)
+        kept = sum(index.nbytes + weights.nbytes for _, index, weights in self._calls)
         return kept + self._sums.nbytes + self._squares.nbytes
 
     def add(self, index: Tensor, weights: Tensor) -> None:
         """One call's choices and their weights [T, k]."""
-        numbers = index.reshape(-1).numpy().astype(np.int32)
-        share = weights.detach().reshape(-1).to(torch.float32).numpy() / np.float32(max(1, len(index)))
+        kept = index.clone(), weights.detach().clone()
         with self._lock:
-            self._calls.append((self._steps, numbers, share))
+            self._calls.append((self._steps, *kept))
             self._steps += 1
-            if numbers.size > self.experts or len(self._calls) >= MOST_CALLS:
+            if index.numel() > self.experts or len(self._calls) >= MOST_CALLS:
                 self._fold()
 
     def drained(self) -> tuple[FloatArray, int, FloatArray]:
@@ -59,13 +58,11 @@ class Seen:
         self._sums, self._squares, self._folded = decay * self._sums, decay**2 * self._squares, self._steps
         if not self._calls:
             return
-        numbers, share = (np.concatenate([call[part] for call in self._calls]) for part in (1, 2))
-        left = np.repeat(
-            [float(self._steps - 1 - step) for step, _, _ in self._calls], [len(call[1]) for call in self._calls]
-        )
+        numbers = torch.cat([index.reshape(-1) for _, index, _ in self._calls]).long().numpy()
+        weights = torch.cat([one.reshape(-1) for _, _, one in self._calls]).double().numpy()
+        sizes = [index.numel() for _, index, _ in self._calls]
+        share = weights / np.repeat([max(1, len(index)) for _, index, _ in self._calls], sizes)
+        left = np.repeat([float(self._steps - 1 - step) for step, _, _ in self._calls], sizes)
         known = numbers < self.experts  # the others hand their input through
-        sums, squares = gained(
-            numbers[known].astype(np.int64), share[known].astype(np.float64), left[known],
-            num_experts=self.experts, ema=self.ema,
-        )  # fmt: skip
+        sums, squares = gained(numbers[known], share[known], left[known], num_experts=self.experts, ema=self.ema)
         self._sums, self._squares, self._calls = self._sums + sums, self._squares + squares, []

@@ -144,6 +144,7 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq_kernels.trellis_tables.table": "reads moeq's own constants",
     "moeq.artifacts.tensor_files.stored_chunks": HEADERS,
     "moeq.exporters.native_reader.NativeReader._tensor": HEADERS,
+    "moeq.exporters.native_replicas.CopyingReader._copied": HEADERS,
     "moeq.exporters.readers.foreign.Foreign._tensor": HEADERS,
     "moeq.models.kinds.base.ReadsParts.read_expert": HEADERS,
     "moeq.models.parameters.ParameterReader.read": HEADERS,
