@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.markup import escape
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moeq.artifacts.sums import check_sums
 from moeq.errors import EvaluationError, ModelError, first_line
-from moeq.exporters.native_dynamic import open_dynamic
 from moeq.models.forward import check_tokens, takes_images
 from moeq.models.loading import compute_dtype, load_config, load_tokenizer, model_class, resolve_device
 from moeq.models.messages import quiet_transformers
@@ -23,9 +22,10 @@ from moeq.preflight import check_checkpoint
 from moeq.progress import Reporter
 from moeq.runtime.batch_pruning import pruning
 from moeq.runtime.checkpoint import CARD, load_checkpoint
-from moeq.runtime.dynamic.model import DynamicMoE
-from moeq.runtime.dynamic.options import Following
-from moeq.runtime.dynamic.told import in_words, watched
+from moeq.runtime.dynamic.options import Following, in_words
+
+if TYPE_CHECKING:
+    from moeq.runtime.dynamic.model import DynamicMoE
 
 QUIET = Reporter(quiet=True)
 
@@ -132,6 +132,9 @@ def _running(
     if dynamic is None:
         yield load_checkpoint(checkpoint, compute_dtype(source, "auto", target), target, trust_remote_code), None
         return
+    from moeq.exporters.native_dynamic import open_dynamic  # which loads a compiler
+    from moeq.runtime.dynamic.told import watched
+
     with open_dynamic(
         checkpoint,
         dynamic.options,

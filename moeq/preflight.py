@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.places import refuse_artifacts
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.benching.asked import Asked
@@ -88,8 +87,15 @@ def check_dynamic(
         return None
     options = DynamicOptions.parse(text)
     if checkpoint is not None:
-        options.pair(read_manifest(checkpoint).widths_there, str(checkpoint))
+        _check_pair(options, checkpoint)
     return Following(options=options, log=log, watch=watch)
+
+
+def _check_pair(options: DynamicOptions, checkpoint: Path) -> None:
+    """ModelError where a checkpoint has not two such widths, ArtifactError for one without a manifest."""
+    from moeq.artifacts.manifest import read_manifest  # which imports numpy
+
+    options.pair(read_manifest(checkpoint).widths_there, str(checkpoint))
 
 
 def check_bench(asked: Asked, out: Path | None) -> None:
@@ -105,7 +111,7 @@ def check_bench(asked: Asked, out: Path | None) -> None:
     if asked.dynamic is not None:
         inner = Path(asked.checkpoint) / "checkpoint"
         path = inner if (inner / "config.json").is_file() else Path(asked.checkpoint)
-        asked.dynamic.pair(read_manifest(path).widths_there, str(path))
+        _check_pair(asked.dynamic, path)
     check_path(asked.gguf, "give a GGUF file to --gguf")
     if out is not None:
         refuse_artifacts(out)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from moeq.artifacts.dynamic_log import Mask
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.stage import read_model
 
@@ -63,8 +65,63 @@ class Measured(Part):
     points: tuple[Point, ...] = ()
 
 
+class WayPoint(Part):
+    """decode_of_low: over that of all experts in low precision."""
+
+    batch: int
+    first_token_seconds: float
+    token_seconds: float
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    decode_of_low: float
+
+
+class Way(Part):
+    """The checkpoint in static high, low or mixed precision, or dynamic; expert_bytes: in memory."""
+
+    name: str
+    expert_bytes: int
+    points: tuple[WayPoint, ...]
+
+
+class Moment(Part):
+    """What was in high precision after so many forward passes, by layer as the log of decisions has it; sums until
+    then."""
+
+    step: int
+    high: tuple[Mask, ...]
+    promotions: int
+    demotions: int
+    failures: int
+    host_hits: int
+    host_misses: int
+    copied_bytes: int
+
+
+class FollowedSums(Part):
+    high_bits: int
+    low_bits: int
+    high_experts_a_layer: int
+
+
+class Followed(Part):
+    """Precision that followed the workload, beside static ones."""
+
+    manifest_sha256: str | None
+    summary: FollowedSums
+    ways: tuple[Way, ...]
+    over_time: Annotated[tuple[Moment, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _of_its_layers(self) -> Followed:
+        if len({len(one.high) for one in self.over_time}) > 1:
+            raise ValueError("over_time has sets of different numbers of layers")
+        return self
+
+
 class Bench(Part):
-    """kernel: what MOEQ_KERNEL was; points are missing where the grid was measured instead."""
+    """kernel: what MOEQ_KERNEL was; models, points are missing where dynamic precision or the grid was measured
+    instead."""
 
     schema_version: int
     machine: Machine
@@ -72,6 +129,7 @@ class Bench(Part):
     bandwidth: Bandwidth
     settings: Settings
     models: tuple[Measured, ...]
+    dynamic: Followed | None = None
 
 
 def read_bench(path: Path) -> Bench:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moeq.errors import RecipeError
-from moeq.runtime.dynamic.options import DynamicOptions
+
+if TYPE_CHECKING:
+    from moeq.runtime.dynamic.options import DynamicOptions
 
 BATCHES = (1, 4, 16, 32)
 GRID_BATCHES, GRID_BEAMS = (1, 8, 20, 32, 64, 96), (1, 2)  # paper 002, Table 3

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moeq.artifacts.bench import manifest_digest
 from moeq.artifacts.dynamic_log import mask
 from moeq.benching.asked import Asked
 from moeq.benching.requests import Request, check_lengths, generate, prompts, timed
@@ -59,6 +60,7 @@ def bench_dynamic(asked: Asked, reporter: Reporter) -> dict[str, Any]:
         check_lengths(every[-1], asked.prompt_tokens, asked.new_tokens)
         points, over_time = _requests(every, dynamic, asked, reporter)
         return {
+            "manifest_sha256": manifest_digest(path),
             "settings": asdict(dynamic.settings),
             "layers": [layer.name for layer in dynamic.layers],
             "experts": [layer.num_experts for layer in dynamic.layers],

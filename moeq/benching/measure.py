@@ -17,7 +17,6 @@ from moeq.artifacts.files import write_json, write_text
 from moeq.benching import grid as grids
 from moeq.benching.asked import Asked
 from moeq.benching.bandwidth import read_bandwidth
-from moeq.benching.dynamic import bench_dynamic
 from moeq.benching.llama_bench import llama_bench
 from moeq.benching.one_expert import one_expert
 from moeq.benching.requests import Request, check_lengths, generate, point, prompts, routed_bytes, timed
@@ -40,6 +39,8 @@ def bench(asked: Asked, reporter: Reporter) -> dict[str, Any]:
     """What bench.json holds. Raises ModelError, ArtifactError or EvaluationError."""
     device = resolve_device(asked.device)
     if asked.dynamic is not None:
+        from moeq.benching.dynamic import bench_dynamic  # which loads a compiler
+
         return _found(asked, device, read_bandwidth(device)) | {"dynamic": bench_dynamic(asked, reporter)}
     dtype = compute_type(asked.checkpoint, asked.dtype, device)
     names = [asked.checkpoint, *([asked.dense] if asked.dense is not None else [])]

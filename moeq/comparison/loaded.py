@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,19 +16,20 @@ from moeq.evaluation.batching import BatchSize
 from moeq.evaluation.context_options import ContextOptions, check_replicas, chooser
 from moeq.evaluation.harness_models import ContextAwareLM, StaticLM
 from moeq.evaluation.multimodal import static_lm
-from moeq.exporters.native_dynamic import open_dynamic
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.native_replicas import CheckpointReplicas
 from moeq.models import corpus, loading
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.context_aware import ContextAwareModel, PrefillStore
-from moeq.runtime.dynamic.model import DynamicMoE
 from moeq.runtime.dynamic.options import DynamicOptions
 from moeq.runtime.experts_by_row import Dequantized
 from moeq.runtime.swapping import Place, Replacement, Swapped
 from moeq.stages.assign import load as load_assignment
 from moeq.stages.evaluate import other_replacements, replacements
+
+if TYPE_CHECKING:
+    from moeq.runtime.dynamic.model import DynamicMoE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,8 @@ def load(subject: Subject, settings: Settings) -> Loaded:
 
 def _dynamic(checkpoint: Path, options: DynamicOptions, settings: Settings) -> DynamicMoE:
     """Copies are made between passes unless the options say: the same requests give the same results."""
+    from moeq.exporters.native_dynamic import open_dynamic  # which loads a compiler
+
     return open_dynamic(
         checkpoint,
         options,

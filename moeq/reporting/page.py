@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from moeq.artifacts.bench import Bench
 from moeq.reporting import (
     cautions,
     decided,
     experts,
+    followed,
     formats,
     frontier,
     low_precision,
@@ -41,7 +43,7 @@ def render(inputs: ReportInputs) -> str:
         experts.sensitivity(inputs),
         experts.bits(inputs),
         *([] if inputs.others is None else [others.packed_modules(inputs.others)]),
-        *([] if inputs.bench is None else [measured.measured(inputs.bench)]),
+        *([] if inputs.bench is None else [_measured(inputs.bench)]),
         speed.estimate(inputs),
         *([] if sweeps is None else [low_precision.low_precision(sweeps)]),
         *([] if folded is None else [reparam.reparam(folded, inputs.integer)]),
@@ -51,6 +53,10 @@ def render(inputs: ReportInputs) -> str:
     return document(
         f"{name}: {inputs.label(inputs.assignment.name)} · moeq report", name, [_subtitle(inputs)], sections
     )
+
+
+def _measured(bench: Bench) -> Section:
+    return measured.measured(bench) if bench.dynamic is None else followed.followed(bench)
 
 
 def _subtitle(inputs: ReportInputs) -> Raw:

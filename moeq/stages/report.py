@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.bench import FOLDER, Bench, manifest_digest, read_bench
+from moeq.artifacts.bench import FOLDER, Bench, Followed, manifest_digest, read_bench
 from moeq.artifacts.bench import NAME as BENCH
 from moeq.artifacts.evaluation import EvalReport
 from moeq.artifacts.files import make_directory, write_text
@@ -132,11 +132,11 @@ def measured(context: Context) -> Bench | None:
     if not _bench(context).is_file():
         return None
     bench = read_bench(_bench(context))
-    first = bench.models[0] if bench.models else None
+    first = bench.dynamic or (bench.models[0] if bench.models else None)
     if first is None or first.manifest_sha256 != manifest_digest(context.directory("export")):
         context.reporter.say(f"{_bench(context)} is of another export: not in the report; run `moeq bench` again")
         return None
-    return bench if first.points else None
+    return bench if isinstance(first, Followed) or first.points else None
 
 
 def _bench(context: Context) -> Path:

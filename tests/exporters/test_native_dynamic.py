@@ -11,10 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from moeq import pipeline, preflight
 from moeq.artifacts import dynamic_log
+from moeq.artifacts.bench import manifest_digest, read_bench
 from moeq.artifacts.manifest import read_manifest
+from moeq.benching import measure
+from moeq.benching.asked import Asked
+from moeq.benching.tables import tables as bench_tables
 from moeq.comparison.eval_options import EvalOptions
 from moeq.comparison.refusals import needs_a_run
 from moeq.comparison.side_by_side import compare
@@ -25,9 +30,12 @@ from moeq.generation import generate
 from moeq.inspection import inspect
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.runtime.dynamic.options import DynamicOptions, Following
-from moeq.runtime.dynamic.told import in_words, table
+from moeq.reporting.followed import followed, shares
+from moeq.runtime.dynamic.options import DynamicOptions, Following, in_words
+from moeq.runtime.dynamic.told import table
 from moeq.stages.context import Context
+from moeq_kernels.cpu.forms import forms
+from moeq_kernels.names import VARIABLE
 
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=32", "losses.group_size=16", "losses.bits=[1,2,3,4]",
@@ -35,6 +43,12 @@ SMALL = (
 )  # fmt: skip
 MIXED = ("assign={method: prefix-split, code_bits: 3, gpu_experts: 1}", "quantize.replicas=all")
 FOLLOWS = "period=2,ema=0.5,certainty=0,threshold=0"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One form of kernel for all: which one is fastest would be measured anew."""
+    monkeypatch.setenv(VARIABLE, next(iter(forms())))
 
 
 @pytest.fixture(scope="session")
@@ -142,7 +156,8 @@ def test_all_low_or_all_high_is_the_static_checkpoint(made: Callable[..., Path],
     text = tmp_path / "text.txt"
     text.write_text("The first of all ways to measure is to count. " * 12)
     one, two, three = evaluated([static, checkpoint], text=str(text), dynamic=[f"memory={wanted},period=1"])
-    assert three["dynamic"]["high_experts_a_layer"] == (0 if width == 2 else 4)
+    experts = read_manifest(checkpoint).layers[0].num_experts
+    assert three["dynamic"]["high_experts_a_layer"] == (0 if width == 2 else experts)
     assert three["perplexity"]["perplexity"] == one["perplexity"]["perplexity"] != two["perplexity"]["perplexity"]
     assert three["name"].startswith(f"{checkpoint.parent.name}/checkpoint dynamic 4/2 bits in ")
     assert three["name"].endswith("period=1")
@@ -155,7 +170,7 @@ def test_all_low_or_all_high_is_the_static_checkpoint(made: Callable[..., Path],
 
 def test_the_same_texts_give_the_same_results_and_a_log(checkpoint: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"{number} words about {number * number}." for number in range(150)))
+    text.write_text(" ".join(f"{number} words about {number * number}." for number in range(80)))
     given = {"text": str(text), "batch_size": "1", "dynamic": [f"memory={memory(checkpoint, 1)},{FOLLOWS}"]}
     logs = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     rows = [evaluated([checkpoint], dynamic_log=log, **given)[1] for log in logs]
@@ -229,6 +244,40 @@ def test_damaged_logs_are_refused(
     assert caught.value.where == f"{path}, line 2"
 
 
+def test_a_bench_beside_static_precision(checkpoint: Path, tmp_path: Path) -> None:
+    options = DynamicOptions.parse(f"memory={memory(checkpoint, 2)},{FOLLOWS},tokens=0,copies=between")
+    asked = Asked(checkpoint=str(checkpoint), dynamic=options, batches=(1, 2), prompt_tokens=6, new_tokens=5, repeat=2)
+    found = measure.bench(asked, Reporter(quiet=True))
+    measure.write(tmp_path, found)
+    assert not (tmp_path / measure.POINTS).exists()
+    dynamic = found["dynamic"]
+    assert [way["name"] for way in dynamic["ways"]] == ["static high", "static low", "static mixed", "dynamic"]
+    high, low, mixed, following = (way["expert_bytes"] for way in dynamic["ways"])
+    assert low < mixed < high
+    assert mixed <= following == dynamic["summary"]["pool_bytes"]
+    for way in dynamic["ways"]:
+        assert [point["batch"] for point in way["points"]] == [1, 2]
+        for point in way["points"]:
+            assert point["decode_tokens_per_second"] == point["batch"] / point["token_seconds"]
+            assert point["prefill_tokens_per_second"] == point["batch"] * 6 / point["first_token_seconds"]
+    assert [point["decode_of_low"] for point in dynamic["ways"][1]["points"]] == [1, 1]
+    counted = [point["promotions"] for point in dynamic["ways"][-1]["points"]]
+    assert 0 < sum(counted) <= dynamic["summary"]["promotions"]
+    steps = [moment["step"] for moment in dynamic["over_time"]]
+    assert steps == [0, 2 + 5, 2 + 10, 4 + 15, 4 + 20]
+    console = Console(width=80, record=True)
+    for title, shown, notes in bench_tables(found):
+        console.print(title, shown, *notes, sep="\n")
+    assert all(len(line) <= 80 for line in console.export_text().splitlines())
+    read = read_bench(tmp_path / "bench.json")
+    assert read.dynamic is not None
+    assert read.dynamic.manifest_sha256 == manifest_digest(checkpoint)
+    assert shares(read.dynamic)[0] == 0 < shares(read.dynamic)[-1] <= 1
+    page = followed(read).parts
+    assert "<svg" in page[-1]
+    assert "static mixed" in page[1]
+
+
 # refused
 
 
@@ -254,6 +303,13 @@ def test_what_is_refused_before_anything_is_loaded(checkpoint: Path, text: str, 
     assert said in str(caught.value)
     assert caught.value.exit_code == code
     assert "\n" not in str(caught.value)
+
+
+def test_a_bench_of_both_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(MoeqError, match="--dynamic: is measured beside static precision alone; leave --grid out"):
+        preflight.check_bench(Asked(checkpoint=str(checkpoint), dynamic=DynamicOptions(), grid=True), None)
+    with pytest.raises(MoeqError, match="8 bits and fewer are asked for"):
+        preflight.check_bench(Asked(checkpoint=str(checkpoint), dynamic=DynamicOptions(high=8)), None)
 
 
 def test_options_without_dynamic_are_refused(tmp_path: Path) -> None:

@@ -339,8 +339,8 @@ class DynamicMoE:
         for module in self.modules:
             module.seen = None
         self.copies.close()
-        if self._log is not None:
-            self._write({"end": True, **self._sums()})
+        self._write({"end": True, **self._sums()})
+        if self._log is not None:  # which it may be since that line
             self._log.close()
             self._log = None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -104,6 +104,17 @@ class Following:
     options: DynamicOptions
     log: Path | None = None
     watch: bool = False
+
+
+def in_words(summary: Mapping[str, Any]) -> str:
+    """What `DynamicMoE.summary` says, in a line."""
+    failed = f", {summary['failures']} copies failed" if summary["failures"] else ""
+    return (
+        f"dynamic: {summary['high_experts_a_layer']} experts of every layer at {summary['high_bits']} bits, the others "
+        f"at {summary['low_bits']}, in {human_bytes(summary['pool_bytes'])}; {summary['promotions']} promotions, "
+        f"{summary['demotions']} demotions in {summary['steps']} steps, {human_bytes(summary['copied_bytes'])} moved"
+        f"{failed}"
+    )
 
 
 def _listed(widths: Collection[int]) -> str:

@@ -1,4 +1,4 @@
-"""What a model whose experts change their precision is doing, told while it runs and afterwards."""
+"""What a model whose experts change their precision is doing, told while it runs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,6 @@ from moeq.tables import human_bytes
 
 TIMES_A_SECOND = 4
 MOST_NAMED = 8  # experts of a layer that are named
-
-
-def in_words(summary: Mapping[str, Any]) -> str:
-    """What `DynamicMoE.summary` says, in a line."""
-    failed = f", {summary['failures']} copies failed" if summary["failures"] else ""
-    return (
-        f"dynamic: {summary['high_experts_a_layer']} experts of every layer at {summary['high_bits']} bits, the others "
-        f"at {summary['low_bits']}, in {human_bytes(summary['pool_bytes'])}; {summary['promotions']} promotions, "
-        f"{summary['demotions']} demotions in {summary['steps']} steps, {human_bytes(summary['copied_bytes'])} moved"
-        f"{failed}"
-    )
 
 
 @contextmanager
