@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -91,8 +92,8 @@ def generate(
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    most = len(rows) * beams * (max(map(len, rows)) + max_new_tokens)  # whose keys and values there may be
-    with _running(checkpoint, source, target, dynamic, most, trust_remote_code, reporter) as (model, following):
+    room = len(rows) * beams, max(map(len, rows)) + max_new_tokens
+    with _running(checkpoint, source, target, dynamic, room, trust_remote_code, reporter) as (model, following):
         _check_positions(model, max(map(len, rows)), max_new_tokens)
         ids, mask = _padded(rows, pad or 0, left=not model.config.is_encoder_decoder)
         check_tokens(model, ids)
@@ -124,11 +125,12 @@ def _running(
     source: ModelSource,
     target: torch.device,
     dynamic: Following | None,
-    tokens: int,
+    room: tuple[int, int],
     trust_remote_code: bool,
     reporter: Reporter,
 ) -> Iterator[tuple[Any, DynamicMoE | None]]:
-    """The model as it is placed, or with its experts' precision changing, of which the second is told."""
+    """The model as it is placed, or with its experts' precision changing, of which the second is told; room: sequences,
+    and tokens of each, whose keys and values there may be."""
     if dynamic is None:
         yield load_checkpoint(checkpoint, compute_dtype(source, "auto", target), target, trust_remote_code), None
         return
@@ -139,7 +141,8 @@ def _running(
         checkpoint,
         dynamic.options,
         device=str(target),
-        tokens=tokens,
+        tokens=math.prod(room),
+        sequences=room[0],
         log=dynamic.log,
         say=reporter.say,
         trust_remote_code=trust_remote_code,

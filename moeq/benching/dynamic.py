@@ -52,6 +52,7 @@ def bench_dynamic(asked: Asked, reporter: Reporter) -> dict[str, Any]:
         dtype=asked.dtype,
         device=asked.device,
         tokens=tokens,
+        sequences=max(asked.sizes),
         say=reporter.say,
         trust_remote_code=asked.trust_remote_code,
     ) as dynamic:

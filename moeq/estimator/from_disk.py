@@ -28,7 +28,7 @@ def on_disk(layers: Layers, near_bytes: FloatArray) -> BoolArray:
     return np.asarray((taken > room * (1 + 1e-12)) & (near_bytes > 0))
 
 
-def read_first(layers: Layers, work: Work, plan: Schedule, near_bytes: FloatArray) -> Schedule:
+def with_disk_reads(layers: Layers, work: Work, plan: Schedule, near_bytes: FloatArray) -> Schedule:
     """The schedule after what its experts of the near-data memory take to be read from the disk.
 
     Nothing is read ahead and nothing runs beside it: which experts are used is not known before the dense part is done.

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from moeq.artifacts.trace import RoutingTrace
 from moeq.estimator.devices import Hardware
-from moeq.estimator.from_disk import read_first
+from moeq.estimator.from_disk import with_disk_reads
 from moeq.estimator.geometry import ModelGeometry
 from moeq.estimator.in_place import placed_by_rank
 from moeq.estimator.placement import Placement, layer_of_assignment
@@ -188,7 +188,7 @@ class Simulation:
         plan = (policy.prefill if prefill else policy.decode)(layers, work, variant)
         if self.layers.hardware.disk is None:
             return plan
-        return read_first(layers, work, plan, policy.reads_near(layers, prefill=prefill))
+        return with_disk_reads(layers, work, plan, policy.reads_near(layers, prefill=prefill))
 
     def migration(self) -> dict[str, TermTotal]:
         """What moves between prefill and decode, by policy label."""

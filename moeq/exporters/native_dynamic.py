@@ -18,12 +18,11 @@ import torch
 
 from moeq.artifacts.manifest import PlacedExpert, PlacedLayer, PlacementManifest, read_manifest
 from moeq.errors import ModelError
-from moeq.exporters.native_reader import NativeReader
-from moeq.exporters.native_replicas import CheckpointReplicas
+from moeq.exporters.native_replicas import CheckpointReplicas, CopyingReader
 from moeq.models.loading import compute_dtype, load_model, resolve_device
 from moeq.models.source import open_source
-from moeq.runtime.dynamic.beside import kept_bytes, other_weights_bytes
 from moeq.runtime.dynamic.model import DynamicMoE, DynamicSettings
+from moeq.runtime.dynamic.needs import WEIGHTS, other_bytes, stand_ins, weights_bytes
 from moeq.runtime.dynamic.options import DynamicOptions
 from moeq.tables import human_bytes
 from moeq_kernels import choice
@@ -32,7 +31,6 @@ from moeq_kernels.packed import packed_shapes
 from moeq_kernels.widths import Encoding
 
 LOG = logging.getLogger("moeq.dynamic")
-NON_EXPERTS = "all but the experts"
 
 
 def open_dynamic(
@@ -42,6 +40,7 @@ def open_dynamic(
     dtype: str = "auto",
     device: str = "auto",
     tokens: int = 0,
+    sequences: int = 1,
     copies: Literal["beside", "between"] = "beside",
     policy: choice.Policy = "measured",
     log: str | Path | None = None,
@@ -51,9 +50,10 @@ def open_dynamic(
     """A checkpoint that moeq exported with `quantize.replicas: all`, its experts in high or low precision as its
     workload asks for it (paper 001, DynaExq); `moeq.open_dynamic`.
 
-    settings: as `--dynamic` takes them, or auto; dtype: auto, float32, float16 or bfloat16; tokens: whose keys and
-    values the budget has room for, copies: how they are made, both unless the settings say; log: file for decisions as
-    JSON lines; say: what is told once of every kind of failure. Close it, or use it in a `with`.
+    settings: as `--dynamic` takes them, or auto; dtype: auto, float32, float16 or bfloat16; tokens: whose keys, values
+    and activations the budget has room for, of all sequences together, copies: how they are made, both unless the
+    settings say; sequences: at once; log: file for decisions as JSON lines; say: what is told once of every kind of
+    failure. Close it, or use it in a `with`.
 
     ModelError for a checkpoint without two widths, without those that are asked for, for a budget that not even all
     experts in low precision keep, with the sum, and for a GPU; ArtifactError for a damaged checkpoint, RecipeError for
@@ -69,10 +69,11 @@ def open_dynamic(
         raise ModelError(what, where=str(path), do="give --device cpu (device=)")
     model, source = load_with_replicas(path, dtype, target, policy, trust_remote_code)
     layers = source.reader.layers
-    other = {NON_EXPERTS: other_weights_bytes(model, layers)}
+    other = {WEIGHTS: weights_bytes(model, layers)}
     wanted = options.tokens if options.tokens is not None else tokens
     if wanted:
-        other[f"keys and values of {wanted} tokens"] = kept_bytes(model, layers, wanted)
+        with stand_ins(model, layers):
+            other = other_bytes(model, layers, context=-(-wanted // sequences), batch=sequences)
     memory = options.memory
     if memory is None:
         memory = sum(other.values()) + _own_bytes(manifest, source, high, low, options.transient, str(path))
@@ -106,7 +107,7 @@ def load_with_replicas(
     path: Path, dtype: str, device: torch.device, policy: choice.Policy, trust_remote_code: bool = False
 ) -> tuple[Any, CheckpointReplicas]:
     """A checkpoint's model, whose experts no kernel has taken yet, and its replicas."""
-    source = CheckpointReplicas(NativeReader(path, trust_remote_code))
+    source = CheckpointReplicas(CopyingReader(path, trust_remote_code))
     opened = open_source(str(path))
     with choice.choosing(policy, at_once=False):  # nobody computes with what is placed
         return load_model(opened, compute_dtype(opened, dtype, device), device, trust_remote_code), source

@@ -31,6 +31,7 @@ from moeq.inspection import inspect
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.reporting.followed import followed, shares
+from moeq.runtime.dynamic.needs import ACTIVATIONS, CACHE, WEIGHTS
 from moeq.runtime.dynamic.options import DynamicOptions, Following, in_words
 from moeq.runtime.dynamic.told import table
 from moeq.stages.context import Context
@@ -108,7 +109,7 @@ def test_without_memory_experts_take_what_the_assignment_takes(checkpoint: Path)
         assert taken <= manifest.totals.placed_expert_bytes
         full = places == manifest.layers[0].num_experts
         assert full or taken + layers * (sizes[4] - sizes[2]) > manifest.totals.placed_expert_bytes
-        assert set(dynamic.budget.other_bytes) == {"all but the experts", "keys and values of 10 tokens"}
+        assert set(dynamic.budget.other_bytes) == {WEIGHTS, CACHE, ACTIVATIONS}
         assert dynamic.budget.memory_bytes == sum(dynamic.budget.other_bytes.values()) + dynamic.budget.pool_bytes
 
 
@@ -117,9 +118,9 @@ def test_keys_and_values_are_those_of_the_model(checkpoint: Path) -> None:
         config = dynamic.model.config
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         each = 2 * config.num_hidden_layers * config.num_key_value_heads * head * dynamic.model.dtype.itemsize
-        assert dynamic.budget.other_bytes["keys and values of 50 tokens"] == 50 * each
+        assert dynamic.budget.other_bytes[CACHE] == 50 * each
     with open_dynamic(checkpoint, "tokens=0", tokens=50, policy="fixed") as dynamic:
-        assert set(dynamic.budget.other_bytes) == {"all but the experts"}
+        assert set(dynamic.budget.other_bytes) == {WEIGHTS}
 
 
 @pytest.mark.parametrize(
@@ -342,7 +343,7 @@ def test_a_budget_that_is_too_small_says_the_sum(checkpoint: Path) -> None:
         assert dynamic.places == 0
     with pytest.raises(MoeqError) as caught:
         open_dynamic(checkpoint, DynamicOptions(memory=least - 1), tokens=16, policy="fixed")
-    parts = ("all but the experts", "keys and values of 16 tokens", "all experts in low precision", "more than")
+    parts = (WEIGHTS, CACHE, ACTIVATIONS, "all experts in low precision", "more than")
     assert all(part in str(caught.value) for part in parts)
     assert caught.value.exit_code == 3
 

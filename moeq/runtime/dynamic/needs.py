@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,8 @@ WINDOWS = ("sliding_window", "max_cache_len")
 def other_bytes(model: Any, layers: Sequence[ExpertLayer], *, context: int, batch: int = 1) -> dict[str, int]:
     """Bytes by name for `batch` texts of `context` tokens each, fed at once: WEIGHTS, CACHE and ACTIVATIONS.
 
-    The model, with all its weights, runs a few short texts for it: what its experts' modules take while they compute is
-    that of the modules that it has, so that a packed model tells it best.
+    The model runs a few short texts for it: what its experts' modules take while they compute is that of the modules
+    that it has, so that a packed model tells it best, or one with `stand_ins`.
     """
     return {
         WEIGHTS: weights_bytes(model, layers),
@@ -62,6 +63,35 @@ def kept_bytes(model: Any, context: int) -> int:
         each = max(0.0, (longer - short) / (most - FEW)) if most > FEW else 0.0
         whole += longer + each * (min(context, window or context) - most)
     return max(0, round(whole))
+
+
+class _StandIn(nn.Module):
+    """In the place of experts: zeros, and while they are made room for what kernels take, a row in float32 of every
+    matrix's outputs for each expert of a token."""
+
+    def __init__(self, layer: ExpertLayer) -> None:
+        super().__init__()
+        self.width = sum(layer.shape(projection)[0] for projection in layer.projections)
+
+    def forward(self, hidden: Tensor, *given: Any, **_: Any) -> Tensor:
+        chosen = (one.numel() for one in given if isinstance(one, Tensor) and not one.is_floating_point())
+        rows = torch.empty(next(chosen, hidden[..., 0].numel()), self.width, device=hidden.device)
+        made = torch.zeros_like(hidden)
+        del rows
+        return made
+
+
+@contextmanager
+def stand_ins(model: nn.Module, layers: Sequence[ExpertLayer]) -> Iterator[None]:
+    """The model without its experts, which nothing has been made of yet."""
+    before = {layer.name: model.get_submodule(layer.name) for layer in layers}
+    try:
+        for layer in layers:
+            model.set_submodule(layer.name, _StandIn(layer))
+        yield
+    finally:
+        for name, module in before.items():
+            model.set_submodule(name, module)
 
 
 def _kept(model: Any, length: int) -> list[tuple[int, int | None]]:

@@ -190,7 +190,7 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.publishing._signed": SUMMED,
     "moeq.bundled.continuation_dataset.load": PACKAGE,
     "moeq.cli.recipes._recipe_text": PACKAGE,
-    "moeq.estimator.geometry._presets": PACKAGE,
+    "moeq.estimator.geometry._written": PACKAGE,
     "moeq.estimator.sheets.printed": PACKAGE,
     "moeq.models.corpus.labelled._digits": PACKAGE,
     "moeq.models.support.dense_types": PACKAGE,
