@@ -88,10 +88,8 @@ def generate(
     tokenizer = load_tokenizer(source, trust_remote_code)
     several = [prompts] if isinstance(prompts, str) else list(prompts)
     rows = [prompt_ids(tokenizer, prompt, chat=chat, where=str(checkpoint)) for prompt in several]
-    options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens, "num_beams": beams}
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_k": 0}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    options = _options(temperature, max_new_tokens, beams)
     room = len(rows) * beams, max(map(len, rows)) + max_new_tokens
     with _running(checkpoint, source, target, dynamic, room, trust_remote_code, reporter) as (model, following):
         _check_positions(model, max(map(len, rows)), max_new_tokens)
@@ -117,6 +115,12 @@ def generate(
         more["dynamic"] = following.summary()
         reporter.say(escape(in_words(more["dynamic"])))
     return answers[0] | more if pruned is None else {"answers": answers, **more}
+
+
+def _options(temperature: float, max_new_tokens: int, beams: int) -> dict[str, Any]:
+    """How transformers chooses tokens."""
+    drawn = {"temperature": temperature, "top_k": 0} if temperature > 0 else {}
+    return {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens, "num_beams": beams, **drawn}
 
 
 @contextmanager

@@ -13,7 +13,6 @@ import pytest
 from fork_server import ForkServer
 
 import moeq
-from moeq import api
 from moeq.errors import ArtifactError, MissingError, RecipeError
 
 KEYS = {
@@ -118,7 +117,7 @@ def test_everything_that_is_offered_is_there_typed_and_told() -> None:
         if name != "__version__":
             assert inspect.getdoc(offered), name
         if inspect.isfunction(offered):
-            hints = get_type_hints(offered, {**vars(api), **_for_types()})
+            hints = get_type_hints(offered, {**vars(sys.modules[offered.__module__]), **_for_types()})
             assert {*inspect.signature(offered).parameters, "return"} <= set(hints), name
     with pytest.raises(AttributeError, match="nothing_such"):
         _ = moeq.nothing_such

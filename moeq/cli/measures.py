@@ -57,17 +57,18 @@ def estimate(asked: EstimateOptions) -> None:
         refuse(answer.refusal, json=asked.json)
 
 
+BatchesOption = Annotated[
+    str | None,
+    Option(help="Sequences at once, parted by commas [default: 1,4,16,32; --grid: 1,8,20,32,64,96; --dynamic: 1,32]."),
+]
+
+
 def bench(
     checkpoint: Annotated[str, Argument(help="A checkpoint, packed or dense, or a run.")],
     dense: Annotated[
         str | None, Option(metavar="MODEL", help="The model that it was made of, timed in the same run.")
     ] = None,
-    batch: Annotated[
-        str | None,
-        Option(
-            help="Sequences at once, parted by commas [default: 1,4,16,32; --grid: 1,8,20,32,64,96; --dynamic: 1,32]."
-        ),
-    ] = None,
+    batch: BatchesOption = None,
     prompt_tokens: Annotated[int, Option(min=1, help="Tokens of every prompt, which are random.")] = 64,
     new_tokens: Annotated[int, Option(min=2, help="Tokens that follow it.")] = 16,
     repeat: Annotated[int, Option(min=1, help="Requests that are timed of each; shown are medians.")] = 3,

@@ -81,25 +81,30 @@ def open_dynamic(
         model,
         layers,
         source,
-        DynamicSettings(
-            high=high,
-            low=low,
-            memory_bytes=memory,
-            host_bytes=options.host,
-            period=options.period,
-            ema=options.ema,
-            threshold=options.threshold,
-            certainty=options.certainty,
-            transient=options.transient,
-            background=(options.copies or copies) == "beside",
-            busy=options.busy,
-            planes=options.planes,
-        ),
+        _settings(options, high, low, memory, copies),
         other_bytes=other,
         importance=np.stack([_first(layer) for layer in manifest.layers]),
         policy=policy,
         log=None if log is None else Path(log),
         say=say,
+    )
+
+
+def _settings(options: DynamicOptions, high: int, low: int, memory_bytes: int, copies: str) -> DynamicSettings:
+    """What the options say, where they say it; copies: how they are made else."""
+    return DynamicSettings(
+        high=high,
+        low=low,
+        memory_bytes=memory_bytes,
+        host_bytes=options.host,
+        period=options.period,
+        ema=options.ema,
+        threshold=options.threshold,
+        certainty=options.certainty,
+        transient=options.transient,
+        background=(options.copies or copies) == "beside",
+        busy=options.busy,
+        planes=options.planes,
     )
 
 

@@ -146,6 +146,14 @@ def test_every_benchmark_reports_figures() -> None:
     """Every program of the folder takes --quick and --json, but for what others start or import."""
     apart = {"bench", "figures", "cipher", "gptq_worker", "quality_peer", "cpu_peers_worker", "ggml_products"}
     apart |= {"drill_flips", "drill_kinds", "drill_subjects", "gpu", "gpu_tuning", "gpu_wheels"}
-    apart |= {"decode_models", "decode_worker", "served", "serving_worker", "frontier_plot"}
+    apart |= {
+        "decode_models",
+        "decode_worker",
+        "dynamic_models",
+        "dynamic_quality",
+        "served",
+        "serving_worker",
+        "frontier_plot",
+    }
     programs = {path.stem for path in bench.HERE.glob("*.py")} - apart
     assert programs == set(bench.names())

@@ -102,15 +102,7 @@ class DynamicMoE:
         self._check(source)
         widths = (settings.low, settings.high)
         examples = [[source.expert(layer, 0, width)[0] for width in widths] for layer in self.layers]
-        sizes = [[Block(matrices).nbytes for matrices in of_layer] for of_layer in examples]
-        self.budget = Budget(
-            low_bytes=max(size[LOW] for size in sizes),
-            high_bytes=max(size[HIGH] for size in sizes),
-            layers=[layer.num_experts for layer in self.layers],
-            transient=settings.transient,
-            memory_bytes=settings.memory_bytes,
-            other_bytes=dict(other_bytes or {}),
-        )
+        self.budget = self._budget(examples, other_bytes or {})
         self.places = self.budget.places
         self._follows = list(follows or ())
         self._check_follows()
@@ -144,6 +136,18 @@ class DynamicMoE:
         self.copies = self._copies()
         self._write(self._head().model_dump(mode="json"))
         self._hook = model.register_forward_hook(self._after_step)
+
+    def _budget(self, examples: Sequence[Sequence[Mapping[str, Matrix]]], other_bytes: Mapping[str, int]) -> Budget:
+        """examples [L][version]: matrices of an expert."""
+        sizes = [[Block(matrices).nbytes for matrices in of_layer] for of_layer in examples]
+        return Budget(
+            low_bytes=max(size[LOW] for size in sizes),
+            high_bytes=max(size[HIGH] for size in sizes),
+            layers=[layer.num_experts for layer in self.layers],
+            transient=self.settings.transient,
+            memory_bytes=self.settings.memory_bytes,
+            other_bytes=dict(other_bytes),
+        )
 
     def _copies(self) -> Copies:
         settings, layers = self.settings, [one.versions for one in self.modules if one.versions is not None]
