@@ -69,9 +69,8 @@ class Form:
 
     def walks_in_floats(self, rows: int) -> bool:
         """Whether trellis codes are multiplied with so many rows of activations as they are, not as whole numbers: with
-        AVX2 one row is, see `row_walks`, and without its dot products of four bytes what has registers for its sums."""
-        few = 1 if "avxvnni" in self.features else MOST_FLOAT_ROWS
-        return self.lanes == AVX2_LANES and self.slices > 1 and rows <= few
+        AVX2 one row is, see `row_walks`, and without its dot products of four bytes any number."""
+        return self.lanes == AVX2_LANES and self.slices > 1 and (self.byte_pairs or rows == 1)
 
     def taking(self, pairs: bool, units: bool) -> Form:
         """The form for activations; pairs: whether they, and what they are multiplied with, are pairs of bf16; units:
@@ -103,7 +102,6 @@ class Form:
 
 WORDS_OF_FLOATS = 4
 AVX2_LANES = 8
-MOST_FLOAT_ROWS = 4  # of activations whose sums in float32 AVX2 has registers for
 TILED = 16  # more than any number of words
 FORMS = {  # the fastest first (on Zen: see `forms`), and last those that round activations, which only a name chooses
     form.name: form

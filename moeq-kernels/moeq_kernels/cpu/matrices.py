@@ -189,11 +189,10 @@ class Matrices:
 
 def _form_of(form: Form, codes: str, rows: int) -> Form:
     """The form for one kind of codes and so many rows. Multiplied with activations as they are: dense values, trellis
-    codes where that is faster, and codes of which no two products fit into 16 bits, by many rows or looked up."""
+    codes where that is faster, and codes of which no two products fit into 16 bits, by many rows."""
     found, kind = form.of_rows(rows), CODES[codes]
-    wide = not most_products(kind.largest) and (kind.walked or rows >= FLOATS_ROWS)
-    as_they_are = not kind.affine or (found.byte_pairs and not found.int8 and wide)
-    as_they_are = as_they_are or (kind.walked and found.walks_in_floats(rows))
+    wide = found.byte_pairs and not found.int8 and rows >= FLOATS_ROWS and not most_products(kind.largest)
+    as_they_are = wide or not kind.affine or (kind.walked and found.walks_in_floats(rows))
     return found.floats if found.slices and as_they_are else found
 
 
