@@ -10,10 +10,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moeq_kernels.errors import ArtifactError
-from moeq_kernels.widths import FULL, LAYOUT, LAYOUT_VERSION, STATE_BITS, TRELLIS_BITS, WIDTHS, Encoding, Width
+from moeq_kernels.widths import (
+    DROPPED,
+    FULL,
+    LAYOUT,
+    LAYOUT_VERSION,
+    STATE_BITS,
+    TRELLIS_BITS,
+    WIDTHS,
+    Encoding,
+    Width,
+)
 
 FORMAT_VERSION = 1
 MIXED_VERSION = 2  # of checkpoints in which the matrices of some expert differ in width
+DROPPED_VERSION = 3  # of checkpoints in which some expert is dropped
+VERSIONS = (FORMAT_VERSION, MIXED_VERSION, DROPPED_VERSION)
 OTHER_WIDTHS = (2, 3, 4, 8)  # of a packed module outside of the experts
 DENSE = "dense"  # the part of a matrix of 16 bits
 REMEDY = "export the checkpoint again"
@@ -86,7 +98,7 @@ class Stored:
             width
             for layer in experts.values()
             for widths in layer
-            for width in (widths.values() if isinstance(widths, dict) else [widths])
+            for width in (widths.values() if isinstance(widths, dict) else () if widths == DROPPED else [widths])
         )
         widths = (*TRELLIS_BITS, FULL) if state_bits else WIDTHS
         if any(type(width) is not int or width not in widths for width in every):
@@ -102,10 +114,10 @@ def check_version(block: Mapping[str, Any], encoding: Encoding) -> None:
     """ArtifactError unless this package reads the block's format."""
     version, layout = block.get("format_version", FORMAT_VERSION), block.get("layout", LAYOUT)
     wanted, layout_version = encoding.layout_version, block.get("layout_version", LAYOUT_VERSION)
-    if version not in (FORMAT_VERSION, MIXED_VERSION) or (layout, layout_version) != (LAYOUT, wanted):
+    if version not in VERSIONS or (layout, layout_version) != (LAYOUT, wanted):
         raise ArtifactError(
             f"checkpoint format {version}, layout {layout} {layout_version}; "
-            f"this moeq reads {FORMAT_VERSION} and {MIXED_VERSION}, {LAYOUT} {wanted}",
+            f"this moeq reads {VERSIONS[0]} to {VERSIONS[-1]}, {LAYOUT} {wanted}",
             where="config.json",
             do="install the moeq that wrote it, or export again",
         )

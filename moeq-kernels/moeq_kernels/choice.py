@@ -26,6 +26,7 @@ from torch import Tensor
 from moeq_kernels import measured
 from moeq_kernels.cpu.forms import FORMS, forms
 from moeq_kernels.description import Kernel, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
+from moeq_kernels.dropped import without_dropped
 from moeq_kernels.errors import ModelError
 from moeq_kernels.names import CPU, CPU_INT8, REFERENCE, TRITON, VARIABLE
 from moeq_kernels.packed import PackedWeight
@@ -78,12 +79,19 @@ def named() -> str | None:
 def prepared_layer(
     layer: LayerOfExperts, device: torch.device, policy: Policy
 ) -> tuple[PreparedLayer | None, str | None]:
-    """A layer that lies on a device, in the arrangement of its kernel; or None and why no kernel takes it."""
-    state_bits = max((_state_bits(one) for matrices in layer.matrices for one in matrices.values()), default=0)
-    kernel, why = _kernel(device, policy, state_bits)
-    if kernel is not None:
-        why = kernel.refusal(layer)
-    return (None, why) if kernel is None or why is not None else (kernel.layer(layer), None)
+    """A layer that lies on a device, in the arrangement of its kernel; or None and why no kernel takes it.
+
+    Experts of which nothing is stored are dropped: kernels are given the others.
+    """
+
+    def prepared(whole: LayerOfExperts) -> tuple[PreparedLayer | None, str | None]:
+        state_bits = max((_state_bits(one) for matrices in whole.matrices for one in matrices.values()), default=0)
+        kernel, why = _kernel(device, policy, state_bits)
+        if kernel is not None:
+            why = kernel.refusal(whole)
+        return (None, why) if kernel is None or why is not None else (kernel.layer(whole), None)
+
+    return without_dropped(layer, device, prepared)
 
 
 def prepared_linear(

@@ -23,11 +23,12 @@ DOWN = "down_proj"
 class LayerOfExperts:
     """All experts of one layer, each matrix in a width of its own.
 
-    matrices: of every expert {projection: [N, K]}, DOWN among them; biases: of every expert {projection: [N]}, empty
-    where there are none; gate: {projection: [P, I]} of all projections but DOWN -> [P, I]; activation: its name (silu,
-    gelu, gelu_pytorch_tanh, relu, ...) where the gate is exactly act(gate_proj) * up_proj, or act(up_proj) without a
-    gate_proj, so that a kernel may compute it in the same pass, None where only `gate` knows; finish: what is done to
-    the rows [P, H] after DOWN before they are weighted, None for nothing.
+    matrices: of every expert {projection: [N, K]}, DOWN among them; {} for one that is dropped, of which no kernel
+    hears (see `dropped`); biases: of every expert {projection: [N]}, empty where there are none; gate: {projection:
+    [P, I]} of all projections but DOWN -> [P, I]; activation: its name (silu, gelu, gelu_pytorch_tanh, relu, ...) where
+    the gate is exactly act(gate_proj) * up_proj, or act(up_proj) without a gate_proj, so that a kernel may compute it
+    in the same pass, None where only `gate` knows; finish: what is done to the rows [P, H] after DOWN before they are
+    weighted, None for nothing.
     """
 
     matrices: Sequence[Mapping[str, Matrix]]

@@ -3,7 +3,7 @@
 codes uint8 [..., N, ceil(K*b/8)]; scales float16 [..., N, G]; zeros uint8 [..., N, ceil(G*b/8)], absent for 1 bit (0.5)
 and for symmetric grids (2**(b-1)). Of trellis codes codes [..., ceil(N/16), ceil(K/16)*32*b], scales [..., N, 1], see
 trellis.py. A nested weight of 2, 3 or 4 bits has the scales and zeros of its 4-bit grid at every width, see
-`grids.nested_grid`.
+`grids.nested_grid`. Of 0 bits, a matrix of a dropped expert, nothing is stored, and all values are zero.
 
 Letters: E experts, N output rows, K inputs, G groups of inputs, b bits, B bytes of a row.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moeq_kernels import grids, trellis
 from moeq_kernels.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
-from moeq_kernels.widths import PARTS, SUPPORTED_BITS, Encoding, group_count, resolved_group_size
+from moeq_kernels.widths import DROPPED, PARTS, SUPPORTED_BITS, Encoding, group_count, resolved_group_size
 
 
 def middle_of(bits: int, encoding: Encoding) -> float:
@@ -37,6 +37,8 @@ def packed_shapes(
     rows: int, inputs: int, bits: int, encoding: Encoding
 ) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
     """Shape and dtype of each stored part of one packed weight."""
+    if bits == DROPPED:
+        return {}
     if encoding.state_bits:
         codes, dtype = trellis.packed_shapes(rows, inputs, bits)["codes"]
         return {"codes": (codes, dtype), "scales": ((rows, 1), grids.SCALE_DTYPE)}
@@ -76,6 +78,13 @@ class PackedWeight:
             codes=parts["codes"], scales=parts["scales"], zeros=parts.get("zeros"), bits=bits, inputs=inputs, **own
         )
 
+    @classmethod
+    def dropped(cls, rows: int, inputs: int, encoding: Encoding) -> PackedWeight:
+        """A matrix [rows, inputs] of a dropped expert: no part of it is stored, all of its values are zero."""
+        nothing = torch.empty(rows, 0, dtype=torch.uint8)
+        own = vars(encoding.at(DROPPED))
+        return cls(codes=nothing, scales=nothing.half(), zeros=None, bits=DROPPED, inputs=inputs, **own)
+
     @property
     def encoding(self) -> Encoding:
         """How its codes stand for values."""
@@ -83,6 +92,8 @@ class PackedWeight:
 
     def parts(self) -> dict[str, Tensor]:
         """The stored tensors by name: codes [..., N, B], scales [..., N, G] and, where there are some, zeros."""
+        if self.bits == DROPPED:
+            return {}
         every: Mapping[str, Tensor | None] = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
@@ -116,6 +127,8 @@ class PackedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values [..., N, K]: (code - zero) * scale in float32, then rounded to `dtype`; ValueError as `check`."""
+        if self.bits == DROPPED:
+            return torch.zeros(len(self.codes), self.inputs, dtype=dtype, device=self.codes.device)
         self.check()
         if self.state_bits:
             return trellis.dequantize(

@@ -18,7 +18,7 @@ from moeq_kernels.choice import policy, prepared_layer, prepared_linear
 from moeq_kernels.description import DOWN, Gate, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
 from moeq_kernels.freed import return_memory
 from moeq_kernels.packed import PackedWeight, row_range, some_inputs
-from moeq_kernels.widths import FULL, PARTS, Encoding, Width, width_of
+from moeq_kernels.widths import DROPPED, FULL, PARTS, Encoding, Width, width_of
 
 GATE, UP = "gate_proj", "up_proj"
 PROJECTIONS = {"w1": GATE, "w3": UP, "w2": DOWN}  # by the runtimes' names
@@ -114,8 +114,9 @@ class LayerParts:
             (local(expert), projection): Parts(width_of(width, projection), encoding, *shape, biased)
             for expert, width in enumerate(widths)
             for projection, shape in shapes.items()
-            if local(expert) >= 0
+            if local(expert) >= 0 and width != DROPPED
         }
+        self.experts = sum(local(expert) >= 0 for expert in range(count))
         self.complete = 0
         self.prepared: PreparedLayer | None = None
 
@@ -130,6 +131,8 @@ class LayerParts:
         place, part = (self.local(expert), PROJECTIONS[shard]), name.rpartition("_")[2]
         if place[0] >= 0 and part != GUARD:
             assert self.prepared is None, "a tensor came after all had come"
+            if place not in self.parts:
+                raise ValueError(f"moeq: {name}: the expert is dropped, says config.json; export the checkpoint again")
             self.parts[place].take(part, tensor.to(self.device), name)
             self.complete += self.parts[place].complete
             if self.complete == len(self.parts):
@@ -156,9 +159,8 @@ class LayerParts:
 
     def _layer(self) -> LayerOfExperts:
         """All of it, as kernels take it; ValueError where tensors never came or have other shapes."""
-        experts = 1 + max((expert for expert, _ in self.parts), default=-1)
-        matrices: list[dict[str, Matrix]] = [{} for _ in range(experts)]
-        biases: list[dict[str, Tensor]] = [{} for _ in range(experts)]
+        matrices: list[dict[str, Matrix]] = [{} for _ in range(self.experts)]
+        biases: list[dict[str, Tensor]] = [{} for _ in range(self.experts)]
         for (expert, projection), parts in self.parts.items():
             matrices[expert][projection] = parts.matrix(self.dtype, f"{self.name}.{expert}.{projection}")
             if "bias" in parts.found:

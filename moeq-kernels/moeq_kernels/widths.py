@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 FULL = 16  # stands for an expert or a matrix as the checkpoint has it
 WIDTHS = (1, 2, 3, 4, 8, FULL)  # of an expert, or of one of its matrices
+DROPPED = 0  # stands for an expert of which nothing is stored: whatever it is given, it adds nothing
 SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 7, 8)
 NESTED_BITS = (2, 3, 4)  # widths whose codes can be one code's leading bits, the widest last
 WORD = 32

@@ -1,6 +1,7 @@
 """Assignment: the tier and the width of every expert, or of each of its matrices (assignment.json).
 
-JSON that can be read, edited and compared; `bits` 16 means left as in the checkpoint. The published JSON Schema is
+JSON that can be read, edited and compared; `bits` 16 means left as in the checkpoint, 0 dropped: nothing of the expert
+is stored, and whatever it is given, it adds nothing. The published JSON Schema is
 `Assignment.model_json_schema()` (written beside the file as assignment.schema.json).
 """
 
@@ -23,6 +24,7 @@ from pydantic import (
 
 from moeq.artifacts.files import write_json
 from moeq.artifacts.stage import Frozen, read_model
+from moeq_kernels.widths import DROPPED as DROPPED
 from moeq_kernels.widths import FULL as FULL
 from moeq_kernels.widths import WIDTHS as WIDTHS
 from moeq_kernels.widths import Encoding
@@ -30,8 +32,9 @@ from moeq_kernels.widths import Width as Width
 from moeq_kernels.widths import width_of as width_of
 
 SCHEMA_VERSION = 1
-MIXED = 0  # stands for the width of a replica whose matrices have several, where a replica is named by its width
+MIXED = -1  # stands for the width of a replica whose matrices have several, where a replica is named by its width
 MIXED_NAME = "mixed"
+EXPERT_WIDTHS = (DROPPED, *WIDTHS)  # of an expert; no matrix is dropped by itself
 Tier = Literal["gpu", "ndp", "host", "disk"]
 REMEDY = "correct the file or make it anew: run `moeq assign --force`"
 
@@ -84,8 +87,8 @@ class ExpertChoice(Frozen):
     @field_validator("bits")
     @classmethod
     def _known_width(cls, bits: int) -> int:
-        if bits not in WIDTHS:
-            raise ValueError(f"bits must be one of {WIDTHS}")
+        if bits not in EXPERT_WIDTHS:
+            raise ValueError(f"bits must be one of {EXPERT_WIDTHS}")
         return bits
 
     @model_validator(mode="after")
@@ -116,8 +119,12 @@ class ExpertChoice(Frozen):
         return self.bits if self.projections is None else self.projections
 
     @property
+    def is_dropped(self) -> bool:
+        return self.bits == DROPPED
+
+    @property
     def key(self) -> int:
-        """What the placed replica is called among an expert's: its width, or MIXED."""
+        """What the placed replica is called among an expert's: its width, or MIXED; DROPPED: there is none."""
         return self.bits if self.projections is None else MIXED
 
 
@@ -148,6 +155,11 @@ class Assignment(Frozen):
     def is_mixed(self) -> bool:
         """Whether the matrices of some expert differ in width."""
         return any(choice.key == MIXED for layer in self.layers for choice in layer.experts)
+
+    @property
+    def drops(self) -> bool:
+        """Whether some expert is dropped."""
+        return any(choice.is_dropped for layer in self.layers for choice in layer.experts)
 
     def bits(self) -> list[np.ndarray]:
         """Width of every expert, of its widest matrix where they differ; one int array [E] a layer."""

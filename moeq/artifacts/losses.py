@@ -9,7 +9,9 @@ float64, rounded, scale_underflow, scale_overflow; joined by +), `measured_on` w
 loss was taken (heldout: the expert's own held-out tokens; borrowed: held-out tokens of its layer). `bytes` counts
 codes, scales and zero points. `weighted_loss` is `loss` with every token's error multiplied by its squared
 routing weight. `hessian_trace`: of the Hessians that quantized it (means of x x^T over calibration tokens), summed over
-the matrices; none for methods that take none. Both are none in tables of schema version 1.
+the matrices; none for methods that take none. Both are none in tables of schema version 1. `energy` is the mean square
+of the exact output on the same tokens, and `weighted_energy` that with every token multiplied by its squared routing
+weight: what `loss` and `weighted_loss` are for an expert that is dropped. Both are none in tables before version 3.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from moeq.artifacts.stage import check_schema_version
 from moeq.errors import ArtifactError
 from moeq.recipe import BEST, DEFAULT_QUANTIZER
 
-SCHEMA_VERSION = 2
-ADDED = ("weighted_loss", "hessian_trace")  # by version 2
+SCHEMA_VERSION = 3
+ADDED = {2: ("weighted_loss", "hessian_trace"), 3: ("energy", "weighted_energy")}  # by which version
+ENERGIES = {"loss": "energy", "weighted_loss": "weighted_energy"}  # what is lost of a dropped expert
 NAME = "losses.parquet"
 WHOLE = "expert"
 REMEDY = "run `moeq losses` again"
@@ -58,6 +61,8 @@ SCHEMA = pa.schema(
         ("bytes", pa.int64()),
         ("weighted_loss", pa.float64()),
         ("hessian_trace", pa.float64()),
+        ("energy", pa.float64()),
+        ("weighted_energy", pa.float64()),
     ],
     metadata={"moeq_schema_version": str(SCHEMA_VERSION)},
 )
@@ -120,6 +125,13 @@ class LossTable:
                 widths[width][expert[pick]] = value[pick]
             result.append(widths)
         return result
+
+    def energies(self, column: str) -> list[np.ndarray] | None:
+        """What `loss` or `weighted_loss` is for experts that are dropped, [E] a layer; None where it is not known."""
+        if self.table[ENERGIES[column]].null_count:
+            return None
+        tables = self.matrix(self.listed_methods()[0], ENERGIES[column])
+        return [next(iter(widths.values())).astype(float) for widths in tables]
 
     def best(self) -> list[dict[int, np.ndarray]]:
         """Per layer: {bits: method [E]} with the lowest held-out loss of the whole expert; of equals, the first."""
@@ -190,8 +202,9 @@ def read_losses(path: Path) -> LossTable:
     """Read a loss table; ArtifactError when it is missing, damaged or of another schema version."""
     table = read_parquet(path)
     version = metadata_text(table, VERSION_KEY, "none")
-    if version == "1" and not set(ADDED) & set(table.schema.names):
-        for name in ADDED:
+    later = [name for since, names in ADDED.items() if version in map(str, range(1, since)) for name in names]
+    if later and not set(later) & set(table.schema.names):
+        for name in later:
             table = table.append_column(name, pa.nulls(len(table), pa.float64()))
     else:
         check_schema_version(version, str(SCHEMA_VERSION), path, remedy=REMEDY)
@@ -209,7 +222,8 @@ def _problem_with(table: pa.Table) -> str | None:
         return f"no row of a whole {WHOLE}"
     if BEST in table["method"].unique().to_pylist():
         return f"a method that is called {BEST}"
-    empty = next((name for name in table.schema.names if name not in ADDED and table[name].null_count), None)
+    late = {name for names in ADDED.values() for name in names}
+    empty = next((name for name in table.schema.names if name not in late and table[name].null_count), None)
     if empty is not None:
         return f"{empty} is empty in a row"
     for name, least, most in (("layer", 0, len(table) - 1), ("expert", 0, len(table) - 1), ("bits", 1, 16)):
@@ -218,6 +232,10 @@ def _problem_with(table: pa.Table) -> str | None:
             return f"{name} is not within {least} to {most}"
     if not (table["loss"].to_numpy() >= 0).all():
         return "a loss that is below 0 or no number"
+    for name in ENERGIES.values():
+        values = table[name].drop_null().to_numpy()
+        if not ((values >= 0) & np.isfinite(values)).all():
+            return f"{name} that is below 0 or no number"
     return None
 
 

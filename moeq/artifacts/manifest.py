@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from moeq.artifacts.assignment import WIDTHS, Tier, Width
+from moeq.artifacts.assignment import DROPPED, WIDTHS, Tier, Width
 from moeq.artifacts.files import write_json
 from moeq.artifacts.reading import PlainName, inside, tensor_bytes
 from moeq.artifacts.stage import Frozen, ModelStamp, read_model
@@ -46,6 +46,10 @@ TRELLIS_TEXT = (
 MIXED_TEXT = (
     " The matrices of a replica with `projections` have the widths that it names, each read at its own; `bits` is the "
     "widest of them."
+)
+DROPPED_TEXT = (
+    " An expert of 0 bits is dropped: it has no placed replica, and whatever is routed to it, it adds nothing; routing "
+    "weights are as they are without that."
 )
 LAYOUT_TEXT = (
     "Weights are [rows, inputs] per matrix: gate_proj and up_proj [intermediate, hidden], down_proj [hidden, "
@@ -123,13 +127,20 @@ class Replica(Frozen):
 
 
 class PlacedExpert(Frozen):
-    """bits: of the placed replica, of its widest matrix where they differ."""
+    """bits: of the placed replica, of its widest matrix where they differ; 0: it is dropped, and has none."""
 
     expert: int
     tier: Tier
     bits: int
     importance: float
     replicas: tuple[Replica, ...]
+
+    @model_validator(mode="after")
+    def _is_placed(self) -> PlacedExpert:
+        placed = sum(replica.placed for replica in self.replicas)
+        if placed != (self.bits != DROPPED):
+            raise ValueError(f"expert {self.expert} of {self.bits} bits has {placed} placed replicas")
+        return self
 
     @property
     def widths(self) -> Width:
@@ -171,6 +182,8 @@ class PlacedLayer(Frozen):
         numbers = tuple(placed.expert for placed in self.experts)
         if len(numbers) != self.num_experts or numbers != tuple(range(len(numbers))):
             raise ValueError(f"num_experts is {self.num_experts}, {len(numbers)} experts follow")
+        if self.biased and any(placed.bits == DROPPED for placed in self.experts):
+            raise ValueError("an expert with biases cannot be dropped")
         for replica in (replica for placed in self.experts for replica in placed.replicas):
             if not {replica.bits, *(replica.projections or {}).values()} <= set(WIDTHS):
                 raise ValueError(f"bits of a replica must be one of {WIDTHS}")
@@ -303,20 +316,21 @@ def trellis_values(encoding: Encoding) -> dict[str, str]:
     return {bits: b64encode(values.numpy().tobytes()).decode() for bits, values in every.items()}
 
 
-def _described(encoding: Encoding, mixed: bool) -> str:
+def _described(encoding: Encoding, mixed: bool, drops: bool) -> str:
     """How weights are stored, in words."""
     kind = TRELLIS_TEXT if encoding.state_bits else LAYOUT_TEXT + (NESTED_TEXT if encoding.nested else "")
-    return kind + (MIXED_TEXT if mixed else "")
+    return kind + (MIXED_TEXT if mixed else "") + (DROPPED_TEXT if drops else "")
 
 
-def layout(encoding: Encoding, mixed: bool = False) -> dict[str, Any]:
-    """The layout block of a manifest; mixed: whether some expert's matrices differ in width."""
+def layout(encoding: Encoding, mixed: bool = False, drops: bool = False) -> dict[str, Any]:
+    """The layout block of a manifest; mixed: whether some expert's matrices differ in width; drops: whether some expert
+    is dropped."""
     return {
         "name": LAYOUT,
         "version": encoding.layout_version,
         **encoding.describe(),
         **({"values": trellis_values(encoding)} if encoding.state_bits else {}),
-        "description": _described(encoding, mixed),
+        "description": _described(encoding, mixed, drops),
     }
 
 

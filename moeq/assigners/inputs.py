@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from moeq.artifacts.assignment import (
+    DROPPED,
     FULL,
     Assignment,
     ExpertChoice,
@@ -45,7 +46,8 @@ class AssignInputs:
     every expert, [E] a layer; effects, expert_effects: what quantizing a layer alone, and an expert alone, does to
     the output; ndp_seconds: of one token of one expert on the NDP at every width, a layer, where a hardware was
     named; tokens_given: what each expert is given for one token of the model, [E] a layer, where that is not the
-    profile's; memo: what was computed of these inputs, which others of other times must not share.
+    profile's; droppable: whether an expert that is dropped answers nothing, as one with biases would not; memo: what
+    was computed of these inputs, which others of other times must not share.
     """
 
     name: str
@@ -66,6 +68,7 @@ class AssignInputs:
     expert_effects: ExpertEffects | None = None
     ndp_seconds: tuple[dict[int, float], ...] = ()
     tokens_given: tuple[np.ndarray, ...] = ()
+    droppable: bool = True
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def settings(self, kind: type[Settings]) -> Settings:
@@ -76,6 +79,10 @@ class AssignInputs:
     def measured(self, *more: int) -> tuple[int, ...]:
         """Widths of the loss table and others, rising."""
         return tuple(sorted({*(self.losses.bits() if self.losses is not None else ()), *more}))
+
+    def decided_among(self, *more: int) -> tuple[int, ...]:
+        """As `measured`, and DROPPED where experts may be dropped: those of no layer that has biases."""
+        return self.measured(*more, *((DROPPED,) if self.config.drop and self.droppable else ()))
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What a function makes of these inputs, made once."""
@@ -209,15 +216,17 @@ def quantizers(inputs: AssignInputs, bits: list[np.ndarray]) -> list[list[str | 
     """
     wanted = inputs.config.quantizer
     if wanted != BEST:
-        return [[None if width == FULL else wanted for width in widths] for widths in bits]
+        return [[None if width in (DROPPED, FULL) else wanted for width in widths] for widths in bits]
     if inputs.losses is None:
         raise AssignmentError("quantizer best needs the loss table", do="run `moeq losses` first")
     methods: list[list[str | None]] = []
     for name, widths, best in zip(inputs.profile.layers, bits, inputs.losses.best(), strict=True):
-        missing = sorted({int(width) for width in widths} - {FULL, *best})
+        missing = sorted({int(width) for width in widths} - {DROPPED, FULL, *best})
         if missing:
             raise AssignmentError(f"the loss table lacks {missing} bits", where=name, do="add them to losses.bits")
-        methods.append([None if w == FULL else str(best[int(w)][expert]) for expert, w in enumerate(widths)])
+        methods.append(
+            [None if w in (DROPPED, FULL) else str(best[int(w)][expert]) for expert, w in enumerate(widths)]
+        )
     return methods
 
 

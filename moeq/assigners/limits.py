@@ -81,7 +81,8 @@ def loads(inputs: AssignInputs, target: Target, bits: int) -> bool:
 
 def choices(inputs: AssignInputs) -> tuple[int, ...]:
     """Widths to choose from, rising: the section's, or all of the loss table; only those that the target loads."""
-    known = inputs.config.widths or inputs.measured()
+    known: Sequence[int] = inputs.config.widths or inputs.measured()
+    known = [*known, *({*inputs.decided_among()} - {*inputs.measured()})]
     target = inputs.config.target
     runtime = None if target is None else loaded_by(target)
     allowed = sorted(width for width in set(known) if runtime is None or loads(inputs, runtime, width))

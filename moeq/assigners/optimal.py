@@ -7,6 +7,8 @@ granularity projection within one that has one type for a matrix of all of a lay
 
 It is called proven when the certificate of every knapsack has been confirmed; where the search ends without (as it can
 with a limit of NDP latency beside the budget, numerics.two_limits), the bound is printed.
+
+With `drop` an expert may also have no bits at all: of width 0 nothing is stored, and it answers nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from math import prod
 
 import numpy as np
 
-from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.assignment import DROPPED, Assignment
 from moeq.artifacts.targets import OF_MATRICES, Granularity, granularity_within, refuse_grid, target_of
-from moeq.assigners import latency
+from moeq.assigners import dropping, latency, sensitivity
 from moeq.assigners.allocator import Allocator, Widths
 from moeq.assigners.inputs import AssignInputs, build, expert_widths, hot_masks
 from moeq.assigners.limits import Limit, byte_limit, choices, gpu_bytes, limit_of
@@ -72,6 +74,8 @@ def optimum(
 def _optimum(
     inputs: AssignInputs, limit: Limit, hot: Sequence[np.ndarray], granularity: Granularity, scope: str
 ) -> Optimum:
+    if DROPPED in limit.widths and granularity == "projection":
+        return _optimum_of_ways(inputs, limit, hot, scope)
     layers = range(len(hot))
     of = _matrix_losses if granularity in OF_MATRICES else _losses
     values = [of(inputs, layer, limit.widths)[~hot[layer]] for layer in layers]
@@ -93,9 +97,41 @@ def _optimum(
     )
 
 
+def _optimum_of_ways(inputs: AssignInputs, limit: Limit, hot: Sequence[np.ndarray], scope: str) -> Optimum:
+    """As `_optimum`, of matrices of experts that may also be dropped."""
+    kept = [place for place, width in enumerate(limit.widths) if width != DROPPED]
+    widths, every = [limit.widths[place] for place in kept], []
+    for layer, mask in enumerate(hot):
+        losses, dropped = _matrix_losses(inputs, layer, widths), _losses(inputs, layer, [DROPPED])[:, 0]
+        times = None if limit.latency is None else limit.latency.times[layer][:, kept]
+        costs = limit.matrices[layer][:, kept]
+        every.append(dropping.ways(losses[~mask], dropped[~mask], costs, widths, times))
+    parts = [(every, limit.total, "the model")]
+    if scope != "model":
+        totals = enumerate(limit.by_layer())
+        parts = [([every[layer]], total, f"layer {layer}") for layer, total in totals]
+    solved, bits = [], [np.full((len(mask), len(limit.matrices[0])), widths[0]) for mask in hot]
+    chosen: list[np.ndarray] = []
+    for own, total, where in parts:
+        table = dropping.joined(own)
+        solved.append(_within(table.losses, table.costs, total, limit, where, table.times))
+        found = table.widths[np.arange(len(table.widths)), solved[-1].choices]
+        chosen += np.split(found, np.cumsum([len(each.losses) for each in own])[:-1])
+    for of, mask, found in zip(bits, hot, chosen, strict=True):
+        of[~mask] = found
+    return Optimum(
+        bits=bits,
+        loss=sum(solution.loss for solution in solved),
+        bound=sum(solution.bound for solution in solved),
+        proven=all(solution.proven for solution in solved),
+    )
+
+
 def _losses(inputs: AssignInputs, layer: int, widths: Sequence[int]) -> np.ndarray:
     """Objective [E, W] of a layer's experts."""
     table = tables(inputs)[layer]
+    if DROPPED in widths and DROPPED not in table.losses:
+        raise AssignmentError("what its experts answer was not measured", where=table.name, do=sensitivity.AGAIN)
     missing = [width for width in widths if width not in table.losses]
     if missing:
         raise AssignmentError(f"the loss table lacks {missing} bits", where=table.name, do="add them to losses.bits")
@@ -190,7 +226,7 @@ def _at_bytes(inputs: AssignInputs, size: int) -> Iterator[tuple[str, Widths]]:
     hot = hot_masks(inputs)
     fixed = gpu_bytes(inputs, hot)
     for label, granularity, scope in variants:
-        limit = byte_limit(inputs, inputs.measured(), hot, size, fixed, granularity)
+        limit = byte_limit(inputs, inputs.decided_among(), hot, size, fixed, granularity)
         with suppress(BudgetError):  # the share of a layer can be below its least where layers differ in size
             best = optimum(inputs, limit, hot, granularity, scope)
             yield f"optimal{label}", expert_widths(inputs, best.bits, hot)
@@ -202,8 +238,8 @@ ALLOCATOR = Allocator(
     assign=assign,
     budgets=("bits_per_weight", "code_bits", "expert_bytes", "size"),
     weighs=("loss_weighting", "layer_weighting", "statistics"),
-    reads=("widths", "scope", "granularity", "ndp_latency_ms", "speed"),
-    implied={"scope": "model"},
+    reads=("widths", "scope", "granularity", "ndp_latency_ms", "speed", "drop"),
+    implied={"scope": "model", "drop": False},
     trials=lambda *_: (),
     at_bytes=_at_bytes,
 )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from moeq.artifacts.assignment import FULL, Assignment, matrix_widths
+from moeq.artifacts.assignment import DROPPED, FULL, Assignment, matrix_widths
 from moeq.artifacts.targets import FINENESS, MIXED, Granularity, Target, refuse_grid, targets
 from moeq.assigners import latency
 from moeq.assigners.allocator import Allocator, Widths
@@ -118,7 +118,7 @@ def prices(
     of targets, None: all.
     """
     hot = assignment.hot()
-    limit = budget_of(inputs, assignment, inputs.measured(), finest(inputs))
+    limit = budget_of(inputs, assignment, inputs.decided_among(), finest(inputs))
     free = optimum(inputs, limit, hot, finest(inputs))
     asked = [target for name, target in targets().items() if names is None or name in names]
     return [_price(inputs, assignment, target, free, refuse) for target in asked]
@@ -133,7 +133,7 @@ def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: O
         granularity = "stack"
     if FINENESS.index(granularity) > FINENESS.index("expert") and any(mask.any() and not mask.all() for mask in hot):
         reason = f"gpu_experts mixes 16 bits with others; {MIXED[target.granularity]}"
-    refused = {width: refuse(target, width) for width in inputs.measured()}
+    refused = {width: None if width == DROPPED else refuse(target, width) for width in inputs.decided_among()}
     loaded = [width for width in refused if loads(inputs, target, width)]
     widths = [width for width in loaded if refused[width] is None]
     if loaded and not widths:  # of other shapes it would be had

@@ -180,6 +180,7 @@ def computes(module: nn.Module) -> str:
     if prepared is None:
         why = getattr(module, "reason", None) or getattr(module, "refused", None)
         return "no kernel: unpacked, then multiplied" + ("" if why is None else f" ({why})")
+    prepared = getattr(prepared, "prepared", None) or prepared  # of the experts that are left where some are dropped
     package, form = type(prepared).__module__.split("."), getattr(prepared, "form", None)
     name = package[1] if package[0] == "moeq_kernels" else type(prepared).__name__
     return name if form is None else f"{name}, {form.name}"

@@ -29,7 +29,7 @@ HUB = "hub"  # of a preset: models of the hub with these sizes
 def effective_bits(bits: ArrayLike, group_size: int | None, zero_points: bool = False) -> NDArray[np.float64]:
     """Bits that are stored and read per weight: b' = b + 16/group (+ b/group with zero points, from 2 bits up).
 
-    16 bits and more are stored as they are; `group_size` None leaves the scales out. A fraction between 1 and 2 bits
+    16 bits and more are stored as they are, of 0 nothing is; `group_size` None leaves the scales out. A fraction between 1 and 2 bits
     stands for matrices of both, of which only those of 2 bits have zero points. Shape: that of `bits`.
     """
     plain = np.asarray(bits, dtype=np.float64)
@@ -37,7 +37,7 @@ def effective_bits(bits: ArrayLike, group_size: int | None, zero_points: bool = 
         return plain
     ramp = 2 * np.maximum(plain - 1, 0.0) / group_size
     zeros = np.where(plain >= 2, plain / group_size, ramp) if zero_points else 0.0
-    return np.where(plain < 16, plain + SCALE_BITS / group_size + zeros, plain)
+    return np.where((plain < 16) & (plain > 0), plain + SCALE_BITS / group_size + zeros, plain)
 
 
 def equal_bits(widths: Sequence[int], group_size: int, zero_points: bool = False) -> float:

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moeq.artifacts.assignment import Assignment, Width, matrix_widths
+from moeq.artifacts.assignment import DROPPED, Assignment, Width, matrix_widths
 from moeq.errors import EstimateError
 from moeq.estimator.geometry import ModelGeometry, equal_bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """bits[L', E] (1-16, where 16 is FP16) and hot[L', E] (True on the GPU) of the L' MoE layers of an assignment.
+    """bits[L', E] (1-16, where 16 is FP16; 0: dropped) and hot[L', E] (True on the GPU) of the L' MoE layers of an
+    assignment.
 
     An expert whose matrices differ in width has a fraction, see `equal_bits`.
     Raises EstimateError for shapes that do not match or bits out of range.
@@ -31,11 +32,11 @@ class Placement:
         if widths.ndim != 2 or widths.shape != places.shape or widths.size == 0:
             text = f"bits have shape {widths.shape}, hot has {places.shape}"
             raise EstimateError(text, where=where, do="give [layers, experts]")
-        wrong = np.argwhere(~((widths >= 1) & (widths <= 16)))
+        wrong = np.argwhere(~((widths == DROPPED) | ((widths >= 1) & (widths <= 16))))
         if len(wrong):
             layer, expert = wrong[0]
             text = f"{widths[layer, expert]:g} bits at layer {layer}, expert {expert}"
-            raise EstimateError(text, where=where, do="give 1 to 16 bits")
+            raise EstimateError(text, where=where, do="give 1 to 16 bits, or 0")
         vars(self).update(name=name, bits=widths, hot=places)
 
     def repeated(self, num_layers: int) -> Placement:

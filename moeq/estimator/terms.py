@@ -81,7 +81,7 @@ def expert_seconds(
 
 def t_gpu(parameters: int, bits: ArrayLike, tokens: ArrayLike, gpu: Gpu) -> Cost:
     """One expert from GPU memory: max(P*b'/8 / (eta_h*BW_h), 2*P*m / (eta_c*F))."""
-    m = np.asarray(tokens, dtype=np.float64)
+    m = np.asarray(tokens, dtype=np.float64) * (np.asarray(bits) > 0)  # dropped ones are given nothing
     read = parameters * np.asarray(bits, dtype=np.float64) / 8 * (m > 0)
     return _longer(
         memory=read / gpu.memory_rate,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from moeq.artifacts.targets import Target
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader, later
-from moeq_kernels.widths import FULL
+from moeq_kernels.widths import DROPPED, WIDTHS
 
 EXPORTER = Exporter(
     name="moeq",
@@ -21,7 +21,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
     targets=(
         Target(
             name="native",
-            widths=(1, 2, 3, 4, 8, FULL),
+            widths=(DROPPED, *WIDTHS),
             reads="the native format: any mix",
             short_groups=True,
             nested=True,

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from moeq.artifacts.assignment import FULL, MIXED, width_of
+from moeq.artifacts.assignment import DROPPED, FULL, MIXED, width_of
 from moeq.artifacts.digests import digest_of_chunks
 from moeq.artifacts.manifest import PlacedModule, Replica, read_manifest
 from moeq.artifacts.sums import check_sums
@@ -58,17 +58,23 @@ class NativeReader:
                 raise ArtifactError("config.json and the manifest differ", where=f"{path}, {layer.name}", do=REMEDY)
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
-        """Matrices and biases of one expert as it is placed."""
+        """Matrices and biases of one expert as it is placed; of one that is dropped all are zero."""
         return self.replica(layer, expert, MIXED)
 
     def replicas(self, layer: ExpertLayer, expert: int) -> dict[int, Replica]:
-        """The replicas of an expert by their width; the placed one also under MIXED."""
+        """The replicas of an expert by their width; the placed one, if it is not dropped, also under MIXED."""
         there = self._placed[layer.name].experts[expert].replicas
-        placed = next(replica for replica in there if replica.placed)
-        return {MIXED: placed} | {replica.bits: replica for replica in there if replica.projections is None}
+        placed = [(MIXED, replica) for replica in there if replica.placed]
+        return dict(placed) | {replica.bits: replica for replica in there if replica.projections is None}
+
+    def is_dropped(self, layer: ExpertLayer, expert: int) -> bool:
+        """Whether nothing of an expert is placed."""
+        return self._placed[layer.name].experts[expert].bits == DROPPED
 
     def replica(self, layer: ExpertLayer, expert: int, key: int) -> tuple[Matrices, dict[str, Tensor]]:
         """Matrices and biases of one of an expert's replicas; ArtifactError when the checkpoint has it not."""
+        if key == MIXED and self.is_dropped(layer, expert):
+            return self._dropped(layer)
         replica = self.replicas(layer, expert).get(key)
         if replica is None:
             raise ArtifactError(
@@ -90,6 +96,11 @@ class NativeReader:
                 key_of = f"{replica.key_prefix}{projection}.bias"
                 biases[projection] = self._tensor(replica.file, key_of, f"{layer.name}, expert {expert}, {projection}")
         return matrices, biases
+
+    def _dropped(self, layer: ExpertLayer) -> tuple[Matrices, dict[str, Tensor]]:
+        """What stands for an expert that is dropped: whatever goes through these comes out as zeros."""
+        encoding = self.manifest.encoding
+        return {name: PackedWeight.dropped(*layer.shape(name), encoding) for name in layer.projections}, {}
 
     def other_names(self) -> list[str]:
         """Names of the packed modules outside of the experts."""

@@ -47,7 +47,7 @@ from moeq.models.source import ModelSource, TensorHeader, read_header
 from moeq.runtime.hook import HOOK_FILE, HOOK_SHA256, HOOK_TEXT, hooked
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name
-from moeq_kernels.checkpoint import FORMAT_VERSION, MIXED_VERSION
+from moeq_kernels.checkpoint import DROPPED_VERSION, FORMAT_VERSION, MIXED_VERSION
 from moeq_kernels.widths import METHOD, NESTED_BITS, PARTS, Encoding
 
 _EXTRA = "replicas-"
@@ -134,17 +134,17 @@ def native_config(inputs: ExportInputs, config: dict[str, Any]) -> dict[str, Any
 def _quantization(inputs: ExportInputs) -> dict[str, Any]:
     own = inputs.assignment
     experts = {layer.name: widths for layer, widths in zip(inputs.layers, own.expert_widths(), strict=True)}
-    block = quantization(own.encoding, own.is_mixed, inputs.others)
+    block = quantization(own.encoding, own.is_mixed, inputs.others, drops=own.drops)
     return block | {"experts": experts}
 
 
-def quantization(encoding: Encoding, mixed: bool, others: OtherTable | None) -> dict[str, Any]:
+def quantization(encoding: Encoding, mixed: bool, others: OtherTable | None, *, drops: bool = False) -> dict[str, Any]:
     """What config.json says of a checkpoint, but for the width of every expert."""
     block = layout(encoding, mixed)
     return {
         **({} if others is None or not others.modules else {"others": other_widths(others)}),
         "quant_method": METHOD,
-        "format_version": MIXED_VERSION if mixed else FORMAT_VERSION,
+        "format_version": DROPPED_VERSION if drops else MIXED_VERSION if mixed else FORMAT_VERSION,
         "layout": block["name"],
         "layout_version": block["version"],
         **encoding.describe(),
@@ -188,7 +188,7 @@ def native_manifest(inputs: ExportInputs, headers: dict[str, TensorHeader], side
     return PlacementManifest(
         model=inputs.stamp,
         assignment=own.model_dump(mode="json", include={"name", "method", "parameters"}),
-        layout=layout(own.encoding, own.is_mixed),
+        layout=layout(own.encoding, own.is_mixed, own.drops),
         layers=tuple(layers),
         others=others,
         tensors=stored_tensors({key: header for key, header in headers.items() if key not in packed}),
@@ -212,13 +212,14 @@ def _placed_layer(
     experts = []
     for number, choice in enumerate(choices.experts):
         prefix, made_by = f"{layer.name}.{number}.", inputs.quantizers[layer.name][number]
+        keys = by_expert.get(prefix, [])
         experts.append(
             PlacedExpert(
                 expert=number,
                 tier=choice.tier,
                 bits=choice.bits,
                 importance=choice.importance,
-                replicas=_replicas(prefix, choice, by_expert[prefix], headers, made_by, losses[number], errors[number]),
+                replicas=_replicas(prefix, choice, keys, headers, made_by, losses[number], errors[number]),
             )
         )
     return PlacedLayer(
@@ -299,7 +300,7 @@ def _replicas(
     losses: Mapping[int, float],
     errors: Mapping[int, Mapping[str, float]],
 ) -> tuple[Replica, ...]:
-    """The placed replica first, then the others by width, those without tensors last.
+    """The placed replica first, if the expert is not dropped, then the others by width, those without tensors last.
 
     made_by: {bits, or MIXED: method}; losses: by width, of those whose matrices have one; errors: {bits, or MIXED:
     {projection: relative error}}.
@@ -316,10 +317,10 @@ def _replicas(
             errors=dict(errors.get(width, {})) or None,
             **_stamped(prefix if width == choice.key else f"{prefix}bits{width}.", by_width[width], headers),
         )
-        for width in [choice.key, *sorted(set(by_width) - {choice.key})]
+        for width in [*([] if choice.is_dropped else [choice.key]), *sorted(set(by_width) - {choice.key})]
     }
-    placed = stored[choice.key].model_copy(update={"bits": choice.bits, "projections": choice.projections})
-    replicas = [placed, *list(stored.values())[1:]]
+    placed = {"bits": choice.bits, "projections": choice.projections}
+    replicas = [one.model_copy(update=placed) if one.placed else one for one in stored.values()]
     for width in sorted(set(made_by) - set(stored)):
         wide = max(bits for bits in set(stored) & set(NESTED_BITS) if made_by[bits] == made_by[width])
         update = {"bits": width, "placed": False, "leading_bits_of": wide, "quantizer": made_by[width], "errors": None}

@@ -23,8 +23,9 @@ from moeq.quantizers.signround_expert import CHECKS, Training, check_start
 from moeq.quantizers.trained_grid import State, join, quantized, select
 from moeq.quantizers.training_rows import SEED_STRIDE, Deck, evenly
 from moeq_kernels.grids import decode
-from moeq_kernels.widths import FULL
+from moeq_kernels.widths import DROPPED, FULL
 
+UNTRAINED = frozenset({DROPPED, FULL})  # widths of experts that are not trained
 CHECK_TOKENS = 2048
 WEIGHT_BYTES = 44  # a weight in training: itself, position, first moment, values, gradients, temporaries, codes
 BLOCK_ROWS = 4096  # of an expert at once outside of training
@@ -223,7 +224,8 @@ def train_layer(
 ) -> list[WidthCodes]:
     """Codes and grids of a layer's experts, each at its own width, width by width in ascending order.
 
-    bits: of every expert, or of each of its matrices, 16 for one that is not quantized; start: the codes to begin with,
+    bits: of every expert, or of each of its matrices, 16 for one that is not quantized, 0 for one that is dropped, for
+    which the others make up as far as they can; start: the codes to begin with,
     as they are returned; learned: what of them is trained.
 
     Training.batch_rows is the mean over experts; lend is not used: an expert without tokens keeps its start. As many
@@ -235,6 +237,9 @@ def train_layer(
     rows = [layer.rows(expert) for expert in range(len(bits))]
     hidden, correction = layer.tokens.hidden, layer.tokens.correction
     left = torch.zeros_like(hidden) if correction is None else correction.float().clone()
+    for expert in (expert for expert, width in enumerate(bits) if width == DROPPED):
+        for some, scale in _blocks(rows[expert]):
+            left.index_add_(0, some, layer.exact(expert, some, scale))
     trained: dict[Widths, list[tuple[int, dict[str, State]]]] = {width: [] for width in quantized_widths(bits)}
     for chunk in _chunks(layer, bits, training):
         run = _Run(layer, rows, chunk, bits, left, start, symmetric, training, learned)
@@ -252,7 +257,7 @@ def rising(widths: Widths) -> tuple[int, ...]:
 
 def quantized_widths(bits: Sequence[Widths]) -> list[Widths]:
     """The widths of the experts that are quantized, rising."""
-    return sorted(set(bits) - {FULL}, key=rising)
+    return sorted(set(bits) - UNTRAINED, key=rising)
 
 
 def of_each(widths: Widths, names: Collection[str]) -> tuple[int, ...]:
@@ -262,7 +267,7 @@ def of_each(widths: Widths, names: Collection[str]) -> tuple[int, ...]:
 
 def _check_start(start: Sequence[WidthCodes], bits: Sequence[Widths], group_size: int) -> None:
     there = {expert: part.bits for part in start for expert in part.experts}
-    if there != {expert: width for expert, width in enumerate(bits) if width != FULL}:
+    if there != {expert: width for expert, width in enumerate(bits) if width not in UNTRAINED}:
         raise ValueError("the start is of other experts or widths")
     for part in start:
         for (name, codes), own in zip(part.matrices.items(), of_each(part.bits, part.matrices), strict=True):
@@ -285,6 +290,6 @@ def _chunks(layer: Layer, bits: Sequence[Widths], training: Training) -> Iterato
     """Experts to be quantized, as many at once as the working memory allows."""
     each = sum(stack[0].numel() for stack in layer.weights.values()) * WEIGHT_BYTES
     step = max(1, training.working_memory // each)
-    quantized = [expert for expert, width in enumerate(bits) if width != FULL]
+    quantized = [expert for expert, width in enumerate(bits) if width not in UNTRAINED]
     for first in range(0, len(quantized), step):
         yield quantized[first : first + step]

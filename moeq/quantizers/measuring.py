@@ -151,6 +151,8 @@ class _Exact:
             "loss": loss,
             "relative_loss": loss / self.energy if self.energy > 0 else 0.0,
             "weighted_loss": float((self.squared * errors).mean()),
+            "energy": self.energy,
+            "weighted_energy": float((self.squared * self.target.square().mean(1)).mean()),
         }
 
 

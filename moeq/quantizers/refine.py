@@ -45,7 +45,7 @@ class LayerJob:
 
     behind: [T, H] what its output should be more than exact experts make it (None: nothing); weights: {projection: [E,
     N, K]} and biases {projection: [E, N]}, exact; bits: of every expert, or of each of its matrices, 16 for
-    one that stays as it is.
+    one that stays as it is, 0 for one that is dropped.
     """
 
     inputs: LayerInputs

@@ -34,7 +34,7 @@ DEFAULT_METHOD, DEFAULT_BITS_PER_WEIGHT, DEFAULT_QUANTIZER = "optimal", 2.25, "g
 UNLIMITED_BITS = 17  # a weight: what a speed alone leaves
 BUDGETS = ("bits_per_weight", "code_bits", "expert_bytes", "size")  # how much may be spent
 MOST_BITS = 32  # that a weight takes in any checkpoint
-SHARED = (*BUDGETS, "widths", "scope", "granularity", "ndp_latency_ms", "speed", "trace", "trace_samples")
+SHARED = (*BUDGETS, "widths", "drop", "scope", "granularity", "ndp_latency_ms", "speed", "trace", "trace_samples")
 
 
 class MethodSettings(Section):
@@ -65,6 +65,11 @@ class AssignSection(Section):
     )
     size: Bytes | None = Field(None, description="a budget: bytes of the whole checkpoint, every file of its directory")
     widths: list[BitsOrFull] | None = Field(None, description="widths to choose from; none: losses.bits")
+    drop: bool | None = Field(
+        None,
+        description="whether an expert may have no bits at all and answer nothing, where that loses least; within a "
+        "target that has no such experts none is dropped",
+    )
     scope: Literal["layer", "model"] | None = Field(None, description="what a budget or a clustering spans")
     granularity: Literal["expert", "projection", "layer"] | None = Field(
         None,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from moeq_kernels.widths import DROPPED
+
 MISSING = "\N{EN DASH}"
 NARROW_SPACE = "\N{NARROW NO-BREAK SPACE}"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -95,7 +97,7 @@ def bits(value: float | None) -> str:
 
 def width(bits: int) -> str:
     """The name of a width: bits of a code, not all that is stored for a weight."""
-    return f"{bits}-bit"
+    return "dropped" if bits == DROPPED else f"{bits}-bit"
 
 
 def ratio(value: float | None) -> str:

@@ -28,7 +28,8 @@ SHARPNESS = 2  # pixels of the picture a point
 WORTH_MAP, LOSS_MAP = "viridis", "plasma"
 ABSENT = (0.55, 0.58, 0.62, 1.0)  # no figure for this expert: grey, which no colour map here holds
 OUTLINE = (1.0, 0.45, 0.0, 1.0)
-WIDTHS = {1: "#fde725", 2: "#7ad151", 3: "#22a884", 4: "#2a788e", 8: "#414487", 16: "#440154"}  # viridis backwards
+WIDTHS = {0: "#d5d8dc", 1: "#fde725", 2: "#7ad151", 3: "#22a884", 4: "#2a788e", 8: "#414487", 16: "#440154"}
+# but for 0, dropped: viridis backwards
 DARK_WIDTH = 3.5  # from which on text in cells is white
 MOST_TEXTS = 600
 GAPS_FROM = 16  # pixels of a cell that has gaps around it

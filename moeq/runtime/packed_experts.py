@@ -1,7 +1,8 @@
 """The experts module of a packed checkpoint: every expert in its own width or widths, dequantized as it is used.
 
 Stands in for a family's experts module and is called as that one is. State: `{expert}.{projection}.` codes, scales and
-zeros for packed experts, dense for those left as in the checkpoint, bias where the family has biases; and a guard under
+zeros for packed experts, dense for those left as in the checkpoint, bias where the family has biases, nothing for those
+that are dropped, which add nothing to what they are given; and a guard under
 the original parameters' names, of shapes that no real model has: whoever loads the checkpoint without moeq gets an
 error instead of random experts.
 
@@ -39,7 +40,7 @@ from moeq_kernels.description import LayerOfExperts, Matrix, PreparedLayer
 from moeq_kernels.freed import return_memory
 from moeq_kernels.packed import PackedWeight, packed_shapes
 from moeq_kernels.reference import routed_sum, values
-from moeq_kernels.widths import PARTS, Encoding
+from moeq_kernels.widths import DROPPED, PARTS, Encoding
 
 GUARD_DTYPE = torch.float16
 HELD = (*PARTS, DENSE, "bias")
@@ -182,7 +183,7 @@ class PackedExperts(Puts):
         self.take_over(layer, original)
         for expert, widths in enumerate(bits):
             linears = nn.ModuleDict()
-            for projection in layer.projections:
+            for projection in () if widths == DROPPED else layer.projections:
                 size, width = layer.shape(projection), width_of(widths, projection)
                 linears[projection] = PackedLinear(*size, width, encoding, dtype, layer.biased)
             self.add_module(str(expert), linears)
@@ -205,12 +206,14 @@ class PackedExperts(Puts):
     def expert(self, number: int, rows: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Output [T, H] of one expert for rows [T, H]; tokens: [T] which of the device's tokens they are."""
         linears: dict[str, Any] = dict(self.get_submodule(str(number)).named_children())
+        if not linears:  # dropped
+            return torch.zeros_like(rows)
         products = {name: linear(rows) for name, linear in linears.items() if name != DOWN}
         output: Tensor = linears[DOWN](self.math.gate(products))
         return output if self.math.finish is None else self.math.finish(output)
 
     def linears(self) -> list[tuple[int, str, PackedLinear]]:
-        """Expert, projection and module of every matrix."""
+        """Expert, projection and module of every matrix that is stored."""
         found = []
         for expert in range(self.num_experts):
             children: dict[str, Any] = dict(self.get_submodule(str(expert)).named_children())
@@ -228,7 +231,7 @@ class PackedExperts(Puts):
         elif len(devices) > 1:
             self.refused = SEVERAL
         else:
-            self.home = devices.pop()
+            self.home = next(iter(devices), next(self.buffers()).device)  # the guard's where all are dropped
             self.prepared, self.refused = choice.prepared_layer(self._layer(), self.home, self.policy)
         if self.prepared is not None:
             for expert, projection, linear in linears:
@@ -289,10 +292,10 @@ class PackedExperts(Puts):
         return places
 
     def _place(self, expert: int) -> torch.device | None:
-        """Where an expert lies, None for one that accelerate brings in when it is called."""
-        linear: Any = next(self.get_submodule(str(expert)).children())
-        device: torch.device = linear.device
-        return None if device.type == "meta" else device
+        """Where an expert lies, None for one that accelerate brings in when it is called, and for one dropped."""
+        linear: Any = next(self.get_submodule(str(expert)).children(), None)
+        device: torch.device | None = None if linear is None else linear.device
+        return None if device is None or device.type == "meta" else device
 
     def weighted_sum(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Sum over each token's experts of routing weight times expert output, [T, H].

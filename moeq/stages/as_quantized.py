@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from moeq.artifacts.assignment import FULL, Assignment, width_of
+from moeq.artifacts.assignment import DROPPED, FULL, Assignment, width_of
 from moeq.errors import ArtifactError
 from moeq.exporters.native_writer import layer_name
 from moeq.exporters.packed_source import Matrices
@@ -44,7 +44,9 @@ class AsQuantized:
         matrices: Matrices = {}
         for projection, prefix in prefixes.items():
             bits = width_of(widths, projection)
-            if bits == FULL:
+            if bits == DROPPED:
+                matrices[projection] = PackedWeight.dropped(*layer.shape(projection), self._assignment.encoding)
+            elif bits == FULL:
                 matrices[projection] = self._tensor(name, f"{prefix}.dense")
             else:
                 inputs = layer.shape(projection)[1]

@@ -13,6 +13,7 @@ import numpy as np
 from rich.markup import escape
 
 from moeq.artifacts.assignment import (
+    DROPPED,
     FULL,
     REMEDY,
     Assignment,
@@ -149,11 +150,11 @@ def _decided(context: Context, inputs: AssignInputs) -> tuple[Assignment, dict[s
 def decide(inputs: AssignInputs) -> Assignment:
     """Run the assigner; AssignmentError when it takes a width whose replicas were not made."""
     assignment = assign(inputs)
-    made = {FULL} if inputs.losses is None else {FULL, *inputs.losses.bits()}
+    made = {DROPPED, FULL, *(() if inputs.losses is None else inputs.losses.bits())}
     missing = [width for width in assignment.widths() if width not in made]
     if missing:
         raise AssignmentError(
-            f"{missing[0]} bits is not among losses.bits {sorted(made - {FULL})}",
+            f"{missing[0]} bits is not among losses.bits {sorted(made - {DROPPED, FULL})}",
             where=inputs.name,
             do="add it to losses.bits",
         )
@@ -169,6 +170,7 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
         effects=replicas.load_effects(context),
         expert_effects=replicas.load_expert_effects(context),
         ndp_seconds=ndp_seconds(context, config, (*context.recipe.losses.bits, FULL)),
+        droppable=not any(layer.biased for layer in context.model.layers),
     )
 
 
@@ -176,7 +178,7 @@ def _inputs(context: Context, config: AssignSection, name: str, statistics: Expe
     """What an assigner is given beside what was measured of the experts."""
     section, full = context.recipe.losses, source_dtype(context.model.source).itemsize
     own = section.encoding
-    widths = (*section.bits, FULL)
+    widths = (DROPPED, *section.bits, FULL)
     matrices = tuple(
         {name: {bits: matrix_bytes(layer, name, bits, own, full) for bits in widths} for name in layer.projections}
         for layer in context.model.layers
@@ -228,7 +230,7 @@ def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) 
         times = expert_seconds(
             layer.parameters_per_expert, widths, hardware, group_size=group, zero_points=not section.symmetric
         )
-        seconds.append(dict(zip(widths, times.tolist(), strict=True)))
+        seconds.append({DROPPED: 0.0} | dict(zip(widths, times.tolist(), strict=True)))
     return tuple(seconds)
 
 
@@ -316,7 +318,9 @@ def _check_choice(context: Context, layer: ExpertLayer, choice: ExpertChoice, wh
             where=where,
             do="name each of them once",
         )
-    made = {FULL, *context.recipe.losses.bits}
+    if choice.is_dropped and layer.biased:
+        raise AssignmentError("an expert with biases cannot be dropped", where=where, do="give it a width")
+    made = {DROPPED, FULL, *context.recipe.losses.bits}
     for bits in matrix_widths(choice.widths):
         if bits not in made:
             raise AssignmentError(

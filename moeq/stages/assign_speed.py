@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.assignment import DROPPED, FULL, Assignment
 from moeq.assigners import latency, sensitivity
 from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.limits import choices
@@ -111,7 +111,8 @@ class SpeedProblem:
 
     def _narrow(self) -> Assignment:
         """Every expert at the narrowest width."""
-        least = self.inputs.config.model_copy(update={"widths": [min(choices(self.inputs))]})
+        kept = {*choices(self.inputs)} - {DROPPED}
+        least = self.inputs.config.model_copy(update={"widths": [min(kept)], "drop": False})
         return self.decide(replace(self.inputs, config=least, memo={}))
 
     def fastest(self, assignment: Assignment) -> Found | None:

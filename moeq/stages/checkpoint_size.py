@@ -19,7 +19,7 @@ from typing import Any, get_args
 import torch
 
 from moeq.artifacts import manifest, provenance
-from moeq.artifacts.assignment import FULL, MIXED, WIDTHS, Assignment, Tier, Width, matrix_widths, width_of
+from moeq.artifacts.assignment import DROPPED, FULL, MIXED, WIDTHS, Assignment, Tier, Width, matrix_widths, width_of
 from moeq.artifacts.files import canonical_json
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.artifacts.sums import LINE_BYTES, UNLISTED
@@ -232,7 +232,7 @@ class CheckpointSize:
                 "method": max(ALLOCATORS.names(), key=len),
                 "parameters": {"all": PARAMETERS},
             },
-            layout=manifest.layout(section.encoding, mixed=True),
+            layout=manifest.layout(section.encoding, mixed=True, drops=self._drops),
             layers=tuple(self._placed_layer(layer, ()) for layer in self.layers),
             others=self._others.placed(),
             tensors=stored,
@@ -257,6 +257,11 @@ class CheckpointSize:
         return [(self.recipe.name, self.recipe.assign), *((other.name, other) for other in self.recipe.eval.compare)]
 
     @property
+    def _drops(self) -> bool:
+        """Whether some assignment may drop experts."""
+        return any(section.drop for _, section in self.sections)
+
+    @property
     def _longest_name(self) -> str:
         return max((name for name, _ in self.sections), key=lambda name: len(name.encode()))
 
@@ -268,6 +273,9 @@ class CheckpointSize:
             *({**dict.fromkeys(layer.projections, 1), layer.projections[0]: w} for w in WIDTHS),
         ]
         placed = tuple(self._placed(layer, layer_name(0), {}, mix) for mix in mixes)
+        if self._drops:
+            nothing = {"bits": DROPPED, "replicas": ()}
+            placed += (placed[0].model_copy(update=nothing),)
         of = made.model_copy(update={"layers": (self._placed_layer(layer, placed),)})
         images = {"cross_entropy": 12.3456, "logit_error": 1.5}
         measured = images if self.model.takes_images else {"kl": -1.23e-15, "same_top": 0.5}

@@ -189,7 +189,7 @@ def layer_replacements(
     replicas = Replicas(context, assignment, layer, model, refined=refined)
     return {
         (layer.name, expert): replicas.replacement(expert, str(directory) if expert in refined else "")
-        for expert in refine.quantized_experts(assignment, layer)
+        for expert in [*refine.quantized_experts(assignment, layer), *refine.dropped_experts(assignment, layer)]
     }
 
 

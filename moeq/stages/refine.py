@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, matrix_widths, width_of
+from moeq.artifacts.assignment import DROPPED, FULL, Assignment, ExpertChoice, matrix_widths, width_of
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import digest_of, read_json, write_json
 from moeq.artifacts.reading import plain_name
@@ -29,7 +29,7 @@ from moeq.quantizers.layer_training import Widths
 from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
 from moeq.recipe import Recipe, RefineSection
 from moeq.stages.context import Context
-from moeq.stages.replicas import REFINED, TUNED, Experts, is_trained, load_index, planned
+from moeq.stages.replicas import REFINED, TUNED, Experts, is_trained, load_index, nothing, planned
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.widths import PARTS
 
@@ -156,7 +156,8 @@ def refined(
             else:
                 trained = refine_layer(job, start, training.section, scales_alone=training.scales_alone)
             change = Change(job)
-            for expert, packed in trained.items():
+            dropped = dict.fromkeys(dropped_experts(assignment, layer), nothing(layer))
+            for expert, packed in (*trained.items(), *dropped.items()):
                 values = {name: matrix.dequantize() for name, matrix in packed.items()}
                 change.add(expert, values)
                 set_expert_weights(model.module, layer, expert, values)
@@ -222,9 +223,14 @@ def read(directory: Path, layer: ExpertLayer, assignment: Assignment, experts: l
 
 
 def quantized_experts(assignment: Assignment, layer: ExpertLayer) -> list[int]:
-    """The experts of a layer that are not left as they are."""
+    """The experts of a layer that are neither left as they are nor dropped."""
     choices = assignment.layers[layer.index].experts
-    return [expert for expert, choice in enumerate(choices) if choice.key != FULL]
+    return [expert for expert, choice in enumerate(choices) if choice.key not in (DROPPED, FULL)]
+
+
+def dropped_experts(assignment: Assignment, layer: ExpertLayer) -> list[int]:
+    """The experts of a layer of which nothing is left."""
+    return [expert for expert, choice in enumerate(assignment.layers[layer.index].experts) if choice.is_dropped]
 
 
 def read_trained(directory: Path, layer: ExpertLayer, assignment: Assignment, made: list[dict[int, str]]) -> Experts:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 from moeq.artifacts import expert_effects, replicas
-from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, matrix_widths, width_of
+from moeq.artifacts.assignment import DROPPED, FULL, MIXED, Assignment, Width, matrix_widths, width_of
 from moeq.artifacts.effects import LayerEffects, read_effects
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.losses import NAME, LossTable, read_losses
@@ -28,9 +28,10 @@ from moeq.registry import QUANTIZERS
 from moeq.runtime.swapping import Replacement
 from moeq.stages.context import Context
 from moeq_kernels.packed import PackedWeight
+from moeq_kernels.widths import Encoding
 
 REVISION = 4  # raised when the same inputs give other replicas: also for what lies in stores
-ROWS_REVISION = 2  # raised when the same replicas give other rows
+ROWS_REVISION = 3  # raised when the same replicas give other rows
 CHOICES = frozenset(
     {"bits", "methods", "working_memory", "layer_effects", "expert_effects"}
 )  # settings that name entries, or decide nothing
@@ -114,6 +115,12 @@ def open_layer(context: Context, index: ReplicaIndex, layer: int) -> LayerReplic
     return stored
 
 
+def nothing(layer: ExpertLayer) -> dict[str, PackedWeight]:
+    """What stands for an expert of a layer that is dropped: its matrices, all zero."""
+    encoding = Encoding(group_size=-1, symmetric=True)
+    return {name: PackedWeight.dropped(*layer.shape(name), encoding) for name in layer.projections}
+
+
 class Replicas:
     """Replicas of one layer's experts: from the store, made now (rtn), or the checkpoint's own weights (16).
 
@@ -122,7 +129,8 @@ class Replicas:
     that were trained further, which stand in for those of the store; marks: {expert: what is said of that}, where it is
     not REFINED.
 
-    A replica goes by its width; one whose matrices differ, which only a placed one does, by MIXED.
+    A replica goes by its width; one whose matrices differ, which only a placed one does, by MIXED. Of an expert that is
+    dropped none is placed: all that stands for it is zero.
 
     errors: {expert: {replica: {projection: relative error}}} of the packed matrices that `tensors` gave.
     """
@@ -147,7 +155,7 @@ class Replicas:
         self._last: tuple[int, dict[str, Tensor], dict[str, Tensor]] | None = None
 
     def keys(self) -> list[list[int]]:
-        """The replicas that the checkpoint has of each expert, the placed one first."""
+        """The replicas that the checkpoint has of each expert, the placed one first (DROPPED: it has none)."""
         more = (*self.context.recipe.losses.bits, FULL) if self.context.recipe.quantize.replicas == "all" else ()
         return [[choice.key, *(width for width in more if width != choice.key)] for choice in self.choices]
 
@@ -169,7 +177,7 @@ class Replicas:
     def made_by(self) -> list[dict[str, str]]:
         """{bits: method} of every expert's replicas that the checkpoint has."""
         return [
-            {str(key): self._maker(expert, key) for key in keys if key != FULL}
+            {str(key): self._maker(expert, key) for key in keys if key not in (DROPPED, FULL)}
             for expert, keys in enumerate(self.keys())
         ]
 
@@ -203,7 +211,8 @@ class Replicas:
     def identity(self, expert: int, refined_in: str = "") -> str:
         """What tells an expert's placed replica from others of the same model; refined_in: where it was refined."""
         choice = self.choices[expert]
-        methods = {bits: self.method(expert, bits) for bits in matrix_widths(choice.widths) if bits != FULL}
+        used = {*matrix_widths(choice.widths)} - {DROPPED, FULL}
+        methods = {bits: self.method(expert, bits) for bits in used}
         section = self.context.recipe.losses
         grid = [section.encoding.describe(), section.symmetry(), section.clip]
         stored_in = self.index.set if any(QUANTIZERS.get(method).stored for method in methods.values()) else ""
@@ -213,6 +222,8 @@ class Replicas:
         """The matrices of one of an expert's replicas that are below 16 bits."""
         if expert in self.refined and key == self.choices[expert].key:
             return dict(self.refined[expert])
+        if key == DROPPED:
+            return nothing(self.layer)
         widths = self.widths(expert, key)
         matrices: dict[str, PackedWeight] = {}
         for bits in dict.fromkeys(matrix_widths(widths)):
@@ -248,6 +259,9 @@ class Replicas:
 
     def tensors(self, expert: int, key: int, prefix: str) -> dict[str, Tensor]:
         """One replica's tensors under their final names; their errors are measured on the way."""
+        if key == DROPPED:
+            self.errors.setdefault(expert, {})
+            return {}
         widths = self.widths(expert, key)
         dense = [name for name in self.layer.projections if width_of(widths, name) == FULL]
         weights, biases = self.original(expert)

@@ -24,6 +24,7 @@ from moeq.artifacts.tensor_files import write_tensors
 from moeq.artifacts.tuned import Tuned
 from moeq.errors import CorpusError, RecipeError
 from moeq.evaluation.reference_logits import ReferenceLogits, Scored
+from moeq.models.experts import set_expert_weights
 from moeq.models.forward import forward
 from moeq.models.walk import Batch
 from moeq.numerics.divergence import Kept, kl_divergence, kl_least
@@ -37,7 +38,7 @@ from moeq.stages.effects import joined, predictions
 from moeq.stages.needs import Sizes
 from moeq.stages.needs_tune import held_out, sequences_at_once
 from moeq.stages.non_experts import Stored
-from moeq.stages.replicas import Experts
+from moeq.stages.replicas import Experts, nothing
 
 REVISION = 1  # of what is half done; raised when the same inputs give another state
 STARTS = "start"  # folder of what training begins with, gone afterwards
@@ -85,6 +86,7 @@ def run(
     with context.model.changeable(), Text.of(context, section) as text:
         text.remember()
         _replace_others(context)
+        _drop(context, assignment)
         device, model = context.model.device, context.model.module
         scales = TunedScales(model, _matrices(context, assignment, starts), device)
         state = state_files.read(scales.change) or State.begun(scales.change)
@@ -135,6 +137,14 @@ def _replace_others(context: Context) -> None:
         for module in stored.modules:
             weight = context.model.module.get_submodule(module.name).get_parameter("weight")
             weight.copy_(stored.packed(module).dequantize())
+
+
+def _drop(context: Context, assignment: Assignment) -> None:
+    """Have the model do without the experts that are dropped."""
+    for layer in context.model.layers:
+        values = {name: zeros.dequantize() for name, zeros in nothing(layer).items()}
+        for expert in refine.dropped_experts(assignment, layer):
+            set_expert_weights(context.model.module, layer, expert, values)
 
 
 def with_scales(experts: Experts, layer: Any, scales: dict[Place, Tensor]) -> Experts:

@@ -120,6 +120,8 @@ def _experts(source: ModelSource, packed: PackedSource, found: Weights, reporter
         for place, layer in enumerate(packed.layers):
             for expert in range(layer.num_experts):
                 exact, biases = reader.read(layer, expert)
+                if isinstance(packed, NativeReader) and packed.is_dropped(layer, expert):
+                    found.errors += [1.0] * len(exact)
                 for what, matrices, own, stated in _replicas(packed, layer, expert):
                     for projection, matrix in matrices.items():
                         said = f"{layer.name}, expert {expert}, {what}{projection}"
@@ -141,12 +143,14 @@ def _experts(source: ModelSource, packed: PackedSource, found: Weights, reporter
 def _replicas(
     packed: PackedSource, layer: ExpertLayer, expert: int
 ) -> Iterator[tuple[str, Matrices, dict[str, Tensor], Errors]]:
-    """The placed replica of an expert, and all others: what it is called, matrices, biases and stated errors."""
+    """The placed replica of an expert, unless it is dropped, and all others: what each is called, its matrices, biases
+    and stated errors."""
     if not isinstance(packed, NativeReader):
         yield ("", *packed.expert(layer, expert), {})
         return
     replicas = packed.replicas(layer, expert)
-    yield ("", *packed.expert(layer, expert), replicas[MIXED].errors or {})
+    if MIXED in replicas:
+        yield ("", *packed.expert(layer, expert), replicas[MIXED].errors or {})
     for bits, replica in replicas.items():
         if not replica.placed:
             yield (f"{bits} bits, ", *packed.replica(layer, expert, bits), replica.errors or {})
