@@ -1,15 +1,11 @@
 """What widths and scales that moeq does not have would gain, measured before anything is built.
 
     python benchmarks/further_widths.py [--models MODELS] [--names tiny-mixtral tiny-qwen3-moe]
-        [--parts dropped half scales] [--budgets 2.0 2.3] [--out FOLDER]
+        [--parts half scales] [--budgets 2.0 2.3] [--out FOLDER]
 
 MODELS as frontier.py has it, which says too what is calibrated and measured on; the preset balanced's replicas
 (trellis codes of 256 states, layers by their effect), for `scales` frontier.py's GPTQ in groups of 128.
 
-dropped: an expert may have no bits at all: it then answers nothing, and loses the energy of what it would have
-answered. The exact optimum within the budget with and without this choice, over all 5^3 widths of an expert's matrices,
-and the KL of both, on the held-out windows and on the bundled evaluation text, which neither training nor calibration
-has seen.
 half: also 1.5, 2.5 and 3.5 bits, steps of k and of k + 1 bits by turns. How far such a trellis is from normal weights,
 beside the geometric mean of its neighbours, is measured on walks that are closed as moeq's are, with its values for
 either kind of step; a matrix's loss at a half step is that share of its neighbours' geometric mean. What is shown is
@@ -21,7 +17,6 @@ columns are rounded; the stored bits are counted as if they were so stored.
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import sys
 import tempfile
@@ -39,93 +34,35 @@ import torch  # isort: skip
 from torch import Tensor  # isort: skip
 
 from moeq.assigners import sensitivity
-from moeq.models.experts import set_expert_weights, stacked_weights
 from moeq.numerics import gptq_cpu, group_grids, knapsack
 from moeq.recipe import AssignSection
 from moeq.stages import assign
 from moeq.stages.context import Context
-from moeq.stages.effects import alone
 from moeq.stages.expert_bytes import expert_weights
-from moeq.stages.replicas import load_losses
 from moeq_kernels.grids import inverse_scale
 from moeq_kernels.trellis import values
 
 TRELLIS, STATE_BITS = "trellis, 256 states", 8
-PARTS = ("dropped", "half", "scales")
+PARTS = ("half", "scales")
 STEPS, SEAM, TILES = 256, 64, 300
 OCTAVE, GROUP, SAVED = 16, 128, 10  # steps of an octave, weights of a group, bits that its scale has less
 
 
 class Losses:
-    """The objective [N, P, W] and the bytes [N, P, W] of all experts' matrices at every width, and what it loses [N]
-    when an expert is dropped."""
+    """The objective [N, P, W] and the bytes [N, P, W] of all experts' matrices at every width."""
 
     def __init__(self, context: Context, section: AssignSection) -> None:
-        self.context, self.method = context, str(section.quantizer)
-        inputs, found = assign.inputs_of(context, section, "bench"), load_losses(context)
+        inputs = assign.inputs_of(context, section, "bench")
         tables = sensitivity.matrix_tables(inputs)
-        self.names, self.widths = list(tables[0]), [bits for bits in tables[0]["down_proj"] if bits < 16]
-        objective, size, dropped = [], [], []
+        names, self.widths = list(tables[0]), [bits for bits in tables[0]["down_proj"] if bits < 16]
+        objective, size = [], []
         for layer, table in enumerate(tables):
             own = inputs.matrix_bytes_of(layer)
-            objective.append(np.stack([np.stack([table[p][k] for k in self.widths], 1) for p in self.names], 1))
-            each = np.array([[own[p][k] for k in self.widths] for p in self.names])
+            objective.append(np.stack([np.stack([table[p][k] for k in self.widths], 1) for p in names], 1))
+            each = np.array([[own[p][k] for k in self.widths] for p in names])
             size.append(np.broadcast_to(each, objective[-1].shape))
-            relative = found.matrix(self.method, "relative_loss", self.names[0])[layer][self.widths[0]].astype(float)
-            dropped.append(objective[-1][:, 0, 0] / np.maximum(relative, 1e-30))
         self.objective, self.size = np.concatenate(objective), np.concatenate(size)
-        self.dropped = np.concatenate(dropped)
         self.weights = expert_weights(context.model.layers)
-
-    def optimum(self, budget: float, *, dropping: bool) -> tuple[np.ndarray, np.ndarray, float]:
-        """The width [N, P] of every matrix, as its place among the widths, which experts are dropped [N], and the
-        objective; proven."""
-        ways = np.array(list(itertools.product(range(len(self.widths)), repeat=len(self.names))))
-        at = np.arange(len(self.names))
-        losses, costs = self.objective[:, at, ways].sum(2), self.size[:, at, ways].sum(2)
-        if dropping:
-            losses = np.concatenate([losses, self.dropped[:, None]], 1)
-            costs = np.concatenate([costs, np.zeros_like(costs[:, :1])], 1)
-        solved = knapsack.solve(losses, costs, int(budget * self.weights / 8))
-        gone = solved.choices == len(ways)
-        return ways[np.where(gone, 0, solved.choices)], gone, solved.loss
-
-    def put(self, model: Any, places: np.ndarray, gone: np.ndarray) -> None:
-        """Write an optimum's replicas into a model."""
-        experts = iter(zip(places, gone, strict=True))
-        for layer in self.context.model.layers:
-            made = {bits: alone(self.context, layer, bits, self.method) for bits in self.widths}
-            for expert in range(layer.num_experts):
-                place, dropped = next(experts)
-                own = stacked_weights(model, layer, slice(expert, expert + 1))
-                weights = {name: torch.zeros_like(stack[0]) for name, stack in own.items()}
-                for name, width in () if dropped else zip(self.names, place, strict=True):
-                    bits = self.widths[width]
-                    weights[name] = made[bits].packed(expert, bits)[name].dequantize()
-                set_expert_weights(model, layer, expert, weights)
-
-
-def dropped(bench: presets.Settings, losses: Losses, results: figures.Figures, name: str) -> None:
-    """A row for every budget, with and without dropping experts."""
-    ids = losses.context.text.evaluation.ids
-    texts = [bench.ids, ids[torch.linspace(0, len(ids) - 1, min(len(ids), presets.WINDOWS)).long()]]
-    results.table([name, "  bits", "dropped", "objective", "   KL", "KL, bundled text"])
-
-    def outputs(model: Any) -> list[Tensor]:
-        return [torch.cat([model(input_ids=b).logits.log_softmax(-1) for b in t.long().split(16)]) for t in texts]
-
-    with torch.no_grad(), losses.context.model.overlay() as overlay:
-        exact = outputs(overlay.set())
-    for budget, dropping in itertools.product(results.options.budgets, (False, True)):
-        places, gone, objective = losses.optimum(float(budget), dropping=dropping)
-        with torch.no_grad(), losses.context.model.overlay() as overlay:
-            model = overlay.set()
-            losses.put(model, places, gone)
-            kls = [(p.exp() * (p - q)).sum(-1).mean() for p, q in zip(exact, outputs(model), strict=True)]
-        size = losses.size[np.arange(len(places))[:, None], np.arange(places.shape[1]), places].sum(1)
-        bits = 8 * float(size[~gone].sum()) / losses.weights
-        cells = [f"{bits:.3f}", f"{gone.sum()} of {len(gone)}", f"{objective:.4f}", *(f"{kl:.4f}" for kl in kls)]
-        results.row(f"{budget} bits, {'dropping' if dropping else 'all kept'}", *cells)
 
 
 def nearest(wanted: Tensor, steps: list[int], tables: dict[int, Tensor]) -> Tensor:
@@ -228,15 +165,11 @@ def main() -> int:
         for name in options.names:
             out = (options.out or Path(folder)) / name
             bench = presets.Settings(str(options.models / name), out / "trellis", options.models / "train_tiny.py")
-            if {"dropped", "half"} & set(options.parts):
+            if "half" in options.parts:
                 section = AssignSection.of(**frontier.MIXED, bits_per_weight=options.budgets[0], quantizer="trellis")
                 context = bench.context(frontier.LOSSES[TRELLIS] | frontier.EFFECTS)
                 presets.seconds(context, "profile", "losses")
-                losses = Losses(context, section)
-                if "dropped" in options.parts:
-                    dropped(bench, losses, results, name)
-                if "half" in options.parts:
-                    half(losses, shares, results, name)
+                half(Losses(context, section), shares, results, name)
             if "scales" in options.parts:
                 scales(bench, results, name)
             results.keep()
@@ -246,7 +179,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = figures.parser(
         __doc__, models=figures.SHARED / "models", names=(["tiny-mixtral", "tiny-qwen3-moe"], ["tiny-mixtral"]),
-        parts=(list(PARTS), ["dropped"]), budgets=(["2.0", "2.3"], ["2.3"]),
+        parts=(list(PARTS), ["half"]), budgets=(["2.0", "2.3"], ["2.3"]),
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="keep the runs here")
     options = figures.parsed(parser)

@@ -33,7 +33,7 @@ from moeq_kernels.widths import width_of as width_of
 
 SCHEMA_VERSION = 1
 MIXED = -1  # stands for the width of a replica whose matrices have several, where a replica is named by its width
-MIXED_NAME = "mixed"
+MIXED_NAME, DROPPED_NAME = "mixed", "dropped"
 EXPERT_WIDTHS = (DROPPED, *WIDTHS)  # of an expert; no matrix is dropped by itself
 Tier = Literal["gpu", "ndp", "host", "disk"]
 REMEDY = "correct the file or make it anew: run `moeq assign --force`"
@@ -56,10 +56,11 @@ def mean_width(widths: Width) -> Fraction:
 
 
 def count_widths(experts: Iterable[Width]) -> dict[str, int]:
-    """{width: number of experts} by rising width; those whose matrices differ last, as `mixed`."""
+    """{width: number of experts} by rising width, 0 as `dropped`; those whose matrices differ last, as `mixed`."""
     counts = Counter(widths if isinstance(widths, int) else MIXED for widths in experts)
     mixed = counts.pop(MIXED, 0)
-    return {str(bits): counts[bits] for bits in sorted(counts)} | ({MIXED_NAME: mixed} if mixed else {})
+    named = {DROPPED_NAME if bits == DROPPED else str(bits): counts[bits] for bits in sorted(counts)}
+    return named | ({MIXED_NAME: mixed} if mixed else {})
 
 
 def count_matrices(experts: Iterable[Width]) -> dict[str, dict[str, int]]:

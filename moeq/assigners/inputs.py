@@ -224,9 +224,7 @@ def quantizers(inputs: AssignInputs, bits: list[np.ndarray]) -> list[list[str | 
         missing = sorted({int(width) for width in widths} - {DROPPED, FULL, *best})
         if missing:
             raise AssignmentError(f"the loss table lacks {missing} bits", where=name, do="add them to losses.bits")
-        methods.append(
-            [None if w in (DROPPED, FULL) else str(best[int(w)][expert]) for expert, w in enumerate(widths)]
-        )
+        methods.append([None if w in (DROPPED, FULL) else str(best[int(w)][expert]) for expert, w in enumerate(widths)])
     return methods
 
 

@@ -29,8 +29,9 @@ HUB = "hub"  # of a preset: models of the hub with these sizes
 def effective_bits(bits: ArrayLike, group_size: int | None, zero_points: bool = False) -> NDArray[np.float64]:
     """Bits that are stored and read per weight: b' = b + 16/group (+ b/group with zero points, from 2 bits up).
 
-    16 bits and more are stored as they are, of 0 nothing is; `group_size` None leaves the scales out. A fraction between 1 and 2 bits
-    stands for matrices of both, of which only those of 2 bits have zero points. Shape: that of `bits`.
+    16 bits and more are stored as they are, of 0 nothing is; `group_size` None leaves the scales out. A fraction
+    between 1 and 2 bits stands for matrices of both, of which only those of 2 bits have zero points. Shape: that of
+    `bits`.
     """
     plain = np.asarray(bits, dtype=np.float64)
     if group_size is None:

@@ -46,18 +46,18 @@ def t_ndp(parameters: int, bits: ArrayLike, tokens: ArrayLike, ndp: Ndp) -> Cost
     Compute: P/(r*c)/A * (r+m+c-1)/f/s weight-stationary, P*ceil(m/r)/(A*c)/f/s output-stationary; s = 16/b' where
     low_bit_compute is 'scale', 1 where it is 'const'. A memory that only holds experts must get no tokens.
     """
-    m = np.asarray(tokens, dtype=np.float64)
+    stored = np.asarray(bits, dtype=np.float64)
+    m = np.asarray(tokens, dtype=np.float64) * (stored > 0)  # dropped ones are given nothing
     if not ndp.computes:
         assert not m.any(), "experts do not compute beside this memory"
         return _longer(memory=np.zeros_like(m), compute=np.zeros_like(m), moved=np.zeros_like(m), macs=np.zeros_like(m))
-    stored = np.asarray(bits, dtype=np.float64)
     read = parameters * stored / 8 * (m > 0)
     rows, columns = ndp.array_rows, ndp.array_columns
     if ndp.dataflow == "ws":
         cycles = parameters / (rows * columns) / ndp.arrays * (rows + m + columns - 1) * (m > 0)
     else:
         cycles = parameters * np.ceil(m / rows) / (ndp.arrays * columns)
-    speed = 16.0 / stored if ndp.low_bit_compute == "scale" else 1.0
+    speed = 16.0 / np.where(stored > 0, stored, 16.0) if ndp.low_bit_compute == "scale" else 1.0
     return _longer(
         memory=read / ndp.memory_rate,
         compute=cycles / ndp.clock_hertz / speed,

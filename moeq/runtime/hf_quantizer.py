@@ -194,7 +194,8 @@ def _warn_of_held_experts(model: nn.Module) -> None:
             names = path.split(".")
             around = (".".join(names[:count]) for count in range(len(names), -1, -1))  # itself first, the model last
             wanted = next((str(places[name]) for name in around if name in places), None)
-            device = next(module.get_submodule("0").buffers()).device.type
+            held = (tensor for *_, linear in module.linears() for tensor in linear.buffers())
+            device = next((tensor.device.type for tensor in held), wanted)
             if (wanted == "disk" and device != "meta") or (wanted == "cpu" and device not in ("cpu", "meta")):
                 warnings.warn(
                     f"{path}: the device map says {wanted}, but its experts are kept on {device}; "

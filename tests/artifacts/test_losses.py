@@ -17,7 +17,7 @@ def row(layer: int, expert: int, projection: str) -> dict[str, Any]:
         "layer": layer, "layer_name": f"layers.{layer}", "expert": expert, "projection": projection, "method": "rtn",
         "bits": 2, "group_size": 8, "symmetric": False, "loss": 0.1 * expert, "relative_loss": 0.5 / (layer + 1),
         "calibration_tokens": 5, "heldout_tokens": 2, "fallback": "none", "measured_on": "heldout", "bytes": 64,
-        "weighted_loss": 0.01 * expert, "hessian_trace": None,
+        "weighted_loss": 0.01 * expert, "hessian_trace": None, "energy": 0.2, "weighted_energy": 0.1 + expert,
     }  # fmt: skip
 
 
@@ -47,11 +47,18 @@ def test_best_is_the_lowest_loss_of_the_whole_expert_and_the_first_of_equals(tmp
     assert table.matrix("best", projection="up_proj")[0][2].tolist() == [1.2, 1.3, 1.1]
 
 
-def test_tables_of_version_1_are_read(tmp_path: Path) -> None:
+LATER = {"1": ["weighted_loss", "hessian_trace", "energy", "weighted_energy"], "2": ["energy", "weighted_energy"]}
+
+
+@pytest.mark.parametrize("version", LATER)
+def test_tables_of_earlier_versions_are_read(tmp_path: Path, version: str) -> None:
     write_losses(tmp_path / "new", [[row(0, 0, WHOLE)]])
-    table = pq.read_table(tmp_path / "new").drop_columns(["weighted_loss", "hessian_trace"])
-    pq.write_table(table.replace_schema_metadata({"moeq_schema_version": "1"}), tmp_path / "old")
-    assert read_losses(tmp_path / "old").rows() == [row(0, 0, WHOLE) | {"weighted_loss": None}]
-    pq.write_table(table.replace_schema_metadata({"moeq_schema_version": "3"}), tmp_path / "newer")
-    with pytest.raises(ArtifactError, match="schema version '3'"):
+    assert read_losses(tmp_path / "new").energies("weighted_loss") == [[0.1]]
+    table = pq.read_table(tmp_path / "new").drop_columns(LATER[version])
+    pq.write_table(table.replace_schema_metadata({"moeq_schema_version": version}), tmp_path / "old")
+    before = read_losses(tmp_path / "old")
+    assert before.rows() == [row(0, 0, WHOLE) | dict.fromkeys(LATER[version])]
+    assert before.energies("loss") is None, "what experts answer was not written down"
+    pq.write_table(table.replace_schema_metadata({"moeq_schema_version": "4"}), tmp_path / "newer")
+    with pytest.raises(ArtifactError, match="schema version '4'"):
         read_losses(tmp_path / "newer")

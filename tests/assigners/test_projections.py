@@ -12,58 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_inputs import BITS, inputs_of, with_options
+from random_inputs import BITS, NAMES, inputs_of, spent, with_matrices, with_options
 
-from moeq.artifacts.assignment import Assignment, matrix_widths, read_assignment, write_assignment
-from moeq.artifacts.losses import SCHEMA, LossTable
+from moeq.artifacts.assignment import matrix_widths, read_assignment, write_assignment
 from moeq.artifacts.targets import refusal, targets
 from moeq.assigners import assign, report
-from moeq.assigners.inputs import AssignInputs, routing_mass
+from moeq.assigners.inputs import routing_mass
 from moeq.assigners.sensitivity import columns, matrix_tables, objective, tables
 from moeq.errors import AssignmentError, FormatError
-
-NAMES = ("gate_proj", "up_proj", "down_proj")
-
-
-def with_matrices(
-    seed: int, layers: int, experts: int, names: tuple[str, ...] = NAMES, **options: object
-) -> AssignInputs:
-    """`inputs_of` with rows of every projection, and bytes of matrices, each with a bias of 2 bytes."""
-    import pyarrow as pa
-
-    inputs = inputs_of(seed, layers, experts, **options)
-    assert inputs.losses is not None
-    rng = np.random.default_rng(seed)
-    rows = inputs.losses.rows()
-    for row in list(rows):
-        for name in names:
-            share = float(rng.random()) if row["expert"] else 0.0  # expert 0: nothing measured of its matrices
-            rows.append(
-                row | {"projection": name, "loss": row["loss"] * share, "weighted_loss": row["weighted_loss"] * share}
-            )
-    weights = rng.integers(3, 9, layers)
-    matrices = tuple(
-        {
-            name: {b: int(w + number) * (b * 8 + 2) + (b > 1) * b + 2 for b in (*BITS, 16)}
-            for number, name in enumerate(names)
-        }
-        for w in weights
-    )
-    whole = tuple({bits: sum(one[bits] for one in mine.values()) for bits in (*BITS, 16)} for mine in matrices)
-    table = LossTable(pa.Table.from_pylist(rows, schema=SCHEMA))
-    counts = tuple(sum(64 * int(w + number) + 1 for number in range(len(names))) for w in weights)
-    return replace(inputs, losses=table, bytes=whole, matrix_bytes=matrices, weights=counts)
-
-
-def spent(inputs: AssignInputs, assignment: Assignment) -> int:
-    """Bytes of all experts, counted from the assignment's own lines."""
-    total = 0
-    for layer, mine in enumerate(assignment.layers):
-        for choice in mine.experts:
-            sizes = inputs.matrix_bytes[layer]
-            widths = choice.projections or dict.fromkeys(sizes, choice.bits)
-            total += sum(sizes[name][bits] for name, bits in widths.items())
-    return total
 
 
 @given(st.integers(0, 10**6), st.sampled_from([(1, 2), (2, 1)]), st.floats(0, 1), st.booleans())
