@@ -16,7 +16,7 @@ from moeq.runtimes import NATIVE, formats, runtimes
 
 RECORDED = "# The recipe as it was run, defaults filled in."  # the first line of a run's own copy
 EARLIER, CODE_BITS, LATER = "average_bits", "code_bits", "bits_per_weight"
-SPEED = "speed"  # a limit that came later
+SPEED, DROP = "speed", "drop"  # keys that came later
 SHOWN = {EARLIER: CODE_BITS, "bits": CODE_BITS, "hot_bits": "hot_code_bits", "cold_bits": "cold_code_bits"}
 
 
@@ -67,7 +67,7 @@ def as_in_keys(recipe: dict[str, Any]) -> dict[str, Any]:
     """
     for section in _sections(recipe):
         section[EARLIER] = section.pop(CODE_BITS)
-        for key in (LATER, SPEED):
+        for key in (LATER, SPEED, DROP):
             if section[key] is None:
                 del section[key]
         if section["target"] == NATIVE:

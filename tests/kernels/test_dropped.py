@@ -12,6 +12,7 @@ from moeq_kernels.choice import prepared_layer
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 from moeq_kernels.dropped import WithoutDropped
 from moeq_kernels.packed import PackedWeight, packed_shapes
+from moeq_kernels.parts import LayerParts
 from moeq_kernels.widths import DROPPED, Encoding
 
 EXPERTS, HIDDEN, INTER, TOKENS, CHOSEN = 6, 32, 48, 9, 3
@@ -105,3 +106,27 @@ def test_a_matrix_of_no_bits() -> None:
     assert values.dtype == torch.bfloat16
     assert torch.equal(values, torch.zeros(3, 5, dtype=torch.bfloat16))
     assert nothing.map(lambda part: part.clone()).dequantize().shape == (3, 5)
+
+
+def test_runtimes_that_hand_tensors_over_hand_none_over_of_dropped_experts() -> None:
+    """As vLLM and SGLang load a layer: what is dropped is not waited for, and a tensor of it is refused."""
+    given = layer({0, 4})
+    widths = [4 if own else DROPPED for own in given.matrices]
+    sizes = (HIDDEN, INTER)
+    parts = LayerParts("layers.0", ENCODING, widths, EXPERTS, sizes, torch.float32, gate, "silu")
+    module = torch.nn.Module()
+    module.register_parameter("w13_weight", torch.nn.Parameter(torch.empty(1), requires_grad=False))
+    parts.place(module, lambda *_: None)
+    names = {"gate_proj": "w1", "up_proj": "w3", DOWN: "w2"}
+    with pytest.raises(ValueError, match="the expert is dropped"):
+        parts.take(4, "w1", "w13_codes", torch.empty(0))
+    for expert, own in enumerate(given.matrices):
+        for name, matrix in own.items():
+            assert isinstance(matrix, PackedWeight)
+            for part, tensor in matrix.parts().items():
+                assert parts.take(expert, names[name], f"{names[name]}_{part}", tensor)
+    prepared = parts.finish(module)
+    wanted, _ = prepared_layer(given, CPU, "fixed")
+    assert isinstance(prepared, WithoutDropped)
+    assert wanted is not None
+    torch.testing.assert_close(prepared(*routed()), wanted(*routed()), rtol=1e-5, atol=1e-5)
