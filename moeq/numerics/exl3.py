@@ -83,7 +83,7 @@ def state_values(codebook: str) -> Tensor:
 
 
 def reversed_bits(values: Tensor, count: int) -> Tensor:
-    """Integers of `count` bits with these in reverse, int64."""
+    """Integers [...] of `count` bits with these in reverse, int64 [...]."""
     found = torch.zeros_like(values, dtype=torch.int64)
     for place in range(count):
         found |= (values.long() >> place & 1) << count - 1 - place
@@ -112,7 +112,8 @@ def unpacked(trellis: Tensor, bits: int) -> Tensor:
 def transformed(matrix: Tensor) -> Tensor:
     """A matrix [..., K] whose blocks of 128 along the last axis are multiplied by the Hadamard matrix H, unscaled.
 
-    H[i, j] is 1 where i and j have an even number of bits in common, else -1 (Sylvester's); H H is 128 times one.
+    H has 1 where the numbers of row and column have an even number of bits in common, else -1 (Sylvester's); H H is 128
+    times one.
     """
     found = matrix.unflatten(-1, (-1, BLOCK))
     width = 1
@@ -175,7 +176,7 @@ class Exl3Weight:
         return (both * self.suh.double() * self.svh.double().unsqueeze(1)).float()
 
     def tensors(self, module: str) -> Mapping[str, Tensor]:
-        """The tensors of a checkpoint, by the name of the module."""
+        """The tensors of a checkpoint by the name of the module: trellis, suh [K], svh [N], and what tells the codebook []."""
         parts = {"trellis": self.trellis, "suh": self.suh, "svh": self.svh}
         if self.codebook in MULTIPLIERS:
             multiplier = MULTIPLIERS[self.codebook]

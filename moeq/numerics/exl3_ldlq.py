@@ -5,7 +5,8 @@ is between the Hadamard transforms is then about normal, whatever the weight was
 of trellis_ldlq.py with the Hessian transformed alike, rows counting the same. At the end every row's scale in svh is
 fitted to the weight itself.
 
-The walks over 2^16 states take a CPU core about a second for 10,000 weights and width: small models, and tests.
+On a CPU the walks over 2^16 states are for small models, and tests: two cores of Zen 3, others working on them, took a
+second for 11,000 to 13,000 weights at 2 to 4 bits, for 6,000 at 1 bit and for 2,000 at 8.
 
 Letters: E weights of a batch, N output rows, K inputs, k bits.
 """

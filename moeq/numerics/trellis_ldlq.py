@@ -60,7 +60,7 @@ def quantize(
 
     def piece(which: slice, part: slice) -> None:
         some, tiles = weight[which, part], slice(part.start // TILE, tiles_along(min(part.stop, weight.shape[1])))
-        scales = [storable(first_scale(some, k, state_bits)) for k in bits]
+        scales = [_storable(first_scale(some, k, state_bits)) for k in bits]
         batch = Walked(some, factor.unit_upper[which], factor.pivots[which], code, scales)
         for width, (into, k) in enumerate(zip(found, bits, strict=True)):
             fitted = fitted_scale(batch.weight, batch.rounded(width), scales[width], hessian[which])
@@ -185,7 +185,7 @@ def _rounded(target: Tensor) -> tuple[Tensor, Tensor]:
     return nearest.to(torch.int8).view(torch.uint8), nearest * UNIT
 
 
-def storable(scale: Tensor) -> Tensor:
+def _storable(scale: Tensor) -> Tensor:
     """Scales as they are stored, float16; none is 0 or infinite."""
     return scale.clamp(LEAST_SCALE, LARGEST_SCALE).to(SCALE_DTYPE)
 
@@ -197,4 +197,4 @@ def fitted_scale(weight: Tensor, rounded: Tensor, scale: Tensor, hessian: Tensor
     """
     seen = rounded @ hessian
     ratio = (seen * weight).sum(-1) / (seen * rounded).sum(-1)
-    return storable(scale.float() * torch.where(ratio > 0, ratio, 1.0).float())
+    return _storable(scale.float() * torch.where(ratio > 0, ratio, 1.0).float())
