@@ -176,7 +176,7 @@ class Exl3Weight:
         return (both * self.suh.double() * self.svh.double().unsqueeze(1)).float()
 
     def tensors(self, module: str) -> Mapping[str, Tensor]:
-        """The tensors of a checkpoint by the name of the module: as here, and what tells the codebook, of shape []."""
+        """The tensors of a checkpoint by a module's name: trellis, suh [K], svh [N], and what tells the codebook."""
         parts = {"trellis": self.trellis, "suh": self.suh, "svh": self.svh}
         if self.codebook in MULTIPLIERS:
             multiplier = MULTIPLIERS[self.codebook]
