@@ -11,7 +11,8 @@ counted, has everything compiled.
 
 The effects of layers are measured apart, on one sequence and on two: what a pass over this layer takes, and putting its
 replicas in; and an output of that model's 151,936 tokens with its comparison. They are counted for as many sequences
-and passes as the preset takes, for this layer alone and as a layer's share in a model of 48.
+and passes as the preset takes: for this layer alone, whose 2,048 tokens cost next to nothing, and as a layer's share in
+a model of 48, with its outputs.
 
 Goal: balanced takes at most twice the processor time of fast, on this layer alone and in a model of 48.
 """
@@ -109,7 +110,8 @@ def whole(seconds: dict[str, float], layers: int) -> float:
 
     section = load_recipe(None, ["losses.layer_effects={}"]).losses.layer_effects
     count = effects.sequence_count(section, layers, CALIBRATION) * SHARE
-    effect = effects.passes(layers) * seconds[PASS] + (layers + 2) / layers * seconds[OUTPUT]
+    outputs = (layers + 2) / layers if layers > 1 else 0.0
+    effect = effects.passes(layers) * seconds[PASS] + outputs * seconds[OUTPUT]
     return sum(seconds[stage] for stage in STAGES) + count * effect + seconds[PUT]
 
 
