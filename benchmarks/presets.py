@@ -1,7 +1,7 @@
 """Which settings keep most at equal stored bits: what the qualities are chosen by.
 
     python benchmarks/presets.py [--model bundled:tiny-mixtral] [--windows SCRIPT] [--budgets 2.3 2.5 3.1]
-        [--variants NAME ...] [--assignments NAME ...] [--refine] [--tune SEQUENCES]
+        [--variants NAME ...] [--assignments NAME ...] [--effect-sequences 32] [--refine] [--tune SEQUENCES]
 
 Every variant is a way to make replicas (keys of the recipe's section losses), every assignment a way to choose among
 them (keys of assign) at the same bits a weight, scales and zero points counted. KL is that of the next token from the
@@ -24,7 +24,6 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,7 +177,7 @@ def main() -> int:
         print(f"perplexity as trained {math.exp(bench.exact_loss):.2f}")
         results.table(["settings", "  bits", "perplexity", "             KL", "  equal", "seconds"])
         for variant in options.variants:
-            context = bench.context(_losses(variant, options.assignments))
+            context = bench.context(_losses(variant, options))
             seconds(context, "profile")
             taken = seconds(context, "losses")
             for budget in options.budgets:
@@ -189,12 +188,12 @@ def main() -> int:
     return results.report()
 
 
-def _losses(variant: str, assignments: Sequence[str]) -> dict[str, Any]:
+def _losses(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     """The section losses of a variant, with the effects that the assignments need."""
     effects = {}
-    if any("layers" in name for name in assignments):
-        effects["layer_effects"] = {"bits": 2, "sequences": 32}
-    if any("effect" in name for name in assignments):
+    if any("layers" in name for name in options.assignments):
+        effects["layer_effects"] = {"bits": 2, "sequences": options.effect_sequences}
+    if any("effect" in name for name in options.assignments):
         effects["expert_effects"] = {"bits": 2, "sequences": 16}
     return LOSSES[variant] | effects
 
@@ -218,7 +217,7 @@ def _rows(
         kl[name] = found.kl
         results.row(row, *found.cells(), f"{taken:.0f}")
         for then, section in _trainings(options).items():
-            trained = bench.context(_losses(variant, options.assignments), assign=keys, quantize=section)
+            trained = bench.context(_losses(variant, options), assign=keys, quantize=section)
             seconds(trained, "assign")
             training = seconds(trained, "quantize")
             found = bench.measured(trained, assign.load(trained), exported=True)
@@ -242,6 +241,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--windows", type=Path, help="a training script whose text and windows are taken")
     parser.add_argument("--variants", nargs="+", choices=list(LOSSES), help=f"[default: {every} and {preset}]")
     parser.add_argument("--assignments", nargs="+", choices=list(ASSIGNMENTS), default=[PAPER, FAST])
+    parser.add_argument(
+        "--effect-sequences", type=int, default=32, metavar="N", help="that layers' effects are seen on"
+    )
     parser.add_argument("--refine", action="store_true", help="also train the assigned experts (quantize.refine)")
     parser.add_argument("--tune", type=int, metavar="SEQUENCES", help="also tune their scales (quantize.tune)")
     parser.add_argument("--out", type=Path, help="keep the run here")

@@ -68,11 +68,11 @@ def beginning_at(model: nn.Module, outputs: Outputs, block: str) -> Iterator[Non
         for name, output in outputs.before(block).items():
             layer = model.get_submodule(name)
             stack.callback(model.set_submodule, name, layer)
-            model.set_submodule(name, _Done(layer, output))
+            model.set_submodule(name, Done(layer, output))
         yield
 
 
-class _Done(nn.Module):
+class Done(nn.Module):
     """Stands in for a layer: has its attributes, and gives what it gave."""
 
     def __init__(self, layer: nn.Module, output: Any) -> None:

@@ -25,16 +25,38 @@ FAR = np.float32(1e30)  # the cost of a beginning that must not be
 
 
 @compiled  # type: ignore[untyped-decorator]
+def _wide_step(bits, before, after, back, wanted, weight, values):  # type: ignore[no-untyped-def]
+    """One step of any number of bits, the way to each next p by comparing all of them."""
+    ways = 1 << bits
+    middles = before.shape[0] >> bits
+    for middle in range(middles):
+        for newest in range(ways):
+            to, first = middle + middles * newest, middle * ways + before.shape[0] * newest
+            best, taken = after[to], back[to]
+            best[:] = np.float32(3e38)
+            for way in range(ways):
+                value, cost = values[first + way], before[middle * ways + way]
+                for lane in range(LANES):
+                    rest = wanted[lane] - weight[lane] * value
+                    whole = cost[lane] + rest * rest
+                    if whole < best[lane]:
+                        best[lane] = whole
+                        taken[lane] = np.uint8(way)
+
+
+@compiled  # type: ignore[untyped-decorator]
 def _advance(bits, before, after, back, wanted, weight, values):  # type: ignore[no-untyped-def]
-    """One step, see trellis_steps.py."""
+    """One step, see trellis_steps.py; of more than 4 bits, whose ways are too many to be written out, in loops."""
     if bits == 1:
         step1(before, after, back, wanted, weight, values)
     elif bits == 2:
         step2(before, after, back, wanted, weight, values)
     elif bits == 3:
         step3(before, after, back, wanted, weight, values)
-    else:
+    elif bits == 4:
         step4(before, after, back, wanted, weight, values)
+    else:
+        _wide_step(bits, before, after, back, wanted, weight, values)
 
 
 @compiled  # type: ignore[untyped-decorator]

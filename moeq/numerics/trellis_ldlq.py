@@ -11,7 +11,8 @@ Letters: E experts, N output rows, K inputs, B widths, b columns of a block (16)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,6 +32,21 @@ LEAST_SCALE, LARGEST_SCALE = 2.0**-24, 65504.0
 LARGEST = 127  # value of a step of 8 bits, in units of 1/32
 
 
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """What a tile's walk stands for. values: of each state [2**L] in units of the rows' scales, by width; None: steps
+    of this width are their values. order: [256], which weight of the tile, row after row, each step is; None: that one.
+    """
+
+    values: Mapping[int, Tensor | None]
+    order: Tensor | None = None
+
+    @classmethod
+    def own(cls, bits: Sequence[int], state_bits: int) -> Code:
+        """moeq's, as moeq_kernels/trellis.py has it."""
+        return cls(values={k: values(k, state_bits) if k in WALKED else None for k in bits})
+
+
 def quantize(
     weight: Tensor, factor: Factor, hessian: Tensor, bits: Sequence[int], state_bits: int
 ) -> list[TrellisWeight]:
@@ -39,27 +55,38 @@ def quantize(
     factor: of hessian [E, K, K], float32, damped as `factor.factorize` did; hessian: what the rows' scales are fitted
     to, undamped. Rows are independent of each other but for those of a tile.
     """
+    found = [_empty(weight, k, state_bits) for k in bits]
+    code = Code.own(bits, state_bits)
+
+    def piece(which: slice, part: slice) -> None:
+        some, tiles = weight[which, part], slice(part.start // TILE, tiles_along(min(part.stop, weight.shape[1])))
+        scales = [_storable(first_scale(some, k, state_bits)) for k in bits]
+        batch = Walked(some, factor.unit_upper[which], factor.pivots[which], code, scales)
+        for width, (into, k) in enumerate(zip(found, bits, strict=True)):
+            fitted = fitted_scale(batch.weight, batch.rounded(width), scales[width], hessian[which])
+            into.codes[which, tiles], into.scales[which, part] = pack(batch.codes[width], k), fitted
+
+    in_pieces(weight, len(bits), piece)
+    return found
+
+
+def in_pieces(weight: Tensor, widths: int, piece: Callable[[slice, slice], None]) -> None:
+    """Work on weights [E, N, K] piece by piece, slices of experts and of rows, whole tiles: side by side on a CPU, as
+    much as memory allows at once on a GPU."""
     experts, rows, inputs = weight.shape
     on_cpu = weight.device.type == "cpu"
     step = ROWS_AT_ONCE if on_cpu else rows
-    least = ROWS_AT_ONCE // rows if on_cpu else RESIDUAL_BYTES // (4 * len(bits) * rows * inputs)
-    some = max(1, least)
-    found = [_empty(weight, k, state_bits) for k in bits]
-
-    def piece(at: tuple[int, int]) -> None:
-        which, part = slice(at[0], at[0] + some), slice(at[1], at[1] + step)
-        tiles = slice(at[1] // TILE, tiles_along(min(at[1] + step, rows)))
-        batch = _Batch(weight[which, part], factor.unit_upper[which], factor.pivots[which], bits, state_bits)
-        for into, (codes, scale) in zip(found, batch.run(hessian[which]), strict=True):
-            into.codes[which, tiles], into.scales[which, part] = codes, scale
-
-    pieces = [(first, start) for first in range(0, experts, some) for start in range(0, rows, step)]
+    some = max(1, ROWS_AT_ONCE // rows if on_cpu else RESIDUAL_BYTES // (4 * widths * rows * inputs))
+    pieces = [
+        (slice(first, first + some), slice(start, start + step))
+        for first in range(0, experts, some)
+        for start in range(0, rows, step)
+    ]
     if on_cpu:
-        side_by_side(piece, pieces)
+        side_by_side(lambda at: piece(*at), pieces)
     else:
         for at in pieces:
-            piece(at)
-    return found
+            piece(*at)
 
 
 def _empty(weight: Tensor, bits: int, state_bits: int) -> TrellisWeight:
@@ -85,49 +112,51 @@ def first_scale(weight: Tensor, bits: int, state_bits: int) -> Tensor:
     return weight.float().square().mean(-1).sqrt() / normal
 
 
-class _Batch:
-    """Some experts' weights [E, N, K], their factor and pivots; residuals input-major, [E, K, B*N]."""
+class Walked:
+    """Some experts' weights [E, N, K] as walks of a code at several widths, their errors made up for.
 
-    def __init__(self, weight: Tensor, upper: Tensor, pivots: Tensor, bits: Sequence[int], state_bits: int) -> None:
+    codes: bits of the steps, uint8 [E, R, C, 256], by width. Residuals are input-major, [E, K, B*N].
+    """
+
+    def __init__(self, weight: Tensor, upper: Tensor, pivots: Tensor, code: Code, scales: Sequence[Tensor]) -> None:
+        """upper, pivots: the factor of the Hessians; scales: [E, N] of every width of the code."""
         self.weight = weight.to(upper.dtype)
-        self.columns = self.weight.mT.contiguous()
-        self.upper, self.pivots, self.bits = upper, pivots, bits
-        experts, inputs, rows = self.columns.shape
-        self.residual = torch.empty(experts, inputs, len(bits) * rows, dtype=upper.dtype, device=upper.device)
-        self.scales = [_storable(first_scale(weight, k, state_bits)) for k in bits]
-        self.lane_scales = torch.stack(self.scales, 1).unsqueeze(1).to(upper.dtype)  # [E, 1, B, N]
-        self.values = [values(k, state_bits).to(upper.device) if k in WALKED else None for k in bits]
+        self._columns = self.weight.mT.contiguous()
+        self._upper, self._pivots, self._bits, self._order = upper, pivots, list(code.values), code.order
+        experts, inputs, rows = self._columns.shape
+        self._residual = torch.empty(experts, inputs, len(scales) * rows, dtype=upper.dtype, device=upper.device)
+        self._scales = torch.stack(list(scales), 1).unsqueeze(1).to(upper.dtype)  # [E, 1, B, N]
+        self._values = [None if one is None else one.to(upper.device) for one in code.values.values()]
         along = tiles_along(rows), tiles_along(inputs), TILE * TILE
-        self.codes = [torch.empty(experts, *along, dtype=torch.uint8, device=upper.device) for _ in bits]
+        self.codes = [torch.empty(experts, *along, dtype=torch.uint8, device=upper.device) for _ in scales]
+        self._run()
 
-    def run(self, hessian: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Packed codes and fitted scales float16 [E, N] of every width."""
-        inputs, rows = self.columns.shape[1:]
+    def rounded(self, width: int) -> Tensor:
+        """What the codes of the width of this index stand for, [E, N, K]."""
+        rows = self.weight.shape[1]
+        return self.weight - self._residual[:, :, width * rows : (width + 1) * rows].mT
+
+    def _run(self) -> None:
+        inputs = self._columns.shape[1]
         for far in range(0, inputs, SPAN):
             end = min(far + SPAN, inputs)
-            given = feedback(self.upper, self.residual, 0, far, end)
+            given = feedback(self._upper, self._residual, 0, far, end)
             for start in range(far, end, TILE):
                 stop = min(start + TILE, end)
                 part = given[:, start - far : stop - far]
                 if start > far:
-                    part = torch.baddbmm(part, self.upper[:, far:start, start:stop].mT, self.residual[:, far:start])
+                    part = torch.baddbmm(part, self._upper[:, far:start, start:stop].mT, self._residual[:, far:start])
                 self._block(start, stop, part)
-        found = []
-        for width, scale in enumerate(self.scales):
-            left = self.residual[:, :, width * rows : (width + 1) * rows].mT
-            fitted = fitted_scale(self.weight, self.weight - left, scale, hessian.to(left.dtype))
-            found.append((pack(self.codes[width], self.bits[width]), fitted))
-        return found
 
     def _block(self, start: int, stop: int, given: Tensor) -> None:
         """Round the columns from start to stop; given [E, b, B*N]: what those before give to them."""
-        own = self.upper[:, start:stop, start:stop]
+        own = self._upper[:, start:stop, start:stop]
         moved = torch.linalg.solve_triangular(own.mT, given, upper=False, unitriangular=True)
-        counts = (own * self.pivots[:, None, start:stop].to(own.dtype) * own).sum(-1)
-        columns = self.columns[:, start:stop].unsqueeze(2)
-        target = (columns + moved.unflatten(2, (len(self.bits), -1))) / self.lane_scales
-        values = self._walks(target.permute(2, 0, 3, 1), counts, start // TILE).permute(1, 3, 0, 2) * self.lane_scales
-        into = self.residual[:, start:stop].unflatten(2, (len(self.bits), -1))
+        counts = (own * self._pivots[:, None, start:stop].to(own.dtype) * own).sum(-1)
+        columns = self._columns[:, start:stop].unsqueeze(2)
+        target = (columns + moved.unflatten(2, (len(self._bits), -1))) / self._scales
+        values = self._walks(target.permute(2, 0, 3, 1), counts, start // TILE).permute(1, 3, 0, 2) * self._scales
+        into = self._residual[:, start:stop].unflatten(2, (len(self._bits), -1))
         torch.sub(columns, values, out=into)
 
     def _walks(self, target: Tensor, counts: Tensor, column: int) -> Tensor:
@@ -135,15 +164,17 @@ class _Batch:
         _, experts, rows, size = target.shape
         edges = (0, TILE - size, 0, -rows % TILE)
         whole = torch.nn.functional.pad(target, edges) if any(edges) else target
-        tiles = whole.reshape(len(self.bits), -1, TILE * TILE)
+        tiles = whole.reshape(len(self._bits), -1, TILE * TILE)
         counts = counts / counts.mean(1, keepdim=True)
         counts = torch.nn.functional.pad(counts, edges[:2]).repeat(1, TILE)
+        if self._order is not None:
+            tiles, counts = tiles[..., self._order], counts[:, self._order]
         form = trellis if target.device.type == "cpu" else trellis_device
         found: list[Tensor] = []
-        for own, bits, value, codes in zip(tiles, self.bits, self.values, self.codes, strict=True):
+        for own, bits, value, codes in zip(tiles, self._bits, self._values, self.codes, strict=True):
             made, nearest = _rounded(own) if value is None else form.walks(own, value, bits, counts)
             codes[:, :, column] = made.view(experts, -1, TILE * TILE)
-            found.append(nearest)
+            found.append(nearest if self._order is None else nearest[:, self._order.argsort()])
         near: Tensor = torch.stack(found).view(len(found), experts, -1, TILE)[:, :, :rows, :size]
         return near
 

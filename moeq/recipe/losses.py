@@ -16,7 +16,12 @@ class LayerEffectsSection(Section):
     """What quantizing one layer's experts alone does to the model's output, on held-out calibration sequences."""
 
     bits: Bits = Field(2, description="width that is measured")
-    sequences: int = Field(16, ge=1, description="held-out sequences it is measured on")
+    sequences: int | None = Field(
+        None,
+        ge=1,
+        description="held-out sequences it is measured on; none: 16, fewer where as many layers would take longer than "
+        "a pass over the calibration text",
+    )
 
 
 class ExpertEffectsSection(Section):

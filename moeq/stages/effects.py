@@ -1,10 +1,11 @@
-"""What quantizing one layer's experts alone does to the model's output: one pass over some text for each layer."""
+"""What quantizing one layer's experts alone does to the model's output: all layers in one run over some text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, LayerAssignment
 from moeq.artifacts.effects import LayerEffects
 from moeq.errors import QuantizationError
+from moeq.models.carried import Carried, Lost
 from moeq.models.experts import ExpertLayer
 from moeq.models.walk import Batch
 from moeq.quantizers.layer_data import heldout_stride
@@ -22,26 +24,39 @@ from moeq.stages.context import Context
 from moeq.stages.replicas import Replicas
 
 OUTPUTS = 3  # that are held at once
+MOST = 16  # sequences, where the recipe gives no number
+AGREEING = 0.01  # part of a layer's divergence by which a whole run may differ: devices add in any order
+
+
+def sequence_count(section: LayerEffectsSection, layers: int, calibration: int) -> int:
+    """Sequences that the effects are measured on: as the recipe says, else as many as take no longer than a pass over
+    `calibration` sequences. A sequence takes `passes(layers)`."""
+    if section.sequences is not None:
+        return section.sequences
+    return max(1, min(MOST, int(calibration / passes(layers))))
+
+
+def passes(layers: int) -> float:
+    """Passes over all layers that one sequence takes: as it is, from every layer on, and one that is compared."""
+    return 1 + (layers + 1) / 2 + 1
 
 
 def measure(context: Context, section: LayerEffectsSection) -> LayerEffects:
     """The divergence that every layer alone causes, on sequences that losses held out.
 
-    The exact output of one batch is kept, and compared with that of every layer's replicas in turn; batches are so
-    small that it fits into losses.working_memory. Raises QuantizationError when an output is not finite.
+    One run of the model carries all layers' changes along; where a family's layers hand on more than their output, the
+    model runs once for each. Outputs are compared batch by batch, batches being so small that they fit into
+    losses.working_memory. Raises QuantizationError when an output is not finite.
     """
     method = context.recipe.losses.methods[0]
-    totals = torch.zeros(len(context.model.layers), dtype=torch.float64)
-    batches = heldout_batches(context, section.sequences)
-    with context.reporter.bar("layer effects", len(batches) * (len(context.model.layers) + 1)) as advance:
-        for batch in batches:
-            exact = log_probabilities(context, batch)
-            advance()
-            for layer in context.model.layers:
-                with replaced(context, layer, alone(context, layer, section.bits, method), range(layer.num_experts)):
-                    changed = log_probabilities(context, batch)
-                totals[layer.index] += divergence(exact, changed, f"{layer.name} at {section.bits} bits")
-                advance()
+    layers = expert_layers(context)
+    count = sequence_count(section, len(layers), len(context.text.grown_calibration))
+    batches = heldout_batches(context, count, kept=kept_numbers(len(layers), layers[0].hidden_size))
+    totals = torch.zeros(len(layers), dtype=torch.float64)
+    with context.reporter.bar("layer effects", len(batches) * len(layers)) as advance:
+        worker = _Worker(context=context, bits=section.bits, method=method, layers=layers, advance=advance)
+        for group in grouped(batches, len(layers), context):
+            totals += worker.measure(group)
     tokens = sum(predictions(context, batch) for batch in batches)
     return LayerEffects(
         bits=section.bits,
@@ -50,6 +65,109 @@ def measure(context: Context, section: LayerEffectsSection) -> LayerEffects:
         tokens=tokens,
         divergence=tuple((totals / tokens).tolist()),
     )
+
+
+def expert_layers(context: Context) -> list[ExpertLayer]:
+    """The expert layers as the loaded model has them."""
+    module, streamed = context.model.module, context.model.streamed  # found while all are there
+    return context.model.layers if streamed is None or module is None else streamed.layers
+
+
+def kept_numbers(layers: int, hidden: int) -> int:
+    """Numbers of every token that are kept while layers' changes are carried along: hidden states."""
+    return (layers + 1) * hidden
+
+
+def grouped(batches: Sequence[Batch], layers: int, context: Context) -> list[list[Batch]]:
+    """Batches in groups whose hidden states, those of every layer's change too, fit into the working memory."""
+    memory = working_memory(context.recipe.losses.working_memory, context.model.device)
+    hidden = max(layer.hidden_size for layer in context.model.layers) * context.model.dtype.itemsize
+    groups: list[list[Batch]] = []
+    for batch in batches:
+        if groups and sum(at.input_ids.numel() for at in [*groups[-1], batch]) * (layers + 1) * hidden <= memory:
+            groups[-1].append(batch)
+        else:
+            groups.append([batch])
+    return groups
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    """Measures some batches at a time. carries: whether layers' changes can be carried; None: not yet known."""
+
+    context: Context
+    bits: int
+    method: str
+    layers: Sequence[ExpertLayer]
+    advance: Callable[[], None]
+    carries: bool | None = None
+
+    def measure(self, batches: Sequence[Batch]) -> Tensor:
+        """The sum over tokens of the divergence that each layer causes, [L] float64."""
+        run = None if self.carries is False else self._carried(batches)
+        if self.carries is None:
+            self.carries = run is not None and self._agrees(run, batches[0])
+            if not self.carries:
+                self.context.reporter.say(
+                    "  decoder layers need more than the one before: the whole model runs for each layer"
+                )
+        if run is None or not self.carries:
+            found = [self._one_by_one(batch) for batch in batches]
+        else:
+            found = [self._compared(run, index, batch) for index, batch in enumerate(batches)]
+        return torch.tensor(found, dtype=torch.float64).sum(0)
+
+    def _carried(self, batches: Sequence[Batch]) -> Carried | None:
+        """The run of some batches with every layer's change; None where changes cannot be carried."""
+        model = self.context.model
+        run = Carried(model.module, batches, model.device, model.streamed)
+        try:
+            for block in run.walk():
+                for layer in self.layers:
+                    if layer.name.startswith(f"{block}."):
+                        with self._replaced(layer):
+                            run.begin(layer.index, block)
+        except Lost:
+            return None
+        return run if len(run.changed) == len(self.layers) else None
+
+    def _agrees(self, run: Carried, batch: Batch) -> bool:
+        """Whether the first layer, whose change went through all others, does what it does in a whole run."""
+        with run.ending(0):
+            exact = log_probabilities(self.context, batch)
+        with run.ending(0, self.layers[0].index):
+            carried = self._divergence(exact, log_probabilities(self.context, batch), self.layers[0])
+        return math.isclose(carried, self._whole(exact, batch, self.layers[0]), rel_tol=AGREEING)
+
+    def _compared(self, run: Carried, index: int, batch: Batch) -> list[float]:
+        """The divergence of each layer on a batch that was run."""
+        with run.ending(index):
+            exact = log_probabilities(self.context, batch)
+        found = []
+        for layer in self.layers:
+            with run.ending(index, layer.index):
+                found.append(self._divergence(exact, log_probabilities(self.context, batch), layer))
+            self.advance()
+        return found
+
+    def _one_by_one(self, batch: Batch) -> list[float]:
+        """The divergence of each layer, every one in a run of the whole model."""
+        exact, found = log_probabilities(self.context, batch), []
+        for layer in self.layers:
+            found.append(self._whole(exact, batch, layer))
+            self.advance()
+        return found
+
+    def _whole(self, exact: Tensor, batch: Batch, layer: ExpertLayer) -> float:
+        with self._replaced(layer):
+            return self._divergence(exact, log_probabilities(self.context, batch), layer)
+
+    def _replaced(self, layer: ExpertLayer) -> AbstractContextManager[None]:
+        replicas = alone(self.context, layer, self.bits, self.method)
+        return replaced(self.context, layer, replicas, range(layer.num_experts))
+
+    def _divergence(self, exact: Tensor, changed: Tensor, layer: ExpertLayer) -> float:
+        return divergence(exact, changed, f"{layer.name} at {self.bits} bits")
 
 
 def divergence(exact: Tensor, changed: Tensor, where: str) -> float:

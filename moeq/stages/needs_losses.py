@@ -14,7 +14,7 @@ from moeq.quantizers.memory import working_memory
 from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, BatchSizes
 from moeq.recipe import ExpertEffectsSection, LayerEffectsSection, LossesSection
 from moeq.registry import QUANTIZERS
-from moeq.stages.effects import sequences_at_once
+from moeq.stages.effects import kept_numbers, passes, sequence_count, sequences_at_once
 from moeq.stages.expert_bytes import store_bytes
 from moeq.stages.expert_effects import AT_ONCE
 from moeq.stages.needs import CAPTURED, PACKED_CALLS, STATES, Needs, Rates, Sizes
@@ -119,7 +119,8 @@ def needs(sizes: Sizes) -> Needs:
     files = {NAME: int(TABLE + TABLE_ROW * rows)}
     files[replicas.INDEX] = INDEX + INDEX_MADE * len(made) + len(sizes.layers) * (INDEX_LAYER + INDEX_ENTRY * kept)
     files |= sizes.others.artifacts()
-    measured = [_effects(sizes, each) for each in (section.layer_effects, section.expert_effects) if each is not None]
+    measured = [] if section.layer_effects is None else [_layer_effects(sizes, section.layer_effects)]
+    measured += [] if section.expert_effects is None else [_expert_effects(sizes, section.expert_effects)]
     for each in measured:
         files |= each.files
 
@@ -147,40 +148,70 @@ def needs(sizes: Sizes) -> Needs:
     )
 
 
-def _effects(sizes: Sizes, section: LayerEffectsSection | ExpertEffectsSection) -> Needs:
-    """The passes in which one layer, or one expert, after the other is quantized; at most as long as the recipe allows.
+def _layer_effects(sizes: Sizes, section: LayerEffectsSection) -> Needs:
+    """One run with every layer's change carried along: on average through the later half of the model, and a whole run
+    to compare with. Of a streamed model every block is read twice, and for the whole run again."""
+    layers, text = len(sizes.layers), sizes.calibration
+    kept = kept_numbers(layers, sizes.geometry.hidden_size)
+    count = sequence_count(section, layers, text.sequences)
+    there, batches, tokens = _compared(sizes, count, kept)
+    memory = working_memory(sizes.recipe.losses.working_memory, sizes.device)
+    states = text.length * (layers + 1) * sizes.token
+    groups = min(batches, -(-there * states // max(memory, states)))
+
+    def seconds(rates: Rates) -> float:
+        blocks = sizes.forward(rates, tokens, 1, head=False)
+        replacing = sizes.expert_parameters / rates.dequantized_weights + sizes.experts * PACKED_CALLS
+        output = _output(sizes, rates, tokens)
+        run = batches * ((passes(layers) - 1) * blocks + (1 + layers) * output)
+        read = sizes.reading(rates, sizes.disk) if sizes.streams else 0.0
+        return run + groups * (replacing + 2 * read) + blocks + output + read
+
+    numbers = COMPARED * sizes.vocabulary * 4 + sizes.vocabulary * sizes.dtype.itemsize
+    held = {"outputs that are compared": tokens * numbers, "hidden states of layers' changes": there * states / groups}
+    moment = {**sizes.held(), **held, **sizes.running(tokens)}
+    return Needs(moments=[moment], files={effects.NAME: 110 + 22 * layers}, seconds=seconds)
+
+
+def _compared(sizes: Sizes, count: int, kept: int) -> tuple[int, int, float]:
+    """Held-out sequences that effects are measured on, batches of them whose outputs fit, tokens of a batch."""
+    losses, text = sizes.recipe.losses, sizes.calibration
+    there = max(1, min(count, text.sequences // heldout_stride(losses.heldout_fraction)))
+    memory = working_memory(losses.working_memory, sizes.device)
+    batches = -(-there // min(there, sequences_at_once(memory, sizes.vocabulary, text.length, kept)))
+    return there, batches, there * text.length / batches
+
+
+def _output(sizes: Sizes, rates: Rates, tokens: float) -> float:
+    """Seconds of the output of some tokens, and of comparing it."""
+    head = sizes.forward(rates, tokens, 1, head=True) - sizes.forward(rates, tokens, 1, head=False)
+    return head + COMPARING * tokens * sizes.vocabulary * 4 / rates.elementwise_bytes
+
+
+def _expert_effects(sizes: Sizes, section: ExpertEffectsSection) -> Needs:
+    """The passes in which one expert after the other is quantized; at most as long as the recipe allows.
 
     An expert's runs from its layer on: on average the later half of the model. With every few experts goes an exact
     pass.
     """
-    losses, text, layers, vocabulary = sizes.recipe.losses, sizes.calibration, len(sizes.layers), sizes.vocabulary
-    experts = section if isinstance(section, ExpertEffectsSection) else None
-    measured = 0 if experts is None else min(experts.experts or sizes.experts, sizes.experts)
-    kept = 0 if experts is None else AT_ONCE * sizes.geometry.hidden_size  # what goes into the layers
-    there = max(1, min(section.sequences, text.sequences // heldout_stride(losses.heldout_fraction)))
-    memory = working_memory(losses.working_memory, sizes.device)
-    batches = -(-there // min(there, sequences_at_once(memory, vocabulary, text.length, kept)))
-    tokens = there * text.length / batches
+    layers, vocabulary = len(sizes.layers), sizes.vocabulary
+    measured = min(section.experts or sizes.experts, sizes.experts)
+    kept = AT_ONCE * sizes.geometry.hidden_size  # what goes into the layers
+    _, batches, tokens = _compared(sizes, section.sequences, kept)
     numbers = COMPARED * vocabulary * 4 + (vocabulary + kept) * sizes.dtype.itemsize
 
     def seconds(rates: Rates) -> float:
-        blocks = sizes.forward(rates, tokens, 1, head=False)
-        output = sizes.forward(rates, tokens, 1, head=True) - blocks
-        output += COMPARING * tokens * vocabulary * 4 / rates.elementwise_bytes
+        blocks, output = sizes.forward(rates, tokens, 1, head=False), _output(sizes, rates, tokens)
         blocks += sizes.reading(rates, sizes.disk) if sizes.streams else 0.0
         replacing = sizes.expert_parameters / rates.dequantized_weights + sizes.experts * PACKED_CALLS
-        if experts is None:
-            return batches * ((1 + layers) * (blocks + output) + replacing)
         later = blocks * (layers + 1) / (2 * layers) + output
         expert = batches * (later + replacing / sizes.experts + (blocks + output) / AT_ONCE)
-        most = float("inf") if experts.seconds is None else experts.seconds
+        most = float("inf") if section.seconds is None else section.seconds
         return min(measured * expert, max(most, expert))
 
-    files = {effects.NAME: 110 + 22 * layers}
-    if experts is not None:
-        files = {
-            expert_effects.NAME: 170 + 36 * sizes.experts + 25 * layers,
-            expert_effects.MEASURED: 150 + 26 * measured,
-        }
+    files = {
+        expert_effects.NAME: 170 + 36 * sizes.experts + 25 * layers,
+        expert_effects.MEASURED: 150 + 26 * measured,
+    }
     moment = {**sizes.held(), "outputs that are compared": tokens * numbers, **sizes.running(tokens)}
     return Needs(moments=[moment], files=files, seconds=seconds)

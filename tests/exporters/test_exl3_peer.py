@@ -1,0 +1,40 @@
+"""EXL3's stored form as gptqmodel's torch backend reads it, which shares no code with moeq."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moeq.numerics import exl3_ldlq
+from moeq.numerics.exl3 import CODEBOOKS, Exl3Weight
+
+SCRIPT = Path(__file__).parent / "peer_exl3.py"
+
+
+@pytest.mark.parametrize("package", ["gptqmodel"])
+def test_what_moeq_codes_is_what_the_peer_reads(package: str, tmp_path: Path) -> None:
+    """What lies between the transforms bit for bit; the weight and the output but for sums in float32."""
+    peers.interpreter(package)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1, 256, 128, generator=generator) * 0.02
+    made: dict[str, Exl3Weight] = {}
+    for codebook in CODEBOOKS:
+        for bits in (2, 3) if codebook == "mul1" else (2,):
+            ((one,),) = exl3_ldlq.quantize(weight, torch.eye(128)[None], [bits], codebook, generator=generator)
+            made[f"{codebook}.{bits}"] = one
+    x = torch.randn(5, 128, generator=generator)
+    tensors = {name: tensor for module, one in made.items() for name, tensor in one.tensors(module).items()}
+    save_file({"x": x, **tensors}, tmp_path / "given.safetensors")
+    peers.run(package, SCRIPT, tmp_path / "given.safetensors", tmp_path / "found.safetensors")
+    found = load_file(tmp_path / "found.safetensors")
+    for module, one in made.items():
+        whole = one.dequantize()
+        assert torch.equal(found[f"{module}.inner"], one.inner())
+        # it keeps values of codebooks in float32, which the kernels round to float16
+        torch.testing.assert_close(found[f"{module}.weight"].T, whole, rtol=0, atol=2**-10 * float(whole.abs().max()))
+        error = (found[f"{module}.output"] - x @ whole.T).norm() / (x @ whole.T).norm()
+        assert float(error) < 1e-3
