@@ -198,7 +198,7 @@ def _resolve(
             return bundled_path(name.removeprefix(BUNDLED)), None
         except ArtifactError as error:
             what = "no such bundled model"
-            raise ModelError(what, where=name, do="use bundled:tiny-mixtral or bundled:tiny-moe-vit") from error
+            raise ModelError(what, where=name, do="use bundled:tiny-mixtral, bundled:tiny-moe-vit or bundled:tiny-moe-vit-65") from error
     path = Path(name).expanduser()
     try:
         if path.is_dir():

@@ -21,6 +21,7 @@ from moeq.integers.forward.description import describe
 from moeq.integers.forward.from_model import lines, make
 from moeq.integers.forward.reference import folded
 from moeq.integers.forward.schemes import SCHEMES, float_logits, program_of, quality, schemes, simulated_logits, table
+from moeq.models.corpus import ImageTask, open_image_sets
 from moeq.recipe import IntegerSection
 
 
@@ -52,6 +53,24 @@ def test_log_sqrt2_at_4_bits_keeps_the_digits_and_beats_log2_and_uniform(bundled
     assert mine.logit_error < 0.08
     assert mine.logit_error < found["log2"].logit_error
     assert mine.logit_error < found["uniform"].logit_error
+
+
+def test_at_65_tokens_the_code_that_calibration_chooses_turns_the_order_of_the_printed_forms() -> None:
+    model = AutoModelForImageClassification.from_pretrained(bundled_path("tiny-moe-vit-65")).float().eval()
+    task = ImageTask.of(model, bundled_path("tiny-moe-vit-65"))
+    (found,) = open_image_sets("digits", task)
+    calibration, images = (task.pixels(found.images[found.part(part)[:16]]) for part in ("train", "test"))
+    labels, vit = found.labels[found.part("test")[:16]], describe(model)
+    reference = float_logits(vit, images)
+    errors = {}
+    for softmax in ("log-sqrt2", "log2"):
+        for dropping in ("printed", "calibrated"):
+            section = IntegerSection(softmax=softmax, dropping=dropping)
+            logits = simulated_logits(program_of(vit, calibration, section), images)
+            errors[softmax, dropping] = quality(logits, reference, labels).logit_error
+    assert errors["log-sqrt2", "printed"] > errors["log2", "printed"]
+    assert errors["log-sqrt2", "calibrated"] < errors["log2", "calibrated"]
+    assert errors["log-sqrt2", "calibrated"] < errors["log-sqrt2", "printed"] / 2
 
 
 def test_the_integer_forward_of_the_bundled_model(bundled: Any, tmp_path: Path) -> None:
