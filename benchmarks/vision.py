@@ -145,12 +145,14 @@ def shown(kind: str, tokens: int, seeds: list[dict[str, Any]], results: figures.
             continue
         middle, low, high = interval([error(found, row) for found in seeds])
         results.row(row, f"{accuracy:.2%}", f"{middle:.4f}", f"{low:.4f} to {high:.4f}")
-    log2, mine = (f"{SCHEMES[place][0]} 8/8/4" for place in (LOG2, LOG_SQRT2))
-    ratios = [error(found, log2) / error(found, mine) for found in seeds]
-    middle, low, high = interval(ratios)
-    results.add(f"log2 over log-sqrt2, {kind}, {tokens} tokens", middle, digits=3)
-    results.add(f"  its interval's lower end, {kind}, {tokens} tokens", low, digits=3)
-    results.add(f"  its interval's upper end, {kind}, {tokens} tokens", high, digits=3)
+    for chosen, told in ((True, "code chosen"), (False, "as printed")):
+        log2, mine = (f"{SCHEMES[place if chosen else place - 1][0]} 8/8/4" for place in (LOG2, LOG_SQRT2))
+        middle, low, high = interval([error(found, log2) / error(found, mine) for found in seeds])
+        each = [one[1] > other[1] for found in seeds
+                for one, other in zip(found["rows"][log2], found["rows"][mine], strict=True)]  # fmt: skip
+        what = f"log2's error over log-sqrt2's, {told}, {kind}, {tokens} tokens"
+        ends = "" if math.isnan(low) else f"{low:.2f} to {high:.2f}; "
+        results.add(what, middle, f"({ends}ahead in {sum(each)} of {len(each)})", digits=3)
     even, other = (statistics.median(pair[end] for found in seeds for pair in found["spread"]) for end in (0, 1))
     results.add(f"largest range of a channel over the median, {kind}, {tokens} tokens", even)
     results.add(f"  the same made uneven, {kind}, {tokens} tokens", other)
@@ -180,7 +182,8 @@ def main() -> int:
     if options.models is None:
         return figures.skipped(options, "no folder of models was given: train them with vision_models.py")
     there = options.json is not None and options.json.is_file()
-    kept = json.loads(options.json.read_text("utf-8")).get("models", {}) if there else {}
+    earlier = json.loads(options.json.read_text("utf-8")) if there else {}
+    kept, results.before = earlier.get("models", {}), earlier.get("seconds", 0.0)
     results.details["models"] = kept
     for tokens, images in zip(options.tokens, options.images, strict=True):
         for seed in range(options.seeds):
