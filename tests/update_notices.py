@@ -19,8 +19,8 @@ Made by `make notices`: not to be edited. moeq itself is under the [Apache Licen
 ## In the package
 - The text of `moeq/bundled/corpus`, domains python and prose: Copyright (c) 2001-2023 Python Software Foundation; All
   Rights Reserved. PSF-2.0, `moeq/bundled/LICENSE.PSF-2.0.txt`. Excerpts, changed as `moeq/bundled/README.md` says.
-- `moeq/bundled/tiny-moe-vit`, Apache-2.0: trained for moeq on scikit-learn's digits, "Optical Recognition of
-  Handwritten Digits", E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, CC BY 4.0.
+- `moeq/bundled/tiny-moe-vit` and `tiny-moe-vit-65`, Apache-2.0: trained for moeq on scikit-learn's digits, "Optical
+  Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, CC BY 4.0.
 - `moeq/bundled/tiny-mixtral`: trained for moeq on WikiText-2 (CC BY-SA 3.0), tinyshakespeare (public domain), GSM8K
   (MIT) and modules of CPython (PSF-2.0), as `moeq/bundled/README.md` says.
 

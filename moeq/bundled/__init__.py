@@ -1,4 +1,4 @@
-"""Files that come with moeq: two tiny trained models and a small corpus, to try it offline, and presets.
+"""Files that come with moeq: three tiny trained models and a small corpus, to try it offline, and presets.
 
 `README.md` in this directory describes them; in the repository, tests/bundled has what made them.
 """
@@ -13,6 +13,7 @@ from moeq.errors import ArtifactError, hint
 BUNDLED_NAMES = (
     "tiny-mixtral",
     "tiny-moe-vit",
+    "tiny-moe-vit-65",
     "digits_split.json",
     "corpus",
     "corpus/calibration.jsonl",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moeq.cli.ending import show
 from moeq.cli.runs import context_of
@@ -14,8 +14,7 @@ from moeq.estimation.estimate_options import hardware_presets
 from moeq.options import BUDGETS, BudgetOptions, RunOptions, StageOptions, among, option, takes_options
 from moeq.registry import ALLOCATORS, EXPORTERS
 
-if TYPE_CHECKING:
-    pass
+ONNX = "onnx"  # of --format: no runtime of packed checkpoints
 
 
 def run_stage(asked: RunOptions, name: str) -> None:
@@ -170,8 +169,25 @@ def quantize(asked: StageOptions) -> None:
 
 @takes_options("device", "format", "widen", "verify")
 def export(asked: StageOptions) -> None:
-    """Write the packed checkpoint, its placement manifest and its model card."""
+    """Write the packed checkpoint, its placement manifest and its model card.
+
+    With --format onnx instead the integer forward of a vision transformer, which `moeq reparam` has made.
+    """
+    if ONNX in asked.format:
+        _export_onnx(asked)
+        return
     run_stage(asked, "export")
+
+
+def _export_onnx(asked: StageOptions) -> None:
+    """OUT/onnx of a run's integer forward, and nothing else."""
+    if set(asked.format) != {ONNX}:
+        raise RecipeError("onnx is of the integer forward alone", where="--format", do="give --format onnx by itself")
+    context = context_of(replace(asked, format=[]), "export")
+    from moeq import terminal
+    from moeq.stages import onnx
+
+    show(onnx.write(context, verify=asked.verify), terminal.print_summary, json=asked.json, quiet=asked.quiet)
 
 
 @dataclass(frozen=True, kw_only=True)

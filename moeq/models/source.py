@@ -197,8 +197,8 @@ def _resolve(
         try:
             return bundled_path(name.removeprefix(BUNDLED)), None
         except ArtifactError as error:
-            what = "no such bundled model"
-            raise ModelError(what, where=name, do="use bundled:tiny-mixtral or bundled:tiny-moe-vit") from error
+            known = "bundled:tiny-mixtral, bundled:tiny-moe-vit or bundled:tiny-moe-vit-65"
+            raise ModelError("no such bundled model", where=name, do=f"use {known}") from error
     path = Path(name).expanduser()
     try:
         if path.is_dir():

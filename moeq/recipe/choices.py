@@ -45,3 +45,4 @@ BitsOrFull = Literal[Bits, 16]
 Ends = Literal["minmax", "percentile"]  # of a range of activations
 Softmax = Literal["log-sqrt2", "log2", "uniform"]
 Denominator = Literal["quantized", "exact"]
+Dropping = Literal["calibrated", "printed"]  # which codes of a log softmax count as 0

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from moeq.recipe.choices import Denominator, Ends, Softmax
+from moeq.recipe.choices import Denominator, Dropping, Ends, Softmax
 from moeq.recipe.types import Section
 
 
@@ -24,6 +24,9 @@ class IntegerSection(Section):
     )
     denominator: Denominator = Field(
         "quantized", description="of the softmax: the sum of the quantized numerators, or of the exact ones"
+    )
+    dropping: Dropping = Field(
+        "calibrated", description="the code of a log softmax that counts as 0: as calibration chooses, or as printed"
     )
     range: Ends = Field("minmax", description="of activations in calibration")
     percentile: float = Field(99.99, gt=50, le=100, description="range: percentile of magnitudes")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from moeq.integers.artifacts.integer_report import IntegerFigures, IntegerReport, QualityRow, SchemeRow
+from moeq.integers.artifacts.integer_report import DroppedRow, IntegerFigures, IntegerReport, QualityRow, SchemeRow
 from moeq.integers.artifacts.reparam import PerplexityRow, ReparamReport
 from moeq.papers import COQMOE
 from moeq.reporting import formats
@@ -105,11 +106,29 @@ def _integer(of: str, forward: IntegerFigures) -> list[Raw]:
     rows = [(name, *_quality(figures)) for name, figures in versions.items()]
     reading = "Logit error: distance of the logits from the folded float model's, relative."
     parts = [paragraph(text), table(reading, ("version", *QUALITY), rows)]
+    if forward.dropped:
+        parts.append(details(f"Codes{of} that count as 0", _dropped(forward.dropped)))
     if forward.schemes is not None:
         reading = f"Schemes of {COQMOE.short}, Table 1{of}, simulated; logit error against the model before its fold."
         schemes = [(scheme.name, scheme.widths, *_quality(scheme)) for scheme in forward.schemes]
         parts.append(table(reading, ("scheme", "W/A/Attn", *QUALITY), schemes))
     return parts
+
+
+def _dropped(rows: Sequence[DroppedRow]) -> Raw:
+    def first(code: int | None) -> str:
+        return "none" if code is None else f"from {code}"
+
+    head = ("block", "code", "error", "code as printed", "error as printed")
+    return table(
+        "Codes of the softmax that count as 0, by the relative error of attention's outputs on calibration images.",
+        head,
+        [
+            (row.block, first(row.dropped_from), formats.share(row.error),
+             first(row.printed_dropped_from), formats.share(row.printed_error))
+            for row in rows
+        ],
+    )  # fmt: skip
 
 
 def _quality(figures: QualityRow | SchemeRow) -> tuple[str, str, str]:

@@ -45,9 +45,8 @@ def test_sha256_in_readme() -> None:
     text = bundled_path("README.md").read_text("utf-8")
     listed = {name: digest for digest, name in re.findall(r"(?m)^([0-9a-f]{64})  (\S+)$", text)}
     root = bundled_path("README.md").parent
-    on_disk = [
-        p for folder in ("corpus", "tiny-mixtral", "tiny-moe-vit") for p in (root / folder).rglob("*") if p.is_file()
-    ]
+    folders = ("corpus", "tiny-mixtral", "tiny-moe-vit", "tiny-moe-vit-65")
+    on_disk = [p for folder in folders for p in (root / folder).rglob("*") if p.is_file()]
     assert {p.relative_to(root).as_posix() for p in on_disk} <= listed.keys()
     for name, digest in listed.items():
         assert hashlib.sha256((root / name).read_bytes()).hexdigest() == digest, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from moeq.bundled import bundled_path
 from moeq.errors import CorpusError, MissingError
 from moeq.models import loading
 from moeq.models.corpus import ImageFiles, ImagePool, ImageSequences, ImageTask, join, open_image_sets
+from moeq.models.corpus.labelled import enlarged
 from moeq.models.source import open_source
 
 TASK = ImageTask(
@@ -219,3 +221,19 @@ def test_a_preprocessor_file_says_how_pixels_are_scaled(tmp_path: Path) -> None:
     assert task.positions == 5
     (found,) = open_image_sets(written(tmp_path / "a.safetensors"), task)
     torch.testing.assert_close(task.pixels(found.images), (images().unsqueeze(1) * 0.1 - 2) / 4)
+
+
+@pytest.mark.parametrize("factor", [2, 4, 7])
+def test_digits_are_enlarged_to_the_model_s_images(factor: int) -> None:
+    side = 8 * factor
+    task = ImageTask(shape=(1, side, side), positions=1, labels=10, scale=1 / 16, mean=torch.zeros(1, 1, 1),
+                     deviation=torch.ones(1, 1, 1))  # fmt: skip
+    (found,) = open_image_sets("digits", task)
+    (small,) = open_image_sets("digits", dataclasses.replace(task, shape=(1, 8, 8)))
+    assert (found.images.shape[1:], found.images.dtype) == ((1, side, side), torch.uint8)
+    real = torch.nn.functional.interpolate(small.images[:40].double(), size=(side, side), mode="bilinear")
+    assert float((found.images[:40] - real).abs().max()) <= 0.5 + 1e-9
+    assert torch.equal(enlarged(small.images[:, 0], 1), small.images[:, 0])
+    assert found.digest != small.digest
+    with pytest.raises(CorpusError, match="images are 8 x 8, the model takes 1 x 12 x 12"):
+        open_image_sets("digits", dataclasses.replace(task, shape=(1, 12, 12)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from moeq.integers.artifacts.integer_report import IntegerFigures, IntegerReport, QualityRow, SchemeRow
+from moeq.integers.artifacts.integer_report import DroppedRow, IntegerFigures, IntegerReport, QualityRow, SchemeRow
 from moeq.integers.artifacts.reparam import ConsumerRow, ErrorRow, NormRow, PerplexityRow, ReparamReport
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.page import render
@@ -68,3 +68,17 @@ def test_every_task_has_its_integer_forward_and_schemes(section: str) -> None:
 
 def test_a_page_of_a_run_without_it_has_no_such_section(make: Callable[..., ReportInputs]) -> None:
     assert 'id="reparam"' not in render(make())
+
+
+def test_codes_that_count_as_0_stand_beside_the_printed_form(make: Callable[..., ReportInputs]) -> None:
+    rows = (
+        DroppedRow(block="blocks.0", dropped_from=15, error=0.0714, printed_dropped_from=None, printed_error=0.3353),
+        DroppedRow(block="blocks.1", dropped_from=None, error=0.0812, printed_dropped_from=None, printed_error=0.0812),
+    )
+    found = figures(0.06, "first").model_copy(update={"dropped": rows})
+    page = render(replace(make(), reparam=folded(), integer=IntegerReport(tasks={"task-0": found})))
+    section = page[page.index("Codes that count as 0") :]
+    for text in ("blocks.1", "from 15", "7.14", "33.5", "8.12"):
+        assert text in section
+    without = render(replace(make(), reparam=folded(), integer=IntegerReport(tasks={"task-0": figures(0.06, "first")})))
+    assert "Codes that count as 0" not in without

@@ -9,7 +9,7 @@ In integers A_q is one multiplication of max - x, without an exponential. Equati
 doubles the odd weights; the shift is the ceiling. The parity belongs to a query and a key, so that sqrt2 fits into no
 scale of V: even and odd codes are summed apart, and each output takes one multiplication by sqrt2. V is first shifted
 left by `left` bits; a shift of up to `left` then loses nothing. Codes whose shift is longer count as 0, as do masked
-ones; at 4 bits of log-sqrt2 there are none.
+ones; at 4 bits of log-sqrt2 none is. Calibration may let more codes count as 0 (dropped_codes.py).
 
 Letters: Q queries, K keys, d values a head, b bits.
 """
@@ -37,7 +37,7 @@ MOST_RECIPROCAL_BITS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """left: how far values are shifted up; dropped_from: the first code that counts as 0, None when all count.
+    """left: how far values are shifted up; dropped_from: the first code with no room, None when there is room for all.
 
     reciprocal_bits: fractional bits of the denominator's reciprocal, such that no product reaches 2**52.
     """
@@ -98,8 +98,8 @@ def shifted_sums(
 ) -> tuple[Tensor, Tensor]:
     """Sums over keys of (values << left) >> shift (equation 21), of even and odd codes apart: two int64 [..., Q, d].
 
-    shift, odd: [..., Q, K]; values: [..., K, d]; kept: [..., Q, K], False for masked pairs, which count as 0, as do
-    shifts beyond `left`. A shift is written as the product with a power of two.
+    shift, odd: [..., Q, K]; values: [..., K, d]; kept: [..., Q, K], False for masked pairs and codes that are dropped,
+    which count as 0, as do shifts beyond `left`. A shift is written as the product with a power of two.
     """
     counted = shift <= left if kept is None else (shift <= left) & kept
     weight = torch.where(counted, torch.bitwise_left_shift(torch.ones_like(shift), (left - shift).clamp(min=0)), 0)

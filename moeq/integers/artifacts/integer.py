@@ -159,7 +159,7 @@ class Operation(BaseModel):
             least, most = (0, MAX_SHIFT) if key.endswith(("shift", "bits", "left")) else (0, 2**EXACT_BITS)
             if key.endswith("multiplier"):
                 most = 2**MULTIPLIER_BITS - 1
-            elif key in {"heads", "patch_size", "top_k", "epsilon", "bits"}:
+            elif key in {"heads", "patch_size", "top_k", "epsilon", "bits", "dropped_from"}:
                 least = 1
             right = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
         if not right:

@@ -38,13 +38,27 @@ class SchemeRow(_Model):
     logit_error: float
 
 
+class DroppedRow(_Model):
+    """The first code of a block's log softmax that counts as 0 (null: none), as chosen and in the printed form.
+
+    error, printed_error: relative, of attention's outputs over the calibration images, with the one and the other.
+    """
+
+    block: str
+    dropped_from: int | None
+    error: float
+    printed_dropped_from: int | None
+    printed_error: float
+
+
 class IntegerFigures(_Model):
     """What was measured of one integer forward.
 
     integer: of the forward in whole numbers; folded: of the float model that it was made of; real_factors: of
     simulation with the real numbers that multipliers and shifts stand for, from which `differing_code_share` of the
     codes differ and the logits by `logit_error_of_factors`. description_error: relative, of the logits of the
-    description that was lowered. schemes: None where they were not wanted.
+    description that was lowered. schemes: None where they were not wanted. dropped: of every block, () where the
+    softmax is uniform.
     """
 
     widths: str
@@ -65,6 +79,7 @@ class IntegerFigures(_Model):
     vectors: int
     replay: str
     schemes: tuple[SchemeRow, ...] | None
+    dropped: tuple[DroppedRow, ...] = ()
 
 
 class IntegerReport(_Model):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from moeq.artifacts.stage import ModelStamp
 from moeq.errors import InternalError, QuantizationError
 from moeq.integers.artifacts.integer import Value
-from moeq.integers.artifacts.integer_report import IntegerFigures
+from moeq.integers.artifacts.integer_report import DroppedRow, IntegerFigures
 from moeq.integers.forward import saved
 from moeq.integers.forward.description import ViT, describe
 from moeq.integers.forward.program import Program, pixel_codes
@@ -74,6 +77,7 @@ def make(
         vectors=checked["images"],
         replay=checked["check"],
         schemes=rows,
+        dropped=program.dropped,
     )
 
 
@@ -170,6 +174,17 @@ def _at_end(codes: Tensor, held: Value) -> int:
     return int(((codes == low) | (codes == high)).sum())
 
 
+def _dropped(rows: Sequence[DroppedRow]) -> list[str]:
+    """From which codes on blocks count 0, and how far attention is off with that and in the printed form."""
+    codes = Counter("none" if row.dropped_from is None else f"from {row.dropped_from}" for row in rows)
+    counted = ", ".join(f"{code} ({blocks})" for code, blocks in sorted(codes.items()))
+    mine, printed = (median(errors) for errors in zip(*((row.error, row.printed_error) for row in rows), strict=True))
+    return [
+        f"  codes that count as 0 (in how many blocks): {counted};",
+        f"  attention is off by {mine:.3f}, as printed by {printed:.3f} (medians of blocks)",
+    ]
+
+
 def lines(figures: IntegerFigures) -> list[str]:
     """What `make` found, as lines of at most 70 columns."""
     whole, real = figures.integer, figures.folded
@@ -184,6 +199,8 @@ def lines(figures: IntegerFigures) -> list[str]:
         f"  {figures.saturated_code_share:.2%} of codes at the ends of their range; "
         f"vectors of {figures.vectors} images",
     ]
+    if figures.dropped:
+        said += _dropped(figures.dropped)
     if clipped := figures.saturated_residuals:
         said.append(f"  {clipped:,} numbers of residual stream or logits were clipped to their range")
     return said if figures.schemes is None else [*said, *table(figures.schemes).splitlines()]

@@ -9,6 +9,7 @@ not hold the worst case.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from moeq.integers.arithmetic.integer_norm import UNIT_BITS as ROW_BITS
 from moeq.integers.arithmetic.integer_norm import gain_and_bias
 from moeq.integers.arithmetic.log_sqrt2 import STEPS, Logarithm, widths
 from moeq.integers.artifacts.integer import Attribute, Value
+from moeq.integers.artifacts.integer_report import DroppedRow
 from moeq.integers.forward.builder import HEADROOM, Builder
 from moeq.integers.forward.description import Activation, Block, Mixture, Norm, ViT
 from moeq.integers.forward.program import Program
@@ -34,12 +36,20 @@ SUMS = Value(bits=ACCUMULATOR_BITS)
 POWERS = {"power_table": "power_table"}
 
 
-def lower(vit: ViT, ranges: dict[str, float], section: IntegerSection, norm_scales: dict[str, float]) -> Program:
+def lower(
+    vit: ViT,
+    ranges: dict[str, float],
+    section: IntegerSection,
+    norm_scales: dict[str, float],
+    dropped: Sequence[DroppedRow] = (),
+) -> Program:
     """The program of a description; norm_scales: s~ of the norms that were folded, by name ("blocks.0.norm1").
 
-    ranges: as `measured` gives them for the same description.
+    ranges, dropped: as `measured` and `dropped_codes` give them for the same description; without the latter, log
+    softmaxes are as printed.
     """
     lowering = _Lowering(vit, ranges, section, norm_scales)
+    lowering.dropped = {row.block: row.dropped_from for row in dropped}
     lowering.embedding()
     for number, block in enumerate(vit.blocks):
         lowering.block(block, f"blocks.{number}")
@@ -50,6 +60,7 @@ def lower(vit: ViT, ranges: dict[str, float], section: IntegerSection, norm_scal
         values=lowering.values,
         reals=lowering.reals,
         image_shape=vit.image_shape,
+        dropped=tuple(dropped),
     )
 
 
@@ -57,6 +68,7 @@ class _Lowering(Builder):
     """The operations in order; `hidden` is the name of the residual stream's newest value."""
 
     hidden = "tokens"
+    dropped: Mapping[str, int | None] = {}
 
     def embedding(self) -> None:
         patches = {"patch_size": self.vit.patch_size}
@@ -148,7 +160,7 @@ class _Lowering(Builder):
             "denominator": self.section.denominator,
             "unit_bits": UNIT_BITS if exact else held.left,
             "left": held.left,
-            "dropped_from": held.dropped_from,
+            "dropped_from": self.dropped.get(name.removesuffix(".attention"), held.dropped_from),
             "reciprocal_bits": held.reciprocal_bits,
             **self.factor(name, "code_", STEPS[kind] * scores.known_scale / math.log(2)),
             **self.factor(name, "out_", ratio),

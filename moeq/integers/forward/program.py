@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moeq.errors import QuantizationError
 from moeq.integers.artifacts.integer import Operation, Value
+from moeq.integers.artifacts.integer_report import DroppedRow
 
 Roles = Mapping[str, Tensor]
 
@@ -18,7 +19,8 @@ Roles = Mapping[str, Tensor]
 class Program:
     """operations in order; constants: int64; reals: the real numbers that dyadic factors and whole biases stand for.
 
-    image_shape: C, H, W. values: every value of a run but the batch.
+    image_shape: C, H, W. values: every value of a run but the batch. dropped: which codes of each block's softmax
+    count as 0, and why.
     """
 
     operations: tuple[Operation, ...]
@@ -27,6 +29,7 @@ class Program:
     reals: dict[str, Tensor]
     image_shape: tuple[int, int, int]
     logits: str = "logits"
+    dropped: tuple[DroppedRow, ...] = ()
 
 
 def pixel_codes(program: Program, pixels: Tensor) -> Tensor:

@@ -131,11 +131,13 @@ class Steps:
             left=operation.number("left"), dropped_from=None, reciprocal_bits=operation.number("reciprocal_bits")
         )
         shift, parity = shift_and_parity(codes, kind)
-        even, odd = shifted_sums(shift, parity, values, widths.left)
+        dropped = operation.attributes["dropped_from"]
+        kept = None if dropped is None else codes < operation.number("dropped_from")
+        even, odd = shifted_sums(shift, parity, values, widths.left, kept)
         if operation.attributes["denominator"] == "exact":
             denominator = self.powers(differences, operation, held).sum(-1, keepdim=True)
         else:
-            denominator = joined(*shifted_sums(shift, parity, torch.ones_like(values[..., :1]), widths.left))
+            denominator = joined(*shifted_sums(shift, parity, torch.ones_like(values[..., :1]), widths.left, kept))
         out_factor = factor_of(operation, "out_")
         out, row = normalized(joined(even, odd), denominator, operation.number("unit_bits"), out_factor, widths)
         return {

@@ -10,25 +10,28 @@ from torch.nn.functional import cross_entropy
 
 from moeq.integers.artifacts.integer_report import QualityRow, SchemeRow
 from moeq.integers.forward.description import ViT
+from moeq.integers.forward.dropping import dropped_codes
 from moeq.integers.forward.lower import lower
 from moeq.integers.forward.program import Program, pixel_codes
 from moeq.integers.forward.reference import folded, forward, measured
 from moeq.integers.forward.simulate import simulate
-from moeq.recipe import IntegerSection, Softmax
+from moeq.recipe import Dropping, IntegerSection, Softmax
 
 BATCH = 64
 
 
-SCHEMES: tuple[tuple[str, tuple[int, int, int], Softmax, bool], ...] = (
-    # name, W/A/Attn, the quantizer of the softmax, whether the norms are folded per channel
-    ("min-max, no fold", (8, 8, 8), "uniform", False),
-    ("fold, uniform softmax", (8, 8, 8), "uniform", True),
-    ("fold, uniform softmax", (8, 8, 4), "uniform", True),
-    ("fold, log2 softmax", (8, 8, 4), "log2", True),
-    ("fold, log-sqrt2 softmax", (8, 8, 4), "log-sqrt2", True),
-    ("fold, log-sqrt2 softmax", (8, 8, 8), "log-sqrt2", True),
-    ("fold, log-sqrt2 softmax", (6, 6, 4), "log-sqrt2", True),
-    ("fold, log-sqrt2 softmax", (4, 8, 4), "log-sqrt2", True),
+SCHEMES: tuple[tuple[str, tuple[int, int, int], Softmax, Dropping, bool], ...] = (
+    # name, W/A/Attn, the quantizer of the softmax, which codes count as 0, whether the norms are folded per channel
+    ("min-max, no fold", (8, 8, 8), "uniform", "printed", False),
+    ("fold, uniform softmax", (8, 8, 8), "uniform", "printed", True),
+    ("fold, uniform softmax", (8, 8, 4), "uniform", "printed", True),
+    ("fold, log2, as printed", (8, 8, 4), "log2", "printed", True),
+    ("fold, log2 softmax", (8, 8, 4), "log2", "calibrated", True),
+    ("fold, log-sqrt2, printed", (8, 8, 4), "log-sqrt2", "printed", True),
+    ("fold, log-sqrt2 softmax", (8, 8, 4), "log-sqrt2", "calibrated", True),
+    ("fold, log-sqrt2 softmax", (8, 8, 8), "log-sqrt2", "calibrated", True),
+    ("fold, log-sqrt2 softmax", (6, 6, 4), "log-sqrt2", "calibrated", True),
+    ("fold, log-sqrt2 softmax", (4, 8, 4), "log-sqrt2", "calibrated", True),
 )
 
 
@@ -42,7 +45,8 @@ def program_of(
     percentile = section.percentile if section.range == "percentile" else None
     if norm_scales is None:
         vit, norm_scales = folded(vit, calibration, section.activations, percentile)
-    return lower(vit, measured(vit, calibration, percentile), section, norm_scales)
+    dropped = dropped_codes(vit, calibration, section)
+    return lower(vit, measured(vit, calibration, percentile), section, norm_scales, dropped)
 
 
 def float_logits(vit: ViT, images: Tensor) -> Tensor:
@@ -78,9 +82,9 @@ def schemes(vit: ViT, calibration: Tensor, images: Tensor, labels: Tensor, secti
     """
     reference = float_logits(vit, images)
     rows = [SchemeRow(name="float", widths="64/64/64", **quality(reference, reference, labels).model_dump())]
-    for name, (weights, activations, attention), softmax, fold in SCHEMES:
+    for name, (weights, activations, attention), softmax, dropping, fold in SCHEMES:
         widths = {"weights": weights, "activations": activations, "attention": attention}
-        scheme = section.model_copy(update={**widths, "softmax": softmax})
+        scheme = section.model_copy(update={**widths, "softmax": softmax, "dropping": dropping})
         logits = simulated_logits(program_of(vit, calibration, scheme, None if fold else {}), images)
         rows.append(SchemeRow(name=name, widths=widths_of(scheme), **quality(logits, reference, labels).model_dump()))
     return rows

@@ -3,6 +3,8 @@
 A safetensors file holds `images`, [N, H, W] or [N, C, H, W], integers or floats, and `labels` [N], and may hold the
 row numbers `train` and `test`; calibration reads the one, evaluation the other.
 
+Digits are enlarged where a model takes images of a multiple of their 8 x 8 pixels.
+
 Letters: N images, C channels, H rows, W columns.
 """
 
@@ -137,17 +139,35 @@ def open_image_sets(source: str | Sequence[str], task: ImageTask, files: ImageFi
     the model's, pixels that are not finite, labels that it has not, and rows that are not there or in both parts.
     """
     names = [source] if isinstance(source, str) else list(source)
-    sets = [_digits(name) if name in (DIGITS, BUNDLED) else _file(name, files) for name in names]
+    sets = [_digits(name, task.shape) if name in (DIGITS, BUNDLED) else _file(name, files) for name in names]
     return [_checked(images, task) for images in sets]
 
 
-def _digits(name: str) -> ImageSet:
-    """scikit-learn's digits, grey levels 0 to 16, under the bundled split."""
+def enlarged(images: Tensor, factor: int) -> Tensor:
+    """Images uint8 [N, H, W] `factor` times as high and wide, bilinear between the pixels' centres, halves up.
+
+    In whole numbers, so that every machine makes the same; ends are held, as image libraries do.
+    """
+    size, unit = images.shape[-1], 2 * factor
+    weights = torch.zeros(factor * size, size, dtype=torch.long)
+    for row in range(factor * size):
+        below, part = divmod(2 * row + 1 - factor, unit)  # where its centre lies, in units of 1/(2*factor) pixels
+        weights[row, max(below, 0)] += unit - part
+        weights[row, min(below + 1, size - 1)] += part
+    sums = weights @ images.long() @ weights.T
+    return torch.div(2 * sums + unit**2, 2 * unit**2, rounding_mode="floor").to(torch.uint8)
+
+
+def _digits(name: str, shape: tuple[int, int, int]) -> ImageSet:
+    """scikit-learn's digits, grey levels 0 to 16, under the bundled split; enlarged to a model's square images."""
     from sklearn.datasets import load_digits
 
     digits, split = load_digits(), bundled_path(SPLIT)
     rows = {part: torch.tensor(numbers) for part, numbers in json.loads(split.read_text("utf-8")).items()}
     images = torch.tensor(digits.images, dtype=torch.uint8)
+    factor, rest = divmod(shape[1], images.shape[-1])
+    if factor > 1 and rest == 0 and shape[1] == shape[2]:
+        images = enlarged(images, factor)
     return ImageSet(
         name=name,
         public_name=DIGITS,

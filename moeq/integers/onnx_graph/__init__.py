@@ -1,0 +1,1 @@
+"""The integer forward as an ONNX graph of standard operators, and onnxruntime's numbers beside the test vectors."""

@@ -1,0 +1,44 @@
+"""`moeq export --format onnx`: the integer forward of a run, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeq.errors import ArtifactError, MissingError, RecipeError
+from moeq.stages import onnx as onnx_stage
+from stages.test_reparam_vit import context_of, model_of, reparam
+
+WANTED = ("reparam.integer.vectors=1", "reparam.integer.schemes=false", "eval.images.images=8")
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_every_task_of_a_run_is_a_file(tmp_path: Path, tasks: int) -> None:
+    pytest.importorskip("onnx", reason="onnx is not installed: pip install '.[onnx]'")
+    model = model_of(tmp_path / "model", num_tasks=tasks)
+    reparam(model, tmp_path / "run", *WANTED)
+    found = onnx_stage.write(context_of(model, tmp_path / "run", *WANTED), verify=True)
+    assert list(found) == [f"task-{task}" for task in range(tasks)]
+    for told in found.values():
+        assert Path(told["file"]).stat().st_size == told["bytes"]
+        assert told["check"].startswith("onnx.checker ")
+    files = {path.relative_to(tmp_path / "run" / "onnx").as_posix() for path in tmp_path.glob("run/onnx/**/*.onnx")}
+    assert files == ({"model.onnx"} if tasks == 1 else {"task-0/model.onnx", "task-1/model.onnx"})
+
+
+def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(tmp_path / "model")
+    context = context_of(model, tmp_path / "run", *WANTED)
+    monkeypatch.setattr(onnx_stage, "find_spec", lambda _: object())
+    with pytest.raises(ArtifactError, match="this stage has not been run; run `moeq reparam`"):
+        onnx_stage.write(context, verify=True)
+    reparam(model, tmp_path / "run", "reparam.integer=null")
+    with pytest.raises(MissingError, match="this run has no integer forward"):
+        onnx_stage.write(context, verify=True)
+    monkeypatch.setattr(onnx_stage, "find_spec", lambda _: None)
+    with pytest.raises(
+        RecipeError, match=r"--format onnx: the package onnx is not installed; pip install 'moeq\[onnx\]'"
+    ):
+        onnx_stage.write(context, verify=True)
+    assert not (tmp_path / "run" / "onnx").exists()
