@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 LOCKS = ROOT / "locks"
-EXTRAS = {"test": ("test", "peers", "sign"), "docs": ("docs",)}  # lock file: the extras whose packages it adds
+EXTRAS = {"test": ("test", "peers", "sign", "onnx"), "docs": ("docs",)}  # lock file: the extras whose packages it adds
 CUDA = re.compile(r"nvidia-.*|cuda-.*")  # what torch's build on PyPI needs beside: nothing on CPUs
 CPU_TORCH = {  # builds of torch's own index, which PyPI does not serve: {file: SHA-256}
     "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl": (
