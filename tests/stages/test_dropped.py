@@ -37,9 +37,7 @@ SMALL = (
     "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48", "eval.compare=[]",
     "estimate.grid.inputs=[128]", "estimate.grid.outputs=[512]",
 )  # fmt: skip
-DROPPING = (
-    "assign={method: optimal, bits_per_weight: 1.6, granularity: projection, drop: true}"
-)
+DROPPING = "assign={method: optimal, bits_per_weight: 1.6, granularity: projection, drop: true}"
 UNIFORM = "assign={method: uniform, bits: 2}"
 STAGES = ("profile", "losses", "assign", "quantize", "export")
 IDS = torch.arange(3, 63).reshape(2, 30)
