@@ -250,9 +250,9 @@ def test_what_follows_what_in_another_model_is_refused(checkpoint: Path) -> None
     table["layers"][0]["name"] = "elsewhere"
     (checkpoint / NAME).write_text(json.dumps(table))
     with pytest.raises(ArtifactError, match="changed since SHA256SUMS"):
-        open_dynamic(checkpoint, "memory=1MB", dtype="float32", policy="fixed")
+        open_dynamic(checkpoint, "memory=2MB", dtype="float32", policy="fixed")
     write_sums(checkpoint)
     with pytest.raises(ArtifactError, match="of other layers"):
-        open_dynamic(checkpoint, "memory=1MB", dtype="float32", policy="fixed")
-    with open_dynamic(checkpoint, "memory=1MB,prefetch=0", dtype="float32", policy="fixed"):
+        open_dynamic(checkpoint, "memory=2MB", dtype="float32", policy="fixed")
+    with open_dynamic(checkpoint, "memory=2MB,prefetch=0", dtype="float32", policy="fixed"):
         pass
