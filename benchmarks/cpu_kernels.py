@@ -7,8 +7,9 @@ matrix (2048 -> 768), also in trellis codes; the same from 1 row to thousands ag
 the layer with 8 experts a token as one call, gate and activation included, against the loop over experts that
 transformers runs. Weights are cold but for the second: every call takes other ones, all of them together many times the
 last level of cache, in huge pages for both sides. The contenders take turns of some calls within a round, and what is
-shown is a ratio of the medians, so that a machine that is busy with other work says about the same; the read bandwidth
-is that of the same rounds, with as many threads. torch's own int4 is `_weight_int4pack_mm_for_cpu`.
+shown is a ratio of the medians, so that a machine that is busy with other work says about the same; where one round is
+long (torch's bf16 without AVX-512) there are fewer. The read bandwidth is that of the same rounds, with as many
+threads. torch's own int4 is `_weight_int4pack_mm_for_cpu`.
 """
 
 from __future__ import annotations
