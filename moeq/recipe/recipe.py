@@ -130,7 +130,8 @@ class Recipe(Section):
         if self.eval.dynamic and self.quantize.replicas != "all":
             raise ValueError("eval.dynamic needs quantize.replicas: all, so that every expert has both widths")
         for index, section in enumerate(self.eval.dynamic):
-            self._check_widths(f"eval.dynamic {index}", {section.high, section.low} - {16, None})
+            widths = {bits for bits in (section.high, section.low) if bits is not None}
+            self._check_widths(f"eval.dynamic {index}", widths - {16})
 
     def _check_quantizer(self, where: str, quantizer: str | None) -> None:
         if quantizer not in (None, BEST, *self.losses.methods):
