@@ -7,6 +7,7 @@ hidden size, I intermediate size, N rows and K inputs of a matrix.
 from __future__ import annotations
 
 import ctypes
+import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,6 @@ BF16_BYTES = 2
 AHEAD_BYTES = 1 << 13  # of packed matrices, asked for before they are needed: 4 KiB cost 5 %, none half the speed
 WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken
 DIVIDED_BYTES = 1 << 19  # the same for one matrix, below which even threads that are awake have no part
-_SharedNumbers, _COUNTER = ctypes.c_int64 * schedule.TOGETHER_ALONE, [0] * schedule.LINE
 GATED, ALONE = ("gate_proj", "up_proj"), ("up_proj",)
 
 
@@ -238,6 +238,23 @@ def _products(matrices: Matrices, form: Form, routed: _Routed, source: Tensor, p
     return out
 
 
+class _Shared(threading.local):
+    """The numbers of `schedule.alone_together`, which take microseconds to make: a thread makes one call at a time."""
+
+    def __init__(self) -> None:
+        self.numbers = (ctypes.c_int64 * schedule.TOGETHER_ALONE)()
+        self.address = ctypes.addressof(self.numbers)
+
+    def put(self, *numbers: int) -> int:
+        """Where they lie, the counter at its beginning."""
+        self.numbers[0] = 0
+        self.numbers[schedule.LINE :] = numbers
+        return self.address
+
+
+_shared = _Shared()
+
+
 class PackedLinear:
     """One matrix as it is multiplied; see `description.PreparedLinear`."""
 
@@ -283,9 +300,8 @@ class PackedLinear:
         how = self._how_alone(form, bisect_left(form.rows, count), short)
         threads = torch.get_num_threads()
         if threads > 1 and self._divided(count):
-            where = given.data_ptr(), out.data_ptr()
-            numbers = _SharedNumbers(*_COUNTER, how, self._step(threads), *where, count)
-            together(entry(schedule.alone_together), ctypes.addressof(numbers))
+            where = _shared.put(how, self._step(threads), given.data_ptr(), out.data_ptr(), count)
+            together(entry(schedule.alone_together), where)
         else:
             call(schedule.alone)(how, given.data_ptr(), out.data_ptr(), count)
         return out if rows.dtype == out.dtype else out.to(rows.dtype)
