@@ -248,7 +248,7 @@ class _Shared(threading.local):
     def put(self, *numbers: int) -> int:
         """Where they lie, the counter at its beginning."""
         self.numbers[0] = 0
-        self.numbers[schedule.LINE :] = numbers
+        self.numbers[schedule.LINE :] = list(numbers)
         return self.address
 
 
