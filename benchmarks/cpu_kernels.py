@@ -7,8 +7,9 @@ matrix (2048 -> 768), also in trellis codes; the same from 1 row to thousands ag
 the layer with 8 experts a token as one call, gate and activation included, against the loop over experts that
 transformers runs. Weights are cold but for the second: every call takes other ones, all of them together many times the
 last level of cache, in huge pages for both sides. The contenders take turns of some calls within a round, and what is
-shown is a ratio of the medians, so that a machine that is busy with other work says about the same; the read bandwidth
-is that of the same rounds, with as many threads. torch's own int4 is `_weight_int4pack_mm_for_cpu`.
+shown is a ratio of the medians, so that a machine that is busy with other work says about the same; where one round is
+long (torch's bf16 without AVX-512) there are fewer. The read bandwidth is that of the same rounds, with as many
+threads. torch's own int4 is `_weight_int4pack_mm_for_cpu`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ BANDWIDTH_GOAL, MIXED_GOAL, PREFILL_GOAL = 0.65, 1.10, 1.10
 SWEEP, UNPACKING_GOAL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096), 1.05  # rows; not slower but for noise
 WALKED_WIDTHS, STATE_GOALS = (1, 2, 3, 4), {8: 2.0, 10: 1.5}  # trellis codes, by bits of a state, at one row
 CALLS = 8  # of a turn with one matrix
+ROW_SECONDS, FEWEST = 2.0, 3  # a row of a table ends after so long, where it has so many rounds
 PIECE, PAGE, AHEAD = 1 << 14, 1 << 7, 1 << 13  # words that a thread claims, and asks for; bytes ahead
 LINE = 8  # words of a cache line
 Name = TypeVar("Name")
@@ -147,9 +149,13 @@ def seconds(work: Callable[[], object], calls: int) -> float:
 
 
 def rounds(contenders: dict[Name, Callable[[], object]], number: int, calls: int = 1) -> dict[Name, float]:
-    """Median seconds of a call of each, which take turns of some calls; everything has been called before."""
+    """Median seconds of a call of each, which take turns of some calls; everything has been called before. Where a
+    round is long (torch's bf16 without AVX-512), FEWEST of them will do."""
     taken: dict[Name, list[float]] = {name: [] for name in contenders}
-    for _ in range(number):
+    ends = time.monotonic() + ROW_SECONDS
+    for done in range(number):
+        if done >= FEWEST and time.monotonic() > ends:
+            break
         for name, work in contenders.items():
             taken[name].append(seconds(work, calls))
     return {name: statistics.median(times) for name, times in taken.items()}

@@ -1,6 +1,7 @@
 """Experts whose precision follows the workload (paper 001, DynaExq): what it costs, and what it keeps.
 
-    python benchmarks/dynamic.py [--parts overhead switching quality memory] [--layers 4] [--experts 128] [--folder DIR]
+    python benchmarks/dynamic.py [--parts overhead switching quality prefetch memory] [--layers 4] [--experts 128]
+        [--folder DIR]
 
 overhead, switching, memory: a generated Qwen3-MoE in the shape of Qwen3-30B-A3B but for its number of layers, with
 experts at 4 and 2 bits in groups of 128 (random codes, the 2 bits being their leading ones). Steps of decoding are
@@ -13,6 +14,9 @@ quality: the trained models of ../shared (left out without them): windows of wik
 other, at one budget: all low with some experts a layer in high precision, which are the first by hotness of the wiki
 text for `static mixed`, and follow the text for `dynamic`. Perplexity a domain, and the KL divergence to the original.
 Then Figure 4: perplexity of wiki against the share of low experts, the coldest first and in random order.
+
+prefetch: the same models and windows: how many copies find their version beside the device when versions are read
+ahead by which experts follow which, see `dynamic_ahead.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from moeq.runtime.dynamic.copies import Switch
 from moeq.runtime.dynamic.model import DynamicMoE
 from moeq.runtime.dynamic.pools import HIGH, LOW
 
-PARTS = ["overhead", "switching", "quality", "memory"]
+PARTS = ["overhead", "switching", "quality", "prefetch", "memory"]
 OVERHEAD_GOAL, SWITCHING_GOAL, FLAT_GOAL = 1.03, 0.85, 1.01
 SURE = 1000.0  # standard deviations: no expert is so much hotter than another that it takes its place
 CONTEXT, SHARE_HIGH = 32, 4  # tokens before the timed steps; one expert in so many is in high precision
@@ -175,7 +179,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         timed(options, results)
     if "memory" in options.parts:
         memory(options, results)
-    if "quality" in options.parts:
+    if set(options.parts) & {"quality", "prefetch"}:
         dynamic_quality.run(options, folder, results)
     return results.report()
 

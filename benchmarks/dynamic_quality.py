@@ -40,6 +40,7 @@ SETTINGS = (
     "losses.group_size=64", f"losses.bits=[{LOW},{HIGH}]", "losses.methods=[gptq]", "losses.clip=mse",
     "losses.per_projection=false", f"assign={{method: uniform, bits: {HIGH}, quantizer: gptq}}",
     "quantize.replicas=all", "dtype=float32", "stream=never", "eval.compare=[]", "export.verify=false",
+    "profile.trace=true",
 )  # fmt: skip
 
 
@@ -68,6 +69,7 @@ class Subject:
     text: dict[str, Tensor]
     exact: dict[str, list[Tensor]] = field(default_factory=dict)
     scores: dict[str, np.ndarray] = field(default_factory=dict)
+    follows: list[np.ndarray] | None = None
 
     @classmethod
     def of(cls, model: Path, script: Any, out: Path, count: int) -> Subject:
@@ -126,7 +128,8 @@ class Subject:
         memory = budget.least_bytes + places * len(layers) * (sizes[1] - sizes[0])
         usual = {"ema": EMA, "period": PERIOD, "threshold": 0.0, "certainty": 0.5, "background": False}
         settings = DynamicSettings(high=HIGH, low=LOW, memory_bytes=memory, transient=TRANSIENT, **{**usual, **given})
-        return DynamicMoE(self.model, layers, self.source, settings, importance=importance, policy="fixed")
+        known: dict[str, Any] = {"importance": importance, "follows": self.follows, "policy": "fixed"}
+        return DynamicMoE(self.model, layers, self.source, settings, **known)
 
 
 def table(subject: Subject, name: str, results: figures.Figures) -> None:
@@ -192,6 +195,8 @@ def figure_4(subject: Subject, name: str, results: figures.Figures) -> None:
 
 def run(options: argparse.Namespace, folder: Path, results: figures.Figures) -> None:
     """All of it for every model that is there."""
+    import dynamic_ahead  # which takes this file's subject
+
     models = figures.SHARED / "models"
     if not (models / "train_tiny.py").is_file():
         results.left_out("quality", f"no trained checkpoints in {models}")
@@ -199,5 +204,10 @@ def run(options: argparse.Namespace, folder: Path, results: figures.Figures) -> 
     script = figures.script(models / "train_tiny.py")
     for name in options.names:
         subject = Subject.of(models / name, script, folder / f"quality-{name}", options.windows)
-        table(subject, name, results)
-        figure_4(subject, name, results)
+        if "quality" in options.parts:
+            table(subject, name, results)
+            figure_4(subject, name, results)
+        if "prefetch" in options.parts:
+            if "quality" not in options.parts:
+                subject.weigh()
+            dynamic_ahead.table(subject, name, folder / f"quality-{name}" / "checkpoint", results)

@@ -105,6 +105,9 @@ class EvalRow(Frozen):
     counted them); checkpoint_bytes: of all files of the checkpoint, what `assign.size` limits. Of image classifiers
     alone: cross_entropy in nats an image, and logit_error, ||z - z0|| / ||z0|| against the original's logits; `tasks`
     then has the accuracy by domain.
+
+    dynamic: of the exported checkpoint with precision that followed the workload, what happened (`DynamicMoE.summary`);
+    such a row has no assignment, and expert_bytes are those of its pools.
     """
 
     name: str
@@ -123,6 +126,7 @@ class EvalRow(Frozen):
     changes: dict[str, Change] = Field({})
     flips: dict[str, Flips] = Field({})
     divergence: Divergence | None = None
+    dynamic: dict[str, Any] | None = None
     cross_entropy: float | None = None
     logit_error: float | None = None
 
@@ -202,7 +206,12 @@ class EvalReport(Frozen):
 
 
 def write_eval(path: Path, report: EvalReport) -> None:
-    write_json(path, report.model_dump(mode="json"))
+    """Rows of fixed precision as they were before there was another."""
+    written = report.model_dump(mode="json")
+    for row in written["rows"]:
+        if row["dynamic"] is None:
+            del row["dynamic"]
+    write_json(path, written)
 
 
 def read_eval(path: Path) -> EvalReport:

@@ -16,8 +16,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from moeq.analysis.hotness import FloatArray
+from moeq.artifacts.coactivation import NAME as COACTIVATION
+from moeq.artifacts.coactivation import REMEDY as AGAIN
+from moeq.artifacts.coactivation import read_coactivation
 from moeq.artifacts.manifest import PlacedExpert, PlacedLayer, PlacementManifest, read_manifest
-from moeq.errors import ModelError
+from moeq.errors import ArtifactError, ModelError
 from moeq.exporters.native_replicas import CheckpointReplicas, CopyingReader
 from moeq.models.loading import compute_dtype, load_model, resolve_device
 from moeq.models.source import open_source
@@ -84,6 +88,7 @@ def open_dynamic(
         _settings(options, high, low, memory, copies),
         other_bytes=other,
         importance=np.stack([_first(layer) for layer in manifest.layers]),
+        follows=_follows(path, [layer.name for layer in layers]) if options.prefetch else None,
         policy=policy,
         log=None if log is None else Path(log),
         say=say,
@@ -105,7 +110,18 @@ def _settings(options: DynamicOptions, high: int, low: int, memory_bytes: int, c
         background=(options.copies or copies) == "beside",
         busy=options.busy,
         planes=options.planes,
+        prefetch=options.prefetch,
     )
+
+
+def _follows(path: Path, layers: Sequence[str]) -> list[FloatArray] | None:
+    """Which experts follow which, where the checkpoint says; ArtifactError where it says so of other layers."""
+    table = read_coactivation(path)
+    if table is None:
+        return None
+    if [layer.name for layer in table.layers] != list(layers):
+        raise ArtifactError("of other layers than the checkpoint's", where=str(path / COACTIVATION), do=AGAIN)
+    return table.follows()
 
 
 def load_with_replicas(

@@ -6,6 +6,7 @@ experts-layer-NNN.safetensors    one MoE layer's experts at their placed widths
 others-NNN.safetensors           packed modules of a decoder layer outside of its experts, and of no layer, if any
 replicas-layer-NNN.safetensors   the other widths, where the recipe asked for them (not loaded by transformers)
 model.safetensors.index.json     key -> file
+coactivation.json                which experts follow which, where all replicas are exported and a trace was recorded
 placement.json                   the manifest
 provenance.json                  of what, with what and how it was made
 SHA256SUMS                       of all files; README.md, the model card, which people edit, is written by the stage
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment
+from moeq.artifacts.coactivation import CoactivationTable, write_coactivation
 from moeq.artifacts.files import filling, place, write_json, write_text
 from moeq.artifacts.manifest import (
     CodeFile,
@@ -77,7 +79,8 @@ class ExportInputs:
     outside of the experts, and other_keys: the tensors on disk that they replace. own_code: the model is made by code
     that the checkpoint brings along, not by a class of transformers. trust_remote_code: whether code of the source's
     own goes along. errors: {layer: [{bits, or MIXED: {projection: relative error}} of every expert]} and module_errors:
-    {packed module: relative error}, where they were measured. making: what the provenance says, None: there is none.
+    {packed module: relative error}, where they were measured. making: what the provenance says, None: there is none;
+    coactivation: which experts follow which, None: nobody knows, or no runtime could use it.
     """
 
     source: ModelSource
@@ -98,6 +101,7 @@ class ExportInputs:
     own_code: bool = False
     trust_remote_code: bool = False
     making: Making | None = None
+    coactivation: CoactivationTable | None = None
 
 
 def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
@@ -119,6 +123,8 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
             write_text(unfinished / HOOK_FILE, HOOK_TEXT)
         manifest = native_manifest(inputs, headers, sides)
         write_manifest(unfinished, manifest)
+        if inputs.coactivation is not None:
+            write_coactivation(unfinished, inputs.coactivation)
         if inputs.making is not None:
             inputs.making.write(unfinished)
         write_sums(unfinished)

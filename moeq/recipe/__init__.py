@@ -12,6 +12,7 @@ from moeq.recipe.assign import (
 from moeq.recipe.building import Start
 from moeq.recipe.choices import BEST, Bits, BitsOrFull, Denominator, Dropping, Ends, Softmax
 from moeq.recipe.corpus import CorpusSection
+from moeq.recipe.dynamic import DynamicSection
 from moeq.recipe.estimate import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS, CaseSection, StatedSection
 from moeq.recipe.eval import LowPrecisionSection, PerplexitySection, TestImagesSection, TranslationSection
 from moeq.recipe.losses import ExpertEffectsSection, LayerEffectsSection, LossesSection
@@ -39,7 +40,7 @@ from moeq.recipe.types import Bytes, Rational
 __all__ = [
     "BEST", "BUDGETS", "BUNDLED", "DEFAULT_QUANTIZER", "DIGITS", "HUB", "HUB_DATASET", "LARGEST_BATCH",
     "LARGEST_LENGTH", "MOST_POINTS", "SHARED", "AssignSection", "Bits", "BitsOrFull", "Bytes", "CaseSection",
-    "CorpusSection", "Denominator", "Dropping", "Ends", "ExpertEffectsSection", "IntegerSection",
+    "CorpusSection", "Denominator", "Dropping", "DynamicSection", "Ends", "ExpertEffectsSection", "IntegerSection",
     "LayerEffectsSection", "LossesSection", "LowPrecisionSection", "MethodSettings", "NamedAssignSection",
     "PerplexitySection", "Rational", "Recipe", "RefineSection", "ReparamSection", "Softmax", "SourceSection", "Start",
     "StatedSection", "TestImagesSection", "TextSource", "TranslationSection", "TuneSection", "budget_keys",

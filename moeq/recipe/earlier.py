@@ -75,6 +75,8 @@ def as_in_keys(recipe: dict[str, Any]) -> dict[str, Any]:
     known = runtimes()
     recipe["losses"] = losses_in_keys(recipe["losses"])
     recipe["quantize"] = quantize_in_keys(recipe["quantize"])
+    if not recipe["eval"]["dynamic"]:  # which came later
+        del recipe["eval"]["dynamic"]
     recipe["export"]["format"] = NATIVE_FORMAT
     recipe["export"]["formats"] = [known[name].before for name in recipe["export"]["formats"]]
     return recipe

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from moeq.recipe.assign import NamedAssignSection
 from moeq.recipe.choices import Bits, OtherBits, QuantizerOrBest
+from moeq.recipe.dynamic import DynamicSection
 from moeq.recipe.sources import BUNDLED, ImageSource, TextSource, each_source, is_weighted
 from moeq.recipe.types import Section, repeats
 
@@ -112,6 +113,11 @@ class EvalSection(Section):
     low_precision: list[LowPrecisionSection] = Field(
         [], description="perplexity against the share of experts at a low width, a curve for each pair of widths"
     )
+    dynamic: list[DynamicSection] = Field(
+        [],
+        description="also measure the checkpoint with precision that follows the workload, a row each; needs "
+        "quantize.replicas: all",
+    )
     translation: TranslationSection | None = Field(
         None, description="also translate with every assignment (encoder-decoders alone)"
     )
@@ -121,6 +127,8 @@ class EvalSection(Section):
         foreign = sorted(set(self.num_fewshot) - set(self.tasks)) if isinstance(self.num_fewshot, dict) else []
         if foreign:
             raise ValueError(f"num_fewshot: {foreign[0]} is not among tasks")
+        if repeats([one.model_dump_json() for one in self.dynamic]):
+            raise ValueError("dynamic must name none twice")
         return self
 
     def how_tasks_are_asked(self) -> dict[str, Any]:

@@ -97,6 +97,7 @@ class Recipe(Section):
                 raise ValueError(f"{where}: it needs eval.perplexity")
             self._check_widths(where, {sweep.bits, sweep.high_bits} - {16})
             self._check_quantizer(where, sweep.quantizer)
+        self._check_dynamic()
         sized = [where for where, section in every if section.size is not None]
         if sized and self.quantize.replicas == "all":
             what = f"{sized[0]}: size is that of the checkpoint, which has every width with quantize.replicas all"
@@ -123,6 +124,14 @@ class Recipe(Section):
         missing = sorted(set(section.allocator.widths) - set(self.losses.bits))
         if section.selector and missing:
             raise ValueError(f"{where}: {section.method} needs {missing} in losses.bits too")
+
+    def _check_dynamic(self) -> None:
+        """Precision that follows the workload needs replicas of every expert at both widths."""
+        if self.eval.dynamic and self.quantize.replicas != "all":
+            raise ValueError("eval.dynamic needs quantize.replicas: all, so that every expert has both widths")
+        for index, section in enumerate(self.eval.dynamic):
+            widths = {bits for bits in (section.high, section.low) if bits is not None}
+            self._check_widths(f"eval.dynamic {index}", widths - {16})
 
     def _check_quantizer(self, where: str, quantizer: str | None) -> None:
         if quantizer not in (None, BEST, *self.losses.methods):

@@ -21,9 +21,10 @@ from moeq.evaluation.reference_logits import kept_logits, stored_bytes
 from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
 from moeq.models.non_experts import OtherModule
+from moeq.recipe import DynamicSection
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.swapping import ExpertPlace, Place, Replacement
-from moeq.stages import assign, export, judges, quantize, refine
+from moeq.stages import assign, export, following, judges, quantize, refine
 from moeq.stages import non_experts as others
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
@@ -60,7 +61,8 @@ def _measured(context: Context, reference: Reference) -> tuple[_Variants, float]
     own = assign.load(context)
     compared = [assign.make(context, other, other.name) for other in context.recipe.eval.compare]
     variants = _Variants(context, judges.judge_of(context, reference), Translating(context))
-    with context.reporter.bar("eval", (2 + len(compared)) * variants.steps) as advance:
+    followed = context.recipe.eval.dynamic
+    with context.reporter.bar("eval", (2 + len(compared) + len(followed)) * variants.steps) as advance:
         with context.model.overlay() as overlay:
             variants.measure(ORIGINAL, None, overlay.set(), advance)
             expected = _logits(context, replaced(context, overlay, own, exported=True))
@@ -73,6 +75,8 @@ def _measured(context: Context, reference: Reference) -> tuple[_Variants, float]
                     model = replaced(context, overlay, assignment)
                     variants.measure(assignment.name, assignment, model, advance)
                     del model
+        for section in followed:
+            variants.follow(section, own, advance)
     return variants, error
 
 
@@ -118,6 +122,28 @@ class _Variants:
         )
         self.translating.add(name, model, advance)
 
+    def follow(self, section: DynamicSection, own: Assignment, advance: Callable[[], None]) -> None:
+        """Measure the checkpoint with precision that follows the workload; its experts take what its pools do."""
+        context, name = self.context, following.name_of(self.context, section, [row.name for row in self.rows])
+        with following.opened(context, section) as dynamic:
+            measured = self.judge.measure(name, dynamic.model, None, advance)
+            self.translating.add(name, dynamic.model, advance)
+        told = dynamic.summary()
+        self.items.append(measured.items)
+        self.rows.append(
+            EvalRow(
+                name=name,
+                exported=False,
+                assignment=None,
+                expert_bytes=told["pool_bytes"],
+                other_bytes=self.rest[True],
+                checkpoint_bytes=self.sizes.of(own),
+                bits_per_weight=8 * told["pool_bytes"] / expert_weights(context.model.layers),
+                dynamic=told,
+                **measured.figures,
+            )
+        )
+
 
 def _with_samples(
     path: Path, rows: list[EvalRow], measured: list[document.Row | None], settings: dict[str, Any]
@@ -152,6 +178,7 @@ def check(context: Context) -> None:
     if section.tasks:
         _ = context.text.image_processor
     check_translation(context)
+    following.check(context)
 
 
 def other_inputs(context: Context) -> dict[str, list[str]] | None:
@@ -291,34 +318,37 @@ def needs(sizes: Sizes) -> Needs:
     """The model with what is swapped in it, then the exported checkpoint, with logits in float32."""
     text, tasks, section = sizes.evaluation, sizes.tasks, sizes.recipe.eval
     given, count = [part for part in (text, tasks) if part is not None], len(sizes.placed)
+    rows = count + len(section.dynamic)
     reference = 0 if text is None or sizes.images else stored_bytes(text.tokens, sizes.vocabulary, sizes.dtype.itemsize)
     walks = (text is not None) + (0 if tasks is None else tasks.batches)  # of a streamed model, for one assignment
     changes = len(section.tasks) + (len(section.tasks) > 1) + (text is not None)
     row = ROW + SCORES * len(section.tasks) + assign.assignment_bytes(sizes) + EXPERT * sizes.experts
     items = SAMPLE_ROW + sum((SEQUENCE if part is text else REQUEST) * part.sequences for part in given)
-    files = {NAME: ROW + count * row}
+    files = {NAME: ROW + rows * row}
     if not sizes.images:
         characters = sum(part.characters for part in given)
         divergence = 0 if text is None else DIVERGENCE
         sums = 0 if text is None else CELLS + SUMS * text.sequences
         files = {
-            NAME: ROW + count * (row + CHANGE * changes + divergence),
-            SAMPLES: int((1 + count) * (items + CHARACTER * characters) + count * (divergence + sums)),
+            NAME: ROW + rows * (row + CHANGE * changes + divergence),
+            SAMPLES: int((1 + rows) * (items + CHARACTER * characters) + rows * (divergence + sums)),
         }
 
     def seconds(rates: Rates) -> float:
         forwards = sum(sizes.forward(rates, part.mean_tokens, part.batches, head=True) for part in given)
         swaps = 1 + sum(part.batches for part in given) + (count - 1) * (max(1, walks) if sizes.streams else 1)
-        loads = 1 if sizes.streams else 2 + (count > 1)
-        readings = (walks * count + 1 if sizes.streams else loads) * sizes.reading(rates, sizes.disk)
+        loads = (1 if sizes.streams else 2 + (count > 1)) + len(section.dynamic)
+        readings = (walks * count + 1 + len(section.dynamic) if sizes.streams else loads) * sizes.reading(
+            rates, sizes.disk
+        )
         fixed = loads * LOADING + (0 if tasks is None else LIBRARY)
         swapping = swaps * _swapping(sizes, rates) + _curves(sizes, rates)
-        kept = reference / rates.write_bytes + count * reference / rates.cached_bytes
+        kept = reference / rates.write_bytes + rows * reference / rates.cached_bytes
         if reference and text is not None:
             whole = kept_logits(text.tokens, sizes.vocabulary, sizes.dtype.itemsize) == sizes.vocabulary
-            passes = RECORDED[whole] + count * COMPARED[whole]
+            passes = RECORDED[whole] + rows * COMPARED[whole]
             kept += text.tokens * sizes.vocabulary * passes / rates.elementwise_bytes
-        return fixed + readings + (count + 1) * forwards + swapping + kept
+        return fixed + readings + (rows + 1) * forwards + swapping + kept
 
     read = sizes.disk * (walks * count + 1 if sizes.streams else 2 + count) + sum(sizes.placed)
     read += count * (sizes.others.packed + reference) + sum(sizes.checkpoint.files(sizes.widths[0]).values())
@@ -350,6 +380,7 @@ def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
             logits = {"logits": all_logits * width, "logits in float64": some, "scored tokens": scored}
         running = {**sizes.running(part.batch_tokens), **logits, **once}
         moments += [{**sizes.held(), **swapped, **running}, {**loaded, **exported, **running}]
+        moments += following.moments(sizes, {**loaded, **running})
     return moments
 
 

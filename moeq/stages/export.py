@@ -12,7 +12,10 @@ import torch
 from pydantic import BaseModel
 from rich.markup import escape
 
+from moeq.analysis.coactivation import coactivation
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, width_of
+from moeq.artifacts.coactivation import NAME as COACTIVATION
+from moeq.artifacts.coactivation import CoactivationTable, table_bytes
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import building, digest_of, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
@@ -20,6 +23,8 @@ from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.stage import RECORD, damage, is_current, read_record, write_record
 from moeq.artifacts.sums import SIGNATURE
 from moeq.artifacts.targets import WIDEN, grids_of, loads_width, refuse_layers
+from moeq.artifacts.trace import NAME as TRACE
+from moeq.artifacts.trace import read_trace
 from moeq.errors import ArtifactError, FormatError
 from moeq.exporters import write
 from moeq.exporters.exporter import ExportSizes
@@ -73,6 +78,7 @@ def run(context: Context) -> dict[str, Any]:
         trust_remote_code=context.recipe.trust_remote_code,
         digests={stage: read_record(context.directory(stage), stage).digest for stage in ("assign", "quantize")},
         making=making.of_run(context),
+        coactivation=_coactivation(context),
     )
     target = context.directory("export")
     with context.reporter.bar("export", 1) as advance:
@@ -106,6 +112,16 @@ def _losses(context: Context) -> dict[str, list[dict[int, float]]]:
         ]
         for index, (layer, experts) in enumerate(made.items())
     }
+
+
+def _coactivation(context: Context) -> CoactivationTable | None:
+    """Which experts follow which in the profile's trace; None without one, and for a checkpoint of one replica each."""
+    path = context.directory("profile") / TRACE
+    if context.recipe.quantize.replicas != "all" or not context.recipe.profile.trace or not path.is_file():
+        return None
+    trace = read_trace(path)
+    layers = list(zip(trace.layers, trace.num_experts, strict=True))
+    return CoactivationTable.of(layers, coactivation(trace), trace.num_tokens, trace.text)
 
 
 def format_directory(out: Path, name: str) -> Path:
@@ -313,6 +329,8 @@ def needs(sizes: Sizes) -> Needs:
         verifying = VERIFYING + 2 * sizes.reading(rates, sizes.disk) if section.verify else 0.0
         return sizes.reading(rates, rest + others.disk) + placed / rates.hash_bytes + verifying
 
+    if sizes.recipe.quantize.replicas == "all" and sizes.recipe.profile.trace:
+        files[COACTIVATION] = table_bytes([layer.num_experts for layer in sizes.layers])
     linked = sum(packed.values())
     moments = [writing, *({**writing, **moment} for moment in _verifying(sizes) if section.verify)]
     return Needs(moments=moments, files=files, linked=linked, read=rest + linked, seconds=seconds)

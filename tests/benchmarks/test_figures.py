@@ -149,6 +149,7 @@ def test_every_benchmark_reports_figures() -> None:
     apart |= {
         "decode_models",
         "decode_worker",
+        "dynamic_ahead",
         "dynamic_models",
         "dynamic_quality",
         "served",

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import family_models
+import numpy as np
 import pytest
 import torch
 
 from moeq import pipeline
-from moeq.errors import MoeqError, StorageError
+from moeq.artifacts.coactivation import NAME, read_coactivation
+from moeq.artifacts.sums import write_sums
+from moeq.errors import ArtifactError, MoeqError, StorageError
+from moeq.exporters.native_dynamic import open_dynamic
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.native_replicas import CheckpointReplicas, CopyingReader
 from moeq.progress import Reporter
@@ -30,7 +34,7 @@ from moeq.stages.context import Context
 RECIPE = (
     "corpus.sequences=4", "corpus.sequence_length=32", "losses.group_size=32", "losses.bits=[2,4]",
     "losses.methods=[rtn]", "losses.nested=true", "assign={method: uniform, bits: 2, quantizer: rtn}",
-    "quantize.replicas=all", "eval.compare=[]", "export.verify=false",
+    "quantize.replicas=all", "eval.compare=[]", "export.verify=false", "profile.trace=true",
 )  # fmt: skip
 IDS = torch.tensor([[3, 7, 1, 4, 9, 2, 8, 5]])
 
@@ -219,3 +223,36 @@ def test_a_process_holds_no_more_than_its_budget(exported: Path, tmp_path: Path)
     allowed = found["pool_bytes"] + found["host_bytes"]
     assert found["after"] - found["before"] <= allowed + found["slack"]
     assert found["after"] - found["half"] <= found["slack"] // 4
+
+
+def test_what_follows_what_goes_with_the_checkpoint_and_is_read_ahead(checkpoint: Path) -> None:
+    """Measured on the profile's trace, listed with its digest; prefetch=0 reads nothing ahead."""
+    table = read_coactivation(checkpoint)
+    assert table is not None
+    assert NAME in (checkpoint / "SHA256SUMS").read_text()
+    assert all(share.sum(1) == pytest.approx(np.ones(len(share)), abs=1e-3) for share in table.follows())
+    with open_dynamic(checkpoint, "memory=1GiB", dtype="float32", policy="fixed") as probe:
+        memory = sum(probe.budget.other_bytes.values()) + budget_for_half(checkpoint)
+    ahead = {}
+    for prefetch in (4, 0):
+        options = f"memory={memory},period=1,ema=0.5,certainty=0,host=1MB,copies=between,prefetch={prefetch}"
+        with open_dynamic(checkpoint, options, dtype="float32", policy="fixed") as dynamic:
+            for seed in range(30):
+                torch.manual_seed(seed)
+                dynamic(input_ids=torch.randint(0, 30, (1, 2)))
+            ahead[prefetch] = dynamic.copies.counts.prefetched
+            assert bool(dynamic._follows) == bool(prefetch)
+    assert ahead[0] == 0 < ahead[4]
+
+
+def test_what_follows_what_in_another_model_is_refused(checkpoint: Path) -> None:
+    table = json.loads((checkpoint / NAME).read_text())
+    table["layers"][0]["name"] = "elsewhere"
+    (checkpoint / NAME).write_text(json.dumps(table))
+    with pytest.raises(ArtifactError, match="changed since SHA256SUMS"):
+        open_dynamic(checkpoint, "memory=2MB", dtype="float32", policy="fixed")
+    write_sums(checkpoint)
+    with pytest.raises(ArtifactError, match="of other layers"):
+        open_dynamic(checkpoint, "memory=2MB", dtype="float32", policy="fixed")
+    with open_dynamic(checkpoint, "memory=2MB,prefetch=0", dtype="float32", policy="fixed"):
+        pass

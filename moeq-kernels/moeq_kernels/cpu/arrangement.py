@@ -11,6 +11,7 @@ Letters: N rows, K inputs, G groups, g inputs of a full group, U inputs of a uni
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -32,7 +33,8 @@ _compile = njit(nogil=True, cache=True, error_model="numpy")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What can be known of an arranged matrix without its values; sizes in bytes are of one block."""
+    """What can be known of an arranged matrix without its values; sizes in bytes are of one block. It is asked for at
+    every change of an expert's version, so that what follows from the fields is worked out once."""
 
     codes: str
     rows: int
@@ -63,27 +65,27 @@ class Shape:
             state_bits=matrix.state_bits,
         )
 
-    @property
+    @cached_property
     def planes(self) -> tuple[int, ...]:
         return CODES[self.codes].planes
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         return -(-self.rows // LANES)
 
-    @property
+    @cached_property
     def groups(self) -> int:
         return group_count(self.inputs, self.group_size)
 
-    @property
+    @cached_property
     def group_inputs(self) -> int:
         return resolved_group_size(self.inputs, self.group_size)
 
-    @property
+    @cached_property
     def last_inputs(self) -> int:
         return self.inputs - (self.groups - 1) * self.group_inputs
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Inputs that are filled up to a whole number of them in every group."""
         if self.state_bits:
@@ -91,47 +93,47 @@ class Shape:
         whole = self.group_inputs if self.groups > 1 else self.inputs
         return UNIT if whole % UNIT == 0 else least_unit(self.planes)
 
-    @property
+    @cached_property
     def units(self) -> tuple[int, int]:
         """Units of a full group and of the last one."""
         return -(-self.group_inputs // self.unit), -(-self.last_inputs // self.unit)
 
-    @property
+    @cached_property
     def layout(self) -> tuple[int, ...]:
         """What rows of activations are laid out by: inputs and filled up inputs of groups."""
         full, last = self.units
         return self.groups, self.group_inputs, self.last_inputs, full * self.unit, last * self.unit
 
-    @property
+    @cached_property
     def words(self) -> int:
         """Words of 32 bits of a lane."""
         full, last = self.units
         return ((self.groups - 1) * full + last) * self.unit * sum(self.planes) // 32
 
-    @property
+    @cached_property
     def filled_inputs(self) -> int:
         """Inputs with what fills up the last unit of every group."""
         full, last = self.units
         return ((self.groups - 1) * full + last) * self.unit
 
-    @property
+    @cached_property
     def scales_at(self) -> int:
         return self.words * LANES * 4
 
-    @property
+    @cached_property
     def zeros_at(self) -> int:
         return self.scales_at + (2 * LANES * self.groups if CODES[self.codes].affine else 0)
 
-    @property
+    @cached_property
     def has_zeros(self) -> bool:
         return CODES[self.codes].affine and Encoding.of(self).has_zeros(sum(self.planes))
 
-    @property
+    @cached_property
     def stride(self) -> int:
         """Bytes from one block to the next."""
         return -(-(self.zeros_at + LANES * self.groups * self.has_zeros) // ALIGNED) * ALIGNED
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.blocks * self.stride
 

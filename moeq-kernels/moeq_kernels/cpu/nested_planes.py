@@ -69,6 +69,16 @@ def _part(words, out, lines, shift):  # type: ignore[no-untyped-def]
                 out[block, line * 16 + lane] = _gathered(first) | (_gathered(second) << _FOUR)
 
 
+@_compile  # type: ignore[untyped-decorator]
+def _copy_grid(given, first, out, at, count):  # type: ignore[no-untyped-def]
+    """`count` bytes of each block, from one place on, into those of another [B, stride], from `at` on; zeros behind."""
+    for block in range(given.shape[0]):
+        for byte in range(count):
+            out[block, at + byte] = given[block, first + byte]
+        for byte in range(at + count, out.shape[1]):
+            out[block, byte] = 0
+
+
 def low_plane(wide: Tensor, shape: Shape, narrow: Shape, into: Tensor) -> None:
     """The two low bits of the codes of a matrix's bytes at 4 bits into [plane_bytes]."""
     out = into.view(narrow.blocks, narrow.scales_at).numpy().view(np.uint32)
@@ -96,7 +106,5 @@ def _words(held: Tensor, shape: Shape) -> np.ndarray:  # type: ignore[type-arg]
 
 def _put_grid(source: Tensor, of: Shape, into: Tensor, to: Shape) -> None:
     """Scales and zero points, and what fills up the last cache line."""
-    given = source.view(of.blocks, of.stride)[:, of.scales_at :]
-    into.view(to.blocks, to.stride)[:, to.scales_at :] = 0
-    grid = (2 + to.has_zeros) * LANES * to.groups
-    into.view(to.blocks, to.stride)[:, to.scales_at : to.scales_at + grid] = given[:, :grid]
+    given, out = source.numpy().reshape(of.blocks, of.stride), into.numpy().reshape(to.blocks, to.stride)
+    _copy_grid(given, of.scales_at, out, to.scales_at, (2 + to.has_zeros) * LANES * to.groups)

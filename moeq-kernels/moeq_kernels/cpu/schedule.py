@@ -260,28 +260,60 @@ def two_stages(address):  # type: ignore[no-untyped-def]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _alone(source, place, size, layouts, base, ahead, table, functions, grids, biased, out):  # type: ignore[no-untyped-def]
-    """What `_work` does for one matrix and a single tile, in one thread and without what that costs to prepare: source
-    [R, K] and out [1, R, N] float32, size >= R rows that are compiled, `place` its place among those."""
-    tiles = np.zeros((1, 5), np.int64)
-    tiles[0, COUNT], tiles[0, SIZE], tiles[0, PLACE] = source.shape[0], size, place
-    how = table[0, 0]
+def _put(made, short, into, first):  # type: ignore[no-untyped-def]
+    """Some columns of products [R, n] into [R, N] at an address, `first` the place of the first: bf16 or float32."""
+    count, outputs = made.shape[0], into[1]
+    for row in range(count):
+        at = row * outputs + first
+        if short:
+            to_short(made[row], carray(uint16s(into[0] + 2 * at), made.shape[1]))
+        else:
+            to = carray(float32s(into[0] + 4 * at), made.shape[1])
+            to[:] = made[row]
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _alone(counters, step, source, into, count, n):  # type: ignore[no-untyped-def]
+    """One thread's part of what `_work` does for one matrix and a single tile, without what that costs to prepare:
+    `step` blocks of the matrix at a time, as counters [1] hand them out. The rows every thread lays out for itself.
+    n: numbers as in `alone`."""
+    counter = counters.ctypes.data
+    place, size, inputs, outputs, short = n[0], n[1], n[11], n[12], n[13]
+    table, functions = carray(int64s(n[4]), (1, 1, COLUMNS)), carray(int64s(n[5]), (1, n[2]))
+    layouts, grids = carray(int64s(n[3]), (1, n[2])), carray(float32s(n[6]), (1, 1, 3))
+    biased, how = carray(float32s(n[7]), n[8]), table[0, 0]
     high = (how[ROWS] + LANES - 1) // LANES
+    first = add_at(counter, step)
+    if first >= high:
+        return
+    tiles = np.zeros((1, 5), np.int64)
+    tiles[0, COUNT], tiles[0, SIZE], tiles[0, PLACE] = count, size, place
+    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, layouts, n[9], n[10])
+    item = np.array((0, 1, first, min(first + step, high)))
+    _ask_for_first(stage, item)
+    given, out = np.empty((count, inputs), np.float32), np.empty((1, count, outputs), np.float32)
+    flat = given.reshape(-1)
+    if short:
+        from_short(carray(uint16s(source), count * inputs), flat)
+    else:
+        flat[:] = carray(float32s(source), count * inputs)
     layout = np.zeros(how[FILLED] // 2 * size * (layouts[0, place] & WORDS) // 2, np.uint32)
     sums, products = np.zeros(2 * how[GROUPS] * size, np.float32), np.empty((1, MOST_BLOCKS * size * LANES), np.float32)
-    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, layouts, base, ahead)
-    item = np.array((0, 1, 0, min(MOST_BLOCKS, high)))
-    _ask_for_first(stage, item)
-    lay_out_tile(stage, 0, 0, source, layout, sums)
-    for first in range(0, high, MOST_BLOCKS):
-        item[2], item[3] = first, min(first + MOST_BLOCKS, high)
-        following = _place(stage, 0, 0, item[3] % high)
+    lay_out_tile(stage, 0, 0, given, layout, sums)
+    while first < high:
+        item[2], item[3] = first, min(first + step, high)
+        after = add_at(counter, step)
+        following = _place(stage, 0, 0, after) if after < high else n[9]
         _multiply(
             stage, item, following, functions, grids, layout, sums, products, PRODUCTS, sums, 1, out, biased
         )  # fmt: skip
+        begin, end = first * LANES, min(item[3] * LANES, outputs)
+        _put(out[0, :, begin:end], short, (into, outputs), begin)
+        first = after
 
 
 ALONE = 14  # numbers that describe a matrix alone
+TOGETHER_ALONE = LINE + 5  # and those of a call of it that threads share
 
 
 def alone(address, source, into, count):  # type: ignore[no-untyped-def]
@@ -290,23 +322,15 @@ def alone(address, source, into, count):  # type: ignore[no-untyped-def]
     The numbers: the place of the rows that are compiled, and how many these are; how many such places there are,
     addresses of layouts, table, functions, grids, biases and how many of these; address of the buffer, bytes that are
     asked for ahead, K, N, and whether rows are bf16, 0 for float32."""
-    n = carray(int64s(address), ALONE)
-    inputs, outputs, short = n[11], n[12], n[13]
-    given, out = np.empty((count, inputs), np.float32), np.empty((1, count, outputs), np.float32)
-    flat, made = given.reshape(-1), out.reshape(-1)
-    if short:
-        from_short(carray(uint16s(source), count * inputs), flat)
-    else:
-        flat[:] = carray(float32s(source), count * inputs)
-    _alone(
-        given, n[0], n[1], carray(int64s(n[3]), (1, n[2])), n[9], n[10], carray(int64s(n[4]), (1, 1, COLUMNS)),
-        carray(int64s(n[5]), (1, n[2])), carray(float32s(n[6]), (1, 1, 3)), carray(float32s(n[7]), n[8]), out,
-    )  # fmt: skip
-    if short:
-        to_short(made, carray(uint16s(into), count * outputs))
-    else:
-        to = carray(float32s(into), count * outputs)
-        to[:] = made
+    _alone(np.zeros(1, np.int64), MOST_BLOCKS, source, into, count, carray(int64s(address), ALONE))
+
+
+def alone_together(address):  # type: ignore[no-untyped-def]
+    """One thread's part of the same; for `compiled.entry`. The numbers: a counter, 0, on a line of its own, address of
+    the numbers of `alone`, blocks that a thread takes at a time, and source, into and count as there."""
+    n = carray(int64s(address), TOGETHER_ALONE)
+    how = carray(int64s(n[LINE]), ALONE)
+    _alone(n[:1], n[LINE + 1], n[LINE + 2], n[LINE + 3], n[LINE + 4], how)
 
 
 def unpack(address):  # type: ignore[no-untyped-def]

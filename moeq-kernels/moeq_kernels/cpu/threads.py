@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import carray, njit, types
 from numpy.typing import NDArray
 
-from moeq_kernels.cpu.compiled import call_work
-from moeq_kernels.cpu.memory import add_at, look_at, put_at
+from moeq_kernels.cpu.compiled import call, call_work
+from moeq_kernels.cpu.memory import add_at, int64s, look_at, put_at
 
 PATIENCE = 1000  # looks for more work before a thread sleeps, some tenths of a millisecond
 LINE = 64  # bytes of a cache line
@@ -63,17 +63,17 @@ def _serve(post, seen):  # type: ignore[no-untyped-def]
         _give_way()
 
 
-@_compile  # type: ignore[untyped-decorator]
-def _lead(posts, work, numbers):  # type: ignore[no-untyped-def]
-    """Post work to the threads of these posts [n], do it, and wait for those that have begun."""
-    for post in posts:
+def _lead(posts, count, work, numbers):  # type: ignore[no-untyped-def]
+    """Post work to the threads of `count` posts, whose addresses lie at one, do it, and wait for those that have begun;
+    for `compiled.call`."""
+    for post in carray(int64s(posts), count):
         put_at(post + WORK, work)
         put_at(post + WORK + 8, numbers)
         put_at(post + DONE, 0)
         put_at(post + CLAIMED, 0)  # from now on it may be claimed, even by one that has the last ticket only
         add_at(post + TICKET, 1)
     call_work(work, numbers)
-    for post in posts:
+    for post in carray(int64s(posts), count):
         if add_at(post + CLAIMED, 1) > 0:
             while look_at(post + DONE) == 0:
                 _give_way()
@@ -86,9 +86,10 @@ class _Crew:
         self._space = np.zeros((threads, 5 * LINE // 8), np.int64)
         skipped = -self._space.ctypes.data % LINE // 8
         self._posts = self._space.reshape(-1)[skipped:][: (threads - 1) * 5 * LINE // 8].reshape(threads - 1, -1)
-        self.addresses = self._posts.ctypes.data + np.arange(threads - 1) * self._posts.strides[0]
-        self._sleeps = [threading.Semaphore(0) for _ in self._posts]
+        self._addresses = self._posts.ctypes.data + np.arange(threads - 1) * self._posts.strides[0]
+        self.posts = int(self._addresses.ctypes.data), threads - 1
         self._posts[:, ASLEEP // 8] = 1
+        self._sleeps = [(_at(address + ASLEEP), _asleep()) for address in self._addresses.tolist()]
         _serve.compile("int64(int64, int64)")
         self._threads = [
             threading.Thread(target=self._wait, args=(number,), name="moeq-kernel", daemon=True)
@@ -99,16 +100,19 @@ class _Crew:
         atexit.register(self.stop)
 
     def _wait(self, number: int) -> None:
-        seen, address = 0, int(self.addresses[number])
+        seen, address, sleep = 0, int(self._addresses[number]), self._sleeps[number][1]
         while seen != STOP:
-            self._sleeps[number].acquire()
+            sleep.acquire()
             seen = _serve(address, seen)
 
-    def wake(self) -> None:
-        for post, sleep in zip(self._posts, self._sleeps, strict=True):
-            if post[ASLEEP // 8]:
-                post[ASLEEP // 8] = 0
+    def wake(self) -> bool:
+        """Have all look for work; whether all did so before."""
+        were = True
+        for asleep, sleep in self._sleeps:
+            if asleep.value:
+                asleep.value, were = 0, False
                 sleep.release()
+        return were
 
     def stop(self) -> None:
         """Have all threads end, before Python does."""
@@ -116,6 +120,18 @@ class _Crew:
         self.wake()
         for thread in self._threads:
             thread.join(1)
+
+
+def _at(address: int) -> ctypes.c_int64:
+    """The number at an address, as Python reads and writes it."""
+    return ctypes.c_int64.from_address(address)
+
+
+def _asleep() -> threading.Lock:
+    """What a thread sleeps at until it is released; a lock wakes one in less time than a semaphore."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 Parallel = Callable[[int, int, int, int], None]
@@ -154,20 +170,32 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def together(work: int, numbers: NDArray[np.int64], threads: int | None = None) -> None:
-    """Do work in as many threads at once as torch has, this one among them; see the top of this file."""
+def awake() -> bool:
+    """Whether the other threads would take their part at once, and are not busy. Those that sleep are woken, for what
+    comes next."""
+    if _busy.locked():
+        return False
+    if _spinning() and _parallel() is not None:
+        return True
+    return _crew(torch.get_num_threads()).wake()
+
+
+def together(work: int, numbers: NDArray[np.int64] | int, threads: int | None = None) -> None:
+    """Do work in as many threads at once as torch has, this one among them; numbers: or their address. See the top of
+    this file."""
     count = torch.get_num_threads() if threads is None else threads
-    busy = _busy
+    address = numbers if isinstance(numbers, int) else int(numbers.ctypes.data)
+    busy, lead = _busy, call(_lead)
     if count == 1 or not busy.acquire(blocking=False):  # another thread of this program has them now
-        _lead(np.zeros(0, np.int64), work, numbers.ctypes.data)
+        lead(0, 0, work, address)
         return
     try:
         parallel = _parallel() if _spinning() else None
         if parallel is not None:
-            parallel(work, numbers.ctypes.data, count, 0)
+            parallel(work, address, count, 0)
             return
         crew = _crew(count)
         crew.wake()
-        _lead(crew.addresses, work, numbers.ctypes.data)
+        lead(*crew.posts, work, address)
     finally:
         busy.release()

@@ -19,7 +19,7 @@ from packed_layers import layer_of, matrix_of, reference, routed, silu_gate, val
 from torch import nn
 
 from moeq_kernels import measured
-from moeq_kernels.cpu import threads
+from moeq_kernels.cpu import layer, threads
 from moeq_kernels.cpu.forms import FORMS, Form, forms, host_features
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.description import DOWN, LayerOfExperts
@@ -146,6 +146,38 @@ def test_what_comes_out_does_not_depend_on_the_threads(monkeypatch: pytest.Monke
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         results += [prepared(*given) for _ in range(10)]
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.usefixtures("spinning")
+@pytest.mark.parametrize("bits", [3, 8, 16])
+def test_a_lone_matrix_is_shared_out_with_the_same_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To threads that are awake, and, of many bytes, to those that sleep; whatever rows, of which some are compiled."""
+    monkeypatch.setattr("moeq_kernels.cpu.layer.DIVIDED_BYTES", 0)
+    linear, random = CpuKernel().linear(matrix_of(328, 96, bits), torch.arange(328.0)), torch.Generator().manual_seed(0)
+    shared: list[int] = []
+    together = layer.together
+    monkeypatch.setattr(layer, "together", lambda work, numbers: shared.append(work) or together(work, numbers))  # type: ignore[func-returns-value]
+    for rows, dtype in ((1, BF16), (3, torch.float32), (5, torch.float16)):
+        given = torch.randn(rows, 96, generator=random).to(dtype)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+        wanted = linear(given)
+        assert not shared
+        for waking in (0, 2**60):
+            monkeypatch.setattr("moeq_kernels.cpu.layer.WAKING_BYTES", waking)
+            monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+            assert all(torch.equal(linear(given), wanted) for _ in range(20))
+            assert len(shared) == 20 if not waking else shared
+            shared.clear()
+
+
+def test_a_little_matrix_is_left_to_the_thread_that_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(layer, "together", lambda *_: pytest.fail("it is shared out"))
+    linear = CpuKernel().linear(matrix_of(64, 96, 4))
+    assert linear(torch.ones(1, 96)).shape == (1, 64)
+    monkeypatch.setattr("moeq_kernels.cpu.layer.DIVIDED_BYTES", 0)
+    monkeypatch.setattr(layer, "awake", lambda: False)
+    assert linear(torch.ones(1, 96)).shape == (1, 64)
 
 
 @pytest.mark.usefixtures("spinning")

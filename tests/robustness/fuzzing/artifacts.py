@@ -12,6 +12,7 @@ from robustness.fuzzing.target import BytesTarget, Check, JsonTarget, Place
 
 from moeq.artifacts import (
     bench,
+    coactivation,
     digests,
     dynamic_log,
     effects,
@@ -152,6 +153,20 @@ class LowPrecision(Artifact):
 
     def of(self, path: Path) -> Any:
         return low_precision.read_sweeps(path)
+
+
+class Coactivation(Artifact):
+    name, filename, model = "coactivation", coactivation.NAME, coactivation.CoactivationTable
+    changed: ClassVar[dict[str, Any]] = {
+        "layers": [{"name": "one", "num_experts": 2}, {"name": "two", "num_experts": 3}],
+        "shares": ["AAD//wAAAAAAAP//"],
+    }
+
+    def of(self, path: Path) -> Any:
+        found = coactivation.read_coactivation(path.parent)
+        assert found is not None
+        assert all(0 <= share.min() <= share.max() <= 1 for share in found.follows())
+        return found
 
 
 class Others(Artifact):

@@ -25,6 +25,8 @@ NAMED = re.compile(r"(read|parse)(_\w+)?")  # of functions that say that they re
 BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
     "moeq.artifacts.bench.read_bench": ("bench",),
     "moeq.artifacts.assignment.read_assignment": ("assignment", "inspected"),
+    "moeq.artifacts.coactivation.CoactivationTable.follows": ("coactivation",),
+    "moeq.artifacts.coactivation.read_coactivation": ("coactivation",),
     "moeq.artifacts.dynamic_log._line": ("dynamic_log",),
     "moeq.artifacts.dynamic_log.is_log": ("inspected",),
     "moeq.artifacts.dynamic_log.read_log": ("dynamic_log",),
