@@ -6,22 +6,19 @@ It is the driver's: whoever finds one whose driver is gone may remove it, which 
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import shutil
-import tempfile
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from moeq.engine.arrays import Encoded, decode
 from moeq.errors import StorageError
+from moeq.scratch import Scratch
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "moeq-engine-"
-LOCK = ".lock"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -69,16 +66,8 @@ class Spool(Folders):
     def __init__(self, beside: Path) -> None:
         """beside: a folder on a disk with room, for what shared memory does not take."""
         parents = [parent for parent in (SHARED_MEMORY, beside) if parent.is_dir() and os.access(parent, os.W_OK)]
-        self._locks: list[Any] = []
-        made = []
-        for parent in parents:
-            _remove_stale(parent)
-            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-            lock = (folder / f"{LOCK}.new").open("w")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            os.rename(lock.name, folder / LOCK)  # seen by others only when it is held
-            self._locks.append(lock)
-            made.append(folder)
+        self._scratch = [Scratch(parent, PREFIX, f"{os.getpid()}-") for parent in parents]
+        made = [scratch.path for scratch in self._scratch]
         if not made:
             raise StorageError("no folder to hand tensors through", where=str(beside), do="check the path")
         super().__init__(made)
@@ -88,9 +77,8 @@ class Spool(Folders):
         return Folders(self.folders)
 
     def remove(self) -> None:
-        super().remove()
-        for lock in self._locks:
-            lock.close()
+        for scratch in self._scratch:
+            scratch.remove()
 
 
 def read(path: Path) -> tuple[Any, dict[str, Any]]:
@@ -98,11 +86,3 @@ def read(path: Path) -> tuple[Any, dict[str, Any]]:
     with path.open("rb") as stream:
         memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     return decode(memory)
-
-
-def _remove_stale(parent: Path) -> None:
-    """Remove folders of drivers that are gone."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError), (folder / LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)

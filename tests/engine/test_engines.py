@@ -24,8 +24,14 @@ from moeq.engine.serial import SerialEngine
 from moeq.engine.spool import PREFIX, SHARED_MEMORY, Spool
 from moeq.engine.task import Resources, Task, TaskError, bounded, groups
 from moeq.errors import PlanError, QuantizationError, StorageError
+from moeq.stages.losses_tasks import PRELOAD
 
 NAMES = ("serial", "processes", "ray")
+
+
+def workers(count: int, beside: Path, **settings: Any) -> ProcessEngine:
+    """Processes as forks of the server that all tests of this process share."""
+    return ProcessEngine(count, threads=1, beside=beside, preload=PRELOAD, **settings)
 
 
 def task(function: Callable[..., Any], arguments: Any = None, *shared: Any, **resources: Any) -> Task:
@@ -50,7 +56,7 @@ def ray_engine() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def process_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessEngine]:
-    with ProcessEngine(2, threads=1, beside=tmp_path_factory.mktemp("beside")) as engine:
+    with workers(2, tmp_path_factory.mktemp("beside")) as engine:
         yield engine
 
 
@@ -144,7 +150,7 @@ def test_a_lost_worker_is_replaced_and_its_task_done_again(engine: Any, tmp_path
 
 def test_a_task_that_kills_every_worker_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "MOST_DEATHS", 2)
-    with ProcessEngine(1, threads=1, beside=tmp_path) as engine:
+    with workers(1, tmp_path) as engine:
         lost, fine = engine.submit(task(tasks.deadly, "")), engine.submit(task(tasks.square, 3))
         with pytest.raises(PlanError, match="layer 3, deadly: 2 workers died at it, the last one of SIGKILL"):
             list(engine.gather([lost]))
@@ -154,7 +160,7 @@ def test_a_task_that_kills_every_worker_is_given_up(tmp_path: Path, monkeypatch:
 
 def test_workers_killed_at_random_moments_change_nothing(tmp_path: Path) -> None:
     kills, numbers = (100, 400) if FULL else (6, 60)
-    with ProcessEngine(2, threads=1, beside=tmp_path) as engine:
+    with workers(2, tmp_path) as engine:
         shared = engine.put({"x": torch.arange(1000.0)})
         stop = threading.Event()
 
@@ -185,7 +191,7 @@ def test_workers_killed_at_random_moments_change_nothing(tmp_path: Path) -> None
 def test_memory_of_tasks_bounds_how_many_run(tmp_path: Path) -> None:
     folder = tmp_path / "running"
     folder.mkdir()
-    with ProcessEngine(3, threads=1, beside=tmp_path, ram_bytes=100) as engine:
+    with workers(3, tmp_path, ram_bytes=100) as engine:
         large = [engine.submit(task(tasks.held, str(folder), ram_bytes=60)) for _ in range(4)]
         assert [outcome.value for outcome in engine.gather(large)] == [1, 1, 1, 1]
         alone = [engine.submit(task(tasks.held, str(folder), ram_bytes=1000))]
@@ -232,8 +238,8 @@ def test_what_shared_memory_does_not_take_goes_to_the_disk(tmp_path: Path, monke
 def test_folders_of_drivers_that_are_gone_are_removed(tmp_path: Path) -> None:
     alive, left = Spool(tmp_path), Spool(tmp_path)
     path = left.write("put", encode(1, {}))
-    for lock in left._locks:
-        lock.close()  # as when the process is killed
+    for scratch in left._scratch:
+        scratch._lock.close()  # as when the process is killed
     another = Spool(tmp_path)
     assert not path.exists()
     assert all(folder.is_dir() for folder in (*alive.folders, *another.folders))
@@ -252,7 +258,7 @@ def test_groups_cover_all_experts_once() -> None:
 
 
 def test_workers_go_with_their_engine(tmp_path: Path) -> None:
-    engine = ProcessEngine(2, threads=1, beside=tmp_path)
+    engine = workers(2, tmp_path)
     engine.submit(task(tasks.slow, 60))
     pids = engine.pids
     started = time.monotonic()
