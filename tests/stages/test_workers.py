@@ -212,7 +212,7 @@ def test_a_killed_driver_takes_its_workers_and_its_memory_along(
     for number in range(1, 21 if FULL else 2):
         running = moeq.start("losses", path, "--out", out, "--quiet")
         drivers.append(running.pid)
-        wait_for(lambda: left_in_memory(running.pid) or finished(running.pid))  # noqa: B023
+        wait_for(lambda: handed_out(running.pid) or finished(running.pid))  # noqa: B023
         time.sleep(chance.uniform(0, 1) if FULL else 0)
         with suppress(ProcessLookupError):
             (os.kill if number % 2 else os.killpg)(running.pid, signal.SIGKILL)
@@ -224,6 +224,11 @@ def test_a_killed_driver_takes_its_workers_and_its_memory_along(
     assert [left for pid in drivers for left in left_in_memory(pid)] == []
     assert content(out) == alone
     assert partials(out) == []
+
+
+def handed_out(pid: int) -> bool:
+    """Whether a driver has put something for its workers, who are there by then."""
+    return any(path.name.startswith("put-") for folder in left_in_memory(pid) for path in folder.iterdir())
 
 
 def finished(pid: int) -> bool:
