@@ -45,6 +45,7 @@ class RayEngine(Closing):
         self._ours = not ray.is_initialized()
         address = address or os.environ.get(ADDRESS)
         if self._ours:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a local cluster tells nobody of itself
             where = {"num_cpus": workers * threads} if address is None else {"address": address}
             try:
                 with _path_for_local_workers():

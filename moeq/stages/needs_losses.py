@@ -183,9 +183,11 @@ class Workers:
         weights = layer.num_experts * layer.weights_per_expert * sizes.dtype.itemsize
         given = weights + text.tokens * (sizes.token + 12 * sizes.geometry.top_k + 16) + 4 * layer.hidden_size**2
         made = store_bytes(layer, section.bits, section.encoding)
+        elsewhere = recipe.engine.startswith("ray:")  # on a cluster's nodes, not in this machine's memory
         own = {"workers": count * WORKER + SERVER, "batches of experts of workers": count * (batch + floats)}
+        own = {} if elsewhere else own
         cores = len(os.sched_getaffinity(0)) / losses_tasks.worker_threads(recipe)
-        at_once = count if recipe.engine.startswith("ray:") else max(1.0, min(count, cores))
+        at_once = count if elsewhere else max(1.0, min(count, cores))
         for ahead in (1, 0):
             held = own | {"layers handed to workers": (1 + ahead) * given, "packed replicas of a layer": 2 * made}
             both = sum(held.values()) + sum(sizes.held().values()) + sum(sizes.stopped(STATES, CAPTURED).values())
