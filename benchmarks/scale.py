@@ -1,7 +1,7 @@
 """How `losses` scales with workers, what the engine costs, and what a simulator makes of clusters.
 
-    python benchmarks/scale.py [--rounds 5] [--tasks 1000000] [--experts 24] [--hidden 384] [--intermediate 512]
-                               [--layers 3] [--workers 1 2 4] [--only runs|tasks|clusters]
+    python benchmarks/scale.py [--rounds 3] [--tasks 1000000] [--experts 32] [--hidden 384] [--intermediate 512]
+                               [--layers 4] [--workers 1 2 4] [--only runs|tasks|clusters]
 
 runs: a random Mixtral whose losses take most of a run, one thread a process, every run in a process of its own.
 Efficiency of 2 workers: half of the time that two runs without an engine take side by side, divided by the time of one
@@ -12,7 +12,7 @@ tasks: the driver's memory after so many empty tasks in windows of 256, over tha
 clusters: the simulator (moeq/engine/simulation.py) fed with what one run without an engine took, beside the measured
 runs; then with DeepSeek-V3's and Kimi-K2's shapes on 1 to 64 GPUs, eight a node, from the rates named in CLUSTER, which
 are not this machine's: what binds, and the efficiency from 1 GPU on; once more with experts ten times as fast.
---quick: one round, 20,000 tasks.
+--quick: one round of a small model, in which processes that load compiled code take much of the time; 20,000 tasks.
 Goals: efficiency at least 0.9, overhead at most 3 %, memory that grows by 4 MiB at most, the simulator within 10 %,
 efficiency of 64 GPUs at least 0.8.
 """
@@ -311,7 +311,13 @@ def add_runs(report: figures.Figures, model: Path, options: Any, scratch: Path) 
 
 def main() -> int:
     parser = figures.parser(
-        __doc__, rounds=(5, 1), tasks=(1_000_000, 20_000), experts=24, hidden=384, intermediate=512, layers=3
+        __doc__,
+        rounds=(3, 1),
+        tasks=(1_000_000, 20_000),
+        experts=(32, 8),
+        hidden=(384, 192),
+        intermediate=512,
+        layers=(4, 2),
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--only", choices=("runs", "tasks", "clusters"))

@@ -35,7 +35,7 @@ COMPARED = 5  # effects: two outputs as logarithmic probabilities and what is be
 COMPARING = 6  # passes over the logits in which two outputs are compared
 TABLE, TABLE_ROW = 5320, 21.6  # bytes of losses.parquet
 ROWS, ROWS_ROW, ROWS_TRACE = 110, 350, 14  # bytes of a file of rows in the store, beside the layer's name
-WORKER, SERVER = 130 << 20, 420 << 20  # bytes of a worker process of its own, and of what all are forked from
+WORKER, SERVER = 80 << 20, 420 << 20  # bytes of a worker process of its own, and of what all are forked from
 MEMORY_SHARE = 0.8  # of the machine's memory, for a layer more than needs be
 INDEX, INDEX_MADE, INDEX_LAYER, INDEX_ENTRY = 90, 112, 8, 97  # bytes of replicas.json
 
