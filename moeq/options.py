@@ -39,7 +39,9 @@ def among(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 OF_A_RUN = "a run's stage"
 RECIPES = (".yaml", ".yml")  # how the name of a recipe ends, where a model may stand as well
 BUDGETS = "a budget"  # of which one is enough
-RARE = ("for_", "device", "format", "widen", "quantizer", "refine", "tune", "verify", "force")  # a command names them
+RARE = (  # a command names them
+    "for_", "device", "workers", "format", "widen", "quantizer", "refine", "tune", "verify", "force",
+)  # fmt: skip
 BUNDLED_TEXT = "bundled"  # a text whose parts for calibration and evaluation differ
 LAST = (*RARE, "check", "trust_remote_code", "probe", "json", "quiet")  # options behind all others
 
@@ -99,6 +101,9 @@ class RunOptions:
         default=list,
     )
     device: DeviceOption = field(default=None, metadata={"sets": "device"})
+    workers: int | None = option(
+        "Processes that quantize experts side by side in losses, while the model runs on.", sets="workers"
+    )
     widen: WidenOption = field(default=False, metadata={"sets": "export.widen"})
     quantizer: QuantizerOrBest | None = option(
         "Whose replicas are used (assign.quantizer; losses.methods gains it); best: of losses.methods, the one that "

@@ -116,7 +116,7 @@ def runtime_changes(context: Context, start: Start, name: str, *, only_grid: boo
     return [setting.change for setting in settings]
 
 
-@takes_options("for_", "device", "quantizer", "refine", "tune", "verify", "force")
+@takes_options("for_", "device", "workers", "quantizer", "refine", "tune", "verify", "force")
 def run(asked: BuildOptions) -> None:
     """Make a model small: all stages below in order, from a recipe or with none; goes on where it was stopped."""
     context = context_of(asked, "run")
@@ -153,7 +153,7 @@ class PlanOptions(BuildOptions):
     probe: bool = option("Measure for a few seconds how fast this machine is.", default=True)
 
 
-@takes_options("for_", "device", "quantizer", "refine", "tune")
+@takes_options("for_", "device", "workers", "quantizer", "refine", "tune")
 def plan(asked: PlanOptions) -> None:
     """Say what a run will need in memory, disk and time, and whether it fits here; reads no weights."""
     context = context_of(replace(asked, quiet=True), "plan")

@@ -66,7 +66,7 @@ def profile(asked: ProfileOptions) -> None:
     show(outcome, show_text, json=asked.json, quiet=asked.quiet)
 
 
-@takes_options("device", "quantizer")
+@takes_options("device", "workers", "quantizer")
 def losses(asked: StageOptions) -> None:
     """Replicas of every expert at every width, and what each one loses."""
     run_stage(asked, "losses")

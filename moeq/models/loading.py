@@ -198,6 +198,9 @@ def load_model(
 
     FP8-block and MXFP4 checkpoints are dequantized to `dtype`.
     """
+    if source.is_remote:
+        do = "copy it to a directory, or use a command that reads decoder layers as they run, such as `moeq run`"
+        raise ModelError("lies in an object store, and is not read whole", where=source.name, do=do)
     if is_dequantized(source):
         return _load_dequantized(source, dtype, device, trust_remote_code)
     config = load_config(source, trust_remote_code)

@@ -17,6 +17,7 @@ from moeq.artifacts.digests import digests_of_files
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.reading import TensorHeader as TensorHeader
 from moeq.artifacts.reading import inside, plain_name, read_json_file, safetensors_header
+from moeq.artifacts.remote import RemoteFile, is_remote
 from moeq.artifacts.stage import ModelStamp
 from moeq.bounded import shortened
 from moeq.bundled import bundled_path
@@ -74,6 +75,11 @@ class ModelSource:
     drafts: Mapping[str, TensorHeader] = field(default_factory=dict)
 
     @property
+    def is_remote(self) -> bool:
+        """Whether its weights lie in an object store."""
+        return any(isinstance(file, RemoteFile) for file in self.files)
+
+    @property
     def files(self) -> list[Path]:
         return sorted({header.file for header in (*self.tensors.values(), *self.drafts.values())})
 
@@ -103,19 +109,29 @@ class ModelSource:
         return digest_of({"config": self.config, **files, **sampled})
 
 
+def shown_name(url: str) -> str:
+    """What artifacts call a model of an object store: the last part of its address, as of a directory."""
+    return url.rstrip("/").rpartition("/")[2] or "model"
+
+
 def open_source(name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> ModelSource:
-    """Resolve a directory, a hub id or `bundled:NAME` and check it.
+    """Resolve a directory, a hub id, `bundled:NAME` or the address of a folder in an object store, and check it.
 
     trust_remote_code: also download the Python files of a hub model. Raises ModelError: not a model directory,
     configuration or shards missing, truncated or mismatched, links that lead out of it; a hub model that is gated,
     unknown or out of reach.
     """
-    path, commit = _resolve(name, revision, trust_remote_code)
+    shards: Mapping[str, Path] = {}
+    if is_remote(name):
+        path, shards = _remote(name, trust_remote_code)
+        commit = None
+    else:
+        path, commit = _resolve(name, revision, trust_remote_code)
     check_parts(path)
-    config, tensors = read_config(path / CONFIG), _read_headers(path)
+    config, tensors = read_config(path / CONFIG), _read_headers(path, shards)
     check_counts(config, tensors, path / CONFIG)
-    if Path(name).expanduser().is_dir():
-        name = path.resolve().name  # where it lies on this machine is nobody's business
+    if is_remote(name) or Path(name).expanduser().is_dir():
+        name = shown_name(name) if is_remote(name) else path.resolve().name  # where it lies is nobody's business
     drafts = {key: tensors.pop(key) for key in draft_keys(list(tensors), config)}
     return ModelSource(name=name, path=path, revision=commit, config=config, tensors=tensors, drafts=drafts)
 
@@ -199,6 +215,8 @@ def _resolve(
         except ArtifactError as error:
             known = "bundled:tiny-mixtral, bundled:tiny-moe-vit or bundled:tiny-moe-vit-65"
             raise ModelError("no such bundled model", where=name, do=f"use {known}") from error
+    if is_remote(name):
+        return _remote(name, trust_remote_code)[0], None
     path = Path(name).expanduser()
     try:
         if path.is_dir():
@@ -224,6 +242,20 @@ def _resolve(
         path = hub.snapshot(name, revision, [*only, *(CODE_FILES if trust_remote_code else ())], error=ModelError)
         return path, path.name
     return _from_hub(name, revision, trust_remote_code)
+
+
+def _remote(url: str, trust_remote_code: bool) -> tuple[Path, dict[str, Path]]:
+    """A folder with copies of a model's small files, and {name: shard} of the weights, which stay where they are."""
+    from moeq.models import remote_source
+
+    found = remote_source.files_of(url, PARTS)
+    shards = {name: remote_source.as_path(file) for name, file in found.items() if file.suffix == WEIGHTS}
+    small = {
+        name: file
+        for name, file in found.items()
+        if file.suffix not in (WEIGHTS, ".gguf") and (trust_remote_code or file.suffix != ".py")
+    }
+    return remote_source.copied(url, small), shards
 
 
 def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> tuple[Path, str | None]:
@@ -280,11 +312,11 @@ def read_settings(file: Path) -> Any:
         raise ModelError(f"not valid JSON ({error})", where=str(file), do="download the file again") from None
 
 
-def _read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Headers of all shards; every tensor that the index names must be there."""
+def _read_headers(path: Path, remote: Mapping[str, Path]) -> dict[str, TensorHeader]:
+    """Headers of all shards; every tensor that the index names must be there. remote: those that lie elsewhere."""
     index = path / INDEX
     if not index.is_file():
-        single = path / SINGLE
+        single = remote.get(SINGLE, path / SINGLE)
         if not single.is_file():
             other = "; it has .bin weights: save it as safetensors first" if list(path.glob("*.bin")) else ""
             raise ModelError(f"no safetensors weights{other}", where=str(path), do="download the weights")
@@ -293,12 +325,12 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
         weight_map = _weight_map(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"not a weight index ({error})", where=str(index), do="download it again") from None
-    if SINGLE not in weight_map.values() and os.path.lexists(path / SINGLE):
+    if SINGLE not in weight_map.values() and (SINGLE in remote or os.path.lexists(path / SINGLE)):
         what = f"beside {INDEX}, which names others: transformers would take these weights, moeq those"
         raise ModelError(what, where=str(path / SINGLE), do="remove what is not the model's")
     tensors: dict[str, TensorHeader] = {}
-    for shard in (path / name for name in sorted(set(weight_map.values()))):
-        if os.path.lexists(shard):
+    for shard in (remote.get(name, path / name) for name in sorted(set(weight_map.values()))):
+        if shard.name not in remote and os.path.lexists(shard):
             check_part(path, shard.name)
         if not shard.is_file():
             raise missing(str(shard), "download it", "shard is missing")

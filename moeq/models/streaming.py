@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import share, skeleton, tied
+from moeq.models.remote_source import prefetch
 from moeq.models.source import ModelSource
 from moeq.models.weights import WeightReader, owner
 from moeq_kernels.freed import return_memory
@@ -155,6 +156,7 @@ class StreamedModel:
             return
         self._read([name for name in self.names[block] if name not in self._pinned])
         self.loaded.add(block)
+        self._prefetch_after(block)
         return_memory()  # the tensors on disk that its parameters were put together from
         if self.block_overlay is not None:
             self.block_overlay(self.model, block)
@@ -163,6 +165,13 @@ class StreamedModel:
                 if layer.name.startswith(f"{block}."):
                     self._detach(layer)
                     self.overlay(self.model, layer)
+
+    def _prefetch_after(self, block: str) -> None:
+        """Begin to fetch the next block's tensors where they lie in an object store."""
+        following = self.blocks[self.blocks.index(block) + 1 :][:1] or self.blocks[:1]
+        for name in following:
+            keys = self.reader.keys([name for name in self.names[name] if name not in self._pinned])
+            prefetch(self.source.tensors[key] for key in keys)
 
     def _detach(self, layer: ExpertLayer) -> None:
         """Copies of a layer's experts: stacks that are read whole are the memory through which they are read again."""

@@ -33,6 +33,7 @@ from moeq.artifacts.tensor_files import stored_chunks
 from moeq.errors import ModelError
 from moeq.models.declared import is_dequantized, quantization_of, scale_keys, scales_names
 from moeq.models.messages import asking_transformers, damaged, quiet_transformers, wrong_keys
+from moeq.models.remote_source import RemoteTensor, prefetch, remote_of, tensor_of
 from moeq.models.source import CONFIG, ModelSource
 
 
@@ -112,10 +113,7 @@ def plain_chunks(source: ModelSource, key: str) -> Iterator[bytes]:
 def _plain(source: ModelSource, key: str) -> Tensor:
     """A tensor of a file as an unpacked checkpoint has it."""
     names = [key, scales] if (scales := _scales_key(source, key)) is not None else [key]
-    tensors = []
-    for name in names:
-        with safe_open(source.tensors[name].file, "pt") as handle:
-            tensors.append(handle.get_tensor(name))
+    tensors = [tensor_of(source.tensors[name], name) for name in names]
     return BlockDequantize(_quantizer(source)).dequantize(*tensors) if len(tensors) > 1 else tensors[0]
 
 
@@ -246,6 +244,8 @@ class WeightReader:
         if self.source.read is not None:
             return self.source.read(key)
         path = self.source.tensors[key].file
+        if remote_of(self.source.tensors[key]) is not None:
+            return RemoteTensor(self.source.tensors[key])
         if path not in self._files:
             self._files[path] = safe_open(path, "pt")
         return self._files[path].get_slice(key)
@@ -262,6 +262,7 @@ class WeightReader:
         wanted = set(parameters)
         keys = self.keys(wanted)
         self.bytes_read += sum(self.source.tensors[key].bytes for key in keys)
+        prefetch(self.source.tensors[key] for key in keys)
         with quiet_transformers():
             info, _ = convert_and_load_state_dict_in_model(
                 self.model, {key: self.handle(key) for key in keys}, self._config

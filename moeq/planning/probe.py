@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, heldout_stride
 from moeq.recipe import LossesSection
 from moeq.registry import QUANTIZERS
+from moeq.stages.losses_tasks import worker_threads
 from moeq.stages.needs import Rates, Sizes
 from moeq.stages.needs_losses import expert_tokens, losses_operations
 
@@ -55,7 +58,7 @@ def measure(sizes: Sizes, out: Path) -> tuple[Rates, Rates]:
         "matrix_flops": operations / _seconds(lambda: nn.functional.linear(hidden, square), device),
         "expert_seconds": _seconds(expert, device) * tokens / len(routed),
         "elementwise_bytes": hidden.nbytes / _seconds(lambda: hidden * hidden, device, SECONDS / 4),
-        "losses_flops": losses_flops(sizes),
+        "losses_flops": _by_a_worker(sizes),
         "dequantized_weights": _dequantizing(sizes),
         "read_bytes": read,
         "cached_bytes": cached,
@@ -86,6 +89,17 @@ def _seconds(action: Callable[[], object], device: torch.device, limit: float = 
         taken.append(np.subtract((time.perf_counter(), time.process_time()), begun).clip(1e-6))
     mean: np.ndarray = np.mean(taken[1:] or taken, axis=0)
     return mean
+
+
+def _by_a_worker(sizes: Sizes) -> np.ndarray:
+    """`losses_flops` with the threads of whoever quantizes: this process, or one of its workers."""
+    before = torch.get_num_threads()
+    if sizes.recipe.workers is not None:
+        torch.set_num_threads(worker_threads(sizes.recipe))
+    try:
+        return losses_flops(sizes)
+    finally:
+        torch.set_num_threads(before)
 
 
 def losses_flops(sizes: Sizes) -> np.ndarray:
@@ -142,7 +156,8 @@ def _reading(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Bytes a second from the disk, the file's pages dropped first as far as the kernel lets us, and from the cache."""
     size = min(SLICE_BYTES, path.stat().st_size)
     with storage_errors(path, "read"), path.open("rb", buffering=0) as stream:
-        os.posix_fadvise(stream.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
+        with suppress(io.UnsupportedOperation):  # of an object store
+            os.posix_fadvise(stream.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
 
         def read() -> None:
             stream.seek(0)

@@ -50,19 +50,34 @@ def quantize_layer(
     Of config.methods one at most is stored. Raises QuantizationError naming layer and expert when a loss is not a
     number, or when a method's result cannot be stored.
     """
-    layer, quantizers = inputs.layer, [QUANTIZERS.get(method) for method in config.methods]
+    every = range(inputs.layer.num_experts)
+    return quantize_experts(RoutedTokens.of(inputs, config), inputs.layer, every, weights, math, config, biases or {})
+
+
+@torch.no_grad()
+def quantize_experts(
+    tokens: RoutedTokens,
+    layer: ExpertLayer,
+    experts: range,
+    weights: dict[str, Tensor],
+    math: ExpertMath,
+    config: LossesSection,
+    biases: dict[str, Tensor],
+) -> LayerResult:
+    """What `quantize_layer` makes, of some of the layer's experts alone, of which weights and biases are."""
+    quantizers = [QUANTIZERS.get(method) for method in config.methods]
     kept = [quantizer for quantizer in quantizers if quantizer.stored]
     if len(kept) > 1:
         raise ValueError(f"one stored method at a time, not {[quantizer.name for quantizer in kept]}")
-    tokens = RoutedTokens.of(inputs, config)
     rows: list[dict[str, Any]] = []
     slab = Slab()
     stacks: dict[str, dict[int, list[PackedWeight]]] = {p: {b: [] for b in config.bits} for p in layer.projections}
-    for which in expert_batches(layer, config, tokens.hidden.device):
+    for which in expert_batches(layer, config, tokens.hidden.device, experts):
+        given = slice(which.start - experts.start, which.stop - experts.start)
         batch = ExpertBatch(
             which=which,
-            weights={name: stack[which].float() for name, stack in weights.items()},
-            biases={name: stack[which].float() for name, stack in (biases or {}).items()},
+            weights={name: stack[given].float() for name, stack in weights.items()},
+            biases={name: stack[given].float() for name, stack in biases.items()},
             math=math,
         )
         candidates: dict[str, Candidate] = {}
@@ -141,11 +156,15 @@ def made_on_demand(
     return {name: widths[bits].map(lambda part: part[0]) for name, widths in packed.items()}
 
 
-def expert_batches(layer: ExpertLayer, config: LossesSection, device: torch.device | str = "cpu") -> Iterator[slice]:
-    """Slices of experts whose Hessians, residuals and codes fit into the working memory (at least one expert)."""
+def expert_batches(
+    layer: ExpertLayer, config: LossesSection, device: torch.device | str = "cpu", experts: range | None = None
+) -> Iterator[slice]:
+    """Slices of experts, of all or some, whose Hessians, residuals and codes fit into the working memory (at least one
+    expert)."""
     hidden, inter, widths = layer.hidden_size, layer.intermediate_size, len(config.bits)
     hessians = 4 * 3 * (hidden**2 + inter**2)
     results = len(layer.projections) * hidden * inter * (4 + widths * (4 + 1 + 1 + 4))
     step = max(1, working_memory(config.working_memory, device) // (hessians + results))
-    for start in range(0, layer.num_experts, step):
-        yield slice(start, min(start + step, layer.num_experts))
+    experts = range(layer.num_experts) if experts is None else experts
+    for start in range(experts.start, experts.stop, step):
+        yield slice(start, min(start + step, experts.stop))

@@ -44,6 +44,19 @@ class Recipe(Section):
         "auto", description="read decoder layers from disk as they run; auto: when the model is over a third of memory"
     )
     threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
+    workers: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="processes that quantize experts side by side in losses, with `threads` threads each (without: 1), "
+        "while the model runs on; none: the run's own process alone",
+    )
+    engine: str = Field(
+        "processes",
+        pattern=r"^(processes|ray(:\S+)?)$",
+        description="where workers are: processes of this machine; ray: a local Ray cluster, or that of $RAY_ADDRESS; "
+        "ray:ADDRESS: the cluster there",
+    )
     seed: int = Field(0, ge=0, description="decides everything that is drawn")
     trust_remote_code: bool = Field(False, description="run Python code that the checkpoint brings along")
     store: str | None = Field(

@@ -25,7 +25,9 @@ from moeq.runtimes import NATIVE
 
 OLDER = "export it again with this moeq, which writes one"
 LONGEST = 200  # characters of a name in a message
-APART = {"model", "revision", "store", "eval", "estimate", "gates"}  # of a recipe: places, and what shapes no byte
+APART = {  # of a recipe: places, and what shapes no byte
+    "model", "revision", "store", "workers", "engine", "eval", "estimate", "gates",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

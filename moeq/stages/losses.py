@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from moeq.artifacts.non_experts import INDEX as OTHERS_INDEX
 from moeq.artifacts.replicas import MARKER, LayerReplicas, Made, ReplicaIndex, is_marked
 from moeq.artifacts.run import OLDER
 from moeq.errors import ArtifactError, CorpusError
+from moeq.models.corpus.sequences import Sequences
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
 from moeq.models.walk import LayerInputs
-from moeq.quantizers.layer import quantize_layer
+from moeq.quantizers.layer import LayerResult, quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
-from moeq.stages import effects
+from moeq.stages import effects, losses_tasks, needs_losses
 from moeq.stages import non_experts as others_stage
 from moeq.stages.context import Context
 from moeq.stages.expert_effects import measure as measure_experts
@@ -49,18 +51,7 @@ def run(context: Context) -> dict[str, Any]:
     missing = _all_missing(context, index)
     more = others_stage.Making(context, sequences)
     if any(missing.values()) or more.needs_walk:
-        batches = sequences.batches(context.recipe.corpus.batch_size)
-        with (
-            naming_the_file(context),
-            context.reporter.bar("losses", len(context.model.layers)) as advance,
-            more.listening() as listening,
-        ):
-            for inputs in context.model.walk(batches, **listening):
-                say_left_out(context, inputs)
-                _finish_layer(context, inputs, index, missing[inputs.layer.index])
-                advance()
-                del inputs  # before the next layer's are gathered
-                return_memory()
+        _walk(context, sequences, index, missing, more)
     more.finish()
     store, entries = context.store / index.set, index.entries()
     digests = tuple(replicas.digests(store, layer.index, entries) for layer in context.model.layers)
@@ -84,9 +75,42 @@ def run(context: Context) -> dict[str, Any]:
     return summary | ({} if table is None else {"others": others_stage.summarize(table)})
 
 
+def _walk(
+    context: Context,
+    sequences: Sequences,
+    index: ReplicaIndex,
+    missing: dict[int, list[Made]],
+    more: others_stage.Making,
+) -> None:
+    """Run the calibration text through the model and quantize every layer's experts: here, or by workers, who do it
+    while the model runs on to the next layer."""
+    batches = sequences.batches(context.recipe.corpus.batch_size)
+    directory = context.store / index.set
+    with (
+        naming_the_file(context),
+        losses_tasks.working(context, partial(_keep, directory), needs_losses.layers_ahead(context)) as workers,
+        context.reporter.bar("losses", len(context.model.layers)) as advance,
+        more.listening() as listening,
+    ):
+        for inputs in context.model.walk(batches, **listening):
+            say_left_out(context, inputs)
+            if workers is None:
+                _finish_layer(context, inputs, index, missing[inputs.layer.index])
+                advance()
+            else:
+                workers.add(context.model.module, inputs, calls(missing[inputs.layer.index]))
+                for _ in workers.finished(workers.ahead):
+                    advance()
+            del inputs  # before the next layer's are gathered
+            return_memory()
+        for _ in workers.finished(0) if workers is not None else ():
+            advance()
+
+
 def check(context: Context) -> None:
     """RecipeError for modules that cannot be quantized, CorpusError for too few sequences where they do not grow."""
     others_stage.check(context)
+    losses_tasks.check(context)
     if context.recipe.corpus.until_covered is None:
         _check_count(context, context.recipe.corpus.sequences)
 
@@ -141,24 +165,24 @@ def _finish_layer(context: Context, inputs: LayerInputs, index: ReplicaIndex, mi
             inputs,
             stacked_weights(context.model.module, layer, slice(None)),
             expert_math(context.model.module, layer),
-            context.recipe.losses.model_copy(
-                update={
-                    "bits": list(dict.fromkeys(made.bits for made in here)),
-                    "methods": list(dict.fromkeys(made.method for made in here)),
-                }
-            ),
+            losses_tasks.section_of(context.recipe.losses, here),
             stacked_biases(context.model.module, layer, slice(None)),
         )
-        new = {
-            made.entry: {name: widths[made.bits] for name, widths in result.replicas.items()}
-            for made in here
-            if made.entry is not None
-        }
-        if new:
-            replicas.add_replicas(directory, layer.index, new)
-        for made in here:
-            rows = [row for row in result.rows if (row["method"], row["bits"]) == (made.method, made.bits)]
-            replicas.add_rows(directory, layer.index, made.rows, rows)
+        _keep(directory, layer.index, here, result)
+
+
+def _keep(directory: Path, layer: int, here: Sequence[Made], result: LayerResult) -> None:
+    """Store what one call made of a layer."""
+    new = {
+        made.entry: {name: widths[made.bits] for name, widths in result.replicas.items()}
+        for made in here
+        if made.entry is not None
+    }
+    if new:
+        replicas.add_replicas(directory, layer, new)
+    for made in here:
+        rows = [row for row in result.rows if (row["method"], row["bits"]) == (made.method, made.bits)]
+        replicas.add_rows(directory, layer, made.rows, rows)
 
 
 def calls(missing: Sequence[Made]) -> list[list[Made]]:

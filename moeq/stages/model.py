@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moeq.artifacts.provenance import NamedModel
 from moeq.artifacts.run import FOLDED
 from moeq.artifacts.stage import ModelStamp, missing_files, read_record
-from moeq.errors import ArtifactError, ModelError
+from moeq.errors import ArtifactError, ModelError, RecipeError
 from moeq.exporters.front_matter import Origin, read_origin
 from moeq.models import corpus, hub, loading
 from moeq.models.drafts import left_drafts
@@ -172,7 +172,15 @@ class RunModel:
 
     @cached_property
     def streams(self) -> bool:
-        """Whether decoder layers stay on disk: as the recipe says; auto: when they are over a third of memory."""
+        """Whether decoder layers stay where they are: as the recipe says; auto: when they are over a third of memory.
+
+        Those of an object store always do.
+        """
+        if self.source.is_remote:
+            if self.recipe.stream == "never":
+                what = "a model in an object store is read layer by layer"
+                raise RecipeError(what, where="stream: never", do="leave stream out, or copy the model to a directory")
+            return True
         if self.recipe.stream != "auto":
             return self.recipe.stream == "always"
         return loading.loaded_bytes(self.source, self.dtype) > loading.memory_bytes(self.device) / 3

@@ -58,7 +58,9 @@ LEVERS = ON_DEVICE | {  # and of what lies in the machine's memory, wherever the
     "model while it is read": "stream: always", "experts that were replaced": "stream: always",
     "text": "a smaller corpus", "heap of activations": "a smaller batch_size", APART: "export.verify: false",
     "experts beside the device": "a smaller host in eval.dynamic",
-    "reference in float32": "export.verify: false", "scored tokens": "fewer eval.perplexity.sequences",
+    "batches of experts of workers": "fewer workers, or a smaller losses.working_memory", "workers": "fewer workers",
+    "layers handed to workers": "fewer corpus.sequences", "reference in float32": "export.verify: false",
+    "scored tokens": "fewer eval.perplexity.sequences",
 }  # fmt: skip
 STORED_ROW = 160  # bytes of one row of the loss table as Arrow columns
 ASSIGNED = 2500  # bytes of one expert of an assignment as objects

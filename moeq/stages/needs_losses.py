@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from moeq.artifacts import effects, expert_effects, replicas
 from moeq.artifacts.losses import NAME
 from moeq.artifacts.tensor_files import safetensors_bytes
 from moeq.models.experts import ExpertLayer
+from moeq.models.loading import memory_bytes
 from moeq.quantizers.layer import expert_batches
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, heldout_stride, part_rows, row_bytes
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, BatchSizes
 from moeq.recipe import ExpertEffectsSection, LayerEffectsSection, LossesSection
 from moeq.registry import QUANTIZERS
+from moeq.stages import losses_tasks
+from moeq.stages.context import Context
 from moeq.stages.effects import kept_numbers, passes, sequence_count, sequences_at_once
 from moeq.stages.expert_bytes import store_bytes
 from moeq.stages.expert_effects import AT_ONCE
-from moeq.stages.needs import CAPTURED, PACKED_CALLS, STATES, Needs, Rates, Sizes
+from moeq.stages.needs import CAPTURED, PACKED_CALLS, STATES, Moment, Needs, Rates, Sizes
 from moeq.stages.replicas import entries
 from moeq_kernels.packed import packed_shapes
 
@@ -28,6 +35,8 @@ COMPARED = 5  # effects: two outputs as logarithmic probabilities and what is be
 COMPARING = 6  # passes over the logits in which two outputs are compared
 TABLE, TABLE_ROW = 5320, 21.6  # bytes of losses.parquet
 ROWS, ROWS_ROW, ROWS_TRACE = 110, 350, 14  # bytes of a file of rows in the store, beside the layer's name
+WORKER, SERVER = 80 << 20, 420 << 20  # bytes of a worker process of its own, and of what all are forked from
+MEMORY_SHARE = 0.8  # of the machine's memory, for a layer more than needs be
 INDEX, INDEX_MADE, INDEX_LAYER, INDEX_ENTRY = 90, 112, 8, 97  # bytes of replicas.json
 
 
@@ -104,15 +113,16 @@ def _store(sizes: Sizes) -> dict[str, int]:
 def needs(sizes: Sizes) -> Needs:
     """A walk over the calibration text, which stops in every layer while its experts are quantized; the effects."""
     section, text, hidden = sizes.recipe.losses, sizes.calibration, sizes.geometry.hidden_size
-    share = 1.0 if section.tokens == "all" else 3 * sizes.geometry.top_k / sizes.largest.num_experts
-    routed = int(text.tokens * min(1.0, share))  # to a popular expert: three times the mean
+    routed = _routed(sizes)
+    workers = None if sizes.recipe.workers is None else Workers.of(sizes, routed)
     batch, packed = max(batch_moments(sizes.largest, section, routed, gpu=sizes.gpu), key=sum)
     rows, made, store = sizes.loss_rows(), entries(section), _store(sizes)
     floats = 4 * hidden * min(part_rows(hidden), text.tokens * (1 - section.heldout_fraction))
     floats += 0 if sizes.dtype.itemsize == 4 else 4 * hidden * text.tokens
+    here = {"batch of experts": batch, "packed replicas of a layer": packed}
     quantizing = {
-        "tokens in float32": floats, "rows of a layer": rows // len(sizes.layers) * ROW, "batch of experts": batch,
-        "packed replicas of a layer": packed, "sums over inputs of other modules": sizes.others.sums(),
+        "tokens in float32": floats, "rows of a layer": rows // len(sizes.layers) * ROW,
+        **(here if workers is None else {}), "sums over inputs of other modules": sizes.others.sums(),
         **sizes.heap(text.batch_tokens),
     }  # fmt: skip
     kept = len([each for each in made if each.entry is not None])
@@ -130,14 +140,18 @@ def needs(sizes: Sizes) -> Needs:
         work = sum(layer.num_experts * losses_operations(layer, *tokens, section, sample) for layer in sizes.layers)
         work += sizes.others.operations(text.tokens)
         shared = 2 * text.tokens * hidden**2 * len(sizes.layers) / rates.matrix_flops
-        passes = sum(each.seconds(rates) for each in measured)
-        return sizes.walk_seconds(rates) + shared + work / rates.losses_flops + rows * ROW_SECONDS + passes
+        passes = sum(each.seconds(rates) for each in measured) + rows * ROW_SECONDS
+        walk, made = sizes.walk_seconds(rates) + shared, work / rates.losses_flops
+        return (walk + made if workers is None else workers.seconds(walk, made)) + passes
 
+    moments = [
+        {**sizes.loading(), **sizes.stopped(2)},
+        {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens)},
+        {**sizes.held(), **sizes.stopped(STATES, 1), **quantizing},
+    ]
     return Needs(
         moments=[
-            {**sizes.loading(), **sizes.stopped(2)},
-            {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens)},
-            {**sizes.held(), **sizes.stopped(STATES, 1), **quantizing},
+            *(moments if workers is None else [{**moment, **workers.held} for moment in moments]),
             *(moment for each in measured for moment in each.moments),
         ],
         files=files,
@@ -146,6 +160,60 @@ def needs(sizes: Sizes) -> Needs:
         store=store,
         seconds=seconds,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Processes beside the run's own that quantize experts. held: bytes by what takes them, all of it at once; ahead:
+    layers that are out while the model runs on; at_once: of them as many as compute side by side on this machine."""
+
+    held: Moment
+    ahead: int
+    at_once: float
+
+    @classmethod
+    def of(cls, sizes: Sizes, routed: int) -> Workers:
+        """What the recipe's workers take; a layer is out while the next one runs where this machine's memory has room
+        for two. routed: tokens of the layer's busiest expert."""
+        recipe, layer, text = sizes.recipe, sizes.largest, sizes.calibration
+        count, section = recipe.workers or 0, recipe.losses
+        experts = len(losses_tasks.split(layer, section, count)[0][0])
+        few = replace(layer, num_experts=experts)
+        batch = max(map(sum, batch_moments(few, section, routed, gpu=False)))
+        floats = 0 if sizes.dtype.itemsize == 4 else 4 * text.tokens * layer.hidden_size
+        weights = layer.num_experts * layer.weights_per_expert * sizes.dtype.itemsize
+        given = weights + text.tokens * (sizes.token + 12 * sizes.geometry.top_k + 16) + 4 * layer.hidden_size**2
+        made = store_bytes(layer, section.bits, section.encoding)
+        elsewhere = recipe.engine.startswith("ray:")  # on a cluster's nodes, not in this machine's memory
+        own = {"workers": count * WORKER + SERVER, "batches of experts of workers": count * (batch + floats)}
+        own = {} if elsewhere else own
+        cores = len(os.sched_getaffinity(0)) / losses_tasks.worker_threads(recipe)
+        at_once = count if elsewhere else max(1.0, min(count, cores))
+        for ahead in (1, 0):
+            held = own | {"layers handed to workers": (1 + ahead) * given, "packed replicas of a layer": 2 * made}
+            both = sum(held.values()) + sum(sizes.held().values()) + sum(sizes.stopped(STATES, CAPTURED).values())
+            if both <= MEMORY_SHARE * memory_bytes(torch.device("cpu")):
+                break
+        return cls(held=held, ahead=ahead, at_once=at_once)
+
+    def seconds(self, walk: float, made: float) -> float:
+        """Seconds of a walk, and of what is made in its layers by one worker, side by side where layers are ahead."""
+        each = made / self.at_once
+        return max(walk, each) if self.ahead else walk + each
+
+
+def layers_ahead(context: Context) -> int:
+    """How many layers are with the workers while the model runs on: 1, or 0 where memory has no room for two."""
+    if context.recipe.workers is None:
+        return 0
+    sizes = Sizes(context)
+    return Workers.of(sizes, _routed(sizes)).ahead
+
+
+def _routed(sizes: Sizes) -> int:
+    """Calibration tokens of a popular expert: three times the mean."""
+    share = 1.0 if sizes.recipe.losses.tokens == "all" else 3 * sizes.geometry.top_k / sizes.largest.num_experts
+    return int(sizes.calibration.tokens * min(1.0, share))
 
 
 def _layer_effects(sizes: Sizes, section: LayerEffectsSection) -> Needs:

@@ -51,6 +51,8 @@ from moeq.stages.trade_offs import trade_offs
 
 NAME = "report.html"
 REVISION = 11  # raised when the same run gives another page
+HOW = ("workers", "engine")  # of a recipe: who computes, not what
+APART = {"model", "store", "gates", *HOW}  # what the page does not depend on by way of its sections
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
 
 
@@ -217,7 +219,7 @@ def _gates_there(context: Context) -> tuple[Gate, ...] | None:
 def _recipe_text(context: Context) -> str:
     """The recipe with its defaults filled in; the model by name, and nothing of where things lie on this machine."""
     data = context.recipe.model_dump(
-        mode="json", exclude={"store"} | (set() if context.recipe.gates.any() else {"gates"})
+        mode="json", exclude={"store", *HOW} | (set() if context.recipe.gates.any() else {"gates"})
     )
     return yaml.safe_dump(data | {"model": context.model.source.name}, sort_keys=False)
 

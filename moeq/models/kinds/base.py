@@ -9,7 +9,8 @@ Letters: E experts, e some of them, T tokens, H hidden size, I intermediate size
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass
 from operator import attrgetter
@@ -111,7 +112,7 @@ class Kind(ABC):
     def gate(self, module: Experts) -> Gate:
         """What lies between the first matrices and down_proj; works on a module whose weights are elsewhere."""
         act_fn = attrgetter(self.activation)(module)
-        return act_then_multiply(act_fn) if self.projections(module) == GATED else act_alone(act_fn)
+        return ActThenMultiply(act_fn) if self.projections(module) == GATED else ActAlone(act_fn)
 
     def gate_activation(self, module: Experts) -> str | None:
         """The name of `act` where the gate is exactly act(gate_proj) * up_proj, or act(up_proj) without a gate_proj.
@@ -157,11 +158,36 @@ def with_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
     return shell
 
 
-def act_then_multiply(act_fn: Callable[[Tensor], Tensor]) -> Gate:
-    """act(gate) * up, [T, I]."""
-    return lambda parts: act_fn(parts["gate_proj"]) * parts["up_proj"]
+@dataclass(frozen=True)
+class ActThenMultiply:
+    """act(gate) * up, [T, I]; an object, not a closure, so that it can be handed to another process."""
+
+    act_fn: Callable[[Tensor], Tensor]
+
+    def __call__(self, parts: dict[str, Tensor]) -> Tensor:
+        return self.act_fn(parts["gate_proj"]) * parts["up_proj"]
 
 
-def act_alone(act_fn: Callable[[Tensor], Tensor]) -> Gate:
+@dataclass(frozen=True)
+class ActAlone:
     """act(up), [T, I], for experts without a gate."""
-    return lambda parts: act_fn(parts["up_proj"])
+
+    act_fn: Callable[[Tensor], Tensor]
+
+    def __call__(self, parts: dict[str, Tensor]) -> Tensor:
+        return self.act_fn(parts["up_proj"])
+
+
+act_then_multiply = ActThenMultiply
+
+
+def without_weights_of(module: nn.Module, names: Iterable[str]) -> nn.Module:
+    """A copy of a module whose parameters of these names lie on the meta device, without hooks; the rest is shared."""
+    shell = copy(module)
+    gone = set(names)
+    shell._parameters = dict(module._parameters)
+    for name in gone & {name for name, parameter in module._parameters.items() if parameter is not None}:
+        shell._parameters[name] = nn.Parameter(module._parameters[name].to("meta"), requires_grad=False)  # type: ignore[union-attr]
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        setattr(shell, hooks, OrderedDict())
+    return shell

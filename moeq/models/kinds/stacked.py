@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.integrations import moe as hf_moe
 
-from moeq.models.kinds.base import GATED, NON_GATED, Experts, Gate, Kind
+from moeq.models.kinds.base import GATED, NON_GATED, Experts, Gate, Kind, without_weights_of
 
 FUSED = "gate_up_proj"
 BIAS = "_bias"
@@ -62,13 +64,7 @@ class Stacked(Kind):
         own = _gate_of(module)
         if own is None or not hasattr(module, FUSED):
             return super().gate(module)
-        together = getattr(module, "is_concatenated", True)
-
-        def own_gate(parts: dict[str, Tensor]) -> Tensor:
-            both = [parts["gate_proj"], parts["up_proj"]]
-            return own(module, torch.cat(both, -1) if together else torch.stack(both, -1).flatten(-2))
-
-        return own_gate
+        return OwnGate(own, module, getattr(module, "is_concatenated", True), self.parameters(module))
 
     def gate_activation(self, module: Experts) -> str | None:
         own = hasattr(module, FUSED) and _gate_of(module) is not None
@@ -91,6 +87,25 @@ class Stacked(Kind):
 
     def identity_beyond(self, module: Experts) -> bool:
         return hasattr(module, "identity_expert")
+
+
+@dataclass(frozen=True)
+class OwnGate:
+    """A family's own gate, [T, I]; it is handed to another process without the experts' matrices, which it does not
+    read. together: whether it takes gate and up one behind the other, or in turns."""
+
+    own: Callable[[Experts, Tensor], Tensor]
+    module: Experts
+    together: bool
+    matrices: tuple[str, ...]
+
+    def __call__(self, parts: dict[str, Tensor]) -> Tensor:
+        both = [parts["gate_proj"], parts["up_proj"]]
+        return self.own(self.module, torch.cat(both, -1) if self.together else torch.stack(both, -1).flatten(-2))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        shell = without_weights_of(self.module, self.matrices)
+        return OwnGate, (self.own, shell, self.together, self.matrices)
 
 
 def _first(module: Experts) -> str:

@@ -135,6 +135,7 @@ CHECKED = "tensors of a file whose SHA-256 was checked just before: target refin
 SUMMED = "files of a checkpoint that was just checked against SHA256SUMS: target sums"
 BYTES = "takes bytes, or whether they can be read, and makes nothing of them"
 GGUF = "compares shapes with those of the family's model after target gguf has read the header (tests/exporters)"
+OWN = "what processes of one run hand each other, in a folder and pipes of theirs alone (tests/engine)"
 LOCK = "opens a file to lock it, and reads nothing of it"
 MARKED = "compares JSON with what moeq writes there, and takes anything else for none (tests/stages/test_store.py)"
 KEYS = "keys and certificates: read by the package cryptography (tests/test_signing.py)"
@@ -144,7 +145,19 @@ PROGRAM = "what a program of the user's prints: any other shape is told in a lin
 NO_FILE = "reads no file: what it is given was read by others"
 ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq_kernels.trellis_tables.table": "reads moeq's own constants",
+    "moeq.artifacts.remote.Store._ask": WRITTEN,
+    "moeq.artifacts.remote.Store.read": BYTES,
     "moeq.artifacts.tensor_files.stored_chunks": HEADERS,
+    "moeq.engine.arrays.Encoded.write": WRITTEN,
+    "moeq.engine.arrays.decode": OWN,
+    "moeq.engine.processes.ProcessEngine._take": OWN,
+    "moeq.engine.spool.Folders.write": WRITTEN,
+    "moeq.engine.spool.read": OWN,
+    "moeq.engine.worker._done": OWN,
+    "moeq.engine.worker.main": OWN,
+    "moeq.models.remote_source.RemoteTensor.__getitem__": HEADERS,
+    "moeq.models.remote_source.tensor_of": HEADERS,
+    "moeq.scratch.remove_stale": LOCK,
     "moeq.exporters.native_reader.NativeReader._tensor": HEADERS,
     "moeq.exporters.native_replicas.CopyingReader._copied": HEADERS,
     "moeq.exporters.readers.foreign.Foreign._tensor": HEADERS,
@@ -158,7 +171,6 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.models.streaming.StreamedModel.read_again": HEADERS,
     "moeq.models.weights.WeightReader.handle": HEADERS,
     "moeq.models.weights.WeightReader.read": HEADERS,
-    "moeq.models.weights._plain": HEADERS,
     "moeq.runtime.hf_quantizer._check_files": HEADERS,
     "moeq.verification.manifest_files.check_native": HEADERS,
     "moeq.artifacts.files.building": WRITTEN,

@@ -1,0 +1,345 @@
+"""How `losses` scales with workers, what the engine costs, and what a simulator makes of clusters.
+
+    python benchmarks/scale.py [--rounds 3] [--tasks 1000000] [--experts 32] [--hidden 384] [--intermediate 512]
+                               [--layers 4] [--workers 1 2 4] [--only runs|tasks|clusters]
+
+runs: a random Mixtral whose losses take most of a run, one thread a process, every run in a process of its own.
+Efficiency of 2 workers: half of the time that two runs without an engine take side by side, divided by the time of one
+run with 2 workers: what two cores can do of this work is the measure, not what one can do while the other is idle.
+Overhead of one worker: the time of its run over that of a run without an engine, less 1, both held to one core, where
+neither gains by going on beside the other. Medians of rounds; the order within a round is turned.
+tasks: the driver's memory after so many empty tasks in windows of 256, over that after a tenth of them.
+clusters: the simulator (moeq/engine/simulation.py) fed with what one run without an engine took, beside the measured
+runs; then with DeepSeek-V3's and Kimi-K2's shapes on 1 to 64 GPUs, eight a node, from the rates named in CLUSTER, which
+are not this machine's: what binds, and the efficiency from 1 GPU on; once more with experts ten times as fast.
+--quick: one round of a small model, in which processes that load compiled code take much of the time; 20,000 tasks.
+Goals: efficiency at least 0.9, overhead at most 3 %, memory that grows by 4 MiB at most, the simulator within 10 %,
+efficiency of 64 GPUs at least 0.8.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import figures
+from memory import copy_tokenizer
+
+WINDOW = 256
+SETTINGS = [
+    "threads=1", "corpus.sequences=32", "corpus.sequence_length=128", "losses.bits=[2,3,4]", "losses.methods=[gptq]",
+    "losses.group_size=64", "assign={method: uniform, bits: 2}", "eval.compare=[]",
+    "eval.perplexity.sequence_length=128",
+]  # fmt: skip
+CLUSTER = {  # rates of a GPU node that the simulator takes; from publications and data sheets, none measured here
+    "expert_seconds": 3.88,  # of one H100 for one expert of DeepSeek-V3: MoE-Quant, 2 h on 8 for 58 x 256, all included
+    "flops": 4e14,  # of one H100 in the forward, 40 % of its 989e12 in bfloat16
+    "read_bytes": 5e9,  # a second, of the checkpoint from a node's disks
+    "copied_bytes": 1e10,  # a second, into shared memory
+    "link_bytes": 2.5e10,  # a second, 200 Gbit/s a node
+    "stored_bytes": 3e9,  # a second
+    "tokens": 128 * 4096,
+    "task_seconds": 0.02,
+    "start_seconds": 60,
+}
+GPUS, GPUS_A_NODE = (1, 2, 4, 8, 16, 32, 64), 8
+FASTER = 10  # an expert in a tenth of the published time, to see what binds then
+FP8, BITS = 1.0, 2.25  # bytes of a stored weight, and bits of a replica's with its scales
+
+
+def make(folder: Path, options: Any) -> Path:
+    """A random Mixtral of the options' sizes with the bundled tokenizer."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=2048, hidden_size=options.hidden, intermediate_size=options.intermediate,
+        num_local_experts=options.experts, num_experts_per_tok=2, num_hidden_layers=options.layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(folder)
+    copy_tokenizer(folder)
+    return folder
+
+
+def begin(model: Path, out: Path, workers: int | None, cores: Sequence[int]) -> subprocess.Popen[str]:
+    """Start a run of profile and losses in a process of its own, on these cores."""
+    more = [] if workers is None else [f"workers={workers}"]
+    command = [sys.executable, __file__, "--one", str(model), str(out), ",".join(map(str, cores)), *more]
+    environment = os.environ | {"PYTHONPATH": figures.SOURCES, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def one(model: str, out: str, cores: str, more: list[str]) -> None:
+    """In this process: profile, then losses by the clock, from which the start of workers is told apart."""
+    os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    from moeq import pipeline
+    from moeq.stages import losses_tasks
+
+    context = figures.context(model, Path(out), [*SETTINGS, *more], None)
+    pipeline.run(context, ("profile",))
+    started: list[float] = []
+    real = losses_tasks.open_engine
+
+    def opened(*given: Any, **settings: Any) -> Any:
+        """An engine whose workers are ready: on a large model their start is nothing, here it would be most."""
+        begun = time.perf_counter()
+        engine = real(*given, **settings)
+        tickets = [engine.submit(empty_task(0.3)) for _ in range(engine.workers)]
+        list(engine.gather(tickets))
+        started.append(time.perf_counter() - begun)
+        return engine
+
+    losses_tasks.open_engine = opened
+    begun = time.perf_counter()
+    pipeline.run(context, ("losses",))
+    print(json.dumps({"seconds": time.perf_counter() - begun - sum(started), "start": sum(started)}))
+
+
+def empty_task(seconds: float = 0.0) -> Any:
+    from moeq.engine.task import Task
+
+    return Task(name="empty", function=rest, arguments=seconds)
+
+
+def rest(seconds: float, tensors: Mapping[str, Any]) -> tuple[None, dict[str, Any]]:
+    time.sleep(seconds)
+    return None, {}
+
+
+def taken(running: Sequence[subprocess.Popen[str]]) -> list[float]:
+    """Seconds of losses in processes that were begun."""
+    found = []
+    for process in running:
+        output, _ = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"a run ended with {process.returncode}")
+        found.append(json.loads(output.splitlines()[-1])["seconds"])
+    return found
+
+
+def measure_runs(model: Path, options: Any, scratch: Path) -> dict[str, list[float]]:
+    """Seconds of every kind of run, one a round: alone, beside another one, held to a core, by workers."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    seconds: dict[str, list[float]] = {}
+    kinds = ["pair", "alone", "core", "worker on a core", *(f"{count} workers" for count in options.workers)]
+    for number in range(options.rounds):
+        for kind in kinds if number % 2 == 0 else reversed(kinds):
+            where = [scratch / f"{number}-{kind.replace(' ', '-')}-{place}" for place in range(2)]
+            if kind == "pair":
+                both = taken([begin(model, out, None, cores) for out in where])
+                seconds.setdefault(kind, []).append(statistics.fmean(both))
+                continue
+            on_one = kind in ("core", "worker on a core")
+            workers = {"alone": None, "core": None, "worker on a core": 1}.get(kind, 0)
+            workers = int(kind.split()[0]) if workers == 0 else workers
+            run = begin(model, where[0], workers, cores[:1] if on_one else cores)
+            seconds.setdefault(kind, []).extend(taken([run]))
+        print(f"round {number}", {kind: round(found[-1], 1) for kind, found in seconds.items()}, flush=True)
+    return seconds
+
+
+def record(model: Path, scratch: Path, workers: int) -> tuple[list[Any], float]:
+    """The task graph of a run by so many workers, and what its tasks and the rest take one after the other in this
+    process; and its seconds."""
+    from moeq import pipeline
+    from moeq.engine.serial import SerialEngine
+    from moeq.engine.simulation import LayerWork
+    from moeq.stages import losses_tasks
+
+    layers: list[LayerWork] = []
+    marks: dict[str, Any] = {"since": 0.0, "seconds": [], "own": 0, "common": 0}
+
+    class Recorder(SerialEngine):
+        def put(self, tensors: Any) -> Any:
+            shared = super().put(tensors)
+            marks["common" if any(name.startswith("tokens.") for name in tensors) else "own"] += shared.bytes
+            return shared
+
+        def submit(self, task: Any) -> int:
+            begun = time.perf_counter()
+            ticket = super().submit(task)
+            marks["seconds"].append(time.perf_counter() - begun)
+            return ticket
+
+    Recorder.workers = workers
+    real = losses_tasks.Ahead.add
+
+    def add(self: Any, *given: Any) -> None:
+        forward = time.perf_counter() - marks["since"]
+        marks.update(seconds=[], own=0, common=0)
+        begun = time.perf_counter()
+        real(self, *given)
+        rest = time.perf_counter() - begun - sum(marks["seconds"])
+        layers.append(
+            LayerWork(
+                forward_seconds=forward + rest,
+                tasks=marks["seconds"],
+                common_bytes=marks["common"],
+                own_bytes=marks["own"],
+            )
+        )
+        marks["since"] = time.perf_counter()
+
+    opened, losses_tasks.open_engine, losses_tasks.Ahead.add = (
+        losses_tasks.open_engine,
+        lambda *_, **__: Recorder(),
+        add,
+    )
+    try:
+        context = figures.context(str(model), scratch / f"record-{workers}", [*SETTINGS, f"workers={workers}"], None)
+        pipeline.run(context, ("profile",))
+        begun = marks["since"] = time.perf_counter()
+        pipeline.run(context, ("losses",))
+        seconds = time.perf_counter() - begun
+    finally:
+        losses_tasks.open_engine, losses_tasks.Ahead.add = opened, real
+    return layers, seconds
+
+
+def simulated_here(layers: list[Any], whole: float, workers: int) -> float:
+    """The simulator's seconds of a recorded run on two cores; what is none of the layers' comes after them."""
+    from moeq.engine.simulation import Cluster, simulate
+
+    tail = whole - sum(layer.forward_seconds + sum(layer.tasks) for layer in layers)
+    cluster = Cluster(workers=workers, cores=min(2, len(os.sched_getaffinity(0))), copied_bytes_per_second=2e9)
+    return simulate(layers, cluster).seconds + tail
+
+
+def of_cluster(geometry: Any, gpus: int, **changed: float) -> Any:
+    """The simulated quantization of a published model at one width by so many GPUs; changed: rates of CLUSTER."""
+    from moeq.engine.simulation import Cluster, LayerWork, simulate
+    from moeq.engine.task import groups
+    from moeq.stages.losses_tasks import PARTS_A_WORKER
+
+    rates = CLUSTER | changed
+    expert = 3 * geometry.hidden_size * geometry.intermediate_size
+    scale = expert / (3 * 7168 * 2048)  # of the expert that `expert_seconds` is of
+    rest = geometry.non_expert_parameters / geometry.num_layers
+    active = geometry.top_k * expert + rest
+    forward = 2 * active * rates["tokens"] / rates["flops"]
+    forward += (geometry.num_experts * expert * FP8 + rest * FP8) / rates["read_bytes"]
+    parts = groups(geometry.num_experts, PARTS_A_WORKER * gpus)
+    layer = LayerWork(
+        forward_seconds=forward,
+        tasks=[len(part) * scale * rates["expert_seconds"] for part in parts],
+        common_bytes=2 * rates["tokens"] * geometry.hidden_size,
+        own_bytes=2 * geometry.num_experts * expert,
+        made_bytes=geometry.num_experts * expert * BITS / 8,
+    )
+    cluster = Cluster(
+        workers=gpus,
+        nodes=max(1, gpus // GPUS_A_NODE),
+        task_seconds=rates["task_seconds"],
+        start_seconds=rates["start_seconds"],
+        copied_bytes_per_second=rates["copied_bytes"],
+        link_bytes_per_second=rates["link_bytes"],
+        stored_bytes_per_second=rates["stored_bytes"],
+    )
+    return simulate([layer] * geometry.num_layers, cluster)
+
+
+def add_clusters(report: figures.Figures) -> None:
+    """Simulated hours, efficiency and what binds, of two published models."""
+    from moeq.estimator.geometry import load_geometry
+
+    report.table(["simulated", "GPUs", "hours", "efficiency", "binds", "workers busy", "driver busy", "link busy"])
+    for name, faster in (("deepseek-v3", 1), ("kimi-k2", 1), ("deepseek-v3", FASTER)):
+        geometry, changed = load_geometry(name), {"expert_seconds": CLUSTER["expert_seconds"] / faster}
+        title = name if faster == 1 else f"{name}, {faster} times the speed"
+        first = of_cluster(geometry, 1, **changed).seconds
+        for gpus in GPUS:
+            found = of_cluster(geometry, gpus, **changed)
+            efficiency = first / gpus / found.seconds
+            shares = [f"{found.busy[part]:.2f}" for part in ("workers", "driver", "link")]
+            report.row(title, str(gpus), f"{found.seconds / 3600:.2f}", f"{efficiency:.2f}", found.binds, *shares)
+        goal = {"at_least": 0.8} if title == "deepseek-v3" else {}
+        report.add(f"simulated efficiency of {gpus} GPUs, {title}", efficiency, **goal)
+
+
+def add_tasks(report: figures.Figures, count: int) -> None:
+    """The driver's memory in the number of tasks, and what one takes."""
+    from moeq.engine.processes import ProcessEngine
+    from moeq.engine.task import bounded
+
+    with tempfile.TemporaryDirectory() as folder, ProcessEngine(1, threads=1, beside=Path(folder)) as engine:
+
+        def memory(tasks: int) -> int:
+            for _ in bounded(engine, (empty_task() for _ in range(tasks)), WINDOW):
+                pass
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+        before, started = memory(count // 10), time.perf_counter()
+        grown = memory(count) - before
+        each = (time.perf_counter() - started) / count
+    report.add(f"growth of the driver from {count // 10:,} to {count:,} tasks", grown / 2**20, "MiB", at_most=4)
+    report.add("an empty task", each * 1e3, "ms", digits=3)
+
+
+def add_runs(report: figures.Figures, model: Path, options: Any, scratch: Path) -> None:
+    """Efficiency, overhead, and the simulator beside what was measured."""
+    seconds = measure_runs(model, options, scratch)
+    middle = {kind: statistics.median(found) for kind, found in seconds.items()}
+    if "2 workers" in middle:
+        pairs = zip(seconds["pair"], seconds["2 workers"], strict=True)
+        ratio = statistics.median(pair / 2 / workers for pair, workers in pairs)
+        report.add("efficiency of 2 workers", ratio, at_least=0.9)
+    cores = zip(seconds["worker on a core"], seconds["core"], strict=True)
+    overhead = statistics.median(worker / core - 1 for worker, core in cores)
+    report.add("overhead of one worker on one core", 100 * overhead, "%", at_most=3, digits=1)
+    report.table(["losses", "seconds", "simulated"])
+    for kind in ("alone", "pair"):
+        report.row(kind, f"{middle[kind]:.1f}", "")
+    for count in options.workers:
+        found = simulated_here(*record(model, scratch, count), count)
+        measured = middle[f"{count} workers"]
+        report.row(f"{count} workers", f"{measured:.1f}", f"{found:.1f}")
+        off = 100 * abs(found / measured - 1)
+        report.add(f"simulator off, {count} workers", off, "%", at_most=10, digits=1)
+
+
+def main() -> int:
+    parser = figures.parser(
+        __doc__,
+        rounds=(3, 1),
+        tasks=(1_000_000, 20_000),
+        experts=(32, 8),
+        hidden=(384, 192),
+        intermediate=512,
+        layers=(4, 2),
+    )
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--only", choices=("runs", "tasks", "clusters"))
+    parser.add_argument("--one", nargs="+", metavar="MODEL OUT CORES", help="measure in this process")
+    options = figures.parsed(parser)
+    if options.one:
+        model, out, cores, *more = options.one
+        one(model, out, cores, more)
+        return 0
+    report = figures.Figures(options)
+    if options.only in (None, "runs"):
+        if len(os.sched_getaffinity(0)) < 2:
+            report.left_out("runs", "there is one core")
+        else:
+            with tempfile.TemporaryDirectory() as scratch:
+                add_runs(report, make(Path(scratch) / "model", options), options, Path(scratch))
+    if options.only in (None, "tasks"):
+        add_tasks(report, options.tasks)
+    if options.only in (None, "clusters"):
+        add_clusters(report)
+    return report.report()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

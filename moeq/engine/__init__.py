@@ -1,0 +1,1 @@
+"""Experts as tasks: handed to processes or to a Ray cluster, and gathered in order."""

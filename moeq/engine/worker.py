@@ -1,0 +1,81 @@
+"""The side of a worker: it takes tasks from a pipe one after the other, and ends with its driver."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeq.engine.arrays import encode
+from moeq.engine.spool import Folders, read
+from moeq.engine.task import Failure, Tensors
+
+READY = b"ready"
+DRIVER_GONE = 3  # exit code
+OPEN = 2  # things that were put and stay mapped: of the layer that is worked on and of the next
+
+
+def main(pipe: Connection, folders: Folders, threads: int) -> None:
+    """Work until the pipe ends. threads: of torch and of compiled loops in this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all; the driver decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_driver, args=(folders,), daemon=True).start()
+    torch.set_num_threads(threads)
+    opened: dict[Path, Tensors] = {}
+    pipe.send_bytes(READY)
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        ticket, rest = pickle.loads(message)
+        pipe.send_bytes(pickle.dumps((ticket, _done(rest, opened, folders))))
+
+
+def _done(rest: bytes, opened: dict[Path, Tensors], folders: Folders) -> Path | Failure:
+    """Do a task; where its outcome was written, or its error."""
+    try:
+        function, arguments, paths = pickle.loads(rest)
+        tensors = _opened(paths, opened)
+        value, made, seconds = run(function, arguments, tensors)
+        return folders.write("outcome", encode((value, socket.gethostname(), seconds), made))
+    except Exception as error:
+        return Failure.of(error)
+
+
+def run(function: Callable[[Any, Tensors], Any], arguments: Any, tensors: Tensors) -> tuple[Any, Tensors, float]:
+    """What a task's function gives, and the seconds that it took."""
+    started = time.perf_counter()
+    with torch.no_grad():
+        value, made = function(arguments, tensors)
+    return value, made, time.perf_counter() - started
+
+
+def _opened(paths: list[Path], opened: dict[Path, Tensors]) -> Tensors:
+    """Tensors of some files; those of a few files stay mapped for the next task."""
+    for path in paths:
+        opened[path] = opened.pop(path) if path in opened else read(path)[1]  # the last used last
+    while len(opened) > max(OPEN, len(paths)):
+        del opened[next(iter(opened))]
+    return {name: tensor for path in paths for name, tensor in opened[path].items()}
+
+
+def _end_with_driver(folders: Folders) -> None:
+    """End this process, with what was handed through files, as soon as the driver is gone."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        folders.remove()
+        sys.stderr.flush()
+        os._exit(DRIVER_GONE)

@@ -1,0 +1,268 @@
+"""Every engine gives the same outcomes in order, keeps what is put, names errors, and outlives its workers."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import engine_tasks as tasks
+import pytest
+import torch
+from tiny_models import FULL
+
+from moeq.engine import processes
+from moeq.engine.arrays import decode, encode
+from moeq.engine.processes import ProcessEngine
+from moeq.engine.serial import SerialEngine
+from moeq.engine.spool import PREFIX, SHARED_MEMORY, Spool
+from moeq.engine.task import Resources, Task, TaskError, bounded, groups
+from moeq.errors import PlanError, QuantizationError, StorageError
+from moeq.stages.losses_tasks import PRELOAD
+
+NAMES = ("serial", "processes", "ray")
+
+
+def workers(count: int, beside: Path, **settings: Any) -> ProcessEngine:
+    """Processes as forks of the server that all tests of this process share."""
+    return ProcessEngine(count, threads=1, beside=beside, preload=PRELOAD, **settings)
+
+
+def task(function: Callable[..., Any], arguments: Any = None, *shared: Any, **resources: Any) -> Task:
+    return Task(
+        name=f"layer 3, {function.__name__}",
+        function=function,
+        arguments=arguments,
+        shared=shared,
+        resources=Resources(**resources),
+    )
+
+
+@pytest.fixture(scope="module")
+def ray_engine() -> Iterator[Any]:
+    if find_spec("ray") is None:
+        pytest.skip("ray is not installed (pip install 'moeq[ray]')")
+    from moeq.engine.ray_cluster import RayEngine
+
+    with RayEngine(2, threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def process_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessEngine]:
+    with workers(2, tmp_path_factory.mktemp("beside")) as engine:
+        yield engine
+
+
+@pytest.fixture(params=NAMES)
+def engine(request: pytest.FixtureRequest) -> Any:
+    if request.param == "serial":
+        return SerialEngine()
+    return request.getfixturevalue({"processes": "process_engine", "ray": "ray_engine"}[request.param])
+
+
+def test_outcomes_come_in_order(engine: Any) -> None:
+    found = bounded(engine, (task(tasks.square, number) for number in range(40)), 5)
+    assert [outcome.value for outcome in found] == [number * number for number in range(40)]
+    tickets = [engine.submit(task(tasks.square, number)) for number in (7, 8, 9)]
+    assert [outcome.value for outcome in engine.gather(reversed(tickets))] == [81, 64, 49]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+def test_what_is_put_reaches_workers_and_comes_back(engine: Any, dtype: torch.dtype) -> None:
+    given = {"first": torch.arange(24).reshape(2, 3, 4).to(dtype), "empty": torch.empty(0, 5, dtype=dtype)}
+    shared = engine.put(given)
+    made = next(iter(engine.gather([engine.submit(task(tasks.scaled, 2, shared))])))
+    assert set(made.tensors) == set(given)
+    for name, tensor in given.items():
+        assert made.tensors[name].dtype == dtype
+        assert torch.equal(made.tensors[name], tensor * 2)
+    engine.drop(shared)
+
+
+def test_strides_and_addresses_are_those_of_the_caller(engine: Any) -> None:
+    """As products of floating-point numbers may depend on them."""
+    memory = torch.arange(1000, dtype=torch.float32)
+    fused = memory[3:963].view(4, 24, 10)
+    gate, up = fused.chunk(2, 1)
+    given = {
+        "gate": gate,
+        "up": up,
+        "odd": memory[5:905:3],
+        "down": memory[1:901].view(30, 30).mT,
+        "all": fused[:, ::2],
+    }
+    shared = engine.put(given)
+    found = next(iter(engine.gather([engine.submit(task(tasks.layout, None, shared))]))).value
+    dense = {name: given[name] for name in ("gate", "up", "down")}
+    assert {name: found[name] for name in dense} == {
+        name: (tensor.stride(), tensor.data_ptr() % 64) for name, tensor in dense.items()
+    }
+
+
+def test_what_lies_scattered_is_not_written_with_its_gaps() -> None:
+    sparse = {"few": torch.zeros(1 << 20)[:: 1 << 16]}
+    encoded = encode("value", sparse)
+    assert encoded.nbytes < 4096
+    memory = bytearray(encoded.nbytes)
+    encoded.write(memoryview(memory))
+    value, found = decode(memory)
+    assert value == "value"
+    assert torch.equal(found["few"], sparse["few"])
+
+
+def test_an_error_names_layer_expert_and_host(engine: Any) -> None:
+    with pytest.raises(QuantizationError) as caught:
+        list(engine.gather([engine.submit(task(tasks.refused, 5))]))
+    wanted = "layers.3, expert 5" if engine.name == "serial" else f"layers.3, expert 5, on {os.uname().nodename}"
+    assert (caught.value.where, caught.value.do) == (wanted, "use float32")
+
+
+def test_a_bug_in_a_task_brings_its_traceback(engine: Any) -> None:
+    wanted = ZeroDivisionError if engine.name == "serial" else TaskError
+    with pytest.raises(wanted, match="by a bug") as caught:
+        list(engine.gather([engine.submit(task(tasks.broken))]))
+    if engine.name != "serial":
+        assert "layer 3, broken, on " in str(caught.value)
+        assert "in broken" in str(caught.value.__cause__)
+
+
+def test_threads_of_a_worker_are_fixed(process_engine: ProcessEngine) -> None:
+    made = process_engine.gather([process_engine.submit(task(tasks.scaled, 1))])
+    assert next(made).value == "1 threads"
+
+
+def test_a_lost_worker_is_replaced_and_its_task_done_again(engine: Any, tmp_path: Path) -> None:
+    if engine.name == "serial":
+        pytest.skip("it has no workers to lose")
+    marker = tmp_path / "deaths"
+    marker.touch()
+    tickets = [engine.submit(task(tasks.deadly, str(marker))), engine.submit(task(tasks.square, 3))]
+    assert [outcome.value for outcome in engine.gather(tickets)] == ["alive", 9]
+    assert marker.read_bytes() == b".."
+
+
+def test_a_task_that_kills_every_worker_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "MOST_DEATHS", 2)
+    with workers(1, tmp_path) as engine:
+        lost, fine = engine.submit(task(tasks.deadly, "")), engine.submit(task(tasks.square, 3))
+        with pytest.raises(PlanError, match="layer 3, deadly: 2 workers died at it, the last one of SIGKILL"):
+            list(engine.gather([lost]))
+        assert next(engine.gather([fine])).value == 9
+        assert engine.replaced == 2
+
+
+def test_workers_killed_at_random_moments_change_nothing(tmp_path: Path) -> None:
+    kills, numbers = (100, 400) if FULL else (6, 60)
+    with workers(2, tmp_path) as engine:
+        shared = engine.put({"x": torch.arange(1000.0)})
+        stop = threading.Event()
+
+        def kill() -> None:
+            for number in range(kills):
+                if stop.wait(0.15 if FULL else 0.03):  # long enough for tasks to end between kills
+                    return
+                with_pid = engine.pids[number % 2]
+                os.kill(with_pid, signal.SIGKILL)
+                while engine.replaced <= number and not stop.wait(0.01):
+                    pass
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        done = []
+        for number in range(numbers):
+            tickets = [engine.submit(task(tasks.slow, 0.01)), engine.submit(task(tasks.scaled, number, shared))]
+            done.append([outcome.tensors for outcome in engine.gather(tickets)][1]["x"])
+        while killer.is_alive() and engine.replaced < kills:
+            list(engine.gather([engine.submit(task(tasks.slow, 0.01))]))
+        stop.set()
+        killer.join()
+        assert engine.replaced == kills
+    assert all(torch.equal(found, torch.arange(1000.0) * number) for number, found in enumerate(done))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_of_tasks_bounds_how_many_run(tmp_path: Path) -> None:
+    folder = tmp_path / "running"
+    folder.mkdir()
+    with workers(3, tmp_path, ram_bytes=100) as engine:
+        large = [engine.submit(task(tasks.held, str(folder), ram_bytes=60)) for _ in range(4)]
+        assert [outcome.value for outcome in engine.gather(large)] == [1, 1, 1, 1]
+        alone = [engine.submit(task(tasks.held, str(folder), ram_bytes=1000))]
+        assert [outcome.value for outcome in engine.gather(alone)] == [1]
+
+
+def test_driver_memory_is_flat_in_the_number_of_tasks(process_engine: ProcessEngine) -> None:
+    count = 100_000 if FULL else 3000
+
+    def run() -> int:
+        for _ in bounded(process_engine, (task(tasks.square, number) for number in range(count)), 64):
+            pass
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    first, second = run(), run()
+    assert second - first <= 4 << 10  # KiB
+    state = process_engine._state
+    assert (state.pending, list(state.queue), state.done) == ({}, [], {})
+
+
+def test_what_shared_memory_does_not_take_goes_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool = Spool(tmp_path)
+    real = os.posix_fallocate
+
+    def full(descriptor: int, *more: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(SHARED_MEMORY)):
+            raise OSError(28, "No space left on device")
+        real(descriptor, *more)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    path = spool.write("put", encode(1, {}))
+    assert path.is_relative_to(tmp_path)
+
+    def none(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", none)
+    with pytest.raises(StorageError, match="no room for"):
+        spool.write("put", encode(1, {}))
+    spool.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_drivers_that_are_gone_are_removed(tmp_path: Path) -> None:
+    alive, left = Spool(tmp_path), Spool(tmp_path)
+    path = left.write("put", encode(1, {}))
+    for scratch in left._scratch:
+        scratch._lock.close()  # as when the process is killed
+    another = Spool(tmp_path)
+    assert not path.exists()
+    assert all(folder.is_dir() for folder in (*alive.folders, *another.folders))
+    for spool in (alive, another):
+        spool.remove()
+    assert not [folder for folder in tmp_path.iterdir() if folder.name.startswith(PREFIX)]
+
+
+def test_groups_cover_all_experts_once() -> None:
+    assert groups(7, 3) == [range(2), range(2, 4), range(4, 7)]
+    assert groups(2, 5) == [range(1), range(1, 2)]
+    assert [len(group) for group in groups(10, 2, most=3)] == [2, 3, 2, 3]
+    assert groups(0, 3) == []
+    with pytest.raises(ValueError, match="window"):
+        next(bounded(SerialEngine(), [], 0))
+
+
+def test_workers_go_with_their_engine(tmp_path: Path) -> None:
+    engine = workers(2, tmp_path)
+    engine.submit(task(tasks.slow, 60))
+    pids = engine.pids
+    started = time.monotonic()
+    engine.close()
+    engine.close()
+    assert time.monotonic() - started < 10
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
