@@ -246,7 +246,7 @@ def around(inputs: AssignInputs, assignment: Assignment, sizes: int = 9) -> list
     least, most = uniform[0].expert_bytes, uniform[-1].expert_bytes
     points = []
     for size in sorted({max(least, min(most, round(size))) for size in np.geomspace(least, most, sizes)}):
-        limit = byte_limit(inputs, widths, hot, size, gpu_bytes(inputs, hot), granularity)
+        limit = byte_limit(inputs, inputs.decided_among(), hot, size, gpu_bytes(inputs, hot), granularity)
         best = optimum(inputs, limit, hot, granularity)
         points.append(_point(inputs, OPTIMAL[granularity], expert_widths(inputs, best.bits, hot)))
     return [*points, *uniform, _point(inputs, THIS, assignment.expert_widths())]

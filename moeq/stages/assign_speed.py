@@ -198,7 +198,8 @@ class SpeedProblem:
 
     def _timed(self, inputs: AssignInputs, policy: str, assignment: Assignment) -> AssignInputs:
         """With the times of experts under a policy, and the tokens that each is given."""
-        times = self._times(policy, sorted({*inputs.measured(), FULL}))
+        measured = self._times(policy, sorted({*inputs.measured(), FULL}))
+        times = [{DROPPED: 0.0} | widths for widths in measured]
         return replace(inputs, tokens_given=self._tokens_given(assignment), ndp_seconds=tuple(times), memo={})
 
     def _within(self, inputs: AssignInputs, seconds: float) -> Assignment:

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.assignment import DROPPED, Assignment
 from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.limits import choices
 from moeq.assigners.report import is_beaten
@@ -64,7 +64,7 @@ def trade_offs(context: Context, own: Assignment) -> list[TradeOff]:
 
 def _by_size(problem: SpeedProblem, inputs: AssignInputs) -> list[tuple[Found, str]]:
     """The least objective at some sizes between all experts at the least and at the largest measured width."""
-    widths = choices(inputs)
+    widths = {*choices(inputs)} - {DROPPED}
     least, most = (
         8 * sum(each[width] for each in inputs.bytes) / sum(inputs.weights) for width in (min(widths), max(widths))
     )

@@ -35,7 +35,8 @@ from moeq_kernels.dropped import WithoutDropped
 SMALL = (
     "corpus.sequences=24", "corpus.sequence_length=64", "losses.group_size=64", "losses.bits=[1,2,3,4]",
     "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=48", "eval.compare=[]",
-    "estimate.grid.inputs=[128]", "estimate.grid.outputs=[512]",
+    "estimate.grid.inputs=[128]", "estimate.grid.outputs=[512]", "estimate.hardware=paper-ctxmoe",
+    "estimate.geometry=[mixtral-8x7b]",
 )  # fmt: skip
 DROPPING = "assign={method: optimal, bits_per_weight: 1.6, granularity: projection, drop: true}"
 UNIFORM = "assign={method: uniform, bits: 2}"
