@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from itertools import chain
 
-from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.assignment import DROPPED, FULL, Assignment
 from moeq.artifacts.evaluation import Divergence, EvalRow
 from moeq.recipe import BUDGETS
 from moeq.recipe.used import used_parameters
@@ -92,13 +92,15 @@ def _widths(assignment: Assignment) -> str:
     counts = assignment.expert_widths()
     flat = [widths if isinstance(widths, int) else "mixed" for widths in chain.from_iterable(counts)]
     return ", ".join(
-        f"{formats.count(flat.count(width), 'expert')} of {'several widths' if width == 'mixed' else _width(width)}"
+        f"{formats.count(flat.count(width), 'expert')} {'of several widths' if width == 'mixed' else _width(width)}"
         for width in sorted(set(flat), key=lambda width: (isinstance(width, str), width))
     )
 
 
 def _width(width: int | str) -> str:
-    return "full precision" if width == 16 else f"{width} code bit{'s' if width != 1 else ''}"
+    if width == DROPPED:
+        return "dropped"
+    return "of full precision" if width == FULL else f"of {width} code bit{'s' if width != 1 else ''}"
 
 
 def _refined(inputs: ReportInputs) -> str:

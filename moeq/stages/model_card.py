@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from moeq.artifacts.assignment import MIXED_NAME, count_matrices, count_widths
+from moeq.artifacts.assignment import DROPPED_NAME, MIXED_NAME, count_matrices, count_widths
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.exporters.front_matter import Origin, code_lines, front_matter, markdown
 from moeq.integers.vit.configuration import MODEL_TYPE as MOE_VIT
@@ -116,7 +116,8 @@ def figures_table(rows: list[dict[str, Any]]) -> list[str]:
 
 def _counts(by_bits: dict[str, int]) -> str:
     return ", ".join(
-        f"{count} mixed" if bits == MIXED_NAME else f"{count} at {bits}" for bits, count in by_bits.items()
+        f"{count} {bits}" if bits in (DROPPED_NAME, MIXED_NAME) else f"{count} at {bits}"
+        for bits, count in by_bits.items()
     )
 
 
