@@ -175,7 +175,8 @@ def bits(inputs: ReportInputs) -> Section:
         figure(
             atlas.own_widths(inputs).draw(),
             f"Each cell is one expert and {given}; 16 means left as it was, 0 dropped. Above it: the bits that are "
-            f"stored for a weight, and the bytes of all experts, scales and zero points counted. {atlas.placement(assignment)}",
+            "stored for a weight, and the bytes of all experts, scales and zero points counted. "
+            f"{atlas.placement(assignment)}",
         ),
         figure(bars, f"How many {what} got each width: one bar would be a uniform assignment."),
     ]
