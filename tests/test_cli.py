@@ -24,7 +24,7 @@ STAGE = RUN | {"what"}
 BUDGET = {"--bits", "--code-bits", "--size"}
 BUILD = BUDGET | {"--group-size", "--text", "--eval-text", "--quality", "--preset", "--quantizer", "--refine", "--tune"}
 FLAGS = {
-    "run": STAGE | DEVICE | BUILD | {"--for", "--verify", "--force"},
+    "run": STAGE | DEVICE | BUILD | {"--for", "--verify", "--force", "--workers"},
     "reparam": STAGE | DEVICE,
     "profile": STAGE | DEVICE | {"--imatrix"},
     "eval": RUN
@@ -43,7 +43,7 @@ FLAGS = {
     "convert": {"checkpoint", "--to", "--out", "--max-shard", "--widen", "--verify", "--trust-remote-code", "--json"}
     | {"--quiet"},
     "report": STAGE | {"--analysis", "--maps"},
-    "losses": STAGE | DEVICE | {"--quantizer"},
+    "losses": STAGE | DEVICE | {"--quantizer", "--workers"},
     "quantize": STAGE | DEVICE | {"--refine", "--tune"},
     "assign": STAGE
     | {"--speed"}
@@ -97,7 +97,7 @@ FLAGS = {
         "--chat",
         "--beams",
     },
-    "plan": BUILD | DEVICE | STAGE - {"--check"} | {"--for", "--probe"},
+    "plan": BUILD | DEVICE | STAGE - {"--check"} | {"--for", "--probe", "--workers"},
     "init": BUILD | STAGE - {"--check"} | {"--format"},
     "recipe": BUILD | STAGE - {"--check", "--out"} | {"--format", "--schema"},
 }

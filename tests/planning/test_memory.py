@@ -142,6 +142,7 @@ def test_every_term_that_lies_with_the_model_is_known(tiny_mixtral: Path, tmp_pa
         ("stream=never", "eval.tasks=[moeq_continuation]", "eval.limit=2"),
         ("stream=always", "others.head=8", "eval.perplexity.sequences=4"),
         ("losses.layer_effects={}", "quantize={refine: {}, tune: {}}", "reparam.samples=4"),
+        ("workers=2", "quantize.replicas=all", "eval.dynamic=[{}]"),
     ):
         recipe = load_recipe(None, [*SMALL, *overrides])
         context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path).given()
