@@ -155,6 +155,7 @@ def test_every_benchmark_reports_figures() -> None:
         "served",
         "serving_worker",
         "frontier_plot",
+        "vision_models",
     }
     programs = {path.stem for path in bench.HERE.glob("*.py")} - apart
     assert programs == set(bench.names())
