@@ -22,6 +22,8 @@ from moeq.estimator import (
     load_hardware,
     uniform_placement,
 )
+from moeq.estimator.geometry import effective_bits
+from moeq.estimator.terms import t_gpu, t_ndp
 
 MIXTRAL = load_geometry("mixtral-8x7b")
 GRID = Grid(inputs=(128,), outputs=(512,))
@@ -120,10 +122,22 @@ def test_placements_that_do_not_fit(preset: Hardware) -> None:
         estimate(MIXTRAL, preset, Placement(name="two", bits=[[16, 3]], hot=[[True, False]]), grid=GRID)
     with pytest.raises(EstimateError, match="hot has"):
         Placement(name="odd", bits=[[16, 3]], hot=[[True]])
-    with pytest.raises(EstimateError, match="0 bits at layer 0, expert 1"):
-        Placement(name="odd", bits=[[16, 0]], hot=[[True, False]])
+    with pytest.raises(EstimateError, match="0.5 bits at layer 0, expert 1"):
+        Placement(name="odd", bits=[[16, 0.5]], hot=[[True, False]])
     with pytest.raises(EstimateError, match="9 hot experts of 8"):
         uniform_placement(MIXTRAL, bits=3, hot_experts=9)
+
+
+def test_dropped_experts_take_no_bytes_and_no_time(preset: Hardware) -> None:
+    assert effective_bits([0, 2], 64, zero_points=True).tolist() == [0, 2 + 18 / 64]
+    for of, device in ((t_ndp, preset.ndp), (t_gpu, preset.all_gpus)):
+        cost = of(1000, [0.0, 2.5], 3, device)  # type: ignore[operator]
+        assert [cost.seconds[0], cost.bytes[0], cost.macs[0]] == [0, 0, 0]
+        assert cost.seconds[1] > 0
+    kept = Placement(name="kept", bits=[[3] * 8], hot=[[False] * 8])
+    half = Placement(name="half", bits=[[3, 0] * 4], hot=[[False] * 8])
+    whole, less = (estimate(MIXTRAL, preset, one, grid=GRID) for one in (kept, half))
+    assert less.capacity.ndp_expert_bytes == whole.capacity.ndp_expert_bytes / 2
 
 
 def test_keys_and_values_grow_over_the_output(preset: Hardware) -> None:
