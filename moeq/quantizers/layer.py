@@ -64,7 +64,8 @@ def quantize_experts(
     config: LossesSection,
     biases: dict[str, Tensor],
 ) -> LayerResult:
-    """What `quantize_layer` makes, of some of the layer's experts alone, of which weights and biases are."""
+    """What `quantize_layer` makes, of some of the layer's E experts alone: weights {projection: [E, N, K]} and biases
+    {projection: [E, N]} are theirs."""
     quantizers = [QUANTIZERS.get(method) for method in config.methods]
     kept = [quantizer for quantizer in quantizers if quantizer.stored]
     if len(kept) > 1:

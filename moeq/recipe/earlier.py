@@ -37,6 +37,9 @@ def as_called_today(recipe: Any) -> None:
     now, export, losses = formats(), recipe.get("export"), recipe.get("losses")
     if isinstance(losses, dict):
         losses.setdefault("hessian_weighting", "none")  # the default was another one before it had a key
+    reparam = recipe.get("reparam")
+    if isinstance(reparam, dict) and isinstance(reparam.get("integer"), dict):
+        reparam["integer"].setdefault("dropping", "printed")  # likewise
     for section in _sections(recipe):
         if isinstance(section.get("target"), str):
             section["target"] = now.get(section["target"], section["target"])
@@ -87,6 +90,14 @@ def losses_in_keys(losses: dict[str, Any]) -> dict[str, Any]:
     absent = {"hessian_weighting"} if losses.get("hessian_weighting") == "none" else set()
     absent |= set() if "trellis" in losses.get("methods", ()) else {"trellis_states"}
     return {name: value for name, value in losses.items() if name not in absent}
+
+
+def reparam_in_keys(reparam: dict[str, Any]) -> dict[str, Any]:
+    """The section `reparam`, all keys filled in, without `integer.dropping` where it is what it was without a key."""
+    integer = reparam.get("integer")
+    if not isinstance(integer, dict) or integer.get("dropping") != "printed":
+        return reparam
+    return reparam | {"integer": {name: value for name, value in integer.items() if name != "dropping"}}
 
 
 def quantize_in_keys(quantize: dict[str, Any]) -> dict[str, Any]:

@@ -138,6 +138,11 @@ class Recipe(Section):
         if section.selector and missing:
             raise ValueError(f"{where}: {section.method} needs {missing} in losses.bits too")
 
+    @property
+    def drops(self) -> bool:
+        """Whether some assignment may drop experts, for which losses measure what each one answers."""
+        return any(section.drop for section in (self.assign, *self.eval.compare))
+
     def _check_dynamic(self) -> None:
         """Precision that follows the workload needs replicas of every expert at both widths."""
         if self.eval.dynamic and self.quantize.replicas != "all":

@@ -259,7 +259,7 @@ class CheckpointSize:
     @property
     def _drops(self) -> bool:
         """Whether some assignment may drop experts."""
-        return any(section.drop for _, section in self.sections)
+        return self.recipe.drops
 
     @property
     def _longest_name(self) -> str:

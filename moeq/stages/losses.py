@@ -107,6 +107,11 @@ def _walk(
             advance()
 
 
+def more_wanted(context: Context) -> list[str] | None:
+    """What the rows must say beside what they always did."""
+    return ["energies"] if context.recipe.drops else None
+
+
 def check(context: Context) -> None:
     """RecipeError for modules that cannot be quantized, CorpusError for too few sequences where they do not grow."""
     others_stage.check(context)

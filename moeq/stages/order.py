@@ -134,6 +134,7 @@ STAGES = (
         after_growth=("profile",),
         text=("calibration",),
         computes=True,
+        extra=losses.more_wanted,
         check=losses.check,
         intact=losses.is_intact,
         progress=losses.progress,

@@ -47,6 +47,7 @@ from moeq.models.source import open_source
 from moeq.models.streaming import StreamedModel
 from moeq.models.walk import Batch, current_batch, run_batch
 from moeq.recipe import ReparamSection
+from moeq.recipe.earlier import reparam_in_keys
 from moeq.stages import integer_forward, w8a8
 from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file
@@ -100,7 +101,8 @@ def settings(context: Context) -> ReparamSection:
 def inputs(context: Context) -> dict[str, Any]:
     """What the stage reads beside the corpus: its section and, where perplexities are compared, their text."""
     section = settings(context)
-    read: dict[str, Any] = {"reparam": section.model_dump(mode="json"), "device": context.model.device.type}
+    asked = reparam_in_keys(section.model_dump(mode="json"))
+    read: dict[str, Any] = {"reparam": asked, "device": context.model.device.type}
     if section.compare and context.text.perplexity is not None:
         read["text"] = context.text.digest("evaluation")
         read["perplexity"] = context.text.perplexity.model_dump(mode="json", exclude={"source"})

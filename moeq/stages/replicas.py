@@ -31,7 +31,7 @@ from moeq_kernels.packed import PackedWeight
 from moeq_kernels.widths import Encoding
 
 REVISION = 4  # raised when the same inputs give other replicas: also for what lies in stores
-ROWS_REVISION = 3  # raised when the same replicas give other rows
+ROWS_REVISION = 2  # raised when the same replicas give other rows
 CHOICES = frozenset(
     {"bits", "methods", "working_memory", "layer_effects", "expert_effects"}
 )  # settings that name entries, or decide nothing
@@ -57,13 +57,14 @@ def planned(context: Context, tokens: str) -> ReplicaIndex:
     own = {name for quantizer in QUANTIZERS for name in quantizer.settings.model_fields}
     common = losses_in_keys(context.recipe.losses.model_dump(mode="json", exclude={*CHOICES, *MEASURING, *own}))
     key = [REVISION, replicas.SCHEMA_VERSION, context.model.stamp.digest, common, tokens, context.model.compute()]
-    return ReplicaIndex(set=digest_of(key), made=entries(context.recipe.losses))
+    return ReplicaIndex(set=digest_of(key), made=entries(context.recipe.losses, drops=context.recipe.drops))
 
 
-def entries(config: LossesSection) -> tuple[Made, ...]:
-    """The methods at the widths that a section asks for, by their names in a set."""
+def entries(config: LossesSection, *, drops: bool = False) -> tuple[Made, ...]:
+    """The methods at the widths that a section asks for, by their names in a set; drops: the rows must say what experts
+    answer, as those that stores were given before do not."""
     whole = config.model_dump(mode="json")
-    measuring = {name: whole[name] for name in MEASURING}
+    measuring = {name: whole[name] for name in MEASURING} | ({"energies": True} if drops else {})
     made = []
     for method in config.methods:
         quantizer = QUANTIZERS.get(method)

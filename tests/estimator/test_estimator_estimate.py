@@ -122,7 +122,7 @@ def test_placements_that_do_not_fit(preset: Hardware) -> None:
         estimate(MIXTRAL, preset, Placement(name="two", bits=[[16, 3]], hot=[[True, False]]), grid=GRID)
     with pytest.raises(EstimateError, match="hot has"):
         Placement(name="odd", bits=[[16, 3]], hot=[[True]])
-    with pytest.raises(EstimateError, match="0.5 bits at layer 0, expert 1"):
+    with pytest.raises(EstimateError, match=r"0\.5 bits at layer 0, expert 1"):
         Placement(name="odd", bits=[[16, 0.5]], hot=[[True, False]])
     with pytest.raises(EstimateError, match="9 hot experts of 8"):
         uniform_placement(MIXTRAL, bits=3, hot_experts=9)
