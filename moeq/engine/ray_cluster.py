@@ -7,7 +7,7 @@ its object store, in the layout of `arrays`, and are read there without a copy. 
 from __future__ import annotations
 
 import os
-import socket
+import platform
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -125,7 +125,7 @@ def _run(function: Function, arguments: Any, threads: int, *memories: np.ndarray
         torch.set_num_threads(threads)
         tensors = {name: tensor for memory in memories for name, tensor in decode(memory)[1].items()}
         value, made, seconds = run(function, arguments, tensors)
-        encoded = encode((value, socket.gethostname(), seconds), made)
+        encoded = encode((value, platform.node(), seconds), made)
         memory = np.empty(encoded.nbytes, np.uint8)
         encoded.write(memoryview(memory))  # type: ignore[arg-type]
         return memory

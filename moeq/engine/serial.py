@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import platform
 import time
 from collections.abc import Iterable, Iterator
 from itertools import count
@@ -36,7 +36,7 @@ class SerialEngine(Closing):
         value, made = task.function(task.arguments, tensors)
         ticket = next(self._numbers)
         seconds = time.perf_counter() - started
-        self._done[ticket] = Outcome(value=value, tensors=dict(made), host=socket.gethostname(), seconds=seconds)
+        self._done[ticket] = Outcome(value=value, tensors=dict(made), host=platform.node(), seconds=seconds)
         return ticket
 
     def gather(self, tickets: Iterable[int]) -> Iterator[Outcome]:

@@ -7,7 +7,7 @@ for; a task that was begun twice, because a worker was lost, counts once.
 
 from __future__ import annotations
 
-import socket
+import platform
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -88,7 +88,7 @@ class Failure:
             where=error.where if known else None,  # type: ignore[attr-defined]
             do=error.do if known else None,  # type: ignore[attr-defined]
             traceback=traceback.format_exc(),
-            host=socket.gethostname(),
+            host=platform.node(),
         )
 
     def error(self, task: str) -> Exception:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import platform
 import signal
-import socket
 import sys
 import threading
 import time
@@ -49,7 +49,7 @@ def _done(rest: bytes, opened: dict[Path, Tensors], folders: Folders) -> Path | 
         function, arguments, paths = pickle.loads(rest)
         tensors = _opened(paths, opened)
         value, made, seconds = run(function, arguments, tensors)
-        return folders.write("outcome", encode((value, socket.gethostname(), seconds), made))
+        return folders.write("outcome", encode((value, platform.node(), seconds), made))
     except Exception as error:
         return Failure.of(error)
 
