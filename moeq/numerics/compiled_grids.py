@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from moeq.numerics.sweep import MAGIC, compiled, in_threads, tile_at, tiles_of
+from moeq_kernels.cpu.kept_code import compiler
 from moeq_kernels.grids import LEAST_SCALE, SCALE_DTYPE, SIGN_ZERO, Symmetry, max_codes
 
 LARGEST_SCALE = torch.finfo(SCALE_DTYPE).max
-_exactly = njit(nogil=True, cache=True, error_model="numpy")  # no product is fused with a sum, as in torch
+_exactly = compiler()  # no product is fused with a sum, as in torch
 
 
 @_exactly  # type: ignore[untyped-decorator]

@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from moeq.numerics.panels import VECTOR_BYTES, VECTORS, extent_strip, fetch_strip, round_strip
+from moeq_kernels.cpu.kept_code import compiler
 
 BLOCK = 128  # columns that the inner loop rounds one by one
 LANES = 128  # rows of a tile, what threads divide among each other
 MAGIC = {torch.float32: np.float32(1.5 * 2.0**23), torch.float64: np.float64(1.5 * 2.0**52)}
-compiled = njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
+compiled = compiler(fastmath={"contract"})
 
 
 @compiled  # type: ignore[untyped-decorator]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from llvmlite.ir import Value
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -42,6 +42,7 @@ from moeq_kernels.cpu.columns import (
     UNITS,
 )
 from moeq_kernels.cpu.forms import TILED
+from moeq_kernels.cpu.kept_code import compiler
 from moeq_kernels.cpu.memory import bits_of, float_of
 from moeq_kernels.cpu.tile_rows import lay_out_units
 
@@ -52,8 +53,8 @@ DIGITS = 0x808080  # added, and taken as bits that differ, it makes the bytes of
 TO_WHOLE = 1.5 * 2**23  # added, it leaves a whole number in the low bits of a float32, moved by those of itself
 TO_WHOLE_BITS = 0x4B400000
 
-_compile = njit(nogil=True, cache=True, error_model="numpy")
-_sums = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
+_compile = compiler()
+_sums = compiler(fastmath={"reassoc", "nsz", "contract"})
 
 
 @_compile  # type: ignore[untyped-decorator]

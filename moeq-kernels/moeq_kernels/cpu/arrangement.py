@@ -15,11 +15,11 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from moeq_kernels import grids, trellis
 from moeq_kernels.cpu.codes import CODES, LANES, UNIT, least_unit
+from moeq_kernels.cpu.kept_code import compiler
 from moeq_kernels.cpu.walks import MIDDLE, name_of
 from moeq_kernels.description import Matrix
 from moeq_kernels.packed import PackedWeight
@@ -28,7 +28,7 @@ from moeq_kernels.widths import NESTED_BITS, Encoding, group_count, resolved_gro
 
 ALIGNED = 64  # bytes, of every block
 DENSE = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_compile = njit(nogil=True, cache=True, error_model="numpy")
+_compile = compiler()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
-"""Compiled blocks by what they are compiled for, kept on disk by numba; and how compiled code calls them.
+"""Compiled blocks by what they are compiled for, kept on disk; and how compiled code calls them.
 
-A block is compiled when it is first used, in one or two seconds, for the CPU of this machine; numba keeps it beside
-this file or, where that cannot be written, in the user's cache.
+A block is compiled when it is first used, in one or two seconds, for the CPU of this machine, and kept: `kept_code`.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ from typing import Any
 
 from llvmlite import ir
 from llvmlite.ir import Value
-from numba import cfunc, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from moeq_kernels.cpu import byte_pairs, panels, plain, row_walks, tiles
 from moeq_kernels.cpu.emit import ARGUMENTS, FLOATS, Spec, emit
 from moeq_kernels.cpu.forms import FORMS
+from moeq_kernels.cpu.kept_code import callback
 
 _KINDS = [types.float32 if name in FLOATS else types.int64 for name in ARGUMENTS]
 _SIGNATURE = types.void(*_KINDS)
@@ -83,7 +83,7 @@ def call_work(typing: Any, address: Any, numbers: Any) -> Any:
 @cache
 def entry(work: Callable[[int], None]) -> int:
     """Where the compiled code of work lies, a function of the address of its numbers; for `threads.together`."""
-    compiled = cfunc(types.void(types.int64), cache=True)(work)
+    compiled = callback(types.void(types.int64), work)
     _entries.append(compiled)
     address: int = compiled.address
     return address
@@ -92,7 +92,7 @@ def entry(work: Callable[[int], None]) -> int:
 @cache
 def call(work: Callable[[int, int, int, int], None]) -> Callable[[int, int, int, int], None]:
     """Work compiled as a function of addresses and a count, to be called from Python at the least cost."""
-    compiled = cfunc(types.void(*[types.int64] * 4), cache=True)(work)
+    compiled = callback(types.void(*[types.int64] * 4), work)
     _entries.append(compiled)
     function: Callable[[int, int, int, int], None] = compiled.ctypes
     return function
@@ -118,6 +118,6 @@ def address(spec: Spec) -> int:
         if spec not in _blocks:
             plainly = FORMS[spec.form].lanes == 1
             block = plain.blocks(spec.codes, spec.unit, spec.rows, spec.dtype) if plainly else _vectors(spec.text())
-            _blocks[spec] = cfunc(_SIGNATURE, cache=True)(block)
+            _blocks[spec] = callback(_SIGNATURE, block)
         found: int = _blocks[spec].address
         return found

@@ -1,18 +1,16 @@
 """Blocks of 16 rows in LLVM's intermediate code: multiplied with rows of activations, or unpacked to values.
 
-What is known when it is compiled stands in a `Spec`, as text, so that numba's cache on disk tells one from another; it
-holds a digest of the files that make the code, too. Addresses are whole numbers.
+What is known when it is compiled stands in a `Spec`, as text, so that what is kept on disk tells one from another.
+Addresses are whole numbers.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
@@ -34,18 +32,6 @@ ARGUMENTS = (  # of compiled code; those in FLOATS are float32, the others int64
 FLOATS = ("scale_step", "zero_step", "zero_start")
 
 
-@cache
-def _digest() -> str:
-    folder = Path(__file__).parent
-    text = b"".join(
-        (folder / name).read_bytes()
-        for name in ("byte_pairs.py", "codes.py", "emit.py", "forms.py", "lanes.py", "lookups.py", "panels.py",
-                     "row_walks.py", "tiles.py",
-                     "walks.py", "../trellis.py", "../trellis_tables.py")
-    )  # fmt: skip
-    return hashlib.sha256(text).hexdigest()[:16]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """What a block is compiled for: a form, a kind of codes, inputs of a unit, and either rows of activations [M] or,
@@ -58,11 +44,11 @@ class Spec:
     dtype: str = ""
 
     def text(self) -> str:
-        return f"{self.form} {self.codes} {self.unit} {self.rows} {self.dtype or '-'} {_digest()}"
+        return f"{self.form} {self.codes} {self.unit} {self.rows} {self.dtype or '-'}"
 
     @classmethod
     def of(cls, text: str) -> Spec:
-        form, codes, unit, rows, dtype, _ = text.split()
+        form, codes, unit, rows, dtype = text.split()
         return cls(form=form, codes=codes, unit=int(unit), rows=int(rows), dtype=dtype.strip("-"))
 
 

@@ -8,14 +8,14 @@ bits and the high one to the next (see `codes`).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from torch import Tensor
 
 from moeq_kernels.cpu.arrangement import Shape
 from moeq_kernels.cpu.codes import LANES, UNIT
+from moeq_kernels.cpu.kept_code import compiler
 
 NARROW, WIDE = 2, 4  # bits
-_compile = njit(nogil=True, cache=True, error_model="numpy")
+_compile = compiler()
 _LOW, _NEXT = np.uint32(0x03030303), np.uint32(0x0C0C0C0C)  # codes of the low half of every byte
 _FOUR, _TWO = np.uint32(4), np.uint32(2)
 

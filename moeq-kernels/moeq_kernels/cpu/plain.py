@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numba import njit
 
 from moeq_kernels.cpu.codes import CODES, LANES
+from moeq_kernels.cpu.kept_code import compiler
 from moeq_kernels.cpu.memory import bits_of, byte_at, float_at, float_of, put_float, put_short, short_at, word_at
 from moeq_kernels.cpu.walks import Walk
 from moeq_kernels.cpu.walks import table as values_by_state
 
-_compile = njit(nogil=True, cache=True, error_model="numpy")
+_compile = compiler()
 
 
 @_compile  # type: ignore[untyped-decorator]

@@ -5,11 +5,10 @@ Letters as in `schedule`.
 
 from __future__ import annotations
 
-from numba import njit
-
 from moeq_kernels.cpu.columns import COUNT, EXPERT, FIRST, PLACE, SIZE
+from moeq_kernels.cpu.kept_code import compiler
 
-_compile = njit(nogil=True, cache=True, error_model="numpy")
+_compile = compiler()
 
 
 @_compile  # type: ignore[untyped-decorator]

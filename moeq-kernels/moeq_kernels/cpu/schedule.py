@@ -14,7 +14,7 @@ pass multiplies), C matrices of an expert, N output rows, K inputs.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, types
 
 from moeq_kernels.cpu.activations import WORDS, from_short, is_whole, lay_out_tile, shared, to_short
 from moeq_kernels.cpu.columns import (
@@ -40,6 +40,7 @@ from moeq_kernels.cpu.columns import (
 from moeq_kernels.cpu.compiled import call_block
 from moeq_kernels.cpu.emit import LINE_BYTES, TOGETHER
 from moeq_kernels.cpu.finish import PRODUCTS, finish
+from moeq_kernels.cpu.kept_code import compiler
 from moeq_kernels.cpu.memory import add_at, ask_for, float32s, int64s, look_at, uint16s, uint32s
 
 MOST_ROWS = 32  # of a tile
@@ -49,7 +50,7 @@ PATIENCE = 1000  # looks at a counter before the core is given to another thread
 LINE = 8  # int64 of a cache line: every counter has its own
 
 _give_way = types.ExternalFunction("sched_yield", types.int32())
-_compile = njit(nogil=True, cache=True, error_model="numpy")
+_compile = compiler()
 
 
 @_compile  # type: ignore[untyped-decorator]

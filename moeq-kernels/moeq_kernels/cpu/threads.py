@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, njit, types
+from numba import carray, types
 from numpy.typing import NDArray
 
 from moeq_kernels.cpu.compiled import call, call_work
+from moeq_kernels.cpu.kept_code import compiler
 from moeq_kernels.cpu.memory import add_at, int64s, look_at, put_at
 
 PATIENCE = 1000  # looks for more work before a thread sleeps, some tenths of a millisecond
@@ -37,7 +38,7 @@ TICKET, CLAIMED, DONE, ASLEEP, WORK = (LINE * place for place in range(5))
 STOP = -1  # the last ticket
 
 _give_way = types.ExternalFunction("sched_yield", types.int32())
-_compile = njit(nogil=True, cache=True, error_model="numpy")
+_compile = compiler()
 
 
 @_compile  # type: ignore[untyped-decorator]

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from llvmlite.ir import Value
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from moeq_kernels.cpu.codes import UNIT
 from moeq_kernels.cpu.columns import GROUP, GROUPS, LANES, LAST, LAST_UNITS, UNITS
+from moeq_kernels.cpu.kept_code import compiler
 from moeq_kernels.cpu.lanes import Lanes
 
 LINE = 2 * UNIT  # bytes of a unit of a row
-_compile = njit(nogil=True, cache=True, error_model="numpy")
+_compile = compiler()
 
 
 def _rounded(lanes: Lanes, floats: Value) -> Value:
