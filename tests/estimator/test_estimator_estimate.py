@@ -140,6 +140,16 @@ def test_dropped_experts_take_no_bytes_and_no_time(preset: Hardware) -> None:
     assert less.capacity.ndp_expert_bytes == whole.capacity.ndp_expert_bytes / 2
 
 
+def test_a_dropped_hot_expert_is_not_fetched(preset: Hardware) -> None:
+    """Neither its bytes nor a transfer's latency."""
+    both = Placement(name="both", bits=[[3, 0] + [3] * 6], hot=[[True, True] + [False] * 6])
+    kept = Placement(name="kept", bits=[[3, 0] + [3] * 6], hot=[[True, False] + [False] * 6])
+    two = Placement(name="two", bits=[[3] * 8], hot=[[True, True] + [False] * 6])
+    results = [estimate(MIXTRAL, preset, placement, grid=GRID) for placement in (both, kept, two)]
+    fetched = [next(p for p in one.points if p.policy == "context_aware").migration_seconds for one in results]
+    assert fetched[0] == fetched[1] == pytest.approx(fetched[2] / 2)
+
+
 def test_keys_and_values_grow_over_the_output(preset: Hardware) -> None:
     """A step of a growing context is the mean of those of every length; the experts' part stays.
 

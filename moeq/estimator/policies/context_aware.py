@@ -27,9 +27,10 @@ class ContextAware(Policy):
         return prefill_split(layers, work, parameter(self, layers.hardware, "prefill_split"))
 
     def migration(self, layers: Layers, variant: str) -> TermTotal:
-        """Fetching the hot experts of every layer: L*K*t_fetch."""
-        moved = layers.geometry.expert_parameters * layers.stored_bits / 8 * layers.hot
-        return moved_ahead(layers, moved.sum(axis=1), layers.hot.sum(axis=1).astype(np.float64))
+        """Fetching the hot experts of every layer: L*K*t_fetch; of a dropped one there is nothing to fetch."""
+        fetched = layers.hot & (layers.stored_bits > 0)
+        moved = layers.geometry.expert_parameters * layers.stored_bits / 8 * fetched
+        return moved_ahead(layers, moved.sum(axis=1), fetched.sum(axis=1).astype(np.float64))
 
     def holds(self, layers: Layers, kv_cache_bytes: float) -> Holds:
         """Hot experts on the GPU; beside it FP16 and a replica of every expert at each width of a cold one."""
