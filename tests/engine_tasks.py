@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeq.engine.worker import VISIBLE
 from moeq.errors import QuantizationError
 
 Tensors = Mapping[str, Tensor]
@@ -33,6 +34,12 @@ def layout(_: Any, tensors: Tensors) -> tuple[dict[str, Any], dict[str, Tensor]]
 def slow(seconds: float, tensors: Tensors) -> tuple[int, dict[str, Tensor]]:
     time.sleep(seconds)
     return os.getpid(), {}
+
+
+def gpus_seen(seconds: float, tensors: Tensors) -> tuple[tuple[int, str | None], dict[str, Tensor]]:
+    """The worker's process, and what CUDA is told of GPUs there."""
+    time.sleep(seconds)
+    return (os.getpid(), os.environ.get(VISIBLE)), {}
 
 
 def refused(expert: int, tensors: Tensors) -> tuple[None, dict[str, Tensor]]:

@@ -18,6 +18,7 @@ def open_engine(
     beside: Path,
     preload: Sequence[str] = (),
     ram_bytes: int | None = None,
+    gpus: int = 0,
 ) -> Engine:
     """An engine with so many workers, open; the parameters are those of `ProcessEngine`. kind: as the recipe has it."""
     if kind.partition(":")[0] == RAY:
@@ -26,4 +27,4 @@ def open_engine(
         return RayEngine(workers, threads=threads, address=kind.partition(":")[2] or None)
     from moeq.engine.processes import ProcessEngine
 
-    return ProcessEngine(workers, threads=threads, beside=beside, preload=preload, ram_bytes=ram_bytes)
+    return ProcessEngine(workers, threads=threads, beside=beside, preload=preload, ram_bytes=ram_bytes, gpus=gpus)

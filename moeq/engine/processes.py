@@ -66,15 +66,23 @@ class ProcessEngine(Closing):
     """Processes that start as forks of a server which has imported `preload`, with a number of threads each.
 
     beside: a folder for tensors that shared memory has no room for; ram_bytes: of all tasks that run at once, at most
-    (None: no limit; one runs always). StorageError, PlanError.
+    (None: no limit; one runs always); gpus: how many there are, which workers divide among each other, so that each
+    sees one (0: workers see what this process sees). StorageError, PlanError.
     """
 
     name = "processes"
 
     def __init__(
-        self, workers: int, *, threads: int, beside: Path, preload: Sequence[str] = (), ram_bytes: int | None = None
+        self,
+        workers: int,
+        *,
+        threads: int,
+        beside: Path,
+        preload: Sequence[str] = (),
+        ram_bytes: int | None = None,
+        gpus: int = 0,
     ) -> None:
-        self.workers, self.threads, self.ram_bytes = workers, threads, ram_bytes
+        self.workers, self.threads, self.ram_bytes, self.gpus = workers, threads, ram_bytes, gpus
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([worker.__name__, *preload])
         self._spool = Spool(beside)
@@ -85,7 +93,7 @@ class ProcessEngine(Closing):
         self._failed_starts = 0
         self._crew: list[_Worker] = []
         try:
-            self._crew += [self._start() for _ in range(workers)]
+            self._crew += [self._start(place) for place in range(workers)]
         except BaseException:
             self._spool.remove()
             raise
@@ -158,14 +166,22 @@ class ProcessEngine(Closing):
         os.close(self._woken)
         self._spool.remove()
 
-    def _start(self) -> _Worker:
-        """A new worker; it says when it is ready."""
+    def _start(self, place: int) -> _Worker:
+        """A new worker at a place of the crew; it says when it is ready."""
         ours, theirs = self._context.Pipe()
-        arguments = (theirs, self._spool.for_workers(), self.threads)
+        arguments = (theirs, self._spool.for_workers(), self.threads, self._gpu(place))
         process = self._context.Process(target=worker.main, args=arguments, daemon=True, name="moeq-worker")
         process.start()
         theirs.close()
         return _Worker(process=process, pipe=ours)
+
+    def _gpu(self, place: int) -> str | None:
+        """CUDA's name of the GPU of the worker at a place."""
+        if not self.gpus:
+            return None
+        visible = os.environ.get(worker.VISIBLE)
+        names = [str(number) for number in range(self.gpus)] if visible is None else visible.split(",")
+        return names[place % self.gpus].strip()
 
     def _dispatch(self) -> None:
         """Hand out tasks and take what comes, until the engine closes; an error of it is the engine's end."""
@@ -256,7 +272,8 @@ class ProcessEngine(Closing):
                     do = "check the memory: `moeq plan` says what workers take; use fewer of them"
                     self._state.done[one.ticket] = PlanError(what, where=pending.name, do=do)
                     self._changed.notify_all()
-        self._crew[self._crew.index(one)] = self._start()
+        place = self._crew.index(one)
+        self._crew[place] = self._start(place)
 
 
 def _ended(code: int | None) -> str:

@@ -23,11 +23,15 @@ from moeq.engine.task import Failure, Tensors
 
 READY = b"ready"
 DRIVER_GONE = 3  # exit code
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 OPEN = 2  # things that were put and stay mapped: of the layer that is worked on and of the next
 
 
-def main(pipe: Connection, folders: Folders, threads: int) -> None:
-    """Work until the pipe ends. threads: of torch and of compiled loops in this process."""
+def main(pipe: Connection, folders: Folders, threads: int, gpu: str | None = None) -> None:
+    """Work until the pipe ends. threads: of torch and of compiled loops in this process; gpu: CUDA's name of the only
+    one that it sees, None: those that it was started with."""
+    if gpu is not None:
+        os.environ[VISIBLE] = gpu  # before CUDA starts in this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all; the driver decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_driver, args=(folders,), daemon=True).start()

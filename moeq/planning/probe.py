@@ -26,7 +26,7 @@ from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, heldout_stride
 from moeq.recipe import LossesSection
 from moeq.registry import QUANTIZERS
-from moeq.stages.losses_tasks import worker_threads
+from moeq.stages.losses_tasks import worker_count, worker_threads
 from moeq.stages.needs import Rates, Sizes
 from moeq.stages.needs_losses import expert_tokens, losses_operations
 
@@ -94,7 +94,7 @@ def _seconds(action: Callable[[], object], device: torch.device, limit: float = 
 def _by_a_worker(sizes: Sizes) -> np.ndarray:
     """`losses_flops` with the threads of whoever quantizes: this process, or one of its workers."""
     before = torch.get_num_threads()
-    if sizes.recipe.workers is not None:
+    if worker_count(sizes.recipe, sizes.device) is not None:
         torch.set_num_threads(worker_threads(sizes.recipe))
     try:
         return losses_flops(sizes)

@@ -49,7 +49,8 @@ class Recipe(Section):
         ge=1,
         le=1024,
         description="processes that quantize experts side by side in losses, with `threads` threads each (without: 1), "
-        "while the model runs on; none: the run's own process alone",
+        "while the model runs on; on GPUs each has one to itself; none: one a GPU where there are several and `device` "
+        "names none of them, else the run's own process alone",
     )
     engine: str = Field(
         "processes",

@@ -1,7 +1,7 @@
 """losses by workers: a layer's experts in groups, quantized by tasks while the model runs on to the next layer.
 
 What a worker computes with, values, strides and threads, is what one process would compute with, so that replicas and
-rows have the same bytes however many workers there are.
+rows have the same bytes however many workers there are. Where the model is on a GPU, every worker has a GPU to itself.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from moeq.stages.context import Context
 from moeq_kernels.packed import PackedWeight, joined
 from moeq_kernels.widths import Encoding
 
+ANY_GPU = ("auto", "cuda")  # devices of a recipe that choose no GPU
 PARTS_A_WORKER = 4  # tasks of a layer for each worker: the last ones of a layer leave little idle
 WEIGHTS, BIASES, TOKENS = "weights.", "biases.", "tokens."  # names of what is put
 SHARED = "shared"  # mean of x x^T over the layer's calibration tokens
@@ -41,9 +42,11 @@ Keep = Callable[[int, Sequence[Made], LayerResult], None]  # stores what was mad
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Some experts of a layer at some widths: what a task is given. key: of what was put for the layer."""
+    """Some experts of a layer at some widths: what a task is given. key: of what was put for the layer; device: the
+    kind of device on which it computes, the first that the worker sees."""
 
     key: str
+    device: str
     layer: ExpertLayer
     math: ExpertMath
     section: LossesSection
@@ -56,6 +59,18 @@ def worker_threads(recipe: Recipe) -> int:
     return recipe.threads or 1
 
 
+def gpus(device: torch.device) -> int:
+    """GPUs among which workers are divided where the model is on one; 0 where it is not."""
+    return torch.cuda.device_count() if device.type == "cuda" else 0
+
+
+def worker_count(recipe: Recipe, device: torch.device) -> int | None:
+    """Workers of a run: those of the recipe, else one a GPU where there are several and none is chosen; None: none."""
+    if recipe.workers is None and recipe.device in ANY_GPU and gpus(device) > 1:
+        return gpus(device)
+    return recipe.workers
+
+
 def section_of(section: LossesSection, made: Sequence[Made]) -> LossesSection:
     """The section for what one call makes."""
     return section.model_copy(
@@ -66,10 +81,12 @@ def section_of(section: LossesSection, made: Sequence[Made]) -> LossesSection:
     )
 
 
-def split(layer: ExpertLayer, section: LossesSection, workers: int) -> list[tuple[range, LossesSection]]:
+def split(
+    layer: ExpertLayer, section: LossesSection, workers: int, device: torch.device | str = "cpu"
+) -> list[tuple[range, LossesSection]]:
     """Groups of experts, as many as keep the workers busy and as small as their working memory wants; where experts are
     fewer than workers, by width too, unless the codes of one width are those of another."""
-    first = next(expert_batches(layer, section))
+    first = next(expert_batches(layer, section, device))
     experts = groups(layer.num_experts, PARTS_A_WORKER * workers, most=first.stop - first.start)
     apart = len(experts) < workers and len(section.bits) > 1 and not section.nested
     widths = [section.model_copy(update={"bits": [bits]}) for bits in section.bits] if apart else [section]
@@ -79,31 +96,35 @@ def split(layer: ExpertLayer, section: LossesSection, workers: int) -> list[tupl
 @contextmanager
 def working(context: Context, keep: Keep, ahead: int) -> Iterator[Ahead | None]:
     """The workers that a recipe asks for, ended with the block; None without. ahead: see `Ahead`."""
-    recipe = context.recipe
-    if recipe.workers is None:
+    recipe, device = context.recipe, context.model.device
+    workers = worker_count(recipe, device)
+    if workers is None:
         yield None
         return
     threads = worker_threads(recipe)
     engine = open_engine(
         recipe.engine,
-        recipe.workers,
+        workers,
         threads=threads,
         beside=context.out,
         preload=PRELOAD,
         ram_bytes=memory_bytes(torch.device("cpu")),
+        gpus=gpus(device),
     )
     try:
-        context.reporter.say(f"  {recipe.workers} workers ({recipe.engine}), {threads} threads each")
-        yield Ahead(engine, recipe.losses, keep, ahead)
+        own = "a GPU each" if gpus(device) else f"{threads} threads each"
+        context.reporter.say(f"  {workers} workers ({recipe.engine}), {own}")
+        yield Ahead(engine, recipe.losses, keep, ahead, device)
     finally:
         engine.close()
 
 
 def check(context: Context) -> None:
-    """RecipeError for workers where the model is on a GPU, which one process has to itself so far."""
-    if context.recipe.workers is not None and context.model.device.type != "cpu":
-        what = f"workers compute on CPUs, and the device is {context.model.device.type}"
-        raise RecipeError(what, where="workers", do="leave workers out, or set device: cpu")
+    """RecipeError for more workers of this machine than it has GPUs, where the model is on one."""
+    recipe, there = context.recipe, gpus(context.model.device)
+    if there and recipe.workers is not None and recipe.workers > there and recipe.engine == "processes":
+        what = f"{recipe.workers} workers for {there} {'GPU' if there == 1 else 'GPUs'}, and each has one to itself"
+        raise RecipeError(what, where="workers", do=f"use at most {there}, or set device: cpu")
 
 
 @dataclass(kw_only=True)
@@ -119,8 +140,11 @@ class Ahead:
     """Layers whose experts workers quantize while the model runs on: one is gathered and stored when `ahead` later ones
     have been handed out."""
 
-    def __init__(self, engine: Engine, section: LossesSection, keep: Keep, ahead: int) -> None:
+    def __init__(
+        self, engine: Engine, section: LossesSection, keep: Keep, ahead: int, device: torch.device | str = "cpu"
+    ) -> None:
         self._engine, self._section, self._keep, self.ahead = engine, section, keep, ahead
+        self._device = torch.device(device)
         self._out: deque[_Layer] = deque()
 
     def add(self, module: torch.nn.Module, inputs: LayerInputs, calls: Sequence[Sequence[Made]]) -> None:
@@ -132,23 +156,32 @@ class Ahead:
         handed = _Layer(index=layer.index, shared=[tokens], calls=[])
         for made in calls:
             section, tickets = section_of(self._section, made), []
-            for experts, own in split(layer, section, self._engine.workers):
+            for experts, own in split(layer, section, self._engine.workers, self._device):
                 if experts not in there:
                     there[experts] = self._engine.put(_experts(module, layer, experts))
                     handed.shared.append(there[experts])
                 group = Group(
-                    key=tokens.key, layer=layer, math=math, section=own, experts=experts, left_out=inputs.left_out
+                    key=tokens.key,
+                    device=self._device.type,
+                    layer=layer,
+                    math=math,
+                    section=own,
+                    experts=experts,
+                    left_out=inputs.left_out,
                 )
                 task = Task(
                     name=f"{layer.name}, {named(experts)}",
                     function=quantize_group,
                     arguments=group,
                     shared=(tokens, there[experts]),
-                    resources=Resources(ram_bytes=group_bytes(layer, own, len(experts))),
+                    resources=self._takes(group_bytes(layer, own, len(experts), self._device)),
                 )
                 tickets.append(self._engine.submit(task))
             handed.calls.append((made, section, tickets))
         self._out.append(handed)
+
+    def _takes(self, size: int) -> Resources:
+        return Resources(ram_bytes=size) if self._device.type == "cpu" else Resources(gpu_bytes=size)
 
     def finished(self, left: int) -> Iterator[None]:
         """Gather and store layers, the first first, until so many are still out; yields after each."""
@@ -167,7 +200,12 @@ def _experts(module: torch.nn.Module, layer: ExpertLayer, experts: range) -> dic
     which = slice(experts.start, experts.stop)
     weights, biases = stacked_weights(module, layer, which), stacked_biases(module, layer, which)
     given = {f"{WEIGHTS}{name}": stack for name, stack in weights.items()}
-    return given | {f"{BIASES}{name}": stack for name, stack in biases.items()}
+    return _handed(given | {f"{BIASES}{name}": stack for name, stack in biases.items()})
+
+
+def _handed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors in main memory, from where every worker reads them."""
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def _tokens_and_hessian(
@@ -184,7 +222,7 @@ def _tokens_and_hessian(
     methods = {made.method for call in calls for made in call}
     if any(QUANTIZERS.get(method).knows_hessians for method in methods):
         given[SHARED] = RoutedTokens.of(inputs, section).shared
-    return given
+    return _handed(given)
 
 
 def check_sendable(math: ExpertMath, layer: ExpertLayer) -> None:
@@ -205,18 +243,23 @@ def quantize_group(group: Group, tensors: Mapping[str, Tensor]) -> tuple[Any, di
         _tokens_of(group, tensors),
         group.layer,
         group.experts,
-        _named(tensors, WEIGHTS),
+        _there(_named(tensors, WEIGHTS), group.device),
         group.math,
         group.section,
-        _named(tensors, BIASES),
+        _there(_named(tensors, BIASES), group.device),
     )
     made: dict[str, Tensor] = {}
     described: list[tuple[str, int, int, Encoding]] = []
     for projection, widths in result.replicas.items():
         for bits, weight in widths.items():
             described.append((projection, bits, weight.inputs, weight.encoding))
-            made |= {f"{projection}.{bits}.{part}": tensor for part, tensor in weight.parts().items()}
+            made |= {f"{projection}.{bits}.{part}": tensor.cpu() for part, tensor in weight.parts().items()}
     return (result.rows, described), made
+
+
+def _there(tensors: dict[str, Tensor], device: str) -> dict[str, Tensor]:
+    """Tensors on the first device of a kind that this process sees."""
+    return tensors if device == "cpu" else {name: tensor.to(f"{device}:0") for name, tensor in tensors.items()}
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -227,10 +270,10 @@ def _tokens_of(group: Group, tensors: Mapping[str, Tensor]) -> RoutedTokens:
     """The layer's tokens, split and sampled once in every worker."""
     if group.key not in _tokens:
         _tokens.clear()
-        inputs = LayerInputs(layer=group.layer, left_out=group.left_out, **_named(tensors, TOKENS))
-        tokens = RoutedTokens.of(inputs, group.section)
-        if SHARED in tensors:
-            tokens.__dict__[SHARED] = tensors[SHARED]  # which is computed when it is first asked for otherwise
+        own = _there(_named(tensors, TOKENS), group.device)
+        tokens = RoutedTokens.of(LayerInputs(layer=group.layer, left_out=group.left_out, **own), group.section)
+        if SHARED in tensors:  # which is computed when it is first asked for otherwise
+            tokens.__dict__.update(_there({SHARED: tensors[SHARED]}, group.device))
         _tokens[group.key] = tokens
     return _tokens[group.key]
 
@@ -256,10 +299,10 @@ def joined_results(parts: Sequence[LayerResult], widths: Sequence[int]) -> Layer
     return LayerResult(rows=[row for part in parts for row in part.rows], replicas=replicas)
 
 
-def group_bytes(layer: ExpertLayer, section: LossesSection, experts: int) -> int:
+def group_bytes(layer: ExpertLayer, section: LossesSection, experts: int, device: torch.device | str = "cpu") -> int:
     """Bytes of float32 weights, Hessians, residuals and codes of a group's largest batch, as `expert_batches` counts
     them."""
-    first = next(expert_batches(layer, section, experts=range(experts)))
+    first = next(expert_batches(layer, section, device, range(experts)))
     hidden, inter, widths = layer.hidden_size, layer.intermediate_size, len(section.bits)
     one: int = 4 * 3 * (hidden**2 + inter**2) + layer.parameters_per_expert * (4 + widths * 10)
     size: int = (first.stop - first.start) * one

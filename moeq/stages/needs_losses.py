@@ -114,7 +114,8 @@ def needs(sizes: Sizes) -> Needs:
     """A walk over the calibration text, which stops in every layer while its experts are quantized; the effects."""
     section, text, hidden = sizes.recipe.losses, sizes.calibration, sizes.geometry.hidden_size
     routed = _routed(sizes)
-    workers = None if sizes.recipe.workers is None else Workers.of(sizes, routed)
+    count = losses_tasks.worker_count(sizes.recipe, sizes.device)
+    workers = None if count is None else Workers.of(sizes, count, routed)
     batch, packed = max(batch_moments(sizes.largest, section, routed, gpu=sizes.gpu), key=sum)
     rows, made, store = sizes.loss_rows(), entries(section), _store(sizes)
     floats = 4 * hidden * min(part_rows(hidden), text.tokens * (1 - section.heldout_fraction))
@@ -172,14 +173,14 @@ class Workers:
     at_once: float
 
     @classmethod
-    def of(cls, sizes: Sizes, routed: int) -> Workers:
-        """What the recipe's workers take; a layer is out while the next one runs where this machine's memory has room
-        for two. routed: tokens of the layer's busiest expert."""
-        recipe, layer, text = sizes.recipe, sizes.largest, sizes.calibration
-        count, section = recipe.workers or 0, recipe.losses
-        experts = len(losses_tasks.split(layer, section, count)[0][0])
+    def of(cls, sizes: Sizes, count: int, routed: int) -> Workers:
+        """What `count` workers take; a layer is out while the next one runs where this machine's memory has room for
+        two. On GPUs `held` is what the first one holds beside the run's own. routed: tokens of the layer's busiest
+        expert."""
+        recipe, layer, text, section = sizes.recipe, sizes.largest, sizes.calibration, sizes.recipe.losses
+        experts = len(losses_tasks.split(layer, section, count, sizes.device)[0][0])
         few = replace(layer, num_experts=experts)
-        batch = max(map(sum, batch_moments(few, section, routed, gpu=False)))
+        batch = max(map(sum, batch_moments(few, section, routed, gpu=sizes.gpu)))
         floats = 0 if sizes.dtype.itemsize == 4 else 4 * text.tokens * layer.hidden_size
         weights = layer.num_experts * layer.weights_per_expert * sizes.dtype.itemsize
         given = weights + text.tokens * (sizes.token + 12 * sizes.geometry.top_k + 16) + 4 * layer.hidden_size**2
@@ -187,6 +188,10 @@ class Workers:
         elsewhere = recipe.engine.startswith("ray:")  # on a cluster's nodes, not in this machine's memory
         own = {"workers": count * WORKER + SERVER, "batches of experts of workers": count * (batch + floats)}
         own = {} if elsewhere else own
+        if sizes.gpu:
+            held = {} if elsewhere else {"batch of experts of a worker": batch + floats}
+            room = MEMORY_SHARE * memory_bytes(torch.device("cpu")) - count * WORKER - SERVER
+            return cls(held=held, ahead=int(2 * (given + made) <= room), at_once=count)
         cores = len(os.sched_getaffinity(0)) / losses_tasks.worker_threads(recipe)
         at_once = count if elsewhere else max(1.0, min(count, cores))
         for ahead in (1, 0):
@@ -204,10 +209,11 @@ class Workers:
 
 def layers_ahead(context: Context) -> int:
     """How many layers are with the workers while the model runs on: 1, or 0 where memory has no room for two."""
-    if context.recipe.workers is None:
+    count = losses_tasks.worker_count(context.recipe, context.model.device)
+    if count is None:
         return 0
     sizes = Sizes(context)
-    return Workers.of(sizes, _routed(sizes)).ahead
+    return Workers.of(sizes, count, _routed(sizes)).ahead
 
 
 def _routed(sizes: Sizes) -> int:

@@ -23,6 +23,7 @@ from moeq.engine.processes import ProcessEngine
 from moeq.engine.serial import SerialEngine
 from moeq.engine.spool import PREFIX, SHARED_MEMORY, Spool
 from moeq.engine.task import Resources, Task, TaskError, bounded, groups
+from moeq.engine.worker import VISIBLE
 from moeq.errors import PlanError, QuantizationError, StorageError
 from moeq.stages.losses_tasks import PRELOAD
 
@@ -266,3 +267,22 @@ def test_workers_go_with_their_engine(tmp_path: Path) -> None:
     engine.close()
     assert time.monotonic() - started < 10
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize(("visible", "names"), [(None, ["0", "1"]), ("4, GPU-7", ["4", "GPU-7"])])
+def test_workers_divide_gpus_among_each_other(
+    visible: str | None, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the one that replaces another."""
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(VISIBLE, visible)
+    with workers(3, tmp_path, gpus=2) as engine:
+        for killed in (False, True):
+            if killed:
+                os.kill(engine.pids[1], signal.SIGKILL)
+            while engine.replaced < killed or not all(one.ready for one in engine._crew):
+                time.sleep(0.01)
+            tickets = [engine.submit(task(tasks.gpus_seen, 0.3)) for _ in range(3)]  # one for each, as none is busy
+            seen = dict(outcome.value for outcome in engine.gather(tickets))
+            assert [seen[pid] for pid in engine.pids] == [names[0], names[1], names[0]]

@@ -34,6 +34,7 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import losses_tasks, needs_losses
 from moeq.stages.context import Context
+from moeq.stages.needs import Sizes
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.bits=[2,3]", "threads=1",
@@ -242,11 +243,48 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_workers_are_refused_on_a_gpu_and_without_ray(tiny_mixtral: Path, tmp_path: Path) -> None:
-    made = context(tiny_mixtral, tmp_path, "workers=2")
-    made.model.__dict__["device"] = torch.device("cuda")
-    with pytest.raises(RecipeError, match="workers compute on CPUs"):
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (60 << 30, 80 << 30))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_every_gpu_has_a_worker_unless_one_is_named(tiny_mixtral: Path, tmp_path: Path) -> None:
+    for asked, device, wanted in (
+        ((), "cuda", 2), (("device=cuda",), "cuda", 2), (("device=cuda:1",), "cuda:1", None),
+        (("workers=1",), "cuda", 1), ((), "cpu", None), (("workers=3",), "cpu", 3),
+    ):  # fmt: skip
+        made = context(tiny_mixtral, tmp_path, *asked)
+        made.model.__dict__["device"] = torch.device(device)
+        assert losses_tasks.worker_count(made.recipe, made.model.device) == wanted
         losses_tasks.check(made)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_more_workers_than_gpus_are_refused(tiny_mixtral: Path, tmp_path: Path) -> None:
+    made = context(tiny_mixtral, tmp_path, "workers=3")
+    made.model.__dict__["device"] = torch.device("cuda")
+    with pytest.raises(RecipeError, match="3 workers for 2 GPUs"):
+        losses_tasks.check(made)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_plan_on_gpus_counts_one_workers_batch(tiny_mixtral: Path, tmp_path: Path) -> None:
+    made = context(tiny_mixtral, tmp_path)
+    made.model.__dict__["device"] = torch.device("cuda")
+    workers = needs_losses.Workers.of(Sizes(made), 2, 100)
+    assert list(workers.held) == ["batch of experts of a worker"]
+    assert (workers.at_once, workers.ahead) == (2, 1)
+
+
+@pytest.mark.cuda
+def test_a_worker_on_a_gpu_makes_the_same_bytes(tiny_mixtral: Path, tmp_path: Path) -> None:
+    alone = losses(tiny_mixtral, tmp_path / "alone", "device=cuda:0")
+    assert losses(tiny_mixtral, tmp_path / "one", "device=cuda:0", "workers=1") == alone
+
+
+def test_workers_are_refused_without_ray_and_on_unknown_engines(tiny_mixtral: Path, tmp_path: Path) -> None:
     if find_spec("ray") is None:
         with pytest.raises(RecipeError, match="ray is not installed"):
             losses(tiny_mixtral, tmp_path / "run", "workers=2", "engine=ray")
