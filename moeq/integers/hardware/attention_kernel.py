@@ -184,7 +184,9 @@ class AttentionKernel:
                 Memory(kernel="attention", what=name, width=at.lanes * a, depth=words, copies=2)
                 for name in ("queries", "keys", "values")
             ),
-            Memory(kernel="attention", what="held queries", width=at.queries * at.lanes * a, depth=self.steps, copies=2),
+            Memory(
+                kernel="attention", what="held queries", width=at.queries * at.lanes * a, depth=self.steps, copies=2
+            ),
             Memory(kernel="attention", what="scores", width=at.queries * kept, depth=self.sizes.positions, copies=2),
             Memory(
                 kernel="attention",
@@ -231,6 +233,11 @@ class NormUnit:
     def registers(self) -> Registers:
         """Its datapath."""
         return norm_registers(self.sizes, self.arithmetic)
+
+    @property
+    def row_bits(self) -> int:
+        """Bits of the residual stream."""
+        return of_role(self.registers, "x").bits
 
     @property
     def cycles(self) -> int:

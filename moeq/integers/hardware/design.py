@@ -8,15 +8,17 @@ and an image is finished as often as the busiest of them is done. Additions, tab
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Literal
 
 from moeq.errors import EstimateError, hint
 from moeq.integers.hardware.attention_kernel import ROOT_CYCLES, AttentionKernel, NormUnit
+from moeq.integers.hardware.interval import Interval
 from moeq.integers.hardware.linear_kernel import LinearKernel
 from moeq.integers.hardware.parts import Arithmetic, Kernel, Layer, Memory, Multiplier, Parallelism, up
+from moeq.integers.hardware.registers import Registers, added
 from moeq.integers.hardware.vision import VisionSizes
 
 Weights = Literal["streamed", "preloaded"]
@@ -52,13 +54,17 @@ def device(name: str) -> Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """A model, widths, a parallelism and an FPGA; weights: fetched once an image, or all kept on chip."""
+    """A model, widths, a parallelism and an FPGA; weights: fetched once an image, or all kept on chip.
+
+    sums: of linears whose weights are known, by name, as LinearKernel takes them.
+    """
 
     sizes: VisionSizes
     arithmetic: Arithmetic
     at: Parallelism
     device: Device
     weights: Weights = "streamed"
+    sums: Mapping[str, Interval] = field(default_factory=dict)
 
     @cached_property
     def attention(self) -> AttentionKernel:
@@ -74,7 +80,9 @@ class Design:
     def linear(self) -> LinearKernel:
         """The linear kernel."""
         rate = None if self.weights == "preloaded" else self.device.bytes_per_second / self.device.clock_hertz
-        return LinearKernel(sizes=self.sizes, arithmetic=self.arithmetic, at=self.at, bytes_per_cycle=rate)
+        return LinearKernel(
+            sizes=self.sizes, arithmetic=self.arithmetic, at=self.at, bytes_per_cycle=rate, sums=self.sums
+        )
 
     @cached_property
     def multipliers(self) -> tuple[Multiplier, ...]:
@@ -90,6 +98,13 @@ class Design:
     def layers(self) -> tuple[Layer, ...]:
         """All layers of an image."""
         return (*self.linear.layers, *self.attention.layers, *self.norm.layers)
+
+    @property
+    def registers(self) -> dict[str, Registers]:
+        """Datapaths by what they compute."""
+        found = {"attention": self.attention.registers, "norm": self.norm.registers}
+        found |= {one.name: one.registers for one in self.linear.linears}
+        return found | {"residual": added(self.norm.row_bits)}
 
     @property
     def dsps(self) -> int:
@@ -243,6 +258,3 @@ def _frontier(
         if not any(all(a <= b for a, b in zip(other, rate, strict=True)) for other, _ in kept):
             kept.append((rate, at))
     return kept
-
-
-PARALLEL = tuple(field.name for field in fields(Parallelism))

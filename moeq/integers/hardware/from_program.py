@@ -1,6 +1,9 @@
-"""Registers of a finished integer forward: the same datapaths with its own weights, biases and factors."""
+"""A finished integer forward as the two kernels see it: its sizes and widths, and registers of its own weights."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
@@ -8,8 +11,10 @@ from moeq.integers.arithmetic.log_sqrt2 import Logarithm, Widths
 from moeq.integers.artifacts.integer import Operation
 from moeq.integers.forward.program import Program
 from moeq.integers.hardware import registers
-from moeq.integers.hardware.interval import Interval
-from moeq.integers.hardware.registers import Register, Registers
+from moeq.integers.hardware.interval import Interval, symmetric
+from moeq.integers.hardware.parts import Arithmetic, Denominator, Softmax
+from moeq.integers.hardware.registers import Register, Registers, of_role
+from moeq.integers.hardware.vision import Mixture, VisionSizes
 
 
 def _held(program: Program, name: str) -> Interval:
@@ -115,3 +120,87 @@ def of_program(program: Program) -> dict[str, Registers]:
         else:  # patches, table and first_token only move numbers
             assert bits is None, f"{name}: an operation of kind {operation.kind} computes"
     return found
+
+
+LAYERS = {  # what the kernel calls the linears of INTEGER.md's names, by the last word
+    "embedding": "patch embedding",
+    "query": "query, key, value",
+    "key": "query, key, value",
+    "value": "query, key, value",
+    "proj": "projection",
+    "up": "MLP up",
+    "down": "MLP down",
+    "router": "router",
+    "logits": "head",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """Sizes and widths of a program; sums: what accumulators of its linears hold, by the kernel's name of them."""
+
+    sizes: VisionSizes
+    arithmetic: Arithmetic
+    sums: dict[str, Interval]
+    registers: dict[str, Registers]
+
+
+def known(program: Program, name: str) -> Known:
+    """A program as a model of the two kernels; the widest of all blocks counts."""
+    found = of_program(program)
+    by_kind = {kind: [one for one in program.operations if one.kind == kind] for kind in
+               ("patches", "tokens", "experts", "router")}  # fmt: skip
+    attention = [one for one in program.operations if one.kind in ("log_attention", "uniform_attention")]
+    held = program.constants
+    front, rest = (held[by_kind["tokens"][0].tensors[role]] for role in ("prefix", "position"))
+    mixture = None
+    if by_kind["experts"]:
+        up = held[by_kind["experts"][0].tensors["up_weight"]]
+        top_k = by_kind["router"][0].number("top_k")
+        blocks = len(by_kind["experts"])
+        mixture = Mixture(num_experts=len(up), top_k=top_k, inner=up.shape[1], blocks=blocks)
+    dense = [one for one in program.operations if one.kind == "linear" and one.name.endswith(".up")]
+    inner = [len(held[one.tensors["bias"]]) for one in dense]
+    hidden = rest.shape[-1]
+    side = by_kind["patches"][0].number("patch_size")
+    sizes = VisionSizes(
+        name=name,
+        hidden=hidden,
+        blocks=len(attention),
+        heads=attention[0].number("heads"),
+        intermediate=max(inner, default=hidden),
+        positions=len(front) + len(rest),
+        patch_inputs=program.image_shape[0] * side**2,
+        prefix=len(front),
+        classes=len(held["logits.bias"]),
+        mixture=mixture,
+    )
+    return Known(sizes=sizes, arithmetic=_arithmetic(program, attention[0]), sums=_sums(found), registers=found)
+
+
+def _arithmetic(program: Program, attention: Operation) -> Arithmetic:
+    """Widths of a program: of its weights as the widest code of the blocks needs."""
+    names = [name for name in program.constants if name.startswith("blocks.") and name.endswith("weight")]
+    names = [name for name in names if not name.endswith("router.weight")]
+    largest = max(int(program.constants[name].abs().max()) for name in names)
+    uniform = attention.kind == "uniform_attention"
+    attributes = attention.attributes
+    return Arithmetic(
+        weights=max(2, symmetric(max(1, largest)).bits),
+        activations=program.values[attention.inputs["query"]].bits,
+        attention=attention.number("attention_bits"),
+        softmax="uniform" if uniform else cast(Softmax, attributes["softmax"]),
+        denominator="quantized" if uniform else cast(Denominator, attributes["denominator"]),
+    )
+
+
+def _sums(found: dict[str, Registers]) -> dict[str, Interval]:
+    sums: dict[str, Interval] = {}
+    for name, held in found.items():
+        roles = {one.role for one in held}
+        for role, layer in (("accumulators", LAYERS.get(name.rsplit(".", 1)[-1])), ("up_accumulators", "experts up"),
+                            ("down_accumulators", "experts down")):  # fmt: skip
+            if role in roles and layer is not None:
+                widest = of_role(held, role)
+                sums[layer] = sums[layer] | widest if layer in sums else widest
+    return sums

@@ -6,16 +6,18 @@ least as many cycles as there are units. Of experts, the patches of one expert a
 other. Weights are fetched once an image, of every expert too, while the matrix before is computed; or stay on chip.
 
 Weights, or pixels, that are wider than the kernel's take several passes, a digit each: 8-bit ends of a model of 4-bit
-weights take three of three bits and a sign. Sums are added in logic; every sum that is finished is multiplied by its
-row's factor, as many a cycle as the shortest row of inputs finishes.
+weights take three of three bits and a sign. Pixels without a sign are taken less 128, which the bias makes up for.
+Sums are added in logic; every sum that is finished is multiplied by its row's factor, as many a cycle as the shortest
+row of inputs finishes.
 
 Letters: N positions, D hidden size, I inputs, O outputs, E experts, k of them a position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 from moeq.errors import QuantizationError
 from moeq.integers.arithmetic.fixed_point import ACCUMULATOR_BITS
@@ -48,7 +50,8 @@ TABLE_PORTS = 2  # lookups of a block RAM a cycle
 class Linear:
     """`count` equal linears; tokens: rows, one number an expert where there are several, in equal shares.
 
-    weight_bits, input_bits: of the codes; bits: of what it gives.
+    weight_bits, input_bits: of the codes; bits: of what it gives; sums: what its accumulators hold where weights are
+    known, None: by sizes alone.
     """
 
     name: str
@@ -60,20 +63,21 @@ class Linear:
     input_bits: int
     bits: int
     parts: int = 1
+    sums: Interval | None = None
 
     @property
     def rows(self) -> int:
         """Rows of all experts."""
         return sum(self.tokens)
 
-    @property
+    @cached_property
     def registers(self) -> Registers:
-        """Its datapath by sizes alone."""
+        """Its datapath."""
         x = signed(self.input_bits)
-        sums = registers.sum_of_products(x, self.weight_bits, self.inputs)
+        sums = self.sums or registers.sum_of_products(x, self.weight_bits, self.inputs)
         return registers.linear(x, registers.weights(self.weight_bits), sums, self.bits, tight=True)
 
-    @property
+    @cached_property
     def accumulators(self) -> Interval:
         """What its sums hold."""
         return of_role(self.registers, "accumulators")
@@ -85,19 +89,37 @@ def shares(slots: int, experts: int) -> tuple[int, ...]:
     return tuple(each + (index < more) for index in range(experts))
 
 
+@cache
 def linears(sizes: VisionSizes, arithmetic: Arithmetic) -> tuple[Linear, ...]:
     """All linears of an image in order, equal ones once. query, key and value are three of D rows each."""
     n, d, w, a = sizes.positions, sizes.hidden, arithmetic.weights, arithmetic.activations
     row, mixture = widest_row(d), sizes.mixture
     sparse = 0 if mixture is None else mixture.blocks
 
-    def of(name: str, count: int, tokens: tuple[int, ...], shape: tuple[int, int], bits: int, **more: int) -> Linear:
-        widths = {"weight_bits": w, "input_bits": a} | more
-        return Linear(name=name, count=count, tokens=tokens, inputs=shape[0], outputs=shape[1], bits=bits, **widths)
+    def of(
+        name: str,
+        count: int,
+        tokens: tuple[int, ...],
+        shape: tuple[int, int],
+        bits: int,
+        weight_bits: int = w,
+        input_bits: int = a,
+        parts: int = 1,
+    ) -> Linear:
+        return Linear(
+            name=name,
+            count=count,
+            tokens=tokens,
+            inputs=shape[0],
+            outputs=shape[1],
+            weight_bits=weight_bits,
+            input_bits=input_bits,
+            bits=bits,
+            parts=parts,
+        )
 
-    ends = {"weight_bits": END_BITS}
     found = [
-        of("patch embedding", 1, (n - sizes.prefix,), (sizes.patch_inputs, d), row, **ends, input_bits=END_BITS),
+        of("patch embedding", 1, (n - sizes.prefix,), (sizes.patch_inputs, d), row, END_BITS, END_BITS),
         of("query, key, value", sizes.blocks, (n,), (d, d), a, parts=3),
         of("projection", sizes.blocks, (n,), (d, d), row),
     ]
@@ -109,29 +131,30 @@ def linears(sizes: VisionSizes, arithmetic: Arithmetic) -> tuple[Linear, ...]:
     if mixture is not None:
         slots = shares(n * mixture.top_k, mixture.num_experts)
         found += [
-            of("router", sparse, (n,), (d, mixture.num_experts), ROUTER_BITS, **ends),
+            of("router", sparse, (n,), (d, mixture.num_experts), ROUTER_BITS, END_BITS),
             of("experts up", sparse, slots, (d, mixture.inner), TABLE_BITS),
             of("experts down", sparse, slots, (mixture.inner, d), row),
         ]
-    return (*found, of("head", 1, (1,), (d, sizes.classes), LOGIT_BITS, **ends))
+    return (*found, of("head", 1, (1,), (d, sizes.classes), LOGIT_BITS, END_BITS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearKernel:
     """The linear kernel of given sizes and widths at a parallelism.
 
-    bytes_per_cycle: off chip, None where all weights stay on chip.
+    bytes_per_cycle: off chip, None where all weights stay on chip; sums: of linears whose weights are known, by name.
     """
 
     sizes: VisionSizes
     arithmetic: Arithmetic
     at: Parallelism
     bytes_per_cycle: float | None
+    sums: Mapping[str, Interval] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def linears(self) -> tuple[Linear, ...]:
         """What it computes; QuantizationError naming one whose sums 32 bits don't hold."""
-        found = linears(self.sizes, self.arithmetic)
+        found = tuple(replace(one, sums=self.sums.get(one.name)) for one in linears(self.sizes, self.arithmetic))
         for one in found:
             if one.accumulators.bits > ACCUMULATOR_BITS:
                 raise QuantizationError(
@@ -272,7 +295,11 @@ class LinearKernel:
             Memory(kernel="linear", what="norm's output", width=width, depth=n * up(self.sizes.hidden, at.inputs)),
             Memory(kernel="linear", what="hidden activations", width=width, depth=inner),
             Memory(
-                kernel="linear", what="activation table", width=a, depth=1 << TABLE_BITS, copies=up(lookups, TABLE_PORTS)
+                kernel="linear",
+                what="activation table",
+                width=a,
+                depth=1 << TABLE_BITS,
+                copies=up(lookups, TABLE_PORTS),
             ),
         )
 

@@ -76,7 +76,7 @@ def linear(x: Interval, weight: Interval, accumulators: Interval, bits: int, *, 
 def layer_norm(
     channels: int, row_bits: int, bits: int, *, epsilon: int = 1, gain: int = 1 << GAIN_BITS, bias: int | None = None
 ) -> Registers:
-    """A LayerNorm's datapath; row_bits: of the residual stream; gain, bias: largest magnitudes, None as large as y*gain.
+    """A LayerNorm's datapath; row_bits: of the residual stream; gain, bias: largest magnitudes, None: that of y * gain.
 
     V = D * sum(x^2) - S^2 is largest where half of the channels are at either end; D*x - S where one is. Of that
     follow the bounds of what is normalized, |D*x - S| <= sqrt((D - 1) * V).

@@ -116,9 +116,7 @@ def from_config(config: Mapping[str, Any], name: str) -> VisionSizes:
             where=name,
             do=f"known are {', '.join(PREFIX)}",
         )
-    hidden, heads, patch = (
-        _number(config, key, name) for key in ("hidden_size", "num_attention_heads", "patch_size")
-    )
+    hidden, heads, patch = (_number(config, key, name) for key in ("hidden_size", "num_attention_heads", "patch_size"))
     blocks, side = _number(config, "num_hidden_layers", name), _number(config, "image_size", name)
     if hidden % heads or side % patch:
         raise ModelError("sizes of heads or patches do not divide", where=name, do="check config.json")
