@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeq.errors import EstimateError, QuantizationError, RecipeError, hint
-from moeq.estimator.units import parse_quantity
 
 if TYPE_CHECKING:
     from moeq.integers.hardware.design import Design, Device
@@ -72,6 +71,8 @@ def _value(axis: str, text: str) -> Value:
             raise RecipeError(f"{text[:80]!r} is none of them", where=where, do=f"give {', '.join(WORDS[axis])}")
         return text
     if axis in QUANTITIES:
+        from moeq.estimator.units import parse_quantity
+
         try:
             amount = parse_quantity(text, QUANTITIES[axis])
         except ValueError as error:
