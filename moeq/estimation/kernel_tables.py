@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 NOTES = (
     "queries x lanes: queries that the attention kernel holds (N_PE) by channels of a key a cycle; units x in x out: "
     "compute units of the linear kernel (N_L) by the tile of weights that all of them share.",
-    "sums: bits of a linear's accumulator; value sums: of one output of attention, even and odd ones together.",
+    "sums: bits of the widest accumulator of a block's linears; value sums: of one output of attention.",
     "DSPs: multiplier slices of 27 x 18 bits, narrow products packed; parity: those of sqrt2 among them. Adders, "
     "shifts and registers are logic, which is not counted. Block RAMs: of 36 Kibit.",
     "ms: an image alone, block after block; images/s: several under way, each kernel at another one.",
@@ -34,7 +34,7 @@ def side_by_side(designs: Sequence[Design], refused: Sequence[str]) -> Table:
                 arithmetic.softmax,
                 f"{at.queries}x{at.lanes}",
                 f"{at.units}x{at.inputs}x{at.outputs}",
-                max(part.accumulators.bits for part in one.linear.linears),
+                _sum_bits(one),
                 one.attention.accumulator_bits,
                 one.dsps,
                 parity,
@@ -54,6 +54,16 @@ def side_by_side(designs: Sequence[Design], refused: Sequence[str]) -> Table:
         rows=tuple(rows),
         notes=(*NOTES, *(f"left out, {line}" for line in refused)),
     )  # fmt: skip
+
+
+def _sum_bits(design: Design) -> int:
+    """Bits of the widest accumulator of the blocks' linears, whose weights have the kernel's width."""
+    at = design.arithmetic
+    return max(
+        one.accumulators.bits
+        for one in design.linear.linears
+        if (one.weight_bits, one.input_bits) == (at.weights, at.activations)
+    )
 
 
 def of_one(design: Design, own: Mapping[str, Registers] | None = None) -> list[Table]:
