@@ -219,23 +219,43 @@ def test_what_is_outside_of_quant_is_told(folder: Path, tmp_path: Path) -> None:
     assert "onnxruntime gives all " in told["check"]
 
 
-def test_qonnx_reads_and_runs_the_graph_with_quant(folder: Path) -> None:
-    """qonnx's own executor with its own Quant: the patch embedding, or all of it (two minutes: a session a node)."""
+def test_qonnx_runs_products_as_onnxruntime_does(folder: Path) -> None:
+    graph = Graph(read(folder)[1].values, qonnx=True)
+    generator = np.random.default_rng(3)
+    weight, x = generator.integers(-7, 8, (24, 5)), generator.integers(-128, 128, (3, 24))
+    out = graph.product("x", graph.constant("weight", weight.astype(np.int8)), "blocks.0.query")
+    info = [onnx.helper.make_tensor_value_info(name, kind, shape) for name, kind, shape in
+            (("x", onnx.TensorProto.INT8, [3, 24]), (out, onnx.TensorProto.INT64, [3, 5]))]  # fmt: skip
+    whole = onnx.helper.make_graph(graph.nodes, "g", info[:1], info[1:], initializer=list(graph.constants.values()))
+    imports = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid(DOMAIN, VERSION)]
+    model = onnx.helper.make_model(whole, opset_imports=imports, functions=[quant_function(OPSET)], ir_version=8)
+    (found,) = session(model).run(None, {"x": x.astype(np.int8)})
+    assert np.array_equal(found, x @ weight)
+    execution = pytest.importorskip("qonnx.core.onnx_exec", reason="qonnx is not installed: pip install qonnx")
+    from qonnx.core.modelwrapper import ModelWrapper
+    from qonnx.transformation.infer_datatypes import InferDataTypes
+    from qonnx.transformation.infer_shapes import InferShapes
+
+    theirs = ModelWrapper(model).transform(InferShapes()).transform(InferDataTypes())
+    assert np.array_equal(execution.execute_onnx(theirs, {"x": x.astype(np.int8)})[out], found)
+    kinds = {str(theirs.get_tensor_datatype(node.output[0])) for node in theirs.graph.node if node.op_type == QUANT}
+    assert kinds == {"INT8", "INT4"}, "values of 8 bits, weights of 4"
+
+
+@pytest.mark.skipif(not FULL, reason="two minutes: qonnx makes a session a node; MOEQ_FULL=1")
+def test_qonnx_runs_the_whole_graph(folder: Path) -> None:
     execution = pytest.importorskip("qonnx.core.onnx_exec", reason="qonnx is not installed: pip install qonnx")
     from qonnx.core.modelwrapper import ModelWrapper
     from qonnx.transformation.infer_shapes import InferShapes
 
     found = graphs.made(folder, qonnx=True)
-    images = len(found.vectors["pixels"])
     for info in (*found.model.graph.input, *found.model.graph.output, *found.model.graph.value_info):
-        info.type.tensor_type.shape.dim[0].dim_value = images
+        info.type.tensor_type.shape.dim[0].dim_value = len(found.vectors["pixels"])
     model = ModelWrapper(found.model).transform(InferShapes())
-    names = list(found.vectors) if FULL else ["embedding.accumulators", "embedding"]
-    last = next(node for node in model.graph.node if names[-1] in node.output)
     given = {"pixels": found.vectors["pixels"].numpy().astype(np.uint8)}
-    values = execution.execute_onnx(model, given, return_full_exec_context=True, end_node=last)
-    for name in names:
-        assert np.array_equal(values[name], found.vectors[name].numpy()), name
+    values = execution.execute_onnx(model, given, return_full_exec_context=True)
+    for name, vector in found.vectors.items():
+        assert np.array_equal(values[name], vector.numpy()), name
 
 
 def test_qonnx_reads_the_bits(folder: Path) -> None:
