@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeq.errors import EstimateError, QuantizationError, RecipeError, hint
+from moeq.errors import ArtifactError, EstimateError, QuantizationError, RecipeError, hint
 
 if TYPE_CHECKING:
     from moeq.integers.hardware.design import Design, Device
@@ -139,7 +139,11 @@ def read_vision(name: str | None, *, trust_remote_code: bool = False) -> Subject
         from moeq.integers.hardware import from_program
 
         manifest, program, _ = read(folder)
-        found = from_program.known(program, folder.name if manifest.model is None else manifest.model.name)
+        try:
+            found = from_program.known(program, folder.name if manifest.model is None else manifest.model.name)
+        except (KeyError, IndexError, AssertionError, StopIteration, RuntimeError, ZeroDivisionError):
+            what, do = "its operations are those of no vision transformer", "write the integer forward again"
+            raise ArtifactError(what, where=str(folder), do=do) from None
         return Subject(sizes=found.sizes, known=found)
     from moeq.models.source import open_config
 

@@ -95,6 +95,24 @@ def test_an_integer_forward_has_its_own_widths(tmp_path: Path) -> None:
     assert "an integer forward has its own widths" in text
 
 
+@pytest.mark.parametrize("change", ["no heads", "no attention"])
+def test_an_integer_forward_of_something_else_is_refused(tmp_path: Path, change: str) -> None:
+    folder = written(tmp_path / "integer", *CASES["moe"])
+    data = json.loads((folder / "manifest.json").read_text())
+    for one in data["operations"]:
+        if one["kind"] == "log_attention" and change == "no heads":
+            one["attributes"]["heads"] = 0
+    if change == "no attention":
+        data["operations"] = data["operations"][:2]
+        made = {"pixels", *(name for one in data["operations"] for name in one["outputs"].values())}
+        data["values"] = [value for value in data["values"] if value["name"] in made]
+        held = {name for one in data["operations"] for name in one["tensors"].values()}
+        data["tensors"] = [tensor for tensor in data["tensors"] if tensor["name"] in held]
+    (folder / "manifest.json").write_text(json.dumps(data))
+    code, text = moeq("--kernels", "u280", "--model", str(folder))
+    assert (code, text.endswith("write the integer forward again")) == (7, True), text
+
+
 def test_a_configuration_is_a_model() -> None:
     (design,) = as_json("--kernels", "zcu102", "--model", "bundled:tiny-moe-vit", "--design", *AT)["designs"]
     assert (design["model"]["positions"], design["model"]["mixture"]["num_experts"]) == (17, 8)
