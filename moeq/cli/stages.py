@@ -14,7 +14,7 @@ from moeq.estimation.estimate_options import hardware_presets
 from moeq.options import BUDGETS, BudgetOptions, RunOptions, StageOptions, among, option, takes_options
 from moeq.registry import ALLOCATORS, EXPORTERS
 
-ONNX = "onnx"  # of --format: no runtime of packed checkpoints
+ONNX, QONNX = "onnx", "qonnx"  # of --format: no runtimes of packed checkpoints
 
 
 def run_stage(asked: RunOptions, name: str) -> None:
@@ -171,23 +171,32 @@ def quantize(asked: StageOptions) -> None:
 def export(asked: StageOptions) -> None:
     """Write the packed checkpoint, its placement manifest and its model card.
 
-    With --format onnx instead the integer forward of a vision transformer, which `moeq reparam` has made.
+    With --format onnx instead the integer forward of a vision transformer, which `moeq reparam` has made; with --format
+    qonnx its products with QONNX's Quant.
     """
-    if ONNX in asked.format:
+    if ONNX in asked.format or QONNX in asked.format:
         _export_onnx(asked)
         return
     run_stage(asked, "export")
 
 
 def _export_onnx(asked: StageOptions) -> None:
-    """OUT/onnx of a run's integer forward, and nothing else."""
-    if set(asked.format) != {ONNX}:
-        raise RecipeError("onnx is of the integer forward alone", where="--format", do="give --format onnx by itself")
+    """OUT/onnx, or OUT/qonnx, of a run's integer forward, and nothing else."""
+    if len(set(asked.format)) != 1:
+        named = ONNX if ONNX in asked.format else QONNX
+        what = f"{named} is of the integer forward alone"
+        raise RecipeError(what, where="--format", do=f"give --format {named} by itself")
+    qonnx = QONNX in asked.format
     context = context_of(replace(asked, format=[]), "export")
     from moeq import terminal
     from moeq.stages import onnx
 
-    show(onnx.write(context, verify=asked.verify), terminal.print_summary, json=asked.json, quiet=asked.quiet)
+    show(
+        onnx.write(context, verify=asked.verify, qonnx=qonnx),
+        terminal.print_summary,
+        json=asked.json,
+        quiet=asked.quiet,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,12 @@ def answer(asked: EstimateOptions) -> Answer:
         _check_uses("--sheet", (), asked)
         pages = sheet(asked.sheet)
         return Answer(figures={"pages": [asdict(page) for page in pages]}, show=lambda: tables.print_sheet(pages))
+    if asked.kernels is not None:
+        return _kernels(asked, asked.kernels)
+    if asked.design:
+        raise RecipeError(
+            "--design is of --kernels", where="estimate", do="give --kernels zcu102, too, or leave it out"
+        )
     if asked.fit is not None:
         return _fit(asked, asked.fit)
     if asked.recipe_path is not None:
@@ -90,6 +96,29 @@ def _finish(made: EstimateDocument, asked: list[Question], out: Path | None) -> 
     paths = {} if out is None else outputs.write_document(out, made, asked)
     figures = made.model_dump(mode="json") | {"paths": {name: str(path) for name, path in paths.items()}}
     return Answer(figures=figures, show=lambda: tables.print_document(made, paths))
+
+
+def _kernels(asked: EstimateOptions, name: str) -> Answer:
+    """Paper 004's two kernels on an FPGA, or beside what the paper prints."""
+    from moeq.estimation import kernel_tables, kernels
+    from moeq.integers.hardware.design import device
+
+    if name == kernels.PAPER:
+        _check_uses("--kernels paper-004", ("--kernels",), asked)
+        runs = kernels.paper_runs()
+        page = kernel_tables.of_paper(runs)
+        made = [{"row": run.row.name} | kernels.figures(design) for run, design in runs]
+        return Answer(figures={"pages": [asdict(page)], "runs": made}, show=lambda: tables.print_sheet([page]))
+    _check_uses("--kernels", ("--model", "--design"), asked)
+    fpga = device(name)
+    axes = kernels.parse_design(asked.design_axes)
+    subject = kernels.read_vision(asked.model, trust_remote_code=asked.trust_remote_code)
+    found = kernels.designs(subject, fpga, axes)
+    own = None if subject.known is None else subject.known.registers
+    pages = [kernel_tables.side_by_side(found.designs, found.refused)]
+    pages += kernel_tables.of_one(found.designs[0], own) if len(found.designs) == 1 else []
+    figures = {"designs": [kernels.figures(design, own) for design in found.designs], "left_out": list(found.refused)}
+    return Answer(figures=figures, show=lambda: tables.print_sheet(pages), refusal=found.refusal)
 
 
 def _check_uses(option: str, used: tuple[str, ...], asked: EstimateOptions) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Argument
 
 from moeq.errors import RecipeError
+from moeq.estimation import kernels
 from moeq.options import RunOptions, among, option
 from moeq.registry import POLICIES
 
@@ -109,6 +110,19 @@ class EstimateOptions(RunOptions):
         APART,
         autocompletion=among(lambda: ("paper-002", "paper-004")),
     )
+    kernels: str | None = option(
+        "Cycles, DSPs, block RAMs and datapath widths of paper 004's two kernels on an FPGA, zcu102 or u280, for a "
+        "vision transformer (--model vit-tiny, vit-small, vit-base, m3vit-tiny, m3vit-small, a config.json or a "
+        "model's directory); paper-004: beside what it prints.",
+        APART,
+        autocompletion=among(lambda: ("zcu102", "u280", "paper-004")),
+    )
+    design: list[str] = option(
+        "With --kernels: widths=8/8/4,4/8/4 softmax=log-sqrt2,log2 queries=16 units=4 clock=300MHz; the parallelism "
+        "that is left out is the fastest that fits.",
+        APART,
+        default=list,
+    )
     fit: Path | None = option(
         "CSV of measured points (policy, batch, lengths, seconds): fit efficiencies and latencies of the hardware; "
         "--out takes the fitted YAML.",
@@ -121,9 +135,18 @@ class EstimateOptions(RunOptions):
         return [*self.grid, *filter(_is_axis, self.recipe)] if self.grid else []
 
     @property
+    def design_axes(self) -> list[str]:
+        """Every word of --design."""
+        return [*self.design, *filter(kernels.is_axis, self.recipe)] if self.design else []
+
+    @property
     def recipe_path(self) -> Path | None:
         """The one word that is no axis; RecipeError for more of them."""
-        others = [word for word in self.recipe if not (self.grid and _is_axis(word))]
+        others = [
+            word
+            for word in self.recipe
+            if not (self.grid and _is_axis(word)) and not (self.design and kernels.is_axis(word))
+        ]
         if len(others) > 1:
             raise RecipeError(f"unexpected argument {others[1]!r}", where="estimate", do="give one recipe")
         return Path(others[0]) if others else None

@@ -1,4 +1,4 @@
-"""The integer forward of a finished run as an ONNX file: `moeq export --format onnx`."""
+"""The integer forward of a finished run as an ONNX file: `moeq export --format onnx`, or qonnx."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from moeq.integers.artifacts.integer import NAME as MANIFEST
 from moeq.stages import integer_forward
 from moeq.stages.context import Context
 
-FORMAT = "onnx"
+FORMAT, QONNX = "onnx", "qonnx"
 WHERE = "--format onnx"
 PACKAGE = "onnx"
 
 
-def write(context: Context, *, verify: bool) -> dict[str, Any]:
+def write(context: Context, *, verify: bool, qonnx: bool = False) -> dict[str, Any]:
     """Write OUT/onnx/model.onnx (of a model with several tasks onnx/task-0/model.onnx and so on), whole or not at all.
 
-    verify: compare every number of the test vectors with onnxruntime's, where it is installed. Returns what was
+    verify: compare every number of the test vectors with onnxruntime's, where it is installed; qonnx: OUT/qonnx
+    instead, with operands of products through QONNX's Quant. Returns what was
     written, by task. Raises RecipeError where onnx is not installed, ArtifactError where `moeq reparam` has not run,
     MissingError where it wrote no integer forward, FormatError for what the operators cannot carry.
     """
@@ -39,12 +40,12 @@ def write(context: Context, *, verify: bool) -> dict[str, Any]:
         )
     from moeq.integers.onnx_graph import write as graphs
 
-    target = context.out / FORMAT
+    target = context.out / (QONNX if qonnx else FORMAT)
     found: dict[str, Any] = {}
     with building(target) as partial:
         for folder in folders:
             name = "" if folder == whole else folder.name
             (partial / name).mkdir(exist_ok=True)
-            written = graphs.write(folder, partial / name, verify=verify)
+            written = graphs.write(folder, partial / name, verify=verify, qonnx=qonnx)
             found[name or "task-0"] = written | {"file": str(Path(target) / name / graphs.NAME)}
     return found

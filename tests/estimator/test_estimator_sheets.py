@@ -124,6 +124,34 @@ class TestPaper004:
         assert all(dsps <= paper_004.PACKED_MACS and bandwidth < 1 for dsps, bandwidth in shares)
         assert [dsps > 1 for dsps, _ in shares] == [False, False, False, True]
 
+    def test_cycles_are_latency_times_clock_and_no_slice_does_more_than_two_products(self):
+        rows = table("paper-004", "Cycles of a frame").rows
+        assert [row[3] for row in rows] == pytest.approx([6.47 * 300e3, 9.16 * 250e3, 5.53 * 300e3, 6.84 * 250e3])
+        for row, run in zip(rows, paper_004.runs(), strict=True):
+            printed_a_cycle = run.row.gops * 1e9 / 2 / run.clock_hertz
+            assert row[4] == pytest.approx(printed_a_cycle, rel=0.004), "the printed GOPS"
+            assert row[6] == pytest.approx(row[4] / row[5])
+            assert row[6] <= row[7] == paper_004.PACKED_MACS
+
+    def test_shares_of_table_3_and_what_its_block_rams_cannot_hold(self):
+        rows = table("paper-004", "Table 3").rows
+        assert [row[:5] for row in rows[:2]] == [
+            ("ZCU102", 1754, pytest.approx(1754 / 2520), 383, pytest.approx(383 / 912)),
+            ("U280", 2635, pytest.approx(2635 / 9024), 696.5, pytest.approx(696.5 / 2160)),
+        ]
+        assert rows[0][5] == pytest.approx(383 * 36 * 1024 / 8 / 1e6)
+        assert {row[-1] for row in rows} == {"no"}, "weights that are preloaded are so a part at a time"
+
+    def test_accuracy_and_energy_follow_from_the_tables_but_for_two_models(self):
+        rows = {row[0]: row for row in table("paper-004", "Accuracy and energy").rows}
+        assert len(rows) == 9
+        assert rows["points lost, M3ViT (5.2)"][1:] == (0.28, 0.28, "")
+        assert {name for name, row in rows.items() if row[-1]} == {
+            "points lost, ViT-T (abstract)", "points lost, ViT-S (abstract)",
+        }  # fmt: skip
+        energy = rows["% of a frame's energy saved over Edge-MoE (abstract)"]
+        assert energy[2] == pytest.approx(100 * (1 - 9.83 * 6.47 / (14.54 * 34.64)))
+
 
 class TestTraffic:
     model = VisionModel(

@@ -27,6 +27,27 @@ def test_every_task_of_a_run_is_a_file(tmp_path: Path, tasks: int) -> None:
     assert files == ({"model.onnx"} if tasks == 1 else {"task-0/model.onnx", "task-1/model.onnx"})
 
 
+def test_qonnx_lies_beside(tmp_path: Path) -> None:
+    pytest.importorskip("onnx", reason="onnx is not installed: pip install '.[onnx]'")
+    model = model_of(tmp_path / "model")
+    reparam(model, tmp_path / "run", *WANTED)
+    context = context_of(model, tmp_path / "run", *WANTED)
+    (told,) = onnx_stage.write(context, verify=True, qonnx=True).values()
+    assert told["file"] == str(tmp_path / "run" / "qonnx" / "model.onnx")
+    assert told["quant_products"] > 10
+    assert {"Quant", "MatMul"} <= set(told["operators"])
+    assert not (tmp_path / "run" / "onnx").exists()
+
+
+@pytest.mark.parametrize("name", ["onnx", "qonnx"])
+def test_forms_of_the_integer_forward_stand_alone(name: str) -> None:
+    from moeq.cli.stages import export
+    from moeq.options import StageOptions
+
+    with pytest.raises(RecipeError, match=f"{name} is of the integer forward alone; give --format {name} by itself"):
+        export.__wrapped__(StageOptions(what=None, format=[name, "gguf"]))
+
+
 def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(tmp_path / "model")
     context = context_of(model, tmp_path / "run", *WANTED)

@@ -82,6 +82,11 @@ class Run:
         return 2 * self.used_dsps * self.clock_hertz / 1e9
 
     @property
+    def cycles(self) -> float:
+        """Cycles of a frame: printed latency times clock."""
+        return self.row.seconds * self.clock_hertz
+
+    @property
     def bandwidth_gops(self) -> float:
         """Throughput at which reading every weight once a frame takes the whole bandwidth."""
         seconds = self.model.weight_bytes / self.bytes_per_second
@@ -121,6 +126,9 @@ def tables() -> list[Table]:
         "efficiency": _efficiency(),
         "claims": _claims(),
         "bounds": _bounds(),
+        "cycles": _cycles(),
+        "resources": _resources(),
+        "losses": _losses(),
         "attention": _attention(),
         "linear": _linear(),
     }
@@ -164,6 +172,50 @@ def _bounds() -> Iterator[Row]:
         of_all, fits = gops / (peak * run.dsps / run.used_dsps), "yes" if weights <= run.block_ram_bytes else "no"
         bounds = (peak, PACKED_MACS * peak, gops / peak, of_all)
         yield run.row.name, gops, *bounds, weights / 1e6, fits, bandwidth, gops / bandwidth
+
+
+def _cycles() -> Iterator[Row]:
+    for run in runs():
+        a_cycle = run.model.macs / run.cycles
+        row = run.row.name, run.clock_hertz / 1e6, run.row.latency_ms, run.cycles, a_cycle
+        yield *row, run.used_dsps, a_cycle / run.used_dsps, PACKED_MACS
+
+
+def _resources() -> Iterator[Row]:
+    paper = printed(NAME)
+    for run, stated in zip(runs(), paper["runs"], strict=True):
+        fpga = paper["platforms"][stated["platform"]]
+        used, large = fpga["used_block_rams"], parse_quantity("36 Kibit", "byte")
+        all_of_them = run.block_ram_bytes / large
+        held, weights = used * large, run.model.weight_bytes
+        fits = "yes" if weights <= held else "no"
+        shares = run.used_dsps, run.used_dsps / run.dsps, used, used / all_of_them
+        yield stated["platform"], *shares, held / 1e6, run.row.name, weights / 1e6, fits
+
+
+def _losses() -> Iterator[Row]:
+    """Accuracy that is lost, and energy that is saved."""
+    paper, rows = printed(NAME), accelerators()
+    stated = paper["stated"]
+    lost = {row["model"]: round(row["full"] - row["ours"], 2) for row in paper["accuracy"]}
+    yield (
+        "points lost, M3ViT (5.2)",
+        stated["m3vit_loss"],
+        lost["M3ViT"],
+        _flag(stated["m3vit_loss"], lost["M3ViT"]),
+    )
+    most = stated["most_loss"]
+    for model, points in lost.items():
+        yield f"points lost, {model} (abstract)", f"under {most}", points, "" if points < most else "more"
+    ours, theirs = (rows[stated[key]] for key in ("energy_of", "energy_over"))
+    saved = 100 * (1 - ours.power_watts * ours.seconds / (theirs.power_watts * theirs.seconds))
+    least = stated["energy_saved"]
+    yield (
+        "% of a frame's energy saved over Edge-MoE (abstract)",
+        f"over {least}",
+        saved,
+        "" if saved > least else "less",
+    )
 
 
 def _attention() -> Iterator[Row]:

@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from moeq.errors import FormatError
 from moeq.integers.artifacts.integer import Value
+from moeq.integers.onnx_graph import qonnx
 
 OPSET = 17
 IR_VERSION = 8  # of opset 17
@@ -26,20 +27,22 @@ MOST_SHIFT = 62
 WHERE = "--format onnx"
 TYPES = {"I8": TensorProto.INT8, "U8": TensorProto.UINT8, "I16": TensorProto.INT16, "I32": TensorProto.INT32,
          "I64": TensorProto.INT64}  # fmt: skip
-Ints = NDArray[np.integer[Any]]
+Ints = NDArray[np.integer[Any] | np.floating[Any]]
 
 
 class Graph:
     """Nodes and constants as they are added; every method that computes returns the name of its result.
 
     values: registers by name. A name that is given to a method stands for an int64 tensor, unless it says otherwise.
+    qonnx: whether operands of products pass QONNX's Quant; products: how many do.
     """
 
-    def __init__(self, values: dict[str, Value]) -> None:
-        self.values = values
+    def __init__(self, values: dict[str, Value], *, qonnx: bool = False) -> None:
+        self.values, self.qonnx, self.products = values, qonnx, 0
         self.nodes: list[onnx.NodeProto] = []
         self.constants: dict[str, onnx.TensorProto] = {}
         self.operation = ""
+        self.inner = 1  # products of a sum of two registers
         self._count = 0
 
     def fresh(self, what: str) -> str:
@@ -138,6 +141,8 @@ class Graph:
         right: int8; right_value: the register that it comes from, None of a constant. FormatError where either does not
         fit into a byte.
         """
+        if self.qonnx:
+            return self._quant_product(left, right, register, right_value)
         held = self.values[register]
         for name, one in ((register, held), *([(right_value, self.values[right_value])] if right_value else [])):
             if one.bits > BYTE_BITS:
@@ -151,3 +156,40 @@ class Graph:
         moved = self.node("Sub", self.cast(left, "I32"), self.constant("half_byte", np.array(128, np.int32)))
         zero = self.constant("zero_point", np.array(-128, np.int8))
         return self.cast(self.node("MatMulInteger", self.cast(moved, "I8"), right, zero), "I64")
+
+    def _quant_product(self, left: str, right: str, register: str, right_value: str | None) -> str:
+        """left @ right of operands that pass Quant, as int64; FormatError where float32 would not be exact."""
+        held = self.values[register]
+        largest = max(map(abs, held.ends))
+        if right_value is None:
+            codes = np.abs(numpy_helper.to_array(self.constants[right]).astype(np.int64))
+            top = max(1, int(codes.max(initial=0)))
+            other = Value(bits=top.bit_length() + 1)
+            most = largest * int(codes.sum(0).max(initial=0))
+        else:
+            other = self.values[right_value]
+            most = largest * max(map(abs, other.ends)) * self.inner
+        if most > qonnx.EXACT_SUMS:
+            raise FormatError(
+                f"its sums can reach {most:,}, float32 of QONNX's Quant is exact to {qonnx.EXACT_SUMS:,}",
+                where=f"--format qonnx: {self.operation}",
+                do="use fewer bits for weights or activations, or --format onnx",
+            )
+        self.products += 1
+        operands = self._quant(left, held, narrow=False), self._quant(right, other, narrow=right_value is None)
+        return self.cast(self.node("MatMul", *operands), "I64")
+
+    def _quant(self, x: str, held: Value, *, narrow: bool) -> str:
+        """x, whole numbers of a register, through Quant of its width."""
+        whole = self.node("Cast", x, to=TensorProto.FLOAT)
+        one, zero, bits = (
+            self.constant(f"quant/{number}", np.array(number, np.float32)) for number in (1, 0, held.bits)
+        )
+        made = self.fresh(qonnx.QUANT)
+        attributes = {"signed": int(held.signed), "narrow": int(narrow), "rounding_mode": "ROUND"}
+        self.nodes.append(
+            helper.make_node(
+                qonnx.QUANT, [whole, one, zero, bits], [made], name=made, domain=qonnx.DOMAIN, **attributes
+            )
+        )
+        return made

@@ -97,11 +97,16 @@ class Kinds:
         graph.keep(operation.outputs["out"], graph.node("Reshape", rows, shape))
 
     def _linear(self, operation: Operation) -> None:
+        self._rows(operation, "out")
+
+    def _rows(self, operation: Operation, role: str) -> str:
+        """A linear: its sums and, as the role's value, what they are requantized to; the name of that as int64."""
         graph, x = self.graph, operation.inputs["x"]
         sums = self._sums(x, x, operation)
         graph.keep(operation.outputs["accumulators"], sums)
-        out = graph.sat(self._requantized(sums, operation), operation.number("bits"))
-        graph.keep(operation.outputs["out"], out)
+        made = graph.sat(self._requantized(sums, operation), operation.number("bits"))
+        graph.keep(operation.outputs[role], made)
+        return made
 
     def _tokens(self, operation: Operation) -> None:
         graph, x = self.graph, operation.inputs["x"]
@@ -150,6 +155,7 @@ class Kinds:
         """Scores and differences [B, h, Q, K] int64, values [B, h, K, d] int8."""
         graph, heads = self.graph, operation.number("heads")
         parts = {}
+        graph.inner = self.shapes[operation.inputs["key"]][-1] // heads
         for part, order in (("query", [0, 2, 1, 3]), ("key", [0, 2, 3, 1]), ("value", [0, 2, 1, 3])):
             name = operation.inputs[part]
             size = self.shapes[name][-1] // heads
@@ -231,6 +237,7 @@ class Kinds:
         shift = UNIT_BITS + operation.number("reciprocal_bits") + operation.number("code_shift") - 16
         codes = graph.round_shift(graph.node("Mul", numerators, row), shift)
         graph.keep(outputs["codes"], graph.at_most(codes, 2 ** operation.number("attention_bits") - 1))
+        graph.inner = self.shapes[operation.inputs["value"]][0]
         sums = graph.product(outputs["codes"], values, outputs["codes"], right_value=operation.inputs["value"])
         graph.keep(outputs["accumulators"], sums)
         self._whole(self._scale(sums, operation, "out_"), operation)
@@ -245,11 +252,7 @@ class Kinds:
         graph.keep(operation.outputs["out"], graph.sat(total, operation.number("bits")))
 
     def _router(self, operation: Operation) -> None:
-        graph, x = self.graph, operation.inputs["x"]
-        sums = self._sums(x, x, operation)
-        graph.keep(operation.outputs["accumulators"], sums)
-        logits = graph.sat(self._requantized(sums, operation), operation.number("bits"))
-        graph.keep(operation.outputs["logits"], logits)
+        graph, logits = self.graph, self._rows(operation, "logits")
         slots = graph.numbers([operation.number("top_k")])
         top, index = graph.node("TopK", logits, slots, outputs=2, axis=-1, largest=1, sorted=1)
         graph.keep(operation.outputs["index"], index)

@@ -18,6 +18,7 @@ from moeq.integers.artifacts.integer import IntegerManifest, Value
 from moeq.integers.forward.saved import read
 from moeq.integers.onnx_graph.graph import IR_VERSION, OPSET, TYPES, WHERE, Graph
 from moeq.integers.onnx_graph.kinds import Kinds
+from moeq.integers.onnx_graph.qonnx import DOMAIN, VERSION, annotation, quant_function
 from moeq.version import __version__
 
 NAME = "model.onnx"
@@ -25,6 +26,7 @@ MOST_BYTES = 2**31 - 1  # of a protobuf
 DATATYPE = "finn_datatype"  # key of a tensor's annotation, as QONNX and FINN read it
 INPUT, OUTPUT = "pixels", "logits"
 RUNTIME = "onnxruntime"
+OUTSIDE = ("layer_norm", "log_attention", "uniform_attention", "table", "router", "experts")  # beside their products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +36,20 @@ class Made:
     model: onnx.ModelProto
     manifest: IntegerManifest
     vectors: dict[str, Tensor]
+    products: int = 0  # whose operands pass QONNX's Quant
+    standard: tuple[str, ...] = ()  # kinds of operations that compute outside of them
 
 
-def made(folder: Path) -> Made:
+def made(folder: Path, *, qonnx: bool = False) -> Made:
     """The ONNX model of an integer forward, checked by onnx.
 
     Input `pixels` [images, C, H, W] and output `logits` [images, L] have the types that the manifest states; every
     other value of the manifest is a tensor of its name. Each is annotated with its bits (QONNX). FormatError, naming
-    operation and operator, for what opset 17 cannot carry; ArtifactError for a folder that is damaged.
+    operation and operator, for what opset 17 cannot carry; ArtifactError for a folder that is damaged. qonnx: operands
+    of products pass QONNX's Quant (qonnx.py).
     """
     manifest, program, vectors = read(folder)
-    graph = Graph(program.values)
+    graph = Graph(program.values, qonnx=qonnx)
     shapes = {stored.name: stored.shape for stored in manifest.values}
     kinds = Kinds(graph, {name: tensor.numpy() for name, tensor in program.constants.items()}, shapes)
     for operation in program.operations:
@@ -69,7 +74,8 @@ def made(folder: Path) -> Made:
     whole.quantization_annotation.extend(_annotated(name, value) for name, value in program.values.items())
     model = helper.make_model(
         whole,
-        opset_imports=[helper.make_opsetid("", OPSET)],
+        opset_imports=[helper.make_opsetid("", OPSET), *([_quant_domain()] if qonnx else [])],
+        functions=[quant_function(OPSET)] if qonnx else [],
         ir_version=IR_VERSION,
         producer_name="moeq",
         producer_version=__version__,
@@ -81,7 +87,13 @@ def made(folder: Path) -> Made:
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         reason = str(error).strip().splitlines()[0]
         raise FormatError(f"onnx refuses the graph ({reason})", where=f"{WHERE}: {folder}", do="report it") from None
-    return Made(model=model, manifest=manifest, vectors=vectors)
+    kinds_there = dict.fromkeys(operation.kind for operation in program.operations)
+    apart = tuple(kind for kind in kinds_there if kind in OUTSIDE) if qonnx else ()
+    return Made(model=model, manifest=manifest, vectors=vectors, products=graph.products, standard=apart)
+
+
+def _quant_domain() -> onnx.OperatorSetIdProto:
+    return helper.make_opsetid(DOMAIN, VERSION)
 
 
 def _described(name: str, value: Value, shapes: dict[str, tuple[int, ...]]) -> onnx.ValueInfoProto:
@@ -89,7 +101,7 @@ def _described(name: str, value: Value, shapes: dict[str, tuple[int, ...]]) -> o
 
 
 def _annotated(name: str, value: Value) -> onnx.TensorAnnotation:
-    entry = onnx.StringStringEntryProto(key=DATATYPE, value=f"{'' if value.signed else 'U'}INT{value.bits}")
+    entry = onnx.StringStringEntryProto(key=DATATYPE, value=annotation(value))
     return onnx.TensorAnnotation(tensor_name=name, quant_parameter_tensor_names=[entry])
 
 
@@ -134,12 +146,13 @@ def _equal(name: str, value: Any, wanted: Any) -> int:
     return int(wanted.size)
 
 
-def write(folder: Path, target: Path, *, verify: bool = True) -> dict[str, Any]:
+def write(folder: Path, target: Path, *, verify: bool = True, qonnx: bool = False) -> dict[str, Any]:
     """Write target/model.onnx of an integer forward's folder; returns what was written and what it was checked by.
 
-    verify: run it by onnxruntime and compare every value of the vectors first, where that package is there.
+    verify: run it by onnxruntime and compare every value of the vectors first, where that package is there. qonnx: as
+    `made` takes it; then also how many products have operands through Quant, and what is computed outside of them.
     """
-    found = made(folder)
+    found = made(folder, qonnx=qonnx)
     said = f"onnx.checker {onnx.__version__}"
     if verify:
         try:
@@ -150,7 +163,8 @@ def write(folder: Path, target: Path, *, verify: bool = True) -> dict[str, Any]:
     data = found.model.SerializeToString()
     (target / NAME).write_bytes(data)
     operators = sorted({node.op_type for node in found.model.graph.node})
-    return {
+    quant = {"quant_products": found.products, "standard_operators_only": list(found.standard)} if qonnx else {}
+    return quant | {
         "file": str(target / NAME),
         "bytes": len(data),
         "opset": OPSET,

@@ -19,6 +19,7 @@ from moeq.bounded import YAML_DEPTH, YamlError, parse_yaml
 from moeq.cli.checkpoints import _standard_input
 from moeq.errors import ArtifactError, EstimateError, RecipeError
 from moeq.estimation.grids import parse_grid, parse_replicas
+from moeq.estimation.kernels import AXES, PARALLEL, parse_design
 from moeq.estimator.geometry import TOP_K, geometry_from_config
 from moeq.estimator.hardware import _parse, load_hardware
 from moeq.estimator.units import parse_quantity
@@ -197,6 +198,19 @@ class GridOption(OptionTarget):
             assert sizes
             assert sizes[0] >= 1
             assert sorted(set(sizes)) == list(sizes)
+
+
+class DesignOption(OptionTarget):
+    """`--design`: values of known axes, none twice."""
+
+    name, data = "design_option", b"widths=8/8/4,4/8/4 softmax=log2 queries=16 units=4,8 clock=300MHz brams=912"
+
+    def read(self, data: bytes) -> None:
+        axes = parse_design([data.decode("utf-8", "surrogateescape")])
+        assert set(axes) <= set(AXES)
+        assert all(len(set(values)) == len(values) > 0 for values in axes.values())
+        assert all(min(values) >= 1 for axis, values in axes.items() if axis in PARALLEL)
+        assert all(2 <= bits <= 8 for widths in axes.get("widths", ()) for bits in widths)
 
 
 class ReplicasOption(OptionTarget):
