@@ -93,7 +93,9 @@ def losses_in_keys(losses: dict[str, Any]) -> dict[str, Any]:
 
 
 def reparam_in_keys(reparam: dict[str, Any]) -> dict[str, Any]:
-    """The section `reparam`, all keys filled in, without `integer.dropping` where it is what it was without a key."""
+    """The section `reparam`, all keys filled in, without `w8a8` where it is off, which came later, and without
+    `integer.dropping` where it is what it was without a key."""
+    reparam = {name: value for name, value in reparam.items() if name != "w8a8" or value is not None}
     integer = reparam.get("integer")
     if not isinstance(integer, dict) or integer.get("dropping") != "printed":
         return reparam
