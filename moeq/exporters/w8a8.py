@@ -25,9 +25,9 @@ from moeq.exporters.front_matter import front_matter, markdown, read_origin
 from moeq.models.disk_names import DiskNames, Names
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource
+from moeq.runtimes import W8A8
 from moeq.version import __version__
 
-NAME = "compressed-tensors-w8a8"  # of the format, on command lines and in recipes
 FORMAT = "int-quantized"
 BITS = 8
 EXPERT = r"re:.*\.experts\.\d+\.[^.]+$"  # matrices of routed experts; vLLM asks by names that are not all families'
@@ -44,7 +44,7 @@ def expert_names(model: nn.Module, layers: Iterable[ExpertLayer], family: str | 
         names = None if layer.biased else disk.experts(layer)
         if names is None or not all(".experts." in key for key in names.values()):
             why = "has biases" if layer.biased else "does not keep every matrix of an expert below a module `experts`"
-            raise FormatError(f"experts of model_type {family}: it {why}", where=NAME, do=PLAIN)
+            raise FormatError(f"experts of model_type {family}: it {why}", where=W8A8, do=PLAIN)
         found[layer.name] = names
     return found
 

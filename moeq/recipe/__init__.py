@@ -44,6 +44,6 @@ __all__ = [
     "LayerEffectsSection", "LossesSection", "LowPrecisionSection", "MethodSettings", "NamedAssignSection",
     "PerplexitySection", "Rational", "Recipe", "RefineSection", "ReparamSection", "Softmax", "SourceSection", "Start",
     "StatedSection", "TestImagesSection", "TextSource", "TranslationSection", "TuneSection", "W8A8Section",
-    "budget_keys", "domain_names", "each_source", "is_weighted", "load_recipe", "naming_part", "source_name", "source_text",
-    "template_parts",
+    "budget_keys", "domain_names", "each_source", "is_weighted", "load_recipe", "naming_part", "source_name",
+    "source_text", "template_parts",
 ]  # fmt: skip

@@ -80,6 +80,8 @@ def as_in_keys(recipe: dict[str, Any]) -> dict[str, Any]:
     recipe["quantize"] = quantize_in_keys(recipe["quantize"])
     if not recipe["eval"]["dynamic"]:  # which came later
         del recipe["eval"]["dynamic"]
+    if not recipe["export"]["onnx"]:  # likewise
+        del recipe["export"]["onnx"]
     recipe["export"]["format"] = NATIVE_FORMAT
     recipe["export"]["formats"] = [known[name].before for name in recipe["export"]["formats"]]
     return recipe

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from moeq.integers.static_int8 import (
 )
 from moeq.models.experts import ExpertLayer
 from moeq.models.streaming import StreamedModel
-from moeq.recipe import ReparamSection
+from moeq.recipe import ReparamSection, W8A8Section
 from moeq.stages.context import Context
 
 FOLDER = "w8a8"
@@ -52,6 +52,25 @@ def check(context: Context) -> None:
         raise RecipeError("it is of language models", where=WHERE, do="of vision transformers: reparam.integer")
     if section.experts == "int8":
         expert_names(*context.model.described, context.model.source.config.get("model_type"))
+
+
+def wanted(context: Context) -> Context:
+    """A run that writes W8A8 beside its folded model: with reparam.w8a8 as it is, or as by default.
+
+    RecipeError for a run whose later stages were made of the model as it was: they would have to be made again.
+    """
+    section = context.recipe.reparam
+    if section is not None and section.w8a8 is not None:
+        return context
+    if section is None and context.finished("profile").exists():
+        what = "this run went on with the model as it was, W8A8 is of the one with folded norms"
+        raise RecipeError(what, where=str(context.out), do="give another --out")
+    section = section or ReparamSection()
+    if section.bits != BITS:
+        what = f"norms are folded for {section.bits} bits, W8A8 has inputs of {BITS}"
+        raise RecipeError(what, where="reparam.bits", do="give --set reparam.bits=8")
+    changed = section.model_copy(update={"w8a8": W8A8Section()})
+    return replace(context, recipe=context.recipe.model_copy(update={"reparam": changed}))
 
 
 def noting(context: Context, section: ReparamSection, streamed: StreamedModel) -> StaticInputs | None:
