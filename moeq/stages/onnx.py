@@ -18,6 +18,7 @@ WHERE = "--format onnx"
 PACKAGE = "onnx"
 STAGE = "export-onnx"  # what its record is of
 BLOCK_NODES, EXPERT_NODES, NODE = 340, 18, 125  # nodes of a block and of an expert in it; bytes of each
+CHANNEL, TABLE = 36, 8192  # bytes of a channel's bias, multiplier and shift, and of the table of an activation function
 
 
 def check(context: Context) -> None:
@@ -84,5 +85,5 @@ def foreseen_bytes(context: Context) -> int:
     model, layers = context.model.described
     config: Any = model.config
     nodes = BLOCK_NODES * config.num_hidden_layers + EXPERT_NODES * sum(layer.num_experts for layer in layers)
-    weights = sum(weight.numel() * (1 if weight.dim() > 1 else 4) for weight in model.parameters())
-    return int(getattr(config, "num_tasks", 1) * (weights + NODE * nodes))
+    weights = sum(weight.numel() * (1 if weight.dim() > 1 else CHANNEL) for weight in model.parameters())
+    return int(getattr(config, "num_tasks", 1) * (weights + TABLE * config.num_hidden_layers + NODE * nodes))
