@@ -195,7 +195,7 @@ def _export_onnx(asked: StageOptions) -> None:
 
 
 def _export_w8a8(asked: StageOptions) -> None:
-    """The stage reparam with reparam.w8a8, and nothing else; RecipeError where others went on with the model as it was."""
+    """The stage reparam with reparam.w8a8; RecipeError where later ones went on with the model as it was."""
     context = context_of(asked, "export")
     from moeq import pipeline, terminal
     from moeq.stages.w8a8 import FOLDER, wanted

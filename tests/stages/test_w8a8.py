@@ -17,8 +17,11 @@ from moeq import pipeline
 from moeq.artifacts.sums import check_sums
 from moeq.bundled import bundled_path
 from moeq.errors import FormatError, QuantizationError, RecipeError
+from moeq.exporters.readers.w8a8 import Int8Checkpoint
+from moeq.inspection import inspect
 from moeq.integers.artifacts.reparam import ReparamReport, read_reparam
-from moeq.integers.static_int8 import StaticInputs
+from moeq.integers.static_int8 import StaticInputs, round_rows
+from moeq.models.source import open_source
 from moeq.recipe import ReparamSection, W8A8Section
 from moeq.runtimes import W8A8
 from moeq.stages import reparam as reparam_stage
@@ -83,6 +86,16 @@ def test_codes_and_scales_are_those_of_the_folded_weights(tiny_mixtral: Path, tm
         assert torch.equal(scale, weight.abs().amax(1, keepdim=True) / 127)
         assert torch.equal(code.double(), (weight.double() / scale).round())
         assert code.abs().amax() == 127
+    stored = Int8Checkpoint(open_source(str(checkpoint)))
+    assert {f"{module}.weight" for module in stored.modules} == set(codes)
+    for module in stored.modules:
+        matrix = stored.read(module)
+        assert torch.equal(matrix.codes, codes[f"{module}.weight"])
+        assert torch.equal(matrix.codes * matrix.scale, round_rows(folded[f"{module}.weight"]))
+        assert (matrix.input_scale is None) == (".experts." in module)
+    described = inspect(checkpoint)
+    assert (described["linears_with_static_inputs"], described["matrices_with_inputs_by_token"]) == (8, 30)
+    assert described["loaded_by"] == "vLLM, int8 experts on a GPU"
     for key in set(folded) - set(codes):
         assert torch.equal(found[key], folded[key])
     norms = {norm.path: torch.tensor([norm.scale], dtype=torch.float32) for norm in report.norms}
