@@ -187,7 +187,9 @@ def export(asked: StageOptions) -> None:
 
 def _export_onnx(asked: StageOptions) -> None:
     """OUT/onnx of a run's integer forward, and nothing else."""
-    context = context_of(asked, "export")
+    from moeq.preflight import ONNX_EXPORT
+
+    context = context_of(asked, ONNX_EXPORT)
     from moeq import terminal
     from moeq.stages import onnx
 
@@ -196,7 +198,7 @@ def _export_onnx(asked: StageOptions) -> None:
 
 def _export_w8a8(asked: StageOptions) -> None:
     """The stage reparam with reparam.w8a8; RecipeError where later ones went on with the model as it was."""
-    context = context_of(asked, "export")
+    context = context_of(asked, "reparam")
     from moeq import pipeline, terminal
     from moeq.stages.w8a8 import FOLDER, wanted
 

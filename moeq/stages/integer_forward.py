@@ -38,7 +38,8 @@ def check(context: Context) -> None:
     if context.recipe.reparam is None or context.recipe.reparam.integer is None:
         return
     if not is_known(context.model.skeleton):
-        raise RecipeError("the model has no integer forward", where=WHERE, do=f"leave it out; known are {KNOWN}")
+        what = f"{type(context.model.skeleton).__name__} has no integer forward"
+        raise RecipeError(what, where=WHERE, do=f"leave it out; known are {KNOWN}")
 
 
 def inputs(context: Context) -> dict[str, Any]:
