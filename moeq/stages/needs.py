@@ -60,7 +60,7 @@ LEVERS = ON_DEVICE | {  # and of what lies in the machine's memory, wherever the
     "experts beside the device": "a smaller host in eval.dynamic",
     "batches of experts of workers": "fewer workers, or a smaller losses.working_memory", "workers": "fewer workers",
     "layers handed to workers": "fewer corpus.sequences", "reference in float32": "export.verify: false",
-    "scored tokens": "fewer eval.perplexity.sequences",
+    "scored tokens": "fewer eval.perplexity.sequences", "images": "fewer eval.images.images",
 }  # fmt: skip
 STORED_ROW = 160  # bytes of one row of the loss table as Arrow columns
 ASSIGNED = 2500  # bytes of one expert of an assignment as objects

@@ -52,7 +52,7 @@ from moeq.recipe.earlier import reparam_in_keys
 from moeq.stages import integer_forward, w8a8
 from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file
-from moeq.stages.needs import Needs, Rates, Sizes
+from moeq.stages.needs import Moment, Needs, Rates, Sizes
 
 TOLERANCE = 1e-5  # of the float32 error
 TRACED_TOKENS = 32
@@ -424,4 +424,8 @@ def needs(sizes: Sizes) -> Needs:
         files[w8a8.FOLDER] = disk - w8a8.saved_bytes(sizes.context, stored)
     if section.integer is not None:
         files[integer_forward.FOLDER] = integer_forward.foreseen_bytes(sizes.context, section.integer)
-    return Needs(moments=[moment], files=files, read=PASSES * sizes.disk + disk, seconds=seconds)
+    moments: list[Moment] = [moment]
+    if section.integer is not None:
+        measured = 0 if sizes.evaluation is None else sizes.evaluation.sequences
+        moments.append({"program": PROGRAM, **integer_forward.held(sizes.context, text.sequences + measured)})
+    return Needs(moments=moments, files=files, read=PASSES * sizes.disk + disk, seconds=seconds)
