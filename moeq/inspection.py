@@ -79,6 +79,7 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
     from moeq.exporters.exporter import of_method, read_by
     from moeq.exporters.readers import described as reading
     from moeq.exporters.readers import file_format, format_of
+    from moeq.exporters.readers.w8a8 import Int8Checkpoint, is_w8a8
     from moeq.models.declared import quantization_of
 
     exporter = file_format(path)
@@ -86,6 +87,8 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
         described = exporter.described(path, trust_remote_code)
     else:
         source = open_source(str(path))
+        if is_w8a8(source.config):
+            return Int8Checkpoint(source).described() | _files(path, reporter)
         exporter = of_method(format_of(source)) if quantization_of(source.config) else None
         if exporter is None or exporter.layout is None:
             return _model(source, reporter)

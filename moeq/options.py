@@ -19,7 +19,7 @@ from typer.models import ParameterInfo
 from moeq.bundled.preset_files import DEFAULT, QUALITIES, chosen_preset, preset_names
 from moeq.errors import RecipeError
 from moeq.registry import QUANTIZERS
-from moeq.runtimes import NATIVE, named, runtimes, written
+from moeq.runtimes import NATIVE, OF_FOLDED, QONNX, named, runtimes, written
 
 if TYPE_CHECKING:
     QuantizerOrBest = str
@@ -97,7 +97,8 @@ class RunOptions:
         "say otherwise."
     )
     format: list[str] = option(
-        f"Runtime to write it for, too: {', '.join(written())} (export.formats); may be given several times.",
+        f"Runtime to write it for, too: {', '.join(written())} (export.formats); may be given several times. Or by "
+        f"itself, of what `moeq reparam` makes: {', '.join((*OF_FOLDED, QONNX))}.",
         default=list,
     )
     device: DeviceOption = field(default=None, metadata={"sets": "device"})

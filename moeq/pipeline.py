@@ -29,7 +29,8 @@ from moeq.artifacts.stage import (
     write_record,
 )
 from moeq.errors import ArtifactError
-from moeq.stages import assign, export, integer_forward, making, report
+from moeq.runtimes import ONNX
+from moeq.stages import assign, export, integer_forward, making, report, w8a8
 from moeq.stages.context import Context
 from moeq.stages.making import TEXT_FILES
 from moeq.stages.order import BY_NAME, Stage
@@ -356,6 +357,8 @@ def result_paths(context: Context) -> dict[str, Path]:
     section = context.recipe.reparam
     return {
         **({"integer": context.directory(REPARAM) / integer_forward.FOLDER} if section and section.integer else {}),
+        **({"w8a8": context.directory(REPARAM) / w8a8.FOLDER} if section and section.w8a8 else {}),
+        **({ONNX: context.out / ONNX} if context.recipe.export.onnx else {}),
         "checkpoint": context.directory("export"),
         **{
             f"checkpoint for {name}": export.format_directory(context.out, name)

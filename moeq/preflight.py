@@ -19,14 +19,15 @@ from moeq.models import offline
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe, TextSource, each_source
 from moeq.runtime.dynamic.options import DynamicOptions, Following
-from moeq.runtimes import named, runtimes
+from moeq.runtimes import ONNX, named, runtimes
 
 TASKS_FOLDER = "give a folder of task YAML files to --include-path (eval.include_path)"
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 ALL = frozenset({"run", "plan"})  # commands that go through every stage
 CALIBRATED = ALL | {"reparam", "profile", "losses"}
 EVALUATED = ALL | {"eval"}
-FOR_DENSE = frozenset({"reparam", "report"})  # a vision transformer is folded, with experts or without
+ONNX_EXPORT = f"export --format {ONNX}"
+FOR_DENSE = frozenset({"reparam", "report", ONNX_EXPORT})  # a vision transformer is folded, with experts or without
 ESTIMATED = ALL | {"assign", "eval", "estimate"}
 
 
@@ -36,7 +37,8 @@ def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
     StorageError for a run directory that is a file.
     """
     config = check_there(model, recipe.revision)
-    if command not in FOR_DENSE:
+    folds = command == "plan" and recipe.reparam is not None  # which may be all that is planned
+    if command not in FOR_DENSE and not folds:
         check_experts(config, model)
     if out.exists() and not out.is_dir():
         raise StorageError("is a file", where=str(out), do="choose another --out")

@@ -17,6 +17,8 @@ from moeq.errors import MoeqError, RecipeError, nearest
 from moeq.registry import EXPORTERS, LONGEST, NATIVE_FORMAT
 
 NATIVE = "native"  # the runtime whose format a run always writes
+ONNX, QONNX, W8A8 = "onnx", "qonnx", "compressed-tensors-w8a8"
+OF_FOLDED = (ONNX, W8A8)  # formats of what `moeq reparam` makes: --format and export.formats take them, too
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,10 +147,12 @@ def print_plan(plan: Plan) -> None:
     model = plan.model
     how = "streamed" if model["streamed"] else "loaded whole"
     experts = "/".join(map(str, model["experts_a_layer"]))
+    of_experts = f"{experts} experts {', '.join(model['expert_shape'])}, top {model['top_k']}"
+    layers = f"{model['decoder_layers']} layers"
     console.print(
-        f"{model['name']} ({model['kind']}): {model['decoder_layers']} layers, {model['moe_layers']} of them with "
-        f"{experts} experts {', '.join(model['expert_shape'])}, top {model['top_k']}; {model['dtype']}, computes in "
-        f"{model['compute_dtype']} on {model['device']}, {how}",
+        f"{model['name']} ({model['kind']}): {layers}, {model['moe_layers']} of them with "
+        f"{of_experts if experts else 'experts'}; {model['dtype']}, computes in {model['compute_dtype']} on "
+        f"{model['device']}, {how}",
         markup=False,
     )
     packed = f" (packed: {human_bytes(model['placed_other_bytes'])})" if "placed_other_bytes" in model else ""

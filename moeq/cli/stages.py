@@ -13,8 +13,7 @@ from moeq.errors import RecipeError
 from moeq.estimation.estimate_options import hardware_presets
 from moeq.options import BUDGETS, BudgetOptions, RunOptions, StageOptions, among, option, takes_options
 from moeq.registry import ALLOCATORS, EXPORTERS
-
-ONNX, QONNX = "onnx", "qonnx"  # of --format: no runtimes of packed checkpoints
+from moeq.runtimes import OF_FOLDED, ONNX, QONNX
 
 
 def run_stage(asked: RunOptions, name: str) -> None:
@@ -172,31 +171,51 @@ def export(asked: StageOptions) -> None:
     """Write the packed checkpoint, its placement manifest and its model card.
 
     With --format onnx instead the integer forward of a vision transformer, which `moeq reparam` has made; with --format
-    qonnx its products with QONNX's Quant.
+    qonnx its products with QONNX's Quant; with --format compressed-tensors-w8a8 the language model with folded norms
+    in int8.
     """
-    if ONNX in asked.format or QONNX in asked.format:
-        _export_onnx(asked)
-        return
-    run_stage(asked, "export")
+    of_folded = [name for name in asked.format if name in (*OF_FOLDED, QONNX)]
+    if not of_folded:
+        run_stage(asked, "export")
+    elif set(asked.format) != {*of_folded[:1]}:
+        what = f"{of_folded[0]} is of what `moeq reparam` makes"
+        raise RecipeError(what, where="--format", do=f"give --format {of_folded[0]} by itself")
+    elif of_folded[0] in (ONNX, QONNX):
+        _export_onnx(replace(asked, format=[]), of_folded[0])
+    else:
+        _export_w8a8(replace(asked, format=[]))
 
 
-def _export_onnx(asked: StageOptions) -> None:
+def _export_onnx(asked: StageOptions, form: str) -> None:
     """OUT/onnx, or OUT/qonnx, of a run's integer forward, and nothing else."""
-    if len(set(asked.format)) != 1:
-        named = ONNX if ONNX in asked.format else QONNX
-        what = f"{named} is of the integer forward alone"
-        raise RecipeError(what, where="--format", do=f"give --format {named} by itself")
-    qonnx = QONNX in asked.format
-    context = context_of(replace(asked, format=[]), "export")
+    from moeq.preflight import ONNX_EXPORT
+
+    context = context_of(asked, ONNX_EXPORT)
     from moeq import terminal
     from moeq.stages import onnx
 
     show(
-        onnx.write(context, verify=asked.verify, qonnx=qonnx),
+        onnx.write(context, verify=asked.verify, qonnx=form == QONNX),
         terminal.print_summary,
         json=asked.json,
         quiet=asked.quiet,
     )
+
+
+def _export_w8a8(asked: StageOptions) -> None:
+    """The stage reparam with reparam.w8a8; RecipeError where later ones went on with the model as it was."""
+    context = context_of(asked, "reparam")
+    from moeq import pipeline, terminal
+    from moeq.stages.w8a8 import FOLDER, wanted
+
+    outcome = terminal.outcome_json(pipeline.run_alone(wanted(context), "reparam"))
+    outcome["w8a8"] = str(context.finished("reparam") / FOLDER)
+
+    def show_text(_: Any) -> None:
+        terminal.print_summary(outcome["summary"])
+        terminal.print_summary({"w8a8": outcome["w8a8"]})
+
+    show(outcome, show_text, json=asked.json, quiet=asked.quiet)
 
 
 @dataclass(frozen=True, kw_only=True)

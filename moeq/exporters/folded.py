@@ -74,23 +74,28 @@ class ChangedCheckpoint:
 
     def add(self, names: Iterable[str]) -> None:
         """Write those of these parameters and buffers that are to be written; they lie in memory as they became."""
-        model: Any = self._reader.model
-        changed = sorted(set(names) & self._parameters)
-        if changed:
-            state = {name: self._stored(name, model.get_parameter_or_buffer(name).detach()) for name in changed}
-            tensors = self._names.on_disk(state)
+        tensors = self._tensors(sorted(set(names) & self._parameters))
+        if tensors:
             self._files += 1
             file = f"model-folded-{self._files:05d}.safetensors"
             whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
             write_tensors(self._directory / file, whole, METADATA)
             self._where |= dict.fromkeys(tensors, file)
 
+    def _tensors(self, changed: Iterable[str]) -> dict[str, Tensor]:
+        """Some parameters of the model as they lie on disk."""
+        model: Any = self._reader.model
+        state = {name: self._stored(name, model.get_parameter_or_buffer(name).detach()) for name in changed}
+        return self._names.on_disk(state) if state else {}
+
     def _stored(self, name: str, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor.cpu()
+        return tensor.to("cpu", self.dtype_of(name)) if tensor.is_floating_point() else tensor.cpu()
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """What a parameter that has changed is stored in."""
         beside = f"{name.rpartition('.')[0]}.weight" if name in self._gained else name
         header = self._source.tensors[self._reader.origins[beside][0].key]
-        return tensor.to("cpu", torch.float32 if self._float32 else _float_of(header.dtype))
+        return torch.float32 if self._float32 else _float_of(header.dtype)
 
     def finish(self) -> None:
         """Copy what has not changed; write the index, config.json and the side files."""
@@ -101,7 +106,10 @@ class ChangedCheckpoint:
         write_index(self._directory, self._where)
         write_json(self._directory / "config.json", self._config())
         self._sides.copy(self._directory)
-        write_text(self._directory / CARD, folded_card(self._source))
+        write_text(self._directory / CARD, self._card())
+
+    def _card(self) -> str:
+        return folded_card(self._source)
 
     def _config(self) -> dict[str, Any]:
         config = {name: value for name, value in self._source.config.items() if name != "quantization_config"}

@@ -18,7 +18,7 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.non_experts import ATTENTION, DENSE, SHARED, OtherModules
 
 BITS = 8
-Scale = tuple[float, int]  # of an input: what one code stands for, and the bits of codes
+Scale = tuple[float | None, int]  # of an input: what one code stands for (None: taken of every row), the bits of codes
 
 
 def scale_of(largest: float, bits: int) -> Scale:
@@ -55,6 +55,8 @@ class StaticInputs(Watching):
             self.largest[name] = max(self.largest.get(name, 0.0), float(given.abs().max()))
             return given
         scale, bits = self._scales.get(name, (0.0, BITS))  # 0: calibration never saw an input, or only zeros
+        if scale is None:
+            return round_rows(given)
         return symmetric_codes(given, scale, bits).mul_(scale).to(given.dtype) if scale else torch.zeros_like(given)
 
 
@@ -65,11 +67,18 @@ def linears(others: OtherModules, layers: Sequence[ExpertLayer]) -> frozenset[st
     return frozenset({module.weight for module in others.of((ATTENTION, DENSE, SHARED))} | experts)
 
 
-def round_rows(weight: Tensor) -> Tensor:
-    """Weights [..., N, D] rounded to symmetric int8 codes, by a scale of every output row; values in their own type."""
+def row_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 codes of [..., N, D], whole numbers in float64, and the scale of every row [..., N, 1] in the
+    weight's type, 1 where all of a row is 0."""
     scale = weight.abs().amax(-1, keepdim=True) / (2 ** (BITS - 1) - 1)
     safe = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return (symmetric_codes(weight, safe, BITS) * safe).to(weight.dtype)
+    return symmetric_codes(weight, safe, BITS), safe
+
+
+def round_rows(weight: Tensor) -> Tensor:
+    """What the codes of `row_codes` stand for, [..., N, D] in the weight's own type."""
+    codes, scale = row_codes(weight)
+    return (codes * scale).to(weight.dtype)
 
 
 def round_experts(model: nn.Module, layer: ExpertLayer) -> None:

@@ -79,9 +79,18 @@ def image_shape(config: Any) -> tuple[int, int, int]:
 
 
 def image_positions(model: Any) -> int:
-    """How many positions the blocks of an image classifier see of one image, special tokens included."""
+    """How many positions the blocks of an image classifier see of one image, special tokens included.
+
+    ModelError for one without a table of them, whose blocks see windows of an image, or relative positions.
+    """
     names = ("pos_embed", "position_embeddings")
-    return next(int(weight.shape[1]) for name, weight in model.named_parameters() if name.endswith(names))
+    found = next((int(weight.shape[1]) for name, weight in model.named_parameters() if name.endswith(names)), None)
+    if found is None:
+        raise ModelError(
+            f"{type(model).__name__} has no table of positions: it is no plain vision transformer",
+            do="take ViT, DeiT, DINOv2 or moe_vit",
+        )
+    return found
 
 
 def ahead(model: Any) -> int:

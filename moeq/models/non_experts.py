@@ -130,9 +130,10 @@ def _other(name: str, module: nn.Linear | nn.Embedding, kind: str, block: str) -
 
 
 def _in_layers(model: nn.Module, layers: list[ExpertLayer]) -> Iterator[OtherModule]:
-    """The linears of decoder layers: of the entries of lists that hold layers with experts."""
+    """The linears of decoder layers: of the entries of lists that hold layers with experts, of a dense model of all."""
     blocks = blocks_of(model)
-    lists = {path.rpartition(".")[0] for path in blocks if any(layer.name.startswith(f"{path}.") for layer in layers)}
+    with_experts = [path for path in blocks if any(layer.name.startswith(f"{path}.") for layer in layers)]
+    lists = {path.rpartition(".")[0] for path in (with_experts if layers else blocks)}
     of_experts = {f"{layer.name}.{name}" for layer in layers for name in layer.parameters}
     for path in blocks:
         if path.rpartition(".")[0] not in lists or any(part.startswith(LEFT_ALONE) for part in path.split(".")):

@@ -26,6 +26,7 @@ TASKS = 45 * MIB  # lm-eval, from eval on
 HEADER = 1300  # bytes of one tensor's entry in the tables of headers and names
 RECORD_BYTES, DIGEST, STAMP, ASSIGNMENT = 850, 85, 135, 140  # of a record: each input, file and assignment in it
 ORDER = [stage.name for stage in STAGES]
+FOLD = "reparam"  # the one stage that takes a model without experts
 
 
 def make_plan(context: Context, *, probe: bool) -> Plan:
@@ -35,15 +36,17 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
     Raises what the run itself would raise first: ModelError for a model that is refused, AssignmentError, CorpusError,
     EvaluationError, EstimateError.
     """
-    stages = [stage for stage in STAGES if stage.name != "reparam" or context.folds]
+    stages = [stage for stage in STAGES if stage.name != FOLD or context.folds]
     context = context.given()
-    sizes = Sizes(context)
-    for stage in STAGES:
+    dense = context.recipe.reparam is not None and not context.model.described[1]
+    stages = [stage for stage in stages if stage.name == FOLD] if dense else stages
+    sizes = _dense(context, stages) if dense else Sizes(context)
+    for stage in () if dense else STAGES:
         if stage.check is not None:
             stage.check(context)
     context.text.check([part for part in ("calibration", "evaluation") if context.text.lies_here(part)])
     there = machine(context.out, sizes.device, context.store)
-    rates = measure(sizes, context.out) if probe else None
+    rates = measure(sizes, context.out) if probe and not dense else None
     needs = add_up(sizes, stages, rates, elsewhere=there.store_disk is not None)
     return Plan(
         recipe=context.recipe.name,
@@ -51,10 +54,20 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
         stages=needs,
         machine=there,
         rates=None if rates is None else asdict(rates[0]),
-        refusals=tuple(refusals(context, sizes.widths[0])),
+        refusals=() if dense else tuple(refusals(context, sizes.widths[0])),
         shortages=tuple(shortages(needs, there)),
         notes=tuple(_notes(sizes, probe)),
     )
+
+
+def _dense(context: Context, stages: Sequence[Stage]) -> Sizes:
+    """Sizes of a model without experts, after what the stages would refuse of it by its class."""
+    for stage in stages:
+        if stage.check is not None:
+            stage.check(context)
+    if context.model.takes_images:
+        _ = context.model.image_task
+    return Sizes(context, dense=True)
 
 
 def add_up(
@@ -162,7 +175,10 @@ def error_of(plan: Plan) -> FormatError | PlanError | None:
 
 
 def _describe(sizes: Sizes) -> dict[str, Any]:
-    others, item, rest = sizes.others, sizes.source_dtype.itemsize, sizes.disk - sizes.experts_disk
+    item, rest = sizes.source_dtype.itemsize, sizes.disk - sizes.experts_disk
+    packed: dict[str, int] = {}
+    if sizes.layers and sizes.others.modules:
+        packed = {"placed_other_bytes": rest - sizes.others.disk + sizes.others.packed}
     return {
         "name": sizes.source.name,
         "kind": sizes.source.config["model_type"],
@@ -179,8 +195,8 @@ def _describe(sizes: Sizes) -> dict[str, Any]:
         "other_bytes": rest,
         "largest_decoder_layer_bytes": max(sizes.block_parameters) * item,
         "resident_bytes": sizes.resident_parameters * item,
-        "placed_expert_bytes": sizes.placed[0],
-        **({"placed_other_bytes": rest - others.disk + others.packed} if others.modules else {}),
+        "placed_expert_bytes": sizes.placed[0] if sizes.layers else 0,
+        **packed,
         "streamed": sizes.streams,
     }
 
@@ -188,12 +204,14 @@ def _describe(sizes: Sizes) -> dict[str, Any]:
 def _notes(sizes: Sizes, probe: bool) -> list[str]:
     """What the reader should know about the figures."""
     notes = []
-    if sizes.streams and sizes.tasks is not None:
+    if not sizes.layers:
+        notes.append("a model without experts: `moeq reparam` alone, whose time is not foreseen")
+    if sizes.layers and sizes.streams and sizes.tasks is not None:
         passes = round(sizes.tasks.batches)
         notes.append(
             f"eval.tasks read the streamed model {passes} times for each assignment "
             f"({human_bytes(passes * sizes.disk)}); a larger eval.batch_size or fewer items make it less"
         )
-    if probe:
+    if probe and sizes.layers:
         notes.append("the rate of reading may be flattered by the page cache, that of writing by the disk's own")
     return notes

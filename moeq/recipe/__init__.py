@@ -19,7 +19,7 @@ from moeq.recipe.losses import ExpertEffectsSection, LayerEffectsSection, Losses
 from moeq.recipe.quantize import RefineSection, TuneSection
 from moeq.recipe.reading import load_recipe
 from moeq.recipe.recipe import Recipe
-from moeq.recipe.reparam import IntegerSection, ReparamSection
+from moeq.recipe.reparam import IntegerSection, ReparamSection, W8A8Section
 from moeq.recipe.sources import (
     BUNDLED,
     DIGITS,
@@ -43,7 +43,7 @@ __all__ = [
     "CorpusSection", "Denominator", "Dropping", "DynamicSection", "Ends", "ExpertEffectsSection", "IntegerSection",
     "LayerEffectsSection", "LossesSection", "LowPrecisionSection", "MethodSettings", "NamedAssignSection",
     "PerplexitySection", "Rational", "Recipe", "RefineSection", "ReparamSection", "Softmax", "SourceSection", "Start",
-    "StatedSection", "TestImagesSection", "TextSource", "TranslationSection", "TuneSection", "budget_keys",
-    "domain_names", "each_source", "is_weighted", "load_recipe", "naming_part", "source_name", "source_text",
-    "template_parts",
+    "StatedSection", "TestImagesSection", "TextSource", "TranslationSection", "TuneSection", "W8A8Section",
+    "budget_keys", "domain_names", "each_source", "is_weighted", "load_recipe", "naming_part", "source_name",
+    "source_text", "template_parts",
 ]  # fmt: skip

@@ -80,6 +80,8 @@ def as_in_keys(recipe: dict[str, Any]) -> dict[str, Any]:
     recipe["quantize"] = quantize_in_keys(recipe["quantize"])
     if not recipe["eval"]["dynamic"]:  # which came later
         del recipe["eval"]["dynamic"]
+    if not recipe["export"]["onnx"]:  # likewise
+        del recipe["export"]["onnx"]
     recipe["export"]["format"] = NATIVE_FORMAT
     recipe["export"]["formats"] = [known[name].before for name in recipe["export"]["formats"]]
     return recipe
@@ -93,7 +95,9 @@ def losses_in_keys(losses: dict[str, Any]) -> dict[str, Any]:
 
 
 def reparam_in_keys(reparam: dict[str, Any]) -> dict[str, Any]:
-    """The section `reparam`, all keys filled in, without `integer.dropping` where it is what it was without a key."""
+    """The section `reparam`, all keys filled in, without `w8a8` where it is off, which came later, and without
+    `integer.dropping` where it is what it was without a key."""
+    reparam = {name: value for name, value in reparam.items() if name != "w8a8" or value is not None}
     integer = reparam.get("integer")
     if not isinstance(integer, dict) or integer.get("dropping") != "printed":
         return reparam

@@ -61,6 +61,7 @@ class QuantizeSection(Section):
 class _ExportSection(Section):
     format: Native = Field(NATIVE, description="what is always written")
     formats: list[Format] = Field([], description="runtimes that it is written for, too, each as checkpoint-RUNTIME")
+    onnx: bool = Field(False, description="also the integer forward (reparam.integer) as onnx/model.onnx")
     widen: bool = Field(False, description="codes that a runtime cannot read go into wider ones, same values")
     verify: bool = Field(True, description="load what was written in a fresh process and compare it with its weights")
     max_shard: Bytes = Field(5 * 10**9, description="largest size of a shard of non-expert weights")

@@ -19,6 +19,7 @@ from moeq.recipe.recipe import Recipe
 from moeq.recipe.types import Section
 from moeq.recipe.wording import MOST_CHARACTERS, refusal_of
 from moeq.registry import ALLOCATORS
+from moeq.runtimes import OF_FOLDED, ONNX, W8A8
 
 SET = "--set"  # where a key stands that no file has
 YAML_ADVICE = "correct that line, or quote the value"
@@ -68,7 +69,25 @@ def with_overrides(data: Any, overrides: Sequence[str], where: str) -> dict[str,
         read_earlier(data, f"--set {shown(override)}")
     _drop_replaced(data, overrides)
     _drop_quantizers(data, overrides)
+    _of_folded(data)
     return data
+
+
+def _of_folded(data: dict[str, Any]) -> None:
+    """Have export.formats' names of what `moeq reparam` makes be the keys that they stand for."""
+    export = data.get("export")
+    formats = export.get("formats") if isinstance(export, dict) else None
+    if not isinstance(export, dict) or not isinstance(formats, list):
+        return
+    asked = [name for name in OF_FOLDED if name in formats]
+    if asked:
+        export["formats"] = [name for name in formats if name not in asked]
+    if ONNX in asked:
+        export["onnx"] = True
+    if W8A8 in asked:
+        section = data["reparam"] = {} if data.get("reparam") is None else data["reparam"]
+        if isinstance(section, dict) and section.get("w8a8") is None:
+            section["w8a8"] = {}
 
 
 def _place(path: Path | None) -> str:

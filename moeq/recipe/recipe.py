@@ -121,6 +121,8 @@ class Recipe(Section):
         if self.quantize.tune is not None and self.losses.nested:
             raise ValueError("losses.nested cannot go with quantize.tune, which changes the scales of a width alone")
         self._check_gates()
+        if self.export.onnx and (self.reparam is None or self.reparam.integer is None):
+            raise ValueError("export.onnx needs reparam.integer, the integer forward that it is of")
         if repeats([self.name, "original", *(c.name for c in self.eval.compare)]):
             raise ValueError("eval.compare: every assignment needs a name of its own (not original, not the recipe's)")
         return self

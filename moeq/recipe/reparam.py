@@ -35,6 +35,17 @@ class IntegerSection(Section):
     schemes: bool = Field(True, description="also evaluate the schemes of the paper's Table 1")
 
 
+class W8A8Section(Section):
+    """The folded language model in int8 as a checkpoint of compressed-tensors, written beside it: weights by output
+    channel, inputs of linears by one static scale, behind a folded norm the fold's.
+
+    experts: `int8` quantizes their weights too, and their inputs token by token as they come, which is the only form
+    that vLLM takes of experts; `plain` leaves them as the fold has them, which vLLM on CPUs and transformers load.
+    """
+
+    experts: Literal["int8", "plain"] = Field("int8", description="int8, inputs token by token; or plain")
+
+
 class ReparamSection(Section):
     """Norms folded into the linears that they feed, so that one static scale serves what they give (paper 004, 3.1).
 
@@ -56,6 +67,9 @@ class ReparamSection(Section):
     integer: IntegerSection | None = Field(
         None, description="of vision transformers: the forward in whole numbers, with test vectors; {}: as by default"
     )
+    w8a8: W8A8Section | None = Field(
+        None, description="of language models: also written in int8, for vLLM (compressed-tensors); {}: as by default"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> ReparamSection:
@@ -65,4 +79,6 @@ class ReparamSection(Section):
             raise ValueError("percentile needs range: percentile")
         if self.integer is not None and self.integer.activations != self.bits:
             raise ValueError(f"integer.activations is {self.integer.activations}, the norms are folded for {self.bits}")
+        if self.w8a8 is not None and self.bits != 8:
+            raise ValueError(f"w8a8 has inputs of 8 bits, the norms are folded for {self.bits} (bits)")
         return self

@@ -63,6 +63,8 @@ def _perplexity(measured: PerplexityRow) -> Raw:
         ("W8A8", formats.perplexity(plain), formats.change(plain, original)),
         ("W8A8 with the fold", formats.perplexity(folded), formats.change(folded, original)),
     ]
+    if (written := measured.w8a8_written) is not None:
+        rows.append(("the checkpoint in W8A8", formats.perplexity(written), formats.change(written, original)))
     return table(
         f"Perplexity of {measured.tokens:,} tokens with int8 weights and statically scaled int8 activations, "
         "simulated; the two versions differ in the fold alone.",

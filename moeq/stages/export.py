@@ -36,8 +36,8 @@ from moeq.exporters.readers import PLAIN
 from moeq.models.loading import memory_bytes
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
-from moeq.runtimes import Runtime, runtime, runtimes, written
-from moeq.stages import assign, making, model_card, profile, quantize
+from moeq.runtimes import ONNX, QONNX, Runtime, runtime, runtimes, written
+from moeq.stages import assign, making, model_card, onnx, profile, quantize
 from moeq.stages import non_experts as others
 from moeq.stages.as_quantized import AsQuantized
 from moeq.stages.context import Context
@@ -92,6 +92,9 @@ def run(context: Context) -> dict[str, Any]:
         _check_copies(context, target)
         _check_written(context, target, AsQuantized(context, assignment))
     _write_formats(context)
+    if not onnx.is_intact(context):
+        for told in onnx.write(context, verify=context.recipe.export.verify).values():
+            context.reporter.say(f"  {escape(told['file'])}")
     where = where_it_loads(context, assignment)
     return totals | {"original_expert_bytes": original_expert_bytes(context), "loads_in": where}
 
@@ -131,13 +134,14 @@ def format_directory(out: Path, name: str) -> Path:
 
 
 def format_directories() -> tuple[str, ...]:
-    """Names of those folders for all runtimes."""
-    return tuple(f"checkpoint-{called}" for name in written() for called in {name, runtimes()[name].before})
+    """Names of those folders for all runtimes, and of those of ONNX files."""
+    return (ONNX, QONNX, *(f"checkpoint-{called}" for name in written() for called in {name, runtimes()[name].before}))
 
 
 def check(context: Context) -> None:
     """What formats can be asked before anything runs: RecipeError, FormatError."""
     _check_uniform(context)
+    onnx.check(context)
     for name in context.recipe.export.formats:
         asked = runtime(name)
         if asked.exporter.check is not None:
@@ -274,10 +278,14 @@ def _format_key(context: Context, name: str) -> str:
 def formats_intact(context: Context) -> bool:
     """Whether the checkpoint is there for all other runtimes that the recipe wants."""
     cached = not context.check
-    return (context.directory("export") / MANIFEST).is_file() and all(
-        is_current(directory, _format_stage(directory), _format_key(context, name), cached=cached)
-        for name in context.recipe.export.formats
-        for directory in [format_directory(context.out, name)]
+    return (
+        (context.directory("export") / MANIFEST).is_file()
+        and onnx.is_intact(context)
+        and all(
+            is_current(directory, _format_stage(directory), _format_key(context, name), cached=cached)
+            for name in context.recipe.export.formats
+            for directory in [format_directory(context.out, name)]
+        )
     )
 
 
@@ -323,6 +331,8 @@ def needs(sizes: Sizes) -> Needs:
         given = _export_sizes(sizes, rest)
         of = {name: replace(given, target=name) for name in section.formats}
         files |= {f"../checkpoint-{name}": runtimes()[name].exporter.size(size) for name, size in of.items()}
+    if section.onnx:
+        files[f"../{ONNX}"] = onnx.foreseen_bytes(sizes.context)
     writing = {**sizes.model(), **sizes.tables(), "manifest": manifest_bytes(sizes)}
 
     def seconds(rates: Rates) -> float:

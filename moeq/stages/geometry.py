@@ -38,6 +38,17 @@ def first_geometry(skeleton: Any, layers: Sequence[ExpertLayer], *, non_expert_p
     )
 
 
+def dense_geometry(skeleton: Any) -> ModelGeometry:
+    """What is asked of a model without experts: its hidden size and heads; the rest is one of each."""
+    return geometry_from_config(
+        config_values(skeleton, 1),
+        num_moe_layers=1,
+        num_experts=1,
+        expert_intermediate_size=1,
+        non_expert_parameters=0,
+    )
+
+
 def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
     """What the geometry reads, through the names that the family's configuration goes by, and from its parts."""
     config = model.config.get_text_config()

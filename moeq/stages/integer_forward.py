@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from moeq.integers.artifacts.integer_report import (
     write_report,
 )
 from moeq.integers.forward.description import KNOWN, is_known
-from moeq.integers.forward.from_model import lines, make
+from moeq.integers.forward.from_model import FORWARDS, lines, make
+from moeq.integers.forward.schemes import BATCH, HELD_BYTES
 from moeq.models.corpus import ImageSequences
 from moeq.models.forward import image_positions
 from moeq.models.loading import load_model
@@ -38,7 +40,8 @@ def check(context: Context) -> None:
     if context.recipe.reparam is None or context.recipe.reparam.integer is None:
         return
     if not is_known(context.model.skeleton):
-        raise RecipeError("the model has no integer forward", where=WHERE, do=f"leave it out; known are {KNOWN}")
+        what = f"{type(context.model.skeleton).__name__} has no integer forward"
+        raise RecipeError(what, where=WHERE, do=f"leave it out; known are {KNOWN}")
 
 
 def inputs(context: Context) -> dict[str, Any]:
@@ -99,6 +102,25 @@ def _load(context: Context, source: ModelSource) -> nn.Module:
     return load_model(source, torch.float32, torch.device("cpu"), context.recipe.trust_remote_code)
 
 
+IN_MEMORY = 3  # times the bytes that values have in vectors: all are int64 or float64
+PARAMETER = 40  # bytes of a weight: of both models in float32, of their descriptions in float64, of the program
+
+
+def held(context: Context, images: int) -> dict[str, float]:
+    """Bytes in memory while it is made: models, images to calibrate on and to be measured on, values of a batch.
+
+    images: how many in all.
+    """
+    task, model = context.model.image_task, context.model.skeleton
+    sets = {id(one): one for one in (*context.text.calibration_images, *context.text.evaluation_images)}
+    files = sum(one.images.nbytes for one in sets.values())
+    return {
+        "models and their integer forms": PARAMETER * sum(weight.numel() for weight in model.parameters()),
+        "images": files + 4 * math.prod(task.shape) * images,
+        "values of images that run at once": min(HELD_BYTES, IN_MEMORY * FORWARDS * BATCH * _vector_bytes(context)),
+    }
+
+
 MANIFEST_BLOCK = 30 << 10  # bytes of a block's operations, constants and values in the manifest
 
 # bytes that the test vectors have, with accumulators and codes: of a position and channel of the hidden size (both
@@ -109,6 +131,15 @@ STREAM, PAIR, HEAD, WITHIN, GIVEN, ROUTED = 58, 5, 12, 7, 8, 8
 
 def foreseen_bytes(context: Context, section: IntegerSection) -> int:
     """Bytes of the integer forward's files: weights, test vectors, manifest of every task."""
+    model = context.model.skeleton
+    config: Any = model.config
+    weights = sum(weight.numel() * (1 if weight.dim() > 1 else 4) for weight in model.parameters())
+    stored = section.vectors * _vector_bytes(context) + weights + config.num_hidden_layers * MANIFEST_BLOCK
+    return int(getattr(config, "num_tasks", 1) * stored)
+
+
+def _vector_bytes(context: Context) -> int:
+    """Bytes of the values of one image."""
     model, layers = context.model.described
     config: Any = model.config
     positions, hidden, depth = image_positions(model), config.hidden_size, config.num_hidden_layers
@@ -117,5 +148,4 @@ def foreseen_bytes(context: Context, section: IntegerSection) -> int:
     for layer in layers:
         within = WITHIN * config.moe_intermediate_size + GIVEN * hidden
         vectors += positions * (config.num_experts_per_tok * within + ROUTED * layer.num_experts)
-    weights = sum(weight.numel() * (1 if weight.dim() > 1 else 4) for weight in model.parameters())
-    return int(getattr(config, "num_tasks", 1) * (section.vectors * vectors + weights + depth * MANIFEST_BLOCK))
+    return int(vectors)

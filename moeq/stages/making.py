@@ -125,7 +125,7 @@ def _recipe(context: Context, runtime: str) -> dict[str, Any]:
         del data[key]
     data["eval"] = {"compare": [one | {"hardware": one["hardware"] and _last(one["hardware"])} for one in compared]}
     data["export"]["formats"] = [] if runtime == NATIVE else [runtime]  # others that are written change nothing of it
-    del data["export"]["verify"]
+    del data["export"]["verify"], data["export"]["onnx"]
     data |= {"model": context.model.source.name, "revision": context.model.source.revision}
     data["corpus"]["source"] = _reduced(data["corpus"]["source"])
     data["assign"]["hardware"] = None if hardware is None else _last(hardware)

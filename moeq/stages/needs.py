@@ -32,7 +32,7 @@ from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_bytes
 from moeq.stages.foreseen import foreseen_widths
-from moeq.stages.geometry import first_geometry
+from moeq.stages.geometry import dense_geometry, first_geometry
 from moeq.stages.non_expert_sizes import Others
 from moeq.stages.text_sizes import Text, calibration_text, evaluation_text, tasks
 from moeq_kernels.packed import packed_shapes
@@ -60,7 +60,7 @@ LEVERS = ON_DEVICE | {  # and of what lies in the machine's memory, wherever the
     "experts beside the device": "a smaller host in eval.dynamic",
     "batches of experts of workers": "fewer workers, or a smaller losses.working_memory", "workers": "fewer workers",
     "layers handed to workers": "fewer corpus.sequences", "reference in float32": "export.verify: false",
-    "scored tokens": "fewer eval.perplexity.sequences",
+    "scored tokens": "fewer eval.perplexity.sequences", "images": "fewer eval.images.images",
 }  # fmt: skip
 STORED_ROW = 160  # bytes of one row of the loss table as Arrow columns
 ASSIGNED = 2500  # bytes of one expert of an assignment as objects
@@ -117,16 +117,19 @@ class Needs:
 class Sizes:
     """What is known of a run before it begins: its model from configuration and headers, its work from the recipe.
 
+    dense: also of a model without experts, of which only the fold of norms is planned.
+
     Bytes on the disk: disk, experts_disk. In memory, in the dtype that computes: whole, resident (outside the decoder
     blocks), largest_block, token (a hidden state). `..._parameters` are numbers of weights, experts and tensors numbers
     of theirs. ModelError for what a run refuses; text is read when it is first asked for, with the errors of the run.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, *, dense: bool = False) -> None:
         self.context, self.recipe, self.source = context, context.recipe, context.model.source
         self.streams, self.device, self.images = context.model.streams, context.model.device, context.model.takes_images
         self.gpu = self.device.type == "cuda"
-        skeleton, self.layers = context.model.described[0], context.model.layers
+        skeleton, layers = context.model.described
+        self.layers = layers if dense else context.model.layers
         headers, keys = self.source.tensors, context.model.expert_keys
         self.tensors = len(headers)
         self.disk = sum(header.bytes for header in headers.values())
@@ -137,15 +140,26 @@ class Sizes:
         self.resident_parameters = _weights(skeleton) - sum(self.block_parameters)
         self.experts = sum(layer.num_experts for layer in self.layers)
         self.expert_parameters = sum(layer.num_experts * layer.parameters_per_expert for layer in self.layers)
-        self.largest = max(self.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)
-        self.geometry = first_geometry(skeleton, self.layers)
+        self.geometry = first_geometry(skeleton, self.layers) if self.layers else dense_geometry(skeleton)
         embeddings: Any = None if self.images else skeleton.get_input_embeddings()  # type: ignore[operator]
         self.vocabulary = context.model.image_task.labels if embeddings is None else int(embeddings.weight.shape[0])
-        self.others, self.checkpoint = Others(context), CheckpointSize(context)
         width = self.dtype.itemsize
         self.whole = (sum(self.block_parameters) + self.resident_parameters) * width
         self.resident, self.largest_block = self.resident_parameters * width, max(self.block_parameters) * width
         self.token = self.geometry.hidden_size * width  # bytes of one hidden state
+
+    @cached_property
+    def largest(self) -> ExpertLayer:
+        """The layer whose experts have most weights."""
+        return max(self.layers, key=lambda layer: layer.num_experts * layer.parameters_per_expert)
+
+    @cached_property
+    def others(self) -> Others:
+        return Others(self.context)
+
+    @cached_property
+    def checkpoint(self) -> CheckpointSize:
+        return CheckpointSize(self.context)
 
     @cached_property
     def calibration(self) -> Text:
@@ -258,7 +272,7 @@ class Sizes:
         hidden states."""
         heads, length = self.geometry.num_attention_heads * self.geometry.head_dim, self.calibration.length
         products = sum(self.block_parameters) - self.expert_parameters + 2 * len(self.block_parameters) * length * heads
-        routed = self.expert_tokens(tokens) / self.expert_tokens(self.calibration.batch_tokens)
+        routed = self.expert_tokens(tokens) / self.expert_tokens(self.calibration.batch_tokens) if self.layers else 0
         experts = self.experts * (rates.expert_seconds * routed + EXPERT_CALLS)
         layers = len(self.block_parameters) * (PASSES * tokens * self.token / rates.elementwise_bytes + CALLS)
         last = 2 * self.geometry.hidden_size / rates.matrix_flops + 8 * 4 / rates.elementwise_bytes

@@ -20,7 +20,6 @@ from moeq.stages import (
     export,
     frontier,
     gates,
-    integer_forward,
     losses,
     needs_losses,
     profile,
@@ -112,7 +111,7 @@ STAGES = (
         sections=("corpus",),
         text=("calibration",),
         extra=reparam.inputs,
-        check=integer_forward.check,
+        check=reparam.check,
     ),
     Stage(
         name="profile",

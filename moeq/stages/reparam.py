@@ -22,6 +22,7 @@ from moeq.artifacts.files import building, make_directory
 from moeq.artifacts.run import FOLDED
 from moeq.errors import ModelError, QuantizationError, RecipeError, nearest
 from moeq.exporters.folded import ChangedCheckpoint
+from moeq.exporters.w8a8 import W8A8Checkpoint
 from moeq.integers.artifacts.reparam import (
     NAME,
     ConsumerRow,
@@ -51,7 +52,7 @@ from moeq.recipe.earlier import reparam_in_keys
 from moeq.stages import integer_forward, w8a8
 from moeq.stages.context import Context
 from moeq.stages.finite import naming_the_file
-from moeq.stages.needs import Needs, Rates, Sizes
+from moeq.stages.needs import Moment, Needs, Rates, Sizes
 
 TOLERANCE = 1e-5  # of the float32 error
 TRACED_TOKENS = 32
@@ -74,15 +75,15 @@ def run(context: Context) -> dict[str, Any]:
         chosen, left = choose(edges, section.norms, streamed)
         before, ranges, largest = _calibrate(context, section, streamed, chosen, batches, advance)
         folds = [_fold(edge, ranges, section) for edge in chosen]
-        with building(directory / FOLDED) as unfinished:
-            exact = compare(
-                before, _fold_and_write(context, section, streamed, (folds, gained), unfinished, batches, advance)
-            )
+        int8 = nullcontext(None) if section.w8a8 is None else building(directory / w8a8.FOLDER)
+        with building(directory / FOLDED) as unfinished, int8 as beside:
+            writers, form = _writers(context, section, streamed, (folds, gained), largest, (unfinished, beside))
+            exact = compare(before, _fold_and_write(streamed, (folds, gained), writers, batches, advance))
             _check(context, exact)
             written = open_source(str(unfinished), trust_remote_code=context.recipe.trust_remote_code)
             stored = compare(before, outputs(context.model.in_float32(written), batches, advance=advance))
     del before, streamed
-    perplexity = w8a8.compare(context, folds, largest) if section.compare else None
+    perplexity = w8a8.compare(context, folds, largest, form) if section.compare else None
     report = _report(section, batches, folds, left, (exact, stored), perplexity)
     write_reparam(directory, report)
     _say(context, report)
@@ -91,6 +92,12 @@ def run(context: Context) -> dict[str, Any]:
         return summarize(report)
     scales = {norm.path: norm.scale for norm in report.norms}
     return summarize(report) | {"integer": integer_forward.write(context, section.integer, scales, directory)}
+
+
+def check(context: Context) -> None:
+    """What the section can be asked before anything runs: RecipeError, FormatError."""
+    integer_forward.check(context)
+    w8a8.check(context)
 
 
 def settings(context: Context) -> ReparamSection:
@@ -194,7 +201,7 @@ def _calibrate(
     by_block: dict[str, list[str]] = {}
     for edge in edges:
         by_block.setdefault(streamed.block_of(edge.norm.name), []).append(edge.norm.name)
-    noted = w8a8.noting(context, streamed) if section.compare and context.text.perplexity is not None else None
+    noted = w8a8.noting(context, section, streamed)
     with ranges.watching(streamed.model, [edge.norm.name for edge in edges]), noted or nullcontext():
         before = outputs(streamed, batches, left=lambda block: ranges.settle(by_block.get(block, ())), advance=advance)
     return before, ranges, {} if noted is None else noted.largest
@@ -216,12 +223,40 @@ def _fold(edge: Edge, ranges: Ranges, section: ReparamSection) -> FoldedNorm:
     return make_fold(edge, *seen, section.bits, shift=section.bias == "auto")
 
 
-def _fold_and_write(
+def _writers(
     context: Context,
     section: ReparamSection,
     streamed: StreamedModel,
     made: tuple[Sequence[FoldedNorm], Sequence[str]],
-    directory: Path,
+    largest: dict[str, float],
+    directories: tuple[Path, Path | None],
+) -> tuple[list[ChangedCheckpoint], w8a8.Form | None]:
+    """What writes the folded checkpoint and, where it is wanted, the one in int8; and the model which that holds.
+
+    made: the folds, and the biases that the model was given for them; largest: inputs in calibration.
+    """
+    folds, gained = made
+    changed = {name for folded in folds for name in changed_names(folded)}
+    used = set(gained) if changed & set(gained) else set()
+    how: dict[str, Any] = {
+        "float32": section.dtype == "float32",
+        "gained": used,
+        "settings": {ROUTER_BIAS: True} if used else {},
+        "trust_remote_code": context.recipe.trust_remote_code,
+    }
+    given = context.model.source, streamed.reader, context.model.skeleton
+    plain = ChangedCheckpoint(*given, directories[0], changed, **how)
+    if directories[1] is None:
+        return [plain], None
+    parts = w8a8.parts(context, folds, largest)
+    form = w8a8.form_of(parts, folds, {name: plain.dtype_of(name) for name in changed})
+    return [plain, W8A8Checkpoint(*given, directories[1], changed, parts=parts, **how)], form
+
+
+def _fold_and_write(
+    streamed: StreamedModel,
+    made: tuple[Sequence[FoldedNorm], Sequence[str]],
+    writers: Sequence[ChangedCheckpoint],
     batches: Sequence[Batch],
     advance: Any,
 ) -> Outputs:
@@ -230,26 +265,14 @@ def _fold_and_write(
     made: the folds, and the biases that the model was given for them.
     """
     folds, gained = made
-    changed = {name for folded in folds for name in changed_names(folded)}
-    used = set(gained) if changed & set(gained) else set()
-    writer = ChangedCheckpoint(
-        context.model.source,
-        streamed.reader,
-        context.model.skeleton,
-        directory,
-        changed,
-        float32=section.dtype == "float32",
-        gained=used,
-        settings={ROUTER_BIAS: True} if used else {},
-        trust_remote_code=context.recipe.trust_remote_code,
-    )
     written: set[str] = set()
 
     def fold(_: Any, block: str) -> None:
         fold_block(streamed, folds, block, gained)
         if block not in written:
             written.add(block)
-            writer.add([*streamed.names[block], *(name for name in used if streamed.block_of(name) == block)])
+            for writer in writers:
+                writer.add([*streamed.names[block], *(name for name in gained if streamed.block_of(name) == block)])
 
     fold(None, "")
     streamed.block_overlay = fold
@@ -258,7 +281,8 @@ def _fold_and_write(
         if block not in written:
             streamed.load(block)
             streamed.drop(block)
-    writer.finish()
+    for writer in writers:
+        writer.finish()
     return folded
 
 
@@ -339,8 +363,13 @@ def _say(context: Context, report: ReparamReport) -> None:
         say(f"  left out for ties in routing: {report.float32.left_out} of {report.float32.sequences} sequences")
     if report.perplexity is not None:
         row = report.perplexity
-        say(f"  perplexity: original {row.original:.4f}, W8A8 {row.w8a8:.4f}, W8A8 folded {row.w8a8_folded:.4f}")
-    say(f"  {escape(str(context.finished('reparam') / FOLDED))}")
+        written = "" if row.w8a8_written is None else f", as written {row.w8a8_written:.4f}"
+        say(
+            f"  perplexity: original {row.original:.4f}, W8A8 {row.w8a8:.4f}, W8A8 folded {row.w8a8_folded:.4f}"
+            f"{written}"
+        )
+    for name in (FOLDED, w8a8.FOLDER) if settings(context).w8a8 is not None else (FOLDED,):
+        say(f"  {escape(str(context.finished('reparam') / name))}")
 
 
 def summarize(report: ReparamReport) -> dict[str, Any]:
@@ -373,7 +402,8 @@ def needs(sizes: Sizes) -> Needs:
     section, text, width = settings(sizes.context), sizes.calibration, 4
     tokens = min(section.samples, text.sequences) * text.length
     weights = sum(sizes.block_parameters) + sizes.resident_parameters
-    disk = weights * (width if section.dtype == "float32" else sizes.source_dtype.itemsize)
+    stored = width if section.dtype == "float32" else sizes.source_dtype.itemsize
+    disk = weights * stored
     moment = {
         "program": PROGRAM, "resident weights, twice": 2 * sizes.resident_parameters * width,
         "decoder block in float32": BLOCKS * max(sizes.block_parameters) * width,
@@ -386,9 +416,16 @@ def needs(sizes: Sizes) -> Needs:
         measured = sizes.evaluation if section.compare else None
         if measured is None:
             return PASSES * passes
-        return PASSES * passes + COMPARED * sizes.forward(rates, measured.batch_tokens, measured.batches, head=True)
+        versions = COMPARED if section.w8a8 is None else COMPARED + 1
+        return PASSES * passes + versions * sizes.forward(rates, measured.batch_tokens, measured.batches, head=True)
 
     files = {FOLDED: disk, NAME: NORM * len(sizes.block_parameters)}
+    if section.w8a8 is not None:
+        files[w8a8.FOLDER] = disk - w8a8.saved_bytes(sizes.context, stored)
     if section.integer is not None:
         files[integer_forward.FOLDER] = integer_forward.foreseen_bytes(sizes.context, section.integer)
-    return Needs(moments=[moment], files=files, read=PASSES * sizes.disk + disk, seconds=seconds)
+    moments: list[Moment] = [moment]
+    if section.integer is not None:
+        measured = 0 if sizes.evaluation is None else sizes.evaluation.sequences
+        moments.append({"program": PROGRAM, **integer_forward.held(sizes.context, text.sequences + measured)})
+    return Needs(moments=moments, files=files, read=PASSES * sizes.disk + disk, seconds=seconds)

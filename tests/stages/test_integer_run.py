@@ -69,7 +69,7 @@ def test_every_task_has_its_own_and_the_plan_counts_them(tmp_path: Path) -> None
 
 
 def test_what_has_no_integer_forward_is_refused_before_anything_is_written(tmp_path: Path, tiny_mixtral: Path) -> None:
-    with pytest.raises(RecipeError, match=r"reparam\.integer: the model has no integer forward; leave it out"):
+    with pytest.raises(RecipeError, match=r"reparam\.integer: MixtralForCausalLM has no integer forward; leave"):
         reparam(
             tiny_mixtral, tmp_path / "run", "reparam.integer={}", "corpus.source=bundled", "corpus.sequence_length=32"
         )

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from moeq import pipeline
 from moeq.errors import ArtifactError, MissingError, RecipeError
+from moeq.stages import export
 from moeq.stages import onnx as onnx_stage
+from moeq.stages.needs import Sizes
 from stages.test_reparam_vit import context_of, model_of, reparam
 
 WANTED = ("reparam.integer.vectors=1", "reparam.integer.schemes=false", "eval.images.images=8")
@@ -63,3 +66,27 @@ def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):
         onnx_stage.write(context, verify=True)
     assert not (tmp_path / "run" / "onnx").exists()
+
+
+def test_a_run_writes_it_behind_its_checkpoint(tmp_path: Path) -> None:
+    """export.formats names it, of a run with experts; what is there is not written again, what was damaged is."""
+    pytest.importorskip("onnx", reason="onnx is not installed: pip install '.[onnx]'")
+    model = model_of(tmp_path / "model")
+    small = ("losses.methods=[rtn]", "losses.group_size=8", "losses.bits=[4]", "assign.bits=4", "assign.method=uniform",
+             "eval.compare=[]", "export.verify=false", "export.formats=[onnx]")  # fmt: skip
+    context = context_of(model, tmp_path / "run", *WANTED, *small)
+    assert (context.recipe.export.formats, context.recipe.export.onnx) == ([], True)
+    stages = ("reparam", "profile", "losses", "assign", "quantize", "export")
+    pipeline.run(context, stages)
+    file = tmp_path / "run" / "onnx" / "model.onnx"
+    size = export.needs(Sizes(context)).files["../onnx"]
+    assert 0.85 < size / file.stat().st_size < 1.15
+    assert pipeline.result_paths(context)["onnx"] == file.parent
+    written = file.stat().st_mtime_ns
+    assert all(one.skipped for one in pipeline.run(context, stages))
+    assert file.stat().st_mtime_ns == written
+    file.write_bytes(b"")
+    assert [one.stage for one in pipeline.run(context, stages) if not one.skipped] == ["export"]
+    assert file.stat().st_size > 1000
+    with pytest.raises(RecipeError, match=r"export\.onnx needs reparam\.integer"):
+        context_of(model, tmp_path / "run", *WANTED, "export.formats=[onnx]", "reparam.integer=null")

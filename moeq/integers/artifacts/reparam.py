@@ -60,11 +60,15 @@ class ErrorRow(_Model):
 
 
 class PerplexityRow(_Model):
-    """Perplexity of the original, and of W8A8 with static scales before and after the fold."""
+    """Perplexity of the original, and of W8A8 with static scales before and after the fold.
+
+    w8a8_written: of the checkpoint that reparam.w8a8 writes, None where it writes none.
+    """
 
     original: float
     w8a8: float
     w8a8_folded: float
+    w8a8_written: float | None = None
     tokens: int
 
 

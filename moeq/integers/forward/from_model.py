@@ -22,9 +22,20 @@ from moeq.integers.forward.program import Program, pixel_codes
 from moeq.integers.forward.reference import check_description
 from moeq.integers.forward.replay import replay
 from moeq.integers.forward.run import run
-from moeq.integers.forward.schemes import BATCH, float_logits, program_of, quality, schemes, table, widths_of
+from moeq.integers.forward.schemes import (
+    BATCH,
+    code_batches,
+    float_logits,
+    program_of,
+    quality,
+    schemes,
+    table,
+    widths_of,
+)
 from moeq.integers.forward.simulate import simulate
 from moeq.recipe import IntegerSection
+
+FORWARDS = 3  # of the same images whose values are compared: in whole numbers, simulated, and with real factors
 
 
 def make(
@@ -94,7 +105,7 @@ def _check_images(calibration: Tensor, images: Tensor, labels: Tensor) -> None:
     for what, tensor in (("calibration", calibration), ("evaluation", images)):
         if tensor.dim() != 4 or not len(tensor):
             raise QuantizationError(f"{what} images are {list(tensor.shape)}", where="integer", do="give images")
-        if not bool(torch.isfinite(tensor).all()):
+        if not all(bool(torch.isfinite(part).all()) for part in tensor.split(BATCH)):
             raise QuantizationError(
                 f"a pixel of the {what} images is not finite", where="integer", do="leave such images out"
             )
@@ -121,7 +132,7 @@ def _evaluate(program: Program, images: Tensor, reference: Tensor, labels: Tenso
     whole, real = [], []
     differing = dict.fromkeys(_code_values(program), 0)
     counts, saturated, overflows = dict.fromkeys(differing, 0), 0, 0
-    for codes in pixel_codes(program, images).split(BATCH):
+    for codes in code_batches(program, images, FORWARDS):
         made, simulated = run(program, codes), simulate(program, codes)
         wrong = next((name for name, value in made.items() if not torch.equal(value.double(), simulated[name])), None)
         if wrong is not None:

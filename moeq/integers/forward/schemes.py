@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from moeq.integers.forward.dropping import dropped_codes
 from moeq.integers.forward.lower import lower
 from moeq.integers.forward.program import Program, pixel_codes
 from moeq.integers.forward.reference import folded, forward, measured
+from moeq.integers.forward.run import run
 from moeq.integers.forward.simulate import simulate
 from moeq.recipe import Dropping, IntegerSection, Softmax
 
 BATCH = 64
+HELD_BYTES = 2 << 30  # of all values of a forward of as many images as run at once
 
 
 SCHEMES: tuple[tuple[str, tuple[int, int, int], Softmax, Dropping, bool], ...] = (
@@ -56,9 +58,15 @@ def float_logits(vit: ViT, images: Tensor) -> Tensor:
 
 def simulated_logits(program: Program, images: Tensor) -> Tensor:
     """Logits [B, L] of simulated quantization, real numbers."""
-    codes = pixel_codes(program, images).split(BATCH)
-    logits = torch.cat([simulate(program, part)[program.logits] for part in codes])
+    logits = torch.cat([simulate(program, codes)[program.logits] for codes in code_batches(program, images)])
     return logits * program.values[program.logits].known_scale
+
+
+def code_batches(program: Program, images: Tensor, forwards: int = 1) -> Iterator[Tensor]:
+    """Codes of the pixels of images [B, C, H, W], of as many at once as `forwards` can run in HELD_BYTES."""
+    one = sum(value.nbytes for value in run(program, pixel_codes(program, images[:1])).values())
+    for part in images.split(max(1, min(BATCH, HELD_BYTES // (forwards * one)))):
+        yield pixel_codes(program, part)
 
 
 def widths_of(section: IntegerSection) -> str:

@@ -69,11 +69,14 @@ class ImagePool(Rows):
     def _sequences(self, chosen: Sequence[tuple[str, tuple[ImageSet, int]]]) -> ImageSequences:
         shape = (len(chosen), self.task.positions)
         rows = [row for _, row in chosen]
-        images = [(given.images[number][None], given.prepared) for given, number in rows]
+        pixels = torch.empty((len(rows), *self.task.shape))  # filled one by one: there may be tens of thousands
+        for place, (given, number) in enumerate(rows):
+            image = given.images[number][None]
+            pixels[place] = (image if given.prepared else self.task.pixels(image))[0]
         return ImageSequences(
             ids=torch.zeros(shape, dtype=torch.long),
             mask=torch.ones(shape, dtype=torch.bool),
             domains=tuple(domain for domain, _ in chosen),
-            pixels=torch.cat([image if prepared else self.task.pixels(image) for image, prepared in images]),
+            pixels=pixels,
             labels=torch.stack([given.labels[number] for given, number in rows]),
         )

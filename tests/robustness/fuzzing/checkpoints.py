@@ -20,6 +20,7 @@ from moeq.exporters.front_matter import MOST_VALUES, NAME_CHARACTERS, read_origi
 from moeq.exporters.gguf_tokenizer import FILE, SETTINGS, TEMPLATE, tokenizer
 from moeq.exporters.readers import layout_of
 from moeq.exporters.readers.described import AGAIN, packed, shapes_of
+from moeq.exporters.readers.w8a8 import Int8Checkpoint, is_w8a8
 from moeq.models.corpus.hub_datasets import choose_files
 from moeq.models.source import INDEX, open_source
 from moeq.runtime.hf_quantizer import MoeqConfig
@@ -180,6 +181,75 @@ class HummingFile(ForeignTensors):
     name = "humming_file"
     declared: ClassVar[dict[str, Any]] = handmade.humming_config()
     parts = staticmethod(handmade.humming_parts)
+
+
+EIGHT = {"num_bits": 8, "type": "int", "symmetric": True}
+W8A8 = {
+    "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"], "weights": EIGHT | {"strategy": "channel", "dynamic": False},
+            "input_activations": EIGHT | {"strategy": "tensor", "dynamic": False},
+        },
+        "group_1": {
+            "targets": [r"re:.*\.experts\..*"], "weights": EIGHT | {"strategy": "channel", "dynamic": False},
+            "input_activations": EIGHT | {"strategy": "token", "dynamic": True},
+        },
+    },
+}  # fmt: skip
+
+
+def write_int8(folder: Path) -> None:
+    """A linear with a static scale for its inputs, an expert's matrix without, and a norm."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"model.norm.weight": torch.ones(64), "q_proj.input_scale": torch.tensor([0.25])}
+    for module in ("q_proj", "experts.0.w1"):
+        tensors[f"{module}.weight"] = torch.randint(-127, 128, (32, 64), generator=generator, dtype=torch.int8)
+        tensors[f"{module}.weight_scale"] = torch.rand(32, 1, generator=generator) + 0.5
+    write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
+
+
+def read_int8(folder: Path) -> None:
+    """Int8 matrices as the headers have them, or a refusal."""
+    found = Int8Checkpoint(open_source(str(folder)))
+    for module in found.modules:
+        matrix = found.read(module)
+        assert matrix.codes.dtype == torch.int8
+        assert matrix.scale.shape == (len(matrix.codes), 1)
+        assert bool((matrix.scale > 0).all())
+        assert matrix.input_scale is None or float(matrix.input_scale) > 0
+
+
+class Int8Config(JsonTarget):
+    """quantization_config of W8A8: refused, or what the headers hold."""
+
+    name, spare = "w8a8", 1 << 20
+
+    def prepare(self, place: Place) -> None:
+        write_int8(self.folder)
+        self.beside = (self.folder / "model.safetensors").stat().st_size
+        self.value = CONFIG | {"quantization_config": W8A8}
+
+    def read(self, data: bytes) -> None:
+        self.file("config.json", data)
+        if not is_w8a8(open_source(str(self.folder)).config):
+            raise ArtifactError("no W8A8", where=str(self.folder), do="as its readers do")
+        read_int8(self.folder)
+
+
+class Int8File(TensorsTarget):
+    """Int8 matrices of safetensors."""
+
+    name, per_byte = "w8a8_file", 0  # tensors are torch's own
+
+    def prepare(self, place: Place) -> None:
+        write_int8(self.folder)
+        self.data = (self.folder / "model.safetensors").read_bytes()
+        self.file("config.json", json.dumps(CONFIG | {"quantization_config": W8A8}).encode())
+
+    def read(self, data: bytes) -> None:
+        self.file("model.safetensors", data)
+        read_int8(self.folder)
 
 
 TOKENIZER = {

@@ -94,6 +94,7 @@ BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
     "moeq.exporters.readers.humming.Humming.read": ("humming_file",),
     "moeq.exporters.readers.layout.Layout.read": ("foreign_tensors",),
     "moeq.exporters.readers.layout.read_back": ("foreign_tensors", "compressed_tensors_file", "humming_file"),
+    "moeq.exporters.readers.w8a8.Int8Checkpoint.read": ("w8a8", "w8a8_file"),
     "moeq.inspection._file": ("inspected",),
     "moeq.inspection._json_file": ("inspected",),
     "moeq.integers.artifacts.integer.read_manifest": ("integer_manifest",),
