@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moeq.numerics import exl3_ldlq
-from moeq.numerics.exl3 import CODEBOOKS, Exl3Weight
+from moeq_kernels.exl3 import CODEBOOKS, Exl3Weight, read
 
 SCRIPT = Path(__file__).parent / "peer_exl3.py"
 
@@ -21,11 +21,11 @@ def test_what_moeq_codes_is_what_the_peer_reads(package: str, tmp_path: Path) ->
     peers.interpreter(package)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(1, 256, 128, generator=generator) * 0.02
-    made: dict[str, Exl3Weight] = {}
+    factor, made = exl3_ldlq.factorize_turned(torch.eye(128)[None], 0.01), dict[str, Exl3Weight]()
     for codebook in CODEBOOKS:
         for bits in (2, 3) if codebook == "mul1" else (2,):
-            ((one,),) = exl3_ldlq.quantize(weight, torch.eye(128)[None], [bits], codebook, generator=generator)
-            made[f"{codebook}.{bits}"] = one
+            (one,) = exl3_ldlq.quantize(weight, factor, torch.eye(128)[None], [bits], codebook)
+            made[f"{codebook}.{bits}"] = read(one.codes[0], one.scales[0, :, 0], bits, 128, codebook)
     x = torch.randn(5, 128, generator=generator)
     tensors = {name: tensor for module, one in made.items() for name, tensor in one.tensors(module).items()}
     save_file({"x": x, **tensors}, tmp_path / "given.safetensors")

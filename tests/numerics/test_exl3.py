@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from moeq.numerics import exl3, exl3_ldlq, trellis, trellis_device
-from moeq.numerics.exl3 import Exl3Weight
+from moeq.numerics import exl3_ldlq, trellis, trellis_device
+from moeq_kernels import exl3
+from moeq_kernels.exl3 import Exl3Weight
+from moeq_kernels.packed import PackedWeight
 
 
 def read_word(words: np.ndarray, step: int, bits: int) -> int:
@@ -93,11 +95,17 @@ def test_packing_has_a_way_back(bits: int) -> None:
     assert torch.equal(exl3.unpacked(stored, bits), steps)
 
 
+def coded(weight: torch.Tensor, hessian: torch.Tensor, bits: int) -> PackedWeight:
+    """The first of some weights [E, N, K]."""
+    factor = exl3_ldlq.factorize_turned(hessian, 0.01)
+    return exl3_ldlq.quantize(weight, factor, hessian, [bits])[0].map(lambda part: part[0])
+
+
 @pytest.mark.parametrize(("bits", "most"), [(1, 0.31), (2, 0.075), (3, 0.0195), (4, 0.0052)])
 def test_codes_of_normal_weights_lose_what_their_width_allows(bits: int, most: float) -> None:
     """Of 128 x 128 normal weights with an even Hessian, relative; no code of k bits has less than 4^-k."""
     weight = torch.randn(1, 128, 128, generator=torch.Generator().manual_seed(3)) * 0.02
-    made = exl3_ldlq.quantize(weight, torch.eye(128)[None], [bits], generator=torch.Generator().manual_seed(0))[0][0]
+    made = coded(weight, torch.eye(128)[None], bits)
     error = float((made.dequantize() - weight[0]).square().mean() / weight.square().mean())
     assert 4.0**-bits < error < most
 
@@ -122,8 +130,7 @@ def test_errors_are_made_up_for_by_the_hessian() -> None:
     hessian = correlated(128)[None]
     losses = []
     for given in (hessian, torch.eye(128)[None]):
-        ((made,),) = exl3_ldlq.quantize(weight, given, [2], generator=torch.Generator().manual_seed(0))
-        left = made.dequantize() - weight[0]
+        left = coded(weight, given, 2).dequantize() - weight[0]
         losses.append(float((left @ hessian[0] * left).sum()))
     assert losses[0] < 0.5 * losses[1]
 
@@ -163,7 +170,9 @@ def test_the_tensors_of_a_checkpoint() -> None:
 
 def test_what_has_no_place_is_refused() -> None:
     with pytest.raises(ValueError, match="multiples of 128"):
-        exl3_ldlq.quantize(torch.randn(1, 64, 128), torch.eye(128)[None], [2], generator=torch.Generator())
+        coded(torch.randn(1, 64, 128), torch.eye(128)[None], 2)
+    with pytest.raises(ValueError, match="multiples of 128"):
+        coded(torch.randn(1, 128, 64), torch.eye(64)[None], 2)
     with pytest.raises(ValueError, match="no codebook of EXL3"):
         exl3.word_values("1mad")
     weight = random_weight(128, 128, 2, "mul1")
