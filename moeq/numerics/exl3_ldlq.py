@@ -72,7 +72,7 @@ def quantize(
 
 
 def _fitted(steps: Tensor, scale: Tensor, bits: int, codebook: str, weight: Tensor, hessian: Tensor) -> PackedWeight:
-    """Steps [E, R, C, 256] as they are stored, with the scale of every row that loses least; scale: about it, [E, N]."""
+    """Steps [E, R, C, 256] as they are stored, with the scale of every row that loses least; scale: about that."""
     codes = packed(steps, bits).transpose(-3, -2).contiguous().view(torch.uint8).flatten(-2).to(weight.device)
     parts = {"codes": codes, "scales": scale.to(SCALE_DTYPE).unsqueeze(-1)}
     made = PackedWeight.of(parts, bits, weight.shape[-1], Encoding.exl3(codebook))

@@ -151,9 +151,8 @@ def test_what_is_written_is_read_back_at_every_width(writer: Runtime, models: di
     written: set[int] = set()
     for symmetric in (True, False):
         grid = {"symmetric": symmetric, "group_size": group}
-        alone = {
-            bits: source_of(models["even"], writer, lambda *place, bits=bits: bits, **grid) for bits in sorted(declared)
-        }
+        chosen: dict[int, Choose] = {bits: lambda *place, bits=bits: bits for bits in sorted(declared)}
+        alone = {bits: source_of(models["even"], writer, choose, **grid) for bits, choose in chosen.items()}
         widths = [bits for bits, source in alone.items() if refused(writer.name, source) is None]
         for number, choose in enumerate(shared_widths(widths, target.granularity if target else "projection")):
             source = source_of(models["even"], writer, choose, **grid)
