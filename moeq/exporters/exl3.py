@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 NAME, VERSION, GPTQMODEL = "exl3", "1.4.1", "7.6.0"
 PARTS = ("weight", "trellis", "suh", "svh", "mul1")
 CODEBOOK = "mul1"
-STORAGE = ("quantization_config.json", "quantize_config.json")  # exllamav3's, and gptqmodel's
+CONVERTER = {"version": VERSION, "head_bits": FULL}  # which gptqmodel takes for other things
+STORAGE = {"quantization_config.json": CONVERTER, "quantize_config.json": {"checkpoint_format": NAME}}
 TYPES = {"trellis": "int16", "suh": "float16", "svh": "float16", "mul1": "int32"}
 FAMILIES = (
     "mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "hy_v3", "minimax_m2",
@@ -63,6 +64,7 @@ def check(source: ModelSource, model: nn.Module) -> None:
 
 def write(draft: Draft) -> None:
     """FormatError for what the runtime would not load as it is meant."""
+    from moeq.artifacts.files import write_json
     from moeq.exporters.schemes import refuse_others
 
     check(draft.source.source, draft.model)
@@ -73,13 +75,12 @@ def write(draft: Draft) -> None:
     widths = [grid.bits for grid in draft.grids.values()]
     block = {
         "quant_method": NAME,
-        "version": VERSION,
         "bits": round(sum(widths) / max(1, len(widths)), 4),
-        "head_bits": FULL,
         "codebook": CODEBOOK,
     }
-    _write_storage(draft, {**block, "tensor_storage": storage})
-    draft.finish(block)
+    for name, more in STORAGE.items():
+        write_json(draft.directory / name, {**block, **more, "tensor_storage": storage})
+    draft.finish({**block, **CONVERTER})
 
 
 def _write_layer(draft: Draft, layer: ExpertLayer, storage: dict[str, Any]) -> None:
@@ -135,13 +136,6 @@ def _stored(module: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "bits_per_weight": tensors["trellis"].shape[-1] // 16,
         f"{CODEBOOK}_multiplier": MULTIPLIERS[CODEBOOK],
     }
-
-
-def _write_storage(draft: Draft, block: dict[str, Any]) -> None:
-    from moeq.artifacts.files import write_json
-
-    for name in STORAGE:
-        write_json(draft.directory / name, block)
 
 
 def size(sizes: ExportSizes) -> int:
