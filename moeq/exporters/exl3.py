@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 NAME, VERSION, GPTQMODEL = "exl3", "1.4.1", "7.6.0"
 PARTS = ("weight", "trellis", "suh", "svh", "mul1")
 CODEBOOK = "mul1"
-CONVERTER = {"version": VERSION, "head_bits": FULL}  # which gptqmodel takes for other things
-STORAGE = {"quantization_config.json": CONVERTER, "quantize_config.json": {"checkpoint_format": NAME}}
+CONVERTER: dict[str, Any] = {"version": VERSION, "head_bits": FULL}  # which gptqmodel takes for other things
+STORAGE: dict[str, dict[str, Any]] = {
+    "quantization_config.json": CONVERTER,
+    "quantize_config.json": {"checkpoint_format": NAME},
+}
 TYPES = {"trellis": "int16", "suh": "float16", "svh": "float16", "mul1": "int32"}
 FAMILIES = (
     "mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "hy_v3", "minimax_m2",
