@@ -196,7 +196,7 @@ def signs(length: int) -> Tensor:
     return one.half().repeat(-(-length // BLOCK))[:length]
 
 
-def stored(weight: Exl3Weight) -> dict[str, Tensor]:
+def parts_of(weight: Exl3Weight) -> dict[str, Tensor]:
     """codes [N/16, K/16*32*k] and scales [N] of a weight; ValueError for one whose signs are not moeq's."""
     weight.check()
     scales = weight.svh * signs(len(weight.svh)).to(weight.svh)
@@ -205,8 +205,8 @@ def stored(weight: Exl3Weight) -> dict[str, Tensor]:
     return {"codes": weight.trellis.transpose(0, 1).contiguous().view(torch.uint8).flatten(1), "scales": scales}
 
 
-def read(codes: Tensor, scales: Tensor, bits: int, inputs: int, codebook: str) -> Exl3Weight:
-    """Invert `stored`; ValueError where they are not of a weight [N, K]."""
+def weight_of(codes: Tensor, scales: Tensor, bits: int, inputs: int, codebook: str) -> Exl3Weight:
+    """Invert `parts_of`; ValueError where they are not of a weight [N, K]."""
     rows = len(scales)
     check_sides(rows, inputs)
     tiles = codes.contiguous().view(torch.int16).view(rows // TILE, inputs // TILE, TILE * bits)
@@ -223,7 +223,7 @@ def dequantize(
 ) -> Tensor:
     """Values [..., N, K] in a dtype of codes [..., N/16, K/16*32*k] and scales [..., N], one matrix at a time."""
     every = zip(codes.flatten(0, -3), scales.flatten(0, -2), strict=True) if codes.dim() > 2 else [(codes, scales)]
-    found = [read(one, scale, bits, inputs, codebook).dequantize().to(dtype) for one, scale in every]
+    found = [weight_of(one, scale, bits, inputs, codebook).dequantize().to(dtype) for one, scale in every]
     return torch.stack(found).view(*scales.shape, inputs) if codes.dim() > 2 else found[0]
 
 

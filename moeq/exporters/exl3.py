@@ -116,7 +116,7 @@ def _linear(draft: Draft, name: str, matrix: Matrix, first: dict[str, tuple[str,
         raise FormatError(what, where=f"for {draft.runtime.name}: {name}", do=ONE_WIDTH)
     if isinstance(matrix, torch.Tensor):
         return {"weight": matrix}
-    weight = exl3.read(matrix.codes, matrix.scales.squeeze(-1), bits, matrix.inputs, matrix.codebook)
+    weight = exl3.weight_of(matrix.codes, matrix.scales.squeeze(-1), bits, matrix.inputs, matrix.codebook)
     return {key.rpartition(".")[2]: tensor for key, tensor in weight.tensors(name).items()}
 
 

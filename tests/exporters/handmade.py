@@ -102,7 +102,7 @@ def exl3_parts(packed: PackedWeight) -> dict[str, Tensor]:
     """trellis, suh, svh and mul1 of any codes of 2 bits of EXL3, in the place of a packed matrix."""
     rows, inputs = len(packed.scales), packed.inputs
     made = any_codes(rows, inputs, 2, Encoding.exl3())
-    weight = exl3.read(made.codes, made.scales.squeeze(-1), 2, inputs, "mul1")
+    weight = exl3.weight_of(made.codes, made.scales.squeeze(-1), 2, inputs, "mul1")
     return {key.rpartition(".")[2]: tensor for key, tensor in weight.tensors("").items()}
 
 

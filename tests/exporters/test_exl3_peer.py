@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moeq.numerics import exl3_ldlq
-from moeq_kernels.exl3 import CODEBOOKS, Exl3Weight, read
+from moeq_kernels.exl3 import CODEBOOKS, Exl3Weight, weight_of
 
 SCRIPT = Path(__file__).parent / "peer_exl3.py"
 
@@ -25,7 +25,7 @@ def test_what_moeq_codes_is_what_the_peer_reads(package: str, tmp_path: Path) ->
     for codebook in CODEBOOKS:
         for bits in (2, 3) if codebook == "mul1" else (2,):
             (one,) = exl3_ldlq.quantize(weight, factor, torch.eye(128)[None], [bits], codebook)
-            made[f"{codebook}.{bits}"] = read(one.codes[0], one.scales[0, :, 0], bits, 128, codebook)
+            made[f"{codebook}.{bits}"] = weight_of(one.codes[0], one.scales[0, :, 0], bits, 128, codebook)
     x = torch.randn(5, 128, generator=generator)
     tensors = {name: tensor for module, one in made.items() for name, tensor in one.tensors(module).items()}
     save_file({"x": x, **tensors}, tmp_path / "given.safetensors")

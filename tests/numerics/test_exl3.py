@@ -147,9 +147,9 @@ def test_moeqs_own_form_has_the_values_of_exl3s(bits: int) -> None:
     """Signs that are always the same are left out, and put back; a stack is what its matrices are."""
     stack = [any_codes(128, 256, bits, Encoding.exl3(), seed=seed) for seed in range(2)]
     for one in stack:
-        weight = exl3.read(one.codes, one.scales.squeeze(-1), bits, 256, "mul1")
+        weight = exl3.weight_of(one.codes, one.scales.squeeze(-1), bits, 256, "mul1")
         assert torch.equal(weight.dequantize(), one.dequantize())
-        again = exl3.stored(weight)
+        again = exl3.parts_of(weight)
         assert torch.equal(again["codes"], one.codes)
         assert torch.equal(again["scales"], one.scales.squeeze(-1))
     whole = joined([one.map(lambda part: part.unsqueeze(0)) for one in stack])
@@ -158,7 +158,7 @@ def test_moeqs_own_form_has_the_values_of_exl3s(bits: int) -> None:
 
 def test_signs_that_are_others_are_no_form_of_moeqs() -> None:
     with pytest.raises(ValueError, match="other signs"):
-        exl3.stored(random_weight(128, 128, 2, "mul1"))
+        exl3.parts_of(random_weight(128, 128, 2, "mul1"))
 
 
 @given(

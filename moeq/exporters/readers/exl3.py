@@ -74,7 +74,7 @@ class Exl3:
         if not bool(torch.isfinite(weight.suh).all() & torch.isfinite(weight.svh).all()):
             raise ValueError("has scales that are not finite")
         try:
-            own = exl3.stored(weight)
+            own = exl3.parts_of(weight)
         except ValueError:
             return Stored(weight=None, of=weight.dequantize())
         if weight.codebook not in EXL3_CODEBOOKS:
