@@ -37,6 +37,7 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtimes import formats, runtimes
 from moeq.tables import human_bytes
+from moeq_kernels.widths import Encoding
 
 QUIET = Reporter(quiet=True)
 
@@ -134,7 +135,7 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
         "experts": len(widths),
         "bits_per_weight": manifest.bits_per_weight,
         **_by_bits(widths),
-        **({"trellis_states": 1 << manifest.layout["state_bits"]} if manifest.layout.get("state_bits") else {}),
+        **_codes(manifest.encoding),
         "group_size": manifest.layout["group_size"],
         "placed_expert_bytes": manifest.totals.placed_expert_bytes,
         "other_replica_bytes": manifest.totals.other_replica_bytes,
@@ -154,6 +155,13 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
             others=bool(manifest.others),
         ),
     }
+
+
+def _codes(encoding: Encoding) -> dict[str, Any]:
+    """Of what kind codes are that are no grid's."""
+    if encoding.codebook:
+        return {"exl3_codebook": encoding.codebook}
+    return {"trellis_states": 1 << encoding.state_bits} if encoding.state_bits else {}
 
 
 def _by_bits(widths: Sequence[Width]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from family_models import build
+from packed_layers import any_codes
 from torch import Tensor
 
 from moeq.bundled import bundled_path
@@ -22,6 +23,7 @@ from moeq.models.source import open_source
 from moeq.numerics.gptq import quantize
 from moeq.numerics.storing import packed_of
 from moeq_kernels.packed import PackedWeight
+from moeq_kernels.widths import Encoding
 
 Choose = Callable[[int, int, str], int]  # layer, expert, projection -> width
 SIZES: dict[str, Any] = {
@@ -58,7 +60,8 @@ class MadeSource:
     """A PackedSource over a plain model.
 
     choose: the width of every matrix, 16 for full precision; others: {module: bits} of linears outside of the experts;
-    positive: the magnitudes of the experts' weights are taken, so that all zero points are 0.
+    positive: the magnitudes of the experts' weights are taken, so that all zero points are 0; exl3: experts have any
+    codes of EXL3 instead of those nearest on a grid.
     """
 
     def __init__(
@@ -70,12 +73,14 @@ class MadeSource:
         symmetric: bool = True,
         others: dict[str, int] | None = None,
         positive: bool = False,
+        exl3: bool = False,
     ) -> None:
         self.source = open_source(str(path))
         self.config = self.source.config
         self.model, self.layers = describe(self.source)
         self.choose, self.group_size, self.symmetric = choose, group_size, symmetric
         self._others, self.positive = others or {}, positive
+        self.encoding = Encoding.exl3() if exl3 else Encoding(group_size=group_size, symmetric=symmetric)
         self._reader = ExpertReader(self.source, skeleton(self.source, source_dtype(self.source)))
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
@@ -84,8 +89,13 @@ class MadeSource:
         for projection, weight in weights.items():
             bits = self.choose(layer.index, expert, projection)
             weight = weight.abs() if self.positive else weight
-            plain = bits == 16
-            found[projection] = weight if plain else rounded(weight, bits, self.group_size, self.symmetric)
+            if bits == 16:
+                found[projection] = weight
+            elif self.encoding.codebook:
+                seed = 100 * layer.index + 10 * expert + len(projection)
+                found[projection] = any_codes(*weight.shape, bits, self.encoding, seed=seed)
+            else:
+                found[projection] = rounded(weight, bits, self.group_size, self.symmetric)
         return found, biases
 
     def other_names(self) -> list[str]:

@@ -42,6 +42,8 @@ def matrix(
     """Values [rows, inputs] of one matrix."""
     if "dense" in parts:
         return parts["dense"].astype(np.float64)
+    if "codebook" in layout:
+        return turned(parts, inputs, bits)
     if "state_bits" in layout:
         return walked(parts, inputs, bits, layout)
     group = inputs if layout["group_size"] == -1 else min(layout["group_size"], inputs)
@@ -73,6 +75,31 @@ def walked(parts: dict[str, np.ndarray], inputs: int, bits: int, layout: dict[st
             state = sum(ring[(ends - long + place) % len(ring)].astype(np.int64) << place for place in range(long))
             whole[16 * row : 16 * row + 16, 16 * column : 16 * column + 16] = value[state].reshape(16, 16)
     return whole[: len(parts["scales"]), :inputs] * parts["scales"].astype(np.float64)
+
+
+def turned(parts: dict[str, np.ndarray], inputs: int, bits: int) -> np.ndarray:
+    """Values [rows, inputs] of EXL3's codes."""
+    rows, step = len(parts["scales"]), np.arange(256)
+    own, thread = step % 8, step // 8
+    hashed = np.arange(1 << 16, dtype=np.uint64) * 0x83DCD12D % 2**32
+    total = 1024 + sum(hashed >> np.uint64(shift) & np.uint64(255) for shift in (0, 8, 16, 24))
+    unit, bias = np.array([0x1EEE, 0xC931], np.uint16).view(np.float16).astype(np.float64)
+    value = (total.astype(np.float64) * unit + bias).astype(np.float16).astype(np.float64)
+    inner = np.empty((inputs, rows))
+    for (row, column), words in np.ndenumerate(parts["codes"].view(f"V{32 * bits}")):
+        ring = np.unpackbits(np.frombuffer(words.tobytes(), "<u4").astype(">u4").view(np.uint8))
+        ends = (step + 1) * bits
+        word = sum(ring[(ends - 16 + place) % len(ring)].astype(np.int64) << 15 - place for place in range(16))
+        at = 16 * column + thread % 4 * 2 + own % 2 + own // 2 % 2 * 8, 16 * row + thread // 4 + own // 4 * 8
+        inner[at] = value[word]
+    common = np.arange(128)[:, None] & np.arange(128)
+    odd = sum(common >> place & 1 for place in range(7)) % 2
+    for of in (inner, inner.T):
+        for start in range(0, len(of), 128):
+            of[start : start + 128] = (1.0 - 2 * odd) @ of[start : start + 128]
+    places = np.arange(max(rows, inputs)) % 128
+    sign = 1.0 - 2 * np.array([0x243F6A8885A308D313198A2E03707344 >> int(place) & 1 for place in places])
+    return (inner / 128 * sign[:inputs, None] * (sign[:rows] * parts["scales"][:, 0].astype(np.float64))).T
 
 
 def relative_error(values: np.ndarray, exact: np.ndarray) -> float:

@@ -52,12 +52,19 @@ def matrix_of(
 
 def trellis_of(rows: int, inputs: int, bits: int, state_bits: int, *, seed: int = 0) -> PackedWeight:
     """A packed matrix of any trellis codes of 2**L states and scales."""
-    random, encoding = torch.Generator().manual_seed(seed), Encoding.trellis(state_bits)
+    return any_codes(rows, inputs, bits, Encoding.trellis(state_bits), seed=seed)
+
+
+def any_codes(rows: int, inputs: int, bits: int, encoding: Encoding, *, seed: int = 0) -> PackedWeight:
+    """A packed matrix of any codes that lie in tiles, and scales."""
+    random = torch.Generator().manual_seed(seed)
     codes, dtype = packed_shapes(rows, inputs, bits, encoding)["codes"]
     parts = {
         "codes": torch.randint(0, 256, codes, generator=random).to(dtype),
         "scales": (torch.randn(rows, 1, generator=random) * 0.02).half(),
     }
+    if encoding.codebook:
+        parts["scales"] = parts["scales"].abs()
     return PackedWeight.of(parts, bits, inputs, encoding)
 
 

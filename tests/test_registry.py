@@ -15,8 +15,8 @@ from moeq.registry import ALLOCATORS, EXPORTERS, POLICIES, QUANTIZERS, Registry
 
 OWN = {
     ALLOCATORS: ("budget", "frequency", "mopeq", "optimal", "prefix-split", "uniform"),
-    EXPORTERS: ("auto-round", "compressed-tensors", "dequantized", "gguf", "gptq", "humming", "moeq"),
-    QUANTIZERS: ("gptq", "rtn", "signround", "trellis"),
+    EXPORTERS: ("auto-round", "compressed-tensors", "dequantized", "exl3", "gguf", "gptq", "humming", "moeq"),
+    QUANTIZERS: ("exl3", "gptq", "rtn", "signround", "trellis"),
     POLICIES: ("context_aware", "dynaexq", "gpu_only", "hobbit", "monde", "static_mixed", "static_placement"),
 }
 MODULES = {

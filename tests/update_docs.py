@@ -125,6 +125,7 @@ def formats() -> str:
         if target is not None:
             grid = "symmetric" if target.symmetric_only else "symmetric, zero points"
             grid = grid + sized(target) if target.blocks is None else "[below](#gguf)"
+            grid = grid if "grid" in target.codes else "none: [codes of its own](#exl3)"
             of = "matrix of a layer" if target.stacks else target.granularity.replace("projection", "matrix")
             limits = (target.listed(), of, grid)
         rows.append((f"`{one.name}`", f"`{one.exporter.name}`", one.exporter.help, called(one), *limits))

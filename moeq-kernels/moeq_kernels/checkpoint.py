@@ -12,6 +12,7 @@ from typing import Any
 from moeq_kernels.errors import ArtifactError
 from moeq_kernels.widths import (
     DROPPED,
+    EXL3_CODEBOOKS,
     FULL,
     LAYOUT,
     LAYOUT_VERSION,
@@ -86,11 +87,18 @@ class Stored:
         state_bits = block.get("state_bits", 0)
         if type(state_bits) is not int or state_bits not in (0, *STATE_BITS) or (state_bits and nested):
             raise wrong_config("no trellis code has so many states", "quantization_config.state_bits")
+        codebook = block.get("codebook", "")
+        if codebook not in ("", *EXL3_CODEBOOKS):
+            raise wrong_config("no code of EXL3 has this codebook", "quantization_config.codebook")
         group_size, experts = block.get("group_size", 128), block.get("experts") or {}
         _check_group_size(group_size, "quantization_config")
-        own = Encoding(group_size=group_size, symmetric=symmetric, nested=nested, state_bits=state_bits)
+        own = Encoding(
+            group_size=group_size, symmetric=symmetric, nested=nested, state_bits=state_bits, codebook=codebook
+        )
         check_version(block, own)
-        if state_bits and own != Encoding.trellis(state_bits):
+        if codebook and own != Encoding.exl3(codebook):
+            raise wrong_config("EXL3's codes have 2^16 states, a scale a row and no zero points", "quantization_config")
+        if state_bits and not codebook and own != Encoding.trellis(state_bits):
             raise wrong_config("trellis codes have a scale a row and no zero points", "quantization_config")
         if not isinstance(experts, dict) or not all(isinstance(each, list) for each in experts.values()):
             raise wrong_config("experts is not a list of widths of every layer", "quantization_config")

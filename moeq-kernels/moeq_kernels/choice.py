@@ -35,6 +35,7 @@ from moeq_kernels.reference import ReferenceKernel
 if TYPE_CHECKING:  # which loads a compiler
     from moeq_kernels.cpu.versions import Places, VersionedLayer
 
+EXL3 = "moeq has no kernel for EXL3's codes"
 Policy = Literal["measured", "fixed", "reference"]
 _policy: ContextVar[Policy] = ContextVar("policy", default="measured")
 _at_once: ContextVar[bool] = ContextVar("at_once", default=True)
@@ -85,8 +86,7 @@ def prepared_layer(
     """
 
     def prepared(whole: LayerOfExperts) -> tuple[PreparedLayer | None, str | None]:
-        state_bits = max((_state_bits(one) for matrices in whole.matrices for one in matrices.values()), default=0)
-        kernel, why = _kernel(device, policy, state_bits)
+        kernel, why = _kernel(device, policy, [one for matrices in whole.matrices for one in matrices.values()])
         if kernel is not None:
             why = kernel.refusal(whole)
         return (None, why) if kernel is None or why is not None else (kernel.layer(whole), None)
@@ -98,7 +98,7 @@ def prepared_linear(
     matrix: Matrix, bias: Tensor | None, device: torch.device, policy: Policy
 ) -> tuple[PreparedLinear | None, str | None]:
     """One matrix, as `prepared_layer`."""
-    kernel, why = _kernel(device, policy, _state_bits(matrix))
+    kernel, why = _kernel(device, policy, [matrix])
     if kernel is None:
         return None, why
     try:
@@ -114,33 +114,31 @@ def versioned_layer(
 
     ModelError where its kernel cannot take them.
     """
-    state_bits = max(_state_bits(one) for matrices in versions for one in matrices.values())
-    kernel, _ = _kernel(torch.device("cpu"), policy, state_bits)
+    kernel, why = _kernel(torch.device("cpu"), policy, [one for matrices in versions for one in matrices.values()])
     try:
+        if kernel is None:
+            raise ValueError(why)
         if isinstance(kernel, ReferenceKernel):
             raise ValueError("the plain way has no buffer of its own")
-        made: VersionedLayer = kernel.versions(layer, versions, held, places)  # type: ignore[union-attr]
+        made: VersionedLayer = kernel.versions(layer, versions, held, places)  # type: ignore[attr-defined]
     except ValueError as error:
         do = f"leave {VARIABLE} out, and take a checkpoint whose experts are packed or in 16 bits"
         raise ModelError(f"experts cannot change their precision: {error}", where=VARIABLE, do=do) from error
     return made
 
 
-def _state_bits(matrix: Matrix) -> int:
-    """Of trellis codes; 0 for others."""
-    return matrix.state_bits if isinstance(matrix, PackedWeight) else 0
-
-
-def _kernel(device: torch.device, policy: Policy, state_bits: int) -> tuple[Kernel | None, str | None]:
-    """The kernel of a device, or None and why there is none; state_bits: of trellis codes, 0 for others."""
-    name = named()
+def _kernel(device: torch.device, policy: Policy, matrices: Sequence[Matrix]) -> tuple[Kernel | None, str | None]:
+    """The kernel of a device for some matrices, or None and why there is none."""
+    name, packed = named(), [one for one in matrices if isinstance(one, PackedWeight)]
     if REFERENCE in (name, policy):
         return ReferenceKernel(), None
+    if any(one.codebook for one in packed):
+        return None, EXL3
     if name == TRITON or (name is None and device.type == "cuda"):
         return _triton()
     if device.type != "cpu":
         return None, f"no kernel computes on {device.type}"
-    return _cpu(name, policy, state_bits), None
+    return _cpu(name, policy, max((one.state_bits for one in packed), default=0)), None
 
 
 def _cpu(name: str | None, policy: Policy, state_bits: int) -> Kernel:

@@ -1,9 +1,10 @@
 """A packed weight: codes, scales and zero points as they are stored, and their way back to values.
 
 codes uint8 [..., N, ceil(K*b/8)]; scales float16 [..., N, G]; zeros uint8 [..., N, ceil(G*b/8)], absent for 1 bit (0.5)
-and for symmetric grids (2**(b-1)). Of trellis codes codes [..., ceil(N/16), ceil(K/16)*32*b], scales [..., N, 1], see
-trellis.py. A nested weight of 2, 3 or 4 bits has the scales and zeros of its 4-bit grid at every width, see
-`grids.nested_grid`. Of 0 bits, a matrix of a dropped expert, nothing is stored, and all values are zero.
+and for symmetric grids (2**(b-1)). Of trellis codes, and of EXL3's, codes [..., ceil(N/16), ceil(K/16)*32*b], scales
+[..., N, 1], see trellis.py and exl3.py. A nested weight of 2, 3 or 4 bits has the scales and zeros of its 4-bit grid at
+every width, see `grids.nested_grid`. Of 0 bits, a matrix of a dropped expert, nothing is stored, and all values are
+zero.
 
 Letters: E experts, N output rows, K inputs, G groups of inputs, b bits, B bytes of a row.
 """
@@ -17,9 +18,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from moeq_kernels import grids, trellis
+from moeq_kernels import exl3, grids, trellis
 from moeq_kernels.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
-from moeq_kernels.widths import DROPPED, PARTS, SUPPORTED_BITS, Encoding, group_count, resolved_group_size
+from moeq_kernels.widths import DROPPED, EXL3_SIDE, PARTS, SUPPORTED_BITS, Encoding, group_count, resolved_group_size
 
 
 def middle_of(bits: int, encoding: Encoding) -> float:
@@ -57,7 +58,7 @@ class PackedWeight:
     """One weight, or a stack of weights of the same width, in its stored form.
 
     nested: whether its codes are the leading bits of 4-bit ones; no weight of another width than 2, 3 or 4 is;
-    state_bits: of trellis codes, 0 for grids.
+    state_bits: of trellis codes, 0 for grids; codebook: of EXL3's, empty for others.
     """
 
     codes: Tensor
@@ -69,6 +70,7 @@ class PackedWeight:
     symmetric: bool
     nested: bool = False
     state_bits: int = 0
+    codebook: str = ""
 
     @classmethod
     def of(cls, parts: Mapping[str, Tensor], bits: int, inputs: int, encoding: Encoding) -> PackedWeight:
@@ -109,8 +111,11 @@ class PackedWeight:
             raise ValueError(f"no packed weight has {what}")
         if self.codes.dim() < 2:
             raise ValueError(f"codes are {list(self.codes.shape)}, not rows of codes")
-        if self.state_bits:
-            trellis.integer_values(self.bits, self.state_bits)  # or there is no such code
+        if self.codebook:
+            exl3.word_values(self.codebook)  # or there is no such code
+            exl3.check_sides(self.scales.shape[-2] if self.scales.dim() > 1 else 0, self.inputs)
+        elif self.state_bits:
+            trellis.integer_values(self.bits, self.state_bits)
         *before, rows, _ = self.scales.shape if self.state_bits and self.scales.dim() > 1 else self.codes.shape
         wanted = {
             part: ([*before, *shape], dtype)
@@ -130,6 +135,8 @@ class PackedWeight:
         if self.bits == DROPPED:
             return torch.zeros(len(self.codes), self.inputs, dtype=dtype, device=self.codes.device)
         self.check()
+        if self.codebook:
+            return exl3.dequantize(self.codes, self.scales.squeeze(-1), self.bits, self.inputs, self.codebook, dtype)
         if self.state_bits:
             return trellis.dequantize(
                 self.codes, self.scales.squeeze(-1), self.bits, self.state_bits, self.inputs, dtype
@@ -187,15 +194,20 @@ def row_range(weight: PackedWeight, first: int, count: int) -> PackedWeight:
     rows = slice(first, first + count)
     if not weight.state_bits:
         return weight.map(lambda part: part[rows].contiguous())
-    lines = _whole_tiles("rows", first, count, weight.scales.shape[0])
+    lines = _whole_tiles(weight, "rows", first, count, weight.scales.shape[0])
     return replace(weight, codes=weight.codes[lines].contiguous(), scales=weight.scales[rows].contiguous())
 
 
-def _whole_tiles(what: str, first: int, count: int, length: int) -> slice:
+def whole_rows(weight: PackedWeight) -> int:
+    """How many rows, or inputs, of codes that lie in tiles hang together."""
+    return EXL3_SIDE if weight.codebook else trellis.TILE
+
+
+def _whole_tiles(weight: PackedWeight, what: str, first: int, count: int, length: int) -> slice:
     """The tiles of some rows or inputs of so many; ValueError unless they are whole."""
-    last = first + count
-    if first % trellis.TILE or (last % trellis.TILE and last != length) or not 0 <= first < last <= length:
-        raise ValueError(f"{what} {first} to {last - 1} are no whole tiles of {trellis.TILE}")
+    last, whole = first + count, whole_rows(weight)
+    if first % whole or (last % whole and last != length) or not 0 <= first < last <= length:
+        raise ValueError(f"{what} {first} to {last - 1} are no whole tiles of {whole}")
     return slice(first // trellis.TILE, trellis.tiles_along(last))
 
 
@@ -203,7 +215,7 @@ def some_inputs(weight: PackedWeight, first: int, count: int) -> PackedWeight:
     """The weight [N, count] of some of the inputs [N, K]; ValueError unless they are whole groups of the grid, or all
     lie in one, or whole tiles of trellis codes."""
     if weight.state_bits:
-        tiles = _whole_tiles("inputs", first, count, weight.inputs)
+        tiles = _whole_tiles(weight, "inputs", first, count, weight.inputs)
         each = trellis.STEPS // 8 * weight.bits
         return replace(
             weight, codes=weight.codes[..., tiles.start * each : tiles.stop * each].contiguous(), inputs=count

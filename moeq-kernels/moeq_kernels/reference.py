@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
-from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight, whole_rows
 from moeq_kernels.trellis import TILE
 
 ALIGNED = 64  # bytes
@@ -40,11 +40,12 @@ def values(matrix: Matrix, dtype: torch.dtype) -> Tensor:
 def some_rows(matrix: Matrix, rows: Tensor) -> Matrix:
     """Some rows [n] of a matrix; those of trellis codes, which lie in tiles, as float32 values."""
     if isinstance(matrix, PackedWeight) and matrix.state_bits:
-        used, place = torch.unique(rows // TILE, return_inverse=True)
-        every = used[:, None] * TILE + torch.arange(TILE, device=rows.device)
-        scales = matrix.scales[every.flatten().clamp(max=len(matrix.scales) - 1)]
-        found = replace(matrix, codes=matrix.codes[used], scales=scales).dequantize()
-        return found[place * TILE + rows % TILE]
+        size = whole_rows(matrix)
+        used, place = torch.unique(rows // size, return_inverse=True)
+        every = (used[:, None] * size + torch.arange(size, device=rows.device)).flatten()
+        scales = matrix.scales[every.clamp(max=len(matrix.scales) - 1)]
+        found = replace(matrix, codes=matrix.codes[every[::TILE] // TILE], scales=scales).dequantize()
+        return found[place * size + rows % size]
     return matrix[rows] if isinstance(matrix, Tensor) else matrix.map(lambda part: part[rows])
 
 

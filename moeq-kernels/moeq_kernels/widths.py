@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NotRequired, Protocol, TypedDict
 
 FULL = 16  # stands for an expert or a matrix as the checkpoint has it
 WIDTHS = (1, 2, 3, 4, 8, FULL)  # of an expert, or of one of its matrices
@@ -18,8 +18,12 @@ LAYOUT = "moeq-bitstream"
 LAYOUT_VERSION = 1
 NESTED_VERSION = 2  # where weights are nested
 TRELLIS_VERSION = 3  # where experts have trellis codes
+EXL3_VERSION = 4  # where they have EXL3's codes
 TRELLIS_BITS = (1, 2, 3, 4, 8)  # widths of trellis codes; those of 8 bits are the values themselves
 STATE_BITS = range(8, 17)  # L of trellis codes of 2**L states
+EXL3_CODEBOOKS = ("mul1",)  # of EXL3's codes in moeq's own checkpoints
+EXL3_STATE_BITS = 16
+EXL3_SIDE = 128  # of what rows and inputs of EXL3's codes are multiples
 ROUNDING: Literal["half_up"] = "half_up"
 MULTIPLIER_BITS = 16
 EXACT_BITS = 52  # whole numbers up to 2**52, and half of one more, are exact in float64
@@ -37,19 +41,37 @@ class _Said(Protocol):
     def nested(self) -> bool: ...
 
 
+Codes = Literal["grid", "trellis", "exl3"]  # what codes are of
+
+
+class EncodingKeys(TypedDict):
+    """The fields of an `Encoding`, as functions take them: `vars(encoding)`."""
+
+    group_size: int
+    symmetric: bool
+    nested: NotRequired[bool]
+    state_bits: NotRequired[int]
+    codebook: NotRequired[str]
+
+
+MORE = ("state_bits", "codebook")  # fields of what is no grid
+
+
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
     """How the codes of packed weights stand for values, whatever their width: what decides their parts and sizes.
 
     group_size: inputs that share a scale, -1 for all of a row; symmetric: no zero points are stored; nested: the codes
     of 2 and 3 bits are the leading bits of those of 4; state_bits: L of trellis codes of 2**L states, 0 for grids, see
-    `moeq_kernels.trellis`: of them a scale a row is all that is stored beside the codes.
+    `moeq_kernels.trellis`: of them a scale a row is all that is stored beside the codes; codebook: of EXL3's, which are
+    trellis codes of 2**16 states between Hadamard transforms, see `moeq_kernels.exl3`.
     """
 
     group_size: int
     symmetric: bool
     nested: bool = False
     state_bits: int = 0
+    codebook: str = ""
 
     @classmethod
     def trellis(cls, state_bits: int) -> Encoding:
@@ -57,27 +79,39 @@ class Encoding:
         return cls(group_size=-1, symmetric=True, state_bits=state_bits)
 
     @classmethod
+    def exl3(cls, codebook: str = EXL3_CODEBOOKS[0]) -> Encoding:
+        """EXL3's codes."""
+        return replace(cls.trellis(EXL3_STATE_BITS), codebook=codebook)
+
+    @classmethod
     def of(cls, said: _Said) -> Encoding:
         """That of an assignment, of a recipe's section `losses`, of a packed weight."""
-        state_bits = getattr(said, "state_bits", 0)  # which what knows of grids alone has not
-        return cls(group_size=said.group_size, symmetric=said.symmetric, nested=said.nested, state_bits=state_bits)
+        more = {name: getattr(said, name) for name in MORE if hasattr(said, name)}  # what knows of grids alone has none
+        return cls(group_size=said.group_size, symmetric=said.symmetric, nested=said.nested, **more)
 
     @classmethod
     def described(cls, said: Mapping[str, Any]) -> Encoding:
         """The inverse of `describe`; what else is said there is not looked at."""
-        nested, state_bits = bool(said.get("nested", False)), said.get("state_bits", 0)
-        return cls(group_size=said["group_size"], symmetric=said["symmetric"], nested=nested, state_bits=state_bits)
+        more = {name: said[name] for name in MORE if name in said}
+        nested = bool(said.get("nested", False))
+        return cls(group_size=said["group_size"], symmetric=said["symmetric"], nested=nested, **more)
 
     def describe(self) -> dict[str, Any]:
-        """As files say it: nested only where it is, state_bits only of trellis codes."""
-        more = {"nested": self.nested, "state_bits": self.state_bits}
+        """As files say it: nested only where it is, state_bits only of trellis codes, codebook only of EXL3's."""
+        more = {"nested": self.nested} | {name: getattr(self, name) for name in MORE}
         said: dict[str, Any] = {"group_size": self.group_size, "symmetric": self.symmetric}
         return said | {name: value for name, value in more.items() if value}
 
     @property
+    def codes(self) -> Codes:
+        """What the codes are of."""
+        return "exl3" if self.codebook else "trellis" if self.state_bits else "grid"
+
+    @property
     def layout_version(self) -> int:
         """Of the layout that such weights are written in."""
-        return TRELLIS_VERSION if self.state_bits else NESTED_VERSION if self.nested else LAYOUT_VERSION
+        grid = NESTED_VERSION if self.nested else LAYOUT_VERSION
+        return {"grid": grid, "trellis": TRELLIS_VERSION, "exl3": EXL3_VERSION}[self.codes]
 
     def at(self, bits: int) -> Encoding:
         """That of weights of one width: others than 2, 3 and 4 bits are never nested."""

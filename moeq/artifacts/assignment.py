@@ -145,6 +145,7 @@ class Assignment(Frozen):
     symmetric: bool = False
     nested: bool = False
     state_bits: int = 0
+    codebook: str = ""
     layers: tuple[LayerAssignment, ...]
 
     @property
@@ -193,7 +194,10 @@ class Assignment(Frozen):
 def write_assignment(path: Path, assignment: Assignment) -> None:
     """Write assignment.json and its JSON Schema beside it."""
     write_json(path.with_suffix(".schema.json"), Assignment.model_json_schema())
-    write_json(path, assignment.model_dump(mode="json"))
+    written = assignment.model_dump(mode="json")
+    if not assignment.codebook:  # which came later
+        del written["codebook"]
+    write_json(path, written)
 
 
 def read_assignment(path: Path) -> Assignment:

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from moeq.artifacts.targets import NESTED, Sized, Target, refusal, refuse_layers, targets
+from moeq.artifacts.targets import CODES, NESTED, Sized, Target, make_others, refusal, refuse_layers, targets
 from moeq.errors import FormatError
+from moeq_kernels.widths import Encoding, EncodingKeys
 
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Width
@@ -20,33 +21,30 @@ LoadsIn = dict[str, dict[str, Any] | None]
 def loads_in(
     widths: Sequence[Sequence[Width]],
     *,
-    group_size: int,
-    symmetric: bool,
-    nested: bool = False,
-    state_bits: int = 0,
     names: Sequence[str] = (),
     layers: Sequence[Sized] = (),
     others: bool = False,
     check: Callable[[str], None] = lambda _: None,
+    **encoding: Unpack[EncodingKeys],
 ) -> LoadsIn:
     """For widths of every layer's experts.
 
     layers: the model's, with the shapes of their matrices, or, where they are not known, the layers' names; others:
-    whether modules beside the experts are packed; check: FormatError where the model is none that a runtime knows.
+    whether modules beside the experts are packed; check: FormatError where the model is none that a runtime knows;
+    encoding: `vars` of that of the codes.
     """
-    found: LoadsIn = {}
+    own, found = Encoding(**encoding), LoadsIn()
     for name, target in targets().items():
         reason, do = None, f"`--for {name}` assigns what it loads"
         if layers:
-            grid = {"group_size": group_size, "symmetric": symmetric, "nested": nested, "state_bits": state_bits}
-            refused = refuse_layers(name, layers, widths, **grid)  # type: ignore[arg-type]
+            refused = refuse_layers(name, layers, widths, **encoding)
             reason = None if refused is None else refused[0]
         else:
-            reason = refusal(target, widths, names, symmetric=symmetric, group_size=group_size)
-        if state_bits and not target.trellis:
-            reason, do = "trellis codes", f"`moeq run --for {name}` makes grids instead"
+            reason = refusal(target, widths, names, symmetric=own.symmetric, group_size=own.group_size)
+        if own.codes not in target.codes:
+            reason, do = CODES[own.codes], make_others(target)
         elif reason is not None:
-            reason = _short(target, widths, symmetric, nested) or reason.rpartition(": ")[2].partition(";")[0]
+            reason = _short(target, widths, own.symmetric, own.nested) or reason.rpartition(": ")[2].partition(";")[0]
         elif others and not target.others:
             reason, do = "packed modules beside the experts", "run without `others`"
         else:

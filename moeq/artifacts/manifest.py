@@ -23,7 +23,7 @@ from moeq.artifacts.stage import Frozen, ModelStamp, read_model
 from moeq.bounded import shown
 from moeq.errors import ArtifactError
 from moeq.version import __version__
-from moeq_kernels.widths import LAYOUT, STATE_BITS, TRELLIS_BITS, Encoding
+from moeq_kernels.widths import EXL3_CODEBOOKS, LAYOUT, STATE_BITS, TRELLIS_BITS, Encoding
 
 SCHEMA_VERSION = 1
 NAME = "placement.json"
@@ -42,6 +42,16 @@ TRELLIS_TEXT = (
     "value(state) / 32 * scale of the row, value(state) as `values` lists them for every width: int8, base64. Rows and "
     "inputs are filled up to whole tiles. `codes` uint8 [ceil(rows/16), ceil(inputs/16)*32*bits], tile by tile; "
     "`scales` float16 [rows, 1]. `dense` and `bias` are in the checkpoint's type."
+)
+EXL3_TEXT = (
+    "EXL3's codes: x [inputs] gives y [rows] = ((x * signs) H) V H * signs * `scales` / 128, H: Hadamard matrices of "
+    "order 128 (-1 where the numbers of row and column have an odd number of bits in common, else 1) along inputs and"
+    " rows, block by block; signs: -1 where bit i % 128 of 0x243F6A8885A308D313198A2E03707344 is 1, else 1. V "
+    "[inputs, rows] lies in tiles of 16 x 16, as rings of 256 steps of `bits` bits, most significant first in little-"
+    "endian words of 32 bits. Step 8t + s of a tile is its input t%4*2 + s%2 + s//2%2*8 and row t//4 + s//4*8; its "
+    "value is that of the 16 bits w that end with it: with h(b) the float16 of bits b, float16 of (1024 + the sum of "
+    "the four bytes of w * 0x83DCD12D mod 2^32) * h(0x1EEE) + h(0xC931). `codes` uint8 [rows/16, inputs/16*32*bits], "
+    "tile by tile; `scales` float16 [rows, 1]. `dense` and `bias` are in the checkpoint's type."
 )
 MIXED_TEXT = (
     " The matrices of a replica with `projections` have the widths that it names, each read at its own; `bits` is the "
@@ -279,6 +289,8 @@ class PlacementManifest(Frozen):
         state_bits = self.layout.get("state_bits", 0)
         if type(state_bits) is not int or state_bits not in (0, *STATE_BITS):
             raise ValueError("layout.state_bits is no trellis code's")
+        if self.layout.get("codebook", "") not in ("", *EXL3_CODEBOOKS):
+            raise ValueError("layout.codebook is none of EXL3's")
         return self
 
     @property
@@ -318,7 +330,8 @@ def trellis_values(encoding: Encoding) -> dict[str, str]:
 
 def _described(encoding: Encoding, mixed: bool, drops: bool) -> str:
     """How weights are stored, in words."""
-    kind = TRELLIS_TEXT if encoding.state_bits else LAYOUT_TEXT + (NESTED_TEXT if encoding.nested else "")
+    grid = LAYOUT_TEXT + (NESTED_TEXT if encoding.nested else "")
+    kind = {"grid": grid, "trellis": TRELLIS_TEXT, "exl3": EXL3_TEXT}[encoding.codes]
     return kind + (MIXED_TEXT if mixed else "") + (DROPPED_TEXT if drops else "")
 
 
@@ -329,7 +342,7 @@ def layout(encoding: Encoding, mixed: bool = False, drops: bool = False) -> dict
         "name": LAYOUT,
         "version": encoding.layout_version,
         **encoding.describe(),
-        **({"values": trellis_values(encoding)} if encoding.state_bits else {}),
+        **({"values": trellis_values(encoding)} if encoding.codes == "trellis" else {}),
         "description": _described(encoding, mixed, drops),
     }
 
@@ -361,7 +374,7 @@ def read_manifest(directory: Path) -> PlacementManifest:
     if stated != known:
         what = f"layout {shown(stated[0])} {shown(stated[1])}, this moeq ({__version__}) reads {known[0]} {known[1]}"
         raise ArtifactError(what, where=str(directory / NAME), do="install the moeq that wrote it, or export again")
-    if manifest.encoding.state_bits and manifest.layout.get("values") != trellis_values(manifest.encoding):
+    if manifest.encoding.codes == "trellis" and manifest.layout.get("values") != trellis_values(manifest.encoding):
         what = "its states stand for other values than this moeq's"
         raise ArtifactError(what, where=f"{directory / NAME}: layout.values", do="install the moeq that wrote it")
     try:

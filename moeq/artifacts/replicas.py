@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field, field_validator
 from safetensors import safe_open
@@ -167,6 +167,7 @@ class _ProjectionText(Frozen, strict=True):
     symmetric: bool
     nested: bool = False
     state_bits: int = Field(0, ge=0, le=16)
+    codebook: Literal["", "mul1"] = ""
 
     @field_validator("group_size")
     @classmethod

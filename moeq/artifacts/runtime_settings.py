@@ -11,17 +11,17 @@ from fractions import Fraction
 from itertools import product
 from typing import get_args
 
-from moeq.artifacts.targets import FINENESS, Grid, Sized, Target, loads_width, refuse_matrix
+from moeq.artifacts.targets import CODES, FINENESS, Grid, Sized, Target, loads_width, refuse_matrix
 from moeq.recipe import BUDGETS, SHARED, Bits, Recipe
 from moeq.registry import ALLOCATORS
 from moeq.runtimes import NATIVE, runtime
-from moeq_kernels.widths import FULL
+from moeq_kernels.widths import FULL, Codes
 
 ASSUMED = (4096, 4096)  # rows and inputs of a matrix where no model is known
 GROUP_SIZES = (128, 64, 32, 256, -1)  # that are tried where the recipe's does not do
 WITHIN = "optimal"  # the method that decides within any target
 SCALE_BITS = 16  # of a group
-GRIDS = "gptq"  # who makes them instead of trellis codes
+MAKERS: dict[Codes, str] = {"grid": "gptq", "trellis": "trellis", "exl3": "exl3"}  # who makes codes that are read
 CHOICE = 2  # widths that there should be to choose from
 WIDTHS: tuple[int, ...] = get_args(Bits)  # that replicas can have
 
@@ -87,12 +87,14 @@ def _given(recipe: Recipe) -> set[str]:
 
 
 def _codes(target: Target, recipe: Recipe) -> Iterator[Setting]:
-    """Grids instead of trellis codes that it does not read, trained layer by layer first where scales are trained."""
-    if target.trellis or not recipe.losses.encoding.state_bits:
+    """Codes that it reads instead of those that it does not; grids are trained layer by layer first where scales are
+    trained."""
+    made, wanted = recipe.losses.encoding.codes, target.codes[0]
+    if made in target.codes:
         return
-    yield Setting(key="losses.methods", value=f"[{GRIDS}]", why=f"{target.name} reads no trellis codes")
-    yield Setting(key="assign.quantizer", value=GRIDS, why="the same")
-    if recipe.quantize.tune is not None and recipe.quantize.refine is None:
+    yield Setting(key="losses.methods", value=f"[{MAKERS[wanted]}]", why=f"{target.name} reads no {CODES[made]}")
+    yield Setting(key="assign.quantizer", value=MAKERS[wanted], why="the same")
+    if wanted == "grid" and recipe.quantize.tune is not None and recipe.quantize.refine is None:
         yield Setting(key="quantize.refine", value="{}", why="codes of a grid gain by it what trellis codes begin with")
 
 
@@ -104,6 +106,8 @@ def _grid(target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collect
     section = recipe.losses
     if section.nested and not target.nested:
         yield Setting(key="losses.nested", value="false", why=f"{target.name} has no codes that lead wider ones")
+    if "grid" not in target.codes:
+        return
     sizes = [section.group_size, *(() if "losses.group_size" in kept else GROUP_SIZES)]
     kinds = [section.symmetric, *(() if "losses.symmetric" in kept else (not section.symmetric,))]
     every = {grid: _loaded(target, WIDTHS, layers, *grid) for grid in product(sizes, kinds)}

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, Unpack
 
 from moeq.errors import FormatError
 from moeq.runtimes import NATIVE, runtimes
-from moeq_kernels.widths import FULL
+from moeq_kernels.widths import FULL, Codes, Encoding, EncodingKeys
 
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Width
@@ -30,6 +30,7 @@ MIXED = {
 NESTED = (2, 3)  # widths whose codes can lead wider ones and then stand between the points of a grid
 WIDEN = "set export.widen: true (--widen), which stores the same values in a wider symmetric grid"
 ONE_WIDTH = "give every layer's experts one width (assign.granularity: layer), or write it for native or auto-round"
+CODES: dict[Codes, str] = {"grid": "grids", "trellis": "trellis codes", "exl3": "EXL3's codes"}  # in messages
 ANY_GRID = "write it for native or dequantized"
 
 
@@ -40,7 +41,7 @@ class Target:
     granularity: what shares one width; reads: where that comes from; multiple: of what a matrix's rows and inputs must
     be; others: whether modules beside the experts may be packed; short_groups: whether a row's last group may be
     shorter; groups: sizes of groups that it has kernels for, None: any; nested: whether codes may be the leading bits
-    of wider ones; trellis: whether it reads trellis codes; stacks: whether, where the experts of a layer share a width,
+    of wider ones; codes: of what kinds; stacks: whether, where the experts of a layer share a width,
     their matrices may differ; blocks: {(bits, symmetric): of what a row and its groups must be multiples}, where only
     these grids have a type at all; runs: the same of groups alone, where scales may be rounded to fit; rounded: the
     name of such a target beside one that takes values as they are; proof: the test or source behind the row; called,
@@ -57,7 +58,7 @@ class Target:
     short_groups: bool = False
     groups: tuple[int, ...] | None = None
     nested: bool = False
-    trellis: bool = False
+    codes: tuple[Codes, ...] = ("grid",)
     stacks: bool = False
     blocks: Mapping[tuple[int, bool], int] | None = None
     runs: Mapping[tuple[int, bool], int] | None = None
@@ -94,7 +95,7 @@ def loaded_by(name: str) -> Target | None:
 @dataclass(frozen=True, kw_only=True)
 class Grid:
     """How one packed matrix [rows, inputs] is stored; nested: its codes are the leading bits of wider ones;
-    state_bits: of trellis codes."""
+    state_bits, codebook: of what is no grid, as of an `Encoding`."""
 
     rows: int
     inputs: int
@@ -103,11 +104,12 @@ class Grid:
     symmetric: bool
     nested: bool = False
     state_bits: int = 0
+    codebook: str = ""
 
 
 def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     """Why a target cannot load one packed matrix, whatever lies beside it, and the nearest thing that works."""
-    if (refused := _refuse_trellis(target, grid.state_bits)) is not None:
+    if (refused := _refuse_codes(target, Encoding.of(grid))) is not None:
         return refused
     if grid.nested and not target.nested:
         return f"{grid.bits} bits that lead wider codes; {target.name} has no such grid", "set losses.nested: false"
@@ -130,10 +132,15 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     return None if target.blocks is None else _refuse_blocks(target, target.blocks, grid)
 
 
-def _refuse_trellis(target: Target, state_bits: int) -> tuple[str, str] | None:
-    if not state_bits or target.trellis:
+def _refuse_codes(target: Target, encoding: Encoding) -> tuple[str, str] | None:
+    if encoding.codes in target.codes:
         return None
-    return f"trellis codes; {target.name} has none", f"`moeq run --for {target.name}` makes grids instead"
+    return f"{CODES[encoding.codes]}; {target.name} has none", make_others(target)
+
+
+def make_others(target: Target) -> str:
+    """What to do where codes are not of a kind that a target reads."""
+    return f"`moeq run --for {target.name}` makes {CODES[target.codes[0]]} instead"
 
 
 def _whole_groups(target: Target, grid: Grid) -> str:
@@ -189,21 +196,17 @@ def refuse_layers(
     layers: Sequence[Sized],
     widths: Sequence[Sequence[Width]],
     *,
-    group_size: int,
-    symmetric: bool,
-    nested: bool = False,
-    state_bits: int = 0,
     widen: bool = False,
+    **encoding: Unpack[EncodingKeys],
 ) -> tuple[str, str] | None:
     """Why a runtime cannot load widths of every layer's experts, and the nearest thing that works; None where it can.
 
-    widen: whether codes may go into wider symmetric ones of the same values.
+    widen: whether codes may go into wider symmetric ones of the same values; encoding: `vars` of that of the codes.
     """
     target = loaded_by(name)
     if target is None:
         return None
-    grid = {"group_size": group_size, "symmetric": symmetric, "nested": nested, "state_bits": state_bits}
-    return refuse_target(target, layers, widths, **grid, widen=widen)  # type: ignore[arg-type]
+    return refuse_target(target, layers, widths, widen=widen, **encoding)
 
 
 def refuse_target(
@@ -211,19 +214,16 @@ def refuse_target(
     layers: Sequence[Sized],
     widths: Sequence[Sequence[Width]],
     *,
-    group_size: int,
-    symmetric: bool,
-    nested: bool = False,
-    state_bits: int = 0,
     widen: bool = False,
+    **encoding: Unpack[EncodingKeys],
 ) -> tuple[str, str] | None:
     """As `refuse_layers`, of a target."""
     from moeq.artifacts.assignment import matrix_widths, width_of
 
-    if (trellis := _refuse_trellis(target, state_bits)) is not None:
-        return trellis
+    if (refused := _refuse_codes(target, Encoding(**encoding))) is not None:
+        return refused
     if not widen:
-        mixed = refusal(target, widths, [layer.name for layer in layers], symmetric=symmetric)
+        mixed = refusal(target, widths, [layer.name for layer in layers], symmetric=encoding["symmetric"])
         if mixed is not None:
             used = {bits for experts in widths for width in experts for bits in matrix_widths(width)}
             near = f"assign.target: {target.name} assigns what it loads"
@@ -232,28 +232,18 @@ def refuse_target(
     for layer, experts in zip(layers, widths, strict=True):
         for projection in layer.projections:
             of_matrix = sorted({width_of(width, projection) for width in experts})
-            grid = {"group_size": group_size, "symmetric": symmetric, "nested": nested, "state_bits": state_bits}
-            grids = grids_of(layer, projection, of_matrix, **grid)  # type: ignore[arg-type]
+            grids = grids_of(layer, projection, of_matrix, **encoding)
             refused = refuse_stack(target, grids, full=FULL in of_matrix, widen=widen)
             if refused is not None:
                 return f"{layer.name}, {projection}: {refused[0]}", refused[1]
     return None
 
 
-def grids_of(
-    layer: Sized,
-    projection: str,
-    widths: Sequence[int],
-    *,
-    group_size: int,
-    symmetric: bool,
-    nested: bool = False,
-    state_bits: int = 0,
-) -> list[Grid]:
+def grids_of(layer: Sized, projection: str, widths: Sequence[int], **encoding: Unpack[EncodingKeys]) -> list[Grid]:
     """How a matrix of a layer's experts is stored at several widths, but for full precision."""
     rows, inputs = layer.shape(projection)
-    grid = Grid(rows=rows, inputs=inputs, bits=0, group_size=group_size, symmetric=symmetric, state_bits=state_bits)
-    return [replace(grid, bits=bits, nested=nested and bits in NESTED) for bits in widths if bits != FULL]
+    grid = Grid(rows=rows, inputs=inputs, bits=0, **encoding)
+    return [replace(grid, bits=bits, nested=grid.nested and bits in NESTED) for bits in widths if bits != FULL]
 
 
 def refuse_stack(target: Target, grids: Sequence[Grid], *, full: bool, widen: bool) -> tuple[str, str] | None:

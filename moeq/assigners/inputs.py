@@ -58,6 +58,7 @@ class AssignInputs:
     symmetric: bool
     nested: bool = False
     state_bits: int = 0
+    codebook: str = ""
     bytes: tuple[dict[int, int], ...] = ()
     weights: tuple[int, ...] = ()
     matrix_bytes: tuple[dict[str, dict[int, int]], ...] = ()
@@ -261,5 +262,6 @@ def build(inputs: AssignInputs, bits: list[np.ndarray], hot: list[np.ndarray]) -
         symmetric=inputs.symmetric,
         nested=inputs.nested,
         state_bits=inputs.state_bits,
+        codebook=inputs.codebook,
         layers=tuple(layers),
     )

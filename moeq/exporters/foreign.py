@@ -289,6 +289,7 @@ def grid_of(weight: PackedWeight) -> Grid:
         symmetric=weight.zeros is None,
         nested=weight.nested and weight.bits < 4,
         state_bits=weight.state_bits,
+        codebook=weight.codebook,
     )
 
 

@@ -103,7 +103,8 @@ def _by_a_worker(sizes: Sizes) -> np.ndarray:
 
 
 def losses_flops(sizes: Sizes) -> np.ndarray:
-    """`quantize_layer` itself on a few experts, scaled down in both sizes and tokens where one of them is too much.
+    """`quantize_layer` itself on a few experts, scaled down in both sizes and tokens where one of them is too much, and
+    at one width where the least that a method takes is.
 
     Products of a method that starts from another's codes run at the rate of that one's.
     """
@@ -113,15 +114,21 @@ def losses_flops(sizes: Sizes) -> np.ndarray:
     methods = [quantizer.name for quantizer in first if quantizer in kept or not quantizer.stored]
     section = section.model_copy(update={"min_tokens": 1, "methods": methods})
     layer = max(sizes.layers, key=lambda layer: layer.parameters_per_expert)
+    step = max(quantizer.sides for quantizer in first)
+    least = max(8, step)
     for shrink in (1, 2, 4, 8, 16, 32, 64):
-        hidden, inner = (max(8, size // shrink) for size in (layer.hidden_size, layer.intermediate_size))
+        sides = (size // shrink // step * step for size in (layer.hidden_size, layer.intermediate_size))
+        hidden, inner = (max(least, size) for size in sides)
         small = replace(layer, index=0, name="probe", biased=False, hidden_size=hidden, intermediate_size=inner)
         few = [max(2, int(tokens // shrink)) for tokens in expert_tokens(sizes, section)]
         operations = losses_operations(small, few[0], few[1], section, min(SAMPLE_TOKENS, few[0]))
         if operations <= MOST_OPERATIONS:
             break
+    if operations > MOST_OPERATIONS:
+        section = section.model_copy(update={"bits": section.bits[:1]})
+        operations = losses_operations(small, few[0], few[1], section, min(SAMPLE_TOKENS, few[0]))
     experts = max(1, min(layer.num_experts, int(MOST_OPERATIONS / operations)))
-    tiny = replace(small, num_experts=1, hidden_size=8, intermediate_size=8)
+    tiny = replace(small, num_experts=1, hidden_size=least, intermediate_size=least)
     _quantizing(tiny, 2 * heldout_stride(section.heldout_fraction), section, device)()  # which may have to be compiled
     once = _quantizing(replace(small, num_experts=experts), experts * sum(few), section, device)
     return experts * operations / _seconds(once, device, 2 * SECONDS)

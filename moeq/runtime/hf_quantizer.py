@@ -46,6 +46,7 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         symmetric: bool = False,
         nested: bool = False,
         state_bits: int = 0,
+        codebook: str = "",
         others: dict[str, Any] | None = None,
         format_version: int = FORMAT_VERSION,
         layout: str = LAYOUT,
@@ -60,6 +61,8 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
             self.others = others
         if state_bits:
             self.state_bits = state_bits
+        if codebook:
+            self.codebook = codebook
         Stored.of(vars(self))  # refused here, before anything is loaded
 
     @property

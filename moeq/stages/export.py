@@ -353,7 +353,7 @@ def _export_sizes(sizes: Sizes, rest: int) -> ExportSizes:
         for projection in layer.projections:
             used = sorted({width_of(width, projection) for width in experts})
             rows, inputs = layer.shape(projection)
-            grids = grids_of(layer, projection, used, group_size=losses.group_size, symmetric=losses.symmetric)
+            grids = grids_of(layer, projection, used, **vars(losses.encoding))
             stacks.append((layer.num_experts * rows * inputs, tuple(grids), FULL in used))
     return ExportSizes(
         plain=sizes.disk,

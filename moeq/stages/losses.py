@@ -22,12 +22,13 @@ from moeq.artifacts.losses import BEYOND, NAME, summarize, write_losses
 from moeq.artifacts.non_experts import INDEX as OTHERS_INDEX
 from moeq.artifacts.replicas import MARKER, LayerReplicas, Made, ReplicaIndex, is_marked
 from moeq.artifacts.run import OLDER
-from moeq.errors import ArtifactError, CorpusError
+from moeq.errors import ArtifactError, CorpusError, RecipeError
 from moeq.models.corpus.sequences import Sequences
 from moeq.models.experts import expert_math, stacked_biases, stacked_weights
 from moeq.models.walk import LayerInputs
 from moeq.quantizers.layer import LayerResult, quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
+from moeq.registry import QUANTIZERS
 from moeq.stages import effects, losses_tasks, needs_losses
 from moeq.stages import non_experts as others_stage
 from moeq.stages.context import Context
@@ -113,11 +114,25 @@ def more_wanted(context: Context) -> list[str] | None:
 
 
 def check(context: Context) -> None:
-    """RecipeError for modules that cannot be quantized, CorpusError for too few sequences where they do not grow."""
+    """RecipeError for modules, and methods that the model's matrices do not suit; CorpusError for too few sequences
+    where they do not grow."""
     others_stage.check(context)
     losses_tasks.check(context)
+    _check_sides(context)
     if context.recipe.corpus.until_covered is None:
         _check_count(context, context.recipe.corpus.sequences)
+
+
+def _check_sides(context: Context) -> None:
+    """RecipeError for a method whose codes the matrices of some layer have no place in."""
+    for quantizer in (QUANTIZERS.get(method) for method in context.recipe.losses.methods):
+        for layer in context.model.layers:
+            for projection in layer.projections:
+                rows, inputs = layer.shape(projection)
+                if rows % quantizer.sides or inputs % quantizer.sides:
+                    what = f"{quantizer.name} takes multiples of {quantizer.sides}"
+                    where = f"losses.methods: {layer.name}, {projection}"
+                    raise RecipeError(f"{rows} x {inputs} weights; {what}", where=where, do="use another method")
 
 
 def _check_count(context: Context, sequences: int) -> None:

@@ -219,11 +219,12 @@ def load(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]] | None]:
 
 
 def gptqmodel_model(request: dict[str, Any]) -> tuple[Any, None]:
-    """With gptqmodel's kernel in torch."""
+    """With gptqmodel's kernels in torch."""
     import torch
     from gptqmodel import BACKEND, GPTQModel
 
-    backend = getattr(BACKEND, "GPTQ_TORCH", None) or BACKEND.TORCH
+    kernel = "EXL3_TORCH" if request["method"] == "exl3" else "GPTQ_TORCH"
+    backend = getattr(BACKEND, kernel, None) or BACKEND.TORCH
     path, trust = request["checkpoint"], request["trust_remote_code"]
     half = torch.float16  # the scales' type; its kernels take no float32
     wrapped = GPTQModel.load(path, device="cpu", backend=backend, dtype=half, trust_remote_code=trust)

@@ -40,7 +40,7 @@ from moeq.verification import probe
 from moeq.verification.reference import values
 from moeq.verification.weights import differences
 from moeq_kernels.packed import PackedWeight, packed_bytes
-from moeq_kernels.widths import FULL, SUPPORTED_BITS, Encoding
+from moeq_kernels.widths import FULL, SUPPORTED_BITS
 
 WRITTEN = [*written(), "strangers-runtime"]
 GROUP = 64  # that every runtime reads
@@ -83,8 +83,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 ROUNDED = 0.02  # relative, of what a target with rounded scales stores
 
 
-def source_of(model: Path, choose: Choose = lambda *place: 4, **grid: Any) -> MadeSource:
-    return MadeSource(model, choose, **{"group_size": GROUP} | grid)
+def source_of(model: Path, writer: Runtime, choose: Choose = lambda *place: 4, **grid: Any) -> MadeSource:
+    """In a grid, or in codes of EXL3, for who reads no grids."""
+    exl3 = writer.target is not None and "grid" not in writer.target.codes
+    return MadeSource(model, choose, **{"group_size": GROUP, "exl3": exl3} | grid)
 
 
 def refused(name: str, source: MadeSource) -> tuple[str, str] | None:
@@ -94,7 +96,7 @@ def refused(name: str, source: MadeSource) -> tuple[str, str] | None:
         for layer in source.layers
     ]
     same = [[one["up_proj"] if len({*one.values()}) == 1 else one for one in layer] for layer in widths]
-    return refuse_layers(name, source.layers, same, group_size=source.group_size, symmetric=source.symmetric)
+    return refuse_layers(name, source.layers, same, **vars(source.encoding))
 
 
 def check_values(source: MadeSource, out: Path) -> None:
@@ -149,10 +151,11 @@ def test_what_is_written_is_read_back_at_every_width(writer: Runtime, models: di
     written: set[int] = set()
     for symmetric in (True, False):
         grid = {"symmetric": symmetric, "group_size": group}
-        alone = {bits: source_of(models["even"], lambda *place, bits=bits: bits, **grid) for bits in sorted(declared)}
+        chosen: dict[int, Choose] = {bits: lambda *place, bits=bits: bits for bits in sorted(declared)}
+        alone = {bits: source_of(models["even"], writer, choose, **grid) for bits, choose in chosen.items()}
         widths = [bits for bits, source in alone.items() if refused(writer.name, source) is None]
         for number, choose in enumerate(shared_widths(widths, target.granularity if target else "projection")):
-            source = source_of(models["even"], choose, **grid)
+            source = source_of(models["even"], writer, choose, **grid)
             assert refused(writer.name, source) is None
             out = tmp_path / f"{symmetric}-{number}"
             write(writer.name, source, out, WriteOptions())
@@ -165,7 +168,7 @@ def test_what_is_written_is_read_back_at_every_width(writer: Runtime, models: di
 def test_odd_shapes_and_short_groups_are_carried_or_refused(
     writer: Runtime, model: str, group: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    source = source_of(models[model], group_size=group)
+    source = source_of(models[model], writer, group_size=group)
     reason = refused(writer.name, source)
     if reason is None:
         write(writer.name, source, tmp_path / "out", WriteOptions())
@@ -182,7 +185,7 @@ def test_what_is_packed_beside_the_experts_is_carried_or_refused(
     writer: Runtime, models: dict[str, Path], tmp_path: Path
 ) -> None:
     others = {"model.layers.0.self_attn.o_proj": 4, "model.layers.1.self_attn.v_proj": 8}
-    source = source_of(models["even"], others=others)
+    source = source_of(models["even"], writer, others=others)
     error = None
     try:
         write(writer.name, source, tmp_path / "out", WriteOptions())
@@ -197,14 +200,14 @@ def test_what_is_packed_beside_the_experts_is_carried_or_refused(
 
 def test_writing_twice_gives_the_same_bytes(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
     for name in ("first", "second"):
-        write(writer.name, source_of(models["even"]), tmp_path / name, WriteOptions(model_name="a model"))
+        write(writer.name, source_of(models["even"], writer), tmp_path / name, WriteOptions(model_name="a model"))
     first, second = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in
                      ("first", "second"))  # fmt: skip
     assert first == second
 
 
 def test_every_file_has_a_digest(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
-    write(writer.name, source_of(models["even"]), tmp_path / "out", WriteOptions())
+    write(writer.name, source_of(models["even"], writer), tmp_path / "out", WriteOptions())
     files = {path.name for path in (tmp_path / "out").iterdir()} - {SUMS, "README.md"}
     assert {line[66:] for line in (tmp_path / "out" / SUMS).read_text("utf-8").splitlines()} == files
     shard = tmp_path / "out" / (writer.exporter.file or "model-experts-001.safetensors")
@@ -224,20 +227,21 @@ class Spoiled(MadeSource):
             weight = matrices[PLACE[2]]
             assert isinstance(weight, PackedWeight)
             scales = weight.scales.clone()
-            scales[3, 1] = torch.nan
+            scales[3, -1] = torch.nan
             matrices[PLACE[2]] = replace(weight, scales=scales)
         return matrices, biases
 
 
 def test_what_is_no_number_is_refused_by_its_place(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
-    source = Spoiled(models["even"], lambda *place: 4, group_size=GROUP)
+    exl3 = bool(source_of(models["even"], writer).encoding.codebook)
+    source = Spoiled(models["even"], lambda *place: 4, group_size=GROUP, exl3=exl3)
     with pytest.raises(ArtifactError, match=rf"{PLACE[0]}, expert {PLACE[1]}, {PLACE[2]}.*not finite") as caught:
         write(writer.name, source, tmp_path / "out", WriteOptions())
     check_refused(caught.value, tmp_path)
 
 
 def test_it_is_as_large_as_it_says(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
-    source = source_of(models["even"])
+    source = source_of(models["even"], writer)
     write(writer.name, source, tmp_path / "out", WriteOptions())
     rest, every = set(source.rest()), source.source.tensors
     stacks: list[tuple[int, tuple[Grid, ...], bool]] = []
@@ -245,9 +249,9 @@ def test_it_is_as_large_as_it_says(writer: Runtime, models: dict[str, Path], tmp
     for layer in source.layers:
         for projection in layer.projections:
             rows, inputs = layer.shape(projection)
-            grids = grids_of(layer, projection, [4], group_size=GROUP, symmetric=True)
+            grids = grids_of(layer, projection, [4], **vars(source.encoding))
             stacks.append((layer.num_experts * rows * inputs, tuple(grids), False))
-            packed += layer.num_experts * packed_bytes(rows, inputs, 4, Encoding(group_size=GROUP, symmetric=True))
+            packed += layer.num_experts * packed_bytes(rows, inputs, 4, source.encoding)
     sizes = ExportSizes(
         plain=sum(header.bytes for header in every.values()), rest=sum(every[key].bytes for key in rest), packed=0,
         experts=packed, stacks=tuple(stacks), widen=False,

@@ -1,4 +1,7 @@
-"""Every quantizer of the registry: what is stored is what was measured, and what its file declares is so."""
+"""Every quantizer of the registry: what is stored is what was measured, and what its file declares is so.
+
+One that takes no matrices of 37 x 23 makes its codes in a test of its own (tests/quantizers/test_exl3.py).
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,8 @@ TOKENS, SEQUENCES = 24, 8
 GROUP = 16  # divides neither size
 
 every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda one: one.name)
+ANY_SIDES = [one for one in QUANTIZERS if one.sides == 1]
+every_one_here = pytest.mark.parametrize("quantizer", ANY_SIDES, ids=lambda one: one.name)
 
 
 def section(quantizer: Quantizer, **settings: Any) -> LossesSection:
@@ -53,7 +58,7 @@ def section(quantizer: Quantizer, **settings: Any) -> LossesSection:
 def options() -> list[Any]:
     """Every quantizer on every grid that it declares, and with what else it declares."""
     found = []
-    for one in QUANTIZERS:
+    for one in ANY_SIDES:
         grids = {
             grid: {} if grid == "asymmetric" else {"symmetric": True, "symmetric_range": grid} for grid in one.grids
         }
@@ -154,7 +159,7 @@ def test_the_stored_values_are_the_measured_ones(
             assert table[1, bits, projection] == expert_loss(replaced, exact, rows), (bits, projection)
 
 
-@every_quantizer
+@every_one_here
 def test_experts_with_one_token_or_none_get_finite_losses(quantizer: Quantizer) -> None:
     rows = [row for row in quantized(quantizer).rows if row["projection"] == WHOLE]
     assert {row["expert"]: row["calibration_tokens"] for row in rows}.items() >= {DEAD: 0, RARE: 1}.items()
@@ -167,14 +172,14 @@ def test_experts_with_one_token_or_none_get_finite_losses(quantizer: Quantizer) 
     assert sum(most) < sum(least)
 
 
-@every_quantizer
+@every_one_here
 def test_the_same_bytes_whenever_and_at_whatever_widths(quantizer: Quantizer) -> None:
     every = codes(quantizer)
     assert codes(quantizer) == every
     assert b"".join(codes(quantizer, bits=[bits]) for bits in quantizer.widths) == every
 
 
-@every_quantizer
+@every_one_here
 def test_batches_of_experts_change_nothing(quantizer: Quantizer) -> None:
     """To the bit where replicas are made on demand, an expert at a time, of what was measured in batches."""
     assert len(list(expert_batches(LAYER, section(quantizer, working_memory=1)))) == LAYER.num_experts
@@ -182,14 +187,14 @@ def test_batches_of_experts_change_nothing(quantizer: Quantizer) -> None:
     assert apart == (pytest.approx(together, rel=2e-2) if quantizer.stored else together)
 
 
-@every_quantizer
+@every_one_here
 @pytest.mark.parametrize(("key", "value"), [("act_order", True), ("clip", "mse")])
 def test_its_codes_hang_on_what_it_says_they_do(quantizer: Quantizer, key: str, value: object) -> None:
     bits = [one for one in quantizer.widths if one in (2, 3)]
     assert (codes(quantizer, bits=bits, **{key: value}) != codes(quantizer, bits=bits)) == getattr(quantizer, key)
 
 
-@every_quantizer
+@every_one_here
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["weights", "tokens"])
 def test_numbers_that_are_none_are_one_error_that_names_the_expert(
@@ -234,7 +239,7 @@ def test_it_is_documented(quantizer: Quantizer) -> None:
         assert name in LossesSection.model_fields
 
 
-@every_quantizer
+@every_one_here
 def test_memory_is_near_what_it_says(quantizer: Quantizer) -> None:
     """Against torch's own count of a CPU's tensors; the working memory and the column loop's are bounds."""
     layer = ExpertLayer(index=0, name="layers.0.experts", num_experts=6, hidden_size=384, intermediate_size=320)

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packed_layers import any_codes
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 from torch import Tensor
 
 from moeq.numerics.layouts import column_words, row_words, zero_words
+from moeq_kernels import exl3
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack, unpack
+from moeq_kernels.widths import Encoding
 
 SIZES = {
     "hidden_size": 64, "vocab_size": 128, "num_attention_heads": 4, "head_dim": 16, "bos_token_id": 0,
@@ -95,6 +98,14 @@ def humming_parts(packed: PackedWeight) -> dict[str, Tensor]:
     return parts
 
 
+def exl3_parts(packed: PackedWeight) -> dict[str, Tensor]:
+    """trellis, suh, svh and mul1 of any codes of 2 bits of EXL3, in the place of a packed matrix."""
+    rows, inputs = len(packed.scales), packed.inputs
+    made = any_codes(rows, inputs, 2, Encoding.exl3())
+    weight = exl3.weight_of(made.codes, made.scales.squeeze(-1), 2, inputs, "mul1")
+    return {key.rpartition(".")[2]: tensor for key, tensor in weight.tensors("").items()}
+
+
 def write(
     source: Path,
     target: Path,
@@ -159,6 +170,10 @@ def compressed_config(bits: int = 4, *, symmetric: bool = True, groups: dict[str
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": groups or one, "ignore": ["lm_head", "re:.*self_attn.*", "re:.*gate$"],
     }  # fmt: skip
+
+
+def exl3_config() -> dict[str, Any]:
+    return {"quant_method": "exl3", "version": "1.4.1", "bits": 2.0, "head_bits": 16, "codebook": "mul1"}
 
 
 def humming_config(dynamic: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:

@@ -33,6 +33,12 @@ def gptqmodel_model(checkpoint):
     return GPTQModel.load(checkpoint, device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float16).model
 
 
+def exl3_model(checkpoint):
+    from gptqmodel import BACKEND, GPTQModel
+
+    return GPTQModel.load(checkpoint, device="cpu", backend=BACKEND.EXL3_TORCH, dtype=torch.float16).model
+
+
 def llama_logits(checkpoint, ids):
     """llama.cpp's own, which has no model of torch's; on a CPU with tiles its form for them (libggml 0.3.36) ends
     small matrices of 8 bits by a segmentation fault, and is left out."""
@@ -56,6 +62,7 @@ LOADERS = {
     "transformers": transformers_model,
     "auto-round": auto_round_model,
     "gptqmodel": gptqmodel_model,
+    "gptqmodel-exl3": exl3_model,
 }
 
 

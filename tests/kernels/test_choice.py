@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packed_layers import layer_of, matrix_of
+from packed_layers import any_codes, layer_of, matrix_of
 
 from moeq.errors import ModelError
 from moeq_kernels import caches, choice, measured
 from moeq_kernels.cpu.forms import FORMS, Form, forms
 from moeq_kernels.cpu.layer import PackedLayer
 from moeq_kernels.reference import ReferenceLayer, ReferenceLinear
+from moeq_kernels.widths import Encoding
 
 CPU = torch.device("cpu")
 LAYER = layer_of((4, 2), 64, 32)
@@ -216,3 +218,19 @@ def test_a_policy_holds_for_what_is_made_within() -> None:
     with choice.choosing("fixed", at_once=False):
         assert (choice.policy(), choice.at_once()) == ("fixed", False)
     assert (choice.policy(), choice.at_once()) == ("measured", True)
+
+
+def test_codes_of_exl3_have_no_kernel_but_the_plain_way() -> None:
+    """Which is said, and is no silent fallback: whoever asks is told why."""
+    exl3 = [any_codes(128, 128, 2, Encoding.exl3(), seed=seed) for seed in (0, 1)]
+    matrices = [dict.fromkeys(LAYER.matrices[0], one) for one in exl3]
+    layer = replace(LAYER, matrices=matrices)
+    assert choice.prepared_layer(layer, CPU, "fixed") == (None, choice.EXL3)
+    assert choice.prepared_linear(matrices[0]["up_proj"], None, CPU, "measured") == (None, choice.EXL3)
+    made, why = choice.prepared_layer(layer, CPU, "reference")
+    assert isinstance(made, ReferenceLayer)
+    assert why is None
+    linear, _ = choice.prepared_linear(matrices[0]["up_proj"], None, CPU, "reference")
+    assert isinstance(linear, ReferenceLinear)
+    rows = torch.randn(3, 128)
+    assert torch.equal(linear(rows), torch.nn.functional.linear(rows, matrices[0]["up_proj"].dequantize()))

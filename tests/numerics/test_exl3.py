@@ -1,61 +1,21 @@
-"""EXL3's stored form: read by a reader of its own, from the documented layout; codes that lose what their width allows.
-
-The reader below shares nothing with moeq: it goes from the packed words to weights bit by bit, as exllamav3's kernels
-do (codebook.cuh, exl3_dq.cuh, pack.cu, exl3.py of turboderp-org/exllamav3 at 4f8ad01), in numpy.
-"""
+"""EXL3's stored form, by a reader of its own, from the documented layout; codes that lose what their width allows."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from exl3_reader import read, read_value, read_word
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed_layers import any_codes
 
-from moeq.numerics import exl3, exl3_ldlq, trellis, trellis_device
-from moeq.numerics.exl3 import Exl3Weight
-
-
-def read_word(words: np.ndarray, step: int, bits: int) -> int:
-    """The 16 bits that end with a step, of a tile's little-endian words of 32 bits, most significant bit first."""
-    found = 0
-    for place in range((step + 1) * bits - 16, (step + 1) * bits):
-        at = place % (256 * bits)
-        found = found << 1 | int(words[at // 32]) >> 31 - at % 32 & 1
-    return found
-
-
-def half(bits: int) -> np.float16:
-    return np.uint16(bits).view(np.float16)
-
-
-def read_value(word: int, codebook: str) -> np.float16:
-    if codebook == "mul1":
-        product = word * 0x83DCD12D % 2**32
-        total = 0x6400 + sum(product >> shift & 0xFF for shift in (0, 8, 16, 24))  # bits of a half, 1024 and more
-        exact = float(half(total)) * float(half(0x1EEE)) + float(half(0xC931))
-        return np.float16(exact)
-    product = (word * 0xCBAC1FED if codebook == "mcg" else word * 89226354 + 64248484) % 2**32
-    both = product & 0x8FFF8FFF ^ 0x3B603B60
-    return np.float16(float(half(both & 0xFFFF)) + float(half(both >> 16)))
-
-
-def read(trellis: np.ndarray, suh: np.ndarray, svh: np.ndarray, codebook: str) -> tuple[np.ndarray, np.ndarray]:
-    """V float16 [K, N], and the weight float32 [N, K]."""
-    bits, words = trellis.shape[2] // 16, trellis.view(np.uint32)
-    inner = np.empty((len(suh), len(svh)), np.float16)
-    for k, n in np.ndindex(*trellis.shape[:2]):
-        for step in range(256):
-            thread, own = step // 8, step % 8  # eight weights of each of 32 threads: the fragment of a tensor core
-            row = 2 * (thread % 4) + (0, 1, 8, 9, 0, 1, 8, 9)[own]
-            column = thread // 4 + (0, 0, 0, 0, 8, 8, 8, 8)[own]
-            inner[16 * k + row, 16 * n + column] = read_value(read_word(words[k, n], step, bits), codebook)
-    plus = np.array([[1 - 2 * ((i & j).bit_count() % 2) for j in range(128)] for i in range(128)], np.float64)
-    whole = inner.astype(np.float64)
-    for start in range(0, len(suh), 128):
-        whole[start : start + 128] = plus @ whole[start : start + 128]
-    for start in range(0, len(svh), 128):
-        whole[:, start : start + 128] = whole[:, start : start + 128] @ plus
-    whole = whole / 128 * suh.astype(np.float64)[:, None] * svh.astype(np.float64)
-    return inner, whole.T.astype(np.float32)
+from moeq.numerics import exl3_ldlq, trellis, trellis_device
+from moeq_kernels import exl3
+from moeq_kernels.exl3 import Exl3Weight
+from moeq_kernels.packed import PackedWeight, joined, row_range, some_inputs
+from moeq_kernels.reference import some_rows
+from moeq_kernels.widths import TRELLIS_BITS, Encoding
 
 
 def random_weight(rows: int, inputs: int, bits: int, codebook: str) -> Exl3Weight:
@@ -93,11 +53,17 @@ def test_packing_has_a_way_back(bits: int) -> None:
     assert torch.equal(exl3.unpacked(stored, bits), steps)
 
 
+def coded(weight: torch.Tensor, hessian: torch.Tensor, bits: int) -> PackedWeight:
+    """The first of some weights [E, N, K]."""
+    factor = exl3_ldlq.factorize_turned(hessian, 0.01)
+    return exl3_ldlq.quantize(weight, factor, hessian, [bits])[0].map(lambda part: part[0])
+
+
 @pytest.mark.parametrize(("bits", "most"), [(1, 0.31), (2, 0.075), (3, 0.0195), (4, 0.0052)])
 def test_codes_of_normal_weights_lose_what_their_width_allows(bits: int, most: float) -> None:
     """Of 128 x 128 normal weights with an even Hessian, relative; no code of k bits has less than 4^-k."""
     weight = torch.randn(1, 128, 128, generator=torch.Generator().manual_seed(3)) * 0.02
-    made = exl3_ldlq.quantize(weight, torch.eye(128)[None], [bits], generator=torch.Generator().manual_seed(0))[0][0]
+    made = coded(weight, torch.eye(128)[None], bits)
     error = float((made.dequantize() - weight[0]).square().mean() / weight.square().mean())
     assert 4.0**-bits < error < most
 
@@ -121,9 +87,8 @@ def test_errors_are_made_up_for_by_the_hessian() -> None:
     weight = torch.randn(1, 128, 128, generator=generator) * torch.logspace(-1, 1, 128)[:, None]
     hessian = correlated(128)[None]
     losses = []
-    for given in (hessian, torch.eye(128)[None]):
-        ((made,),) = exl3_ldlq.quantize(weight, given, [2], generator=torch.Generator().manual_seed(0))
-        left = made.dequantize() - weight[0]
+    for known in (hessian, torch.eye(128)[None]):
+        left = coded(weight, known, 2).dequantize() - weight[0]
         losses.append(float((left @ hessian[0] * left).sum()))
     assert losses[0] < 0.5 * losses[1]
 
@@ -163,7 +128,9 @@ def test_the_tensors_of_a_checkpoint() -> None:
 
 def test_what_has_no_place_is_refused() -> None:
     with pytest.raises(ValueError, match="multiples of 128"):
-        exl3_ldlq.quantize(torch.randn(1, 64, 128), torch.eye(128)[None], [2], generator=torch.Generator())
+        coded(torch.randn(1, 64, 128), torch.eye(128)[None], 2)
+    with pytest.raises(ValueError, match="multiples of 128"):
+        coded(torch.randn(1, 128, 64), torch.eye(64)[None], 2)
     with pytest.raises(ValueError, match="no codebook of EXL3"):
         exl3.word_values("1mad")
     weight = random_weight(128, 128, 2, "mul1")
@@ -173,3 +140,43 @@ def test_what_has_no_place_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"128|trellis|dimension|codebook"):
             Exl3Weight(**{**vars(weight), **wrong}).check()
+
+
+@pytest.mark.parametrize("bits", [1, 3, 4, 8])
+def test_moeqs_own_form_has_the_values_of_exl3s(bits: int) -> None:
+    """Signs that are always the same are left out, and put back; a stack is what its matrices are."""
+    stack = [any_codes(128, 256, bits, Encoding.exl3(), seed=seed) for seed in range(2)]
+    for one in stack:
+        weight = exl3.weight_of(one.codes, one.scales.squeeze(-1), bits, 256, "mul1")
+        assert torch.equal(weight.dequantize(), one.dequantize())
+        again = exl3.parts_of(weight)
+        assert torch.equal(again["codes"], one.codes)
+        assert torch.equal(again["scales"], one.scales.squeeze(-1))
+    whole = joined([one.map(lambda part: part.unsqueeze(0)) for one in stack])
+    assert torch.equal(whole.dequantize(), torch.stack([one.dequantize() for one in stack]))
+
+
+def test_signs_that_are_others_are_no_form_of_moeqs() -> None:
+    with pytest.raises(ValueError, match="other signs"):
+        exl3.parts_of(random_weight(128, 128, 2, "mul1"))
+
+
+@given(
+    row=st.integers(0, 1), rows=st.integers(1, 2), some=st.integers(0, 1), inputs=st.integers(1, 2),
+    bits=st.sampled_from(TRELLIS_BITS),
+)  # fmt: skip
+@settings(deadline=None, max_examples=20)
+def test_parts_of_a_weight_are_blocks_of_it(row: int, rows: int, some: int, inputs: int, bits: int) -> None:
+    one = any_codes(256, 256, bits, Encoding.exl3())
+    rows, inputs = min(rows, 2 - row), min(inputs, 2 - some)
+    part = some_inputs(row_range(one, 128 * row, 128 * rows), 128 * some, 128 * inputs)
+    wanted = one.dequantize()[128 * row :, 128 * some :][: 128 * rows, : 128 * inputs]
+    assert torch.equal(part.dequantize(), wanted)
+    looked_up = torch.tensor([3, 200, 128 * row, 3])
+    found = some_rows(one, looked_up)
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found, one.dequantize()[looked_up])
+    with pytest.raises(ValueError, match="no whole tiles of 128"):
+        row_range(one, 16, 128)
+    with pytest.raises(ValueError, match="no whole tiles of 128"):
+        some_inputs(one, 0, 64)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from moeq.models.walk import LayerInputs
 from moeq.planning import probe
-from moeq.recipe import load_recipe
+from moeq.recipe import LossesSection, load_recipe
 from moeq.stages.context import Context
 from moeq.stages.needs import Rates, Sizes
 from moeq.stages.order import BY_NAME
@@ -46,6 +47,20 @@ def test_compiling_is_not_measured(tiny_mixtral: Path, monkeypatch: pytest.Monke
         return float(probe.losses_flops(sizes)[0])
 
     assert rate(1.0) > 0.2 * rate(0.02)
+
+
+def test_matrices_of_the_probe_are_such_as_the_method_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Multiples of 128 for exl3, at one width, since even the least takes long."""
+    recipe = load_recipe(None, ["losses.methods=[exl3]", "assign.quantizer=exl3", "eval.compare=[]"])
+    sizes = Sizes(Context(recipe=recipe, model_name="bundled:tiny-mixtral", out=tmp_path / "run"))
+    seen: list[tuple[int, int, int]] = []
+
+    def quantized(inputs: LayerInputs, weights: object, math: object, section: LossesSection) -> None:
+        seen.append((inputs.layer.hidden_size, inputs.layer.intermediate_size, len(section.bits)))
+
+    monkeypatch.setattr(probe, "quantize_layer", quantized)
+    assert float(probe.losses_flops(sizes)[0]) > 0
+    assert set(seen) == {(128, 128, 1)}
 
 
 def test_layer_effects_take_one_run_that_carries_the_layers(tiny_mixtral: Path) -> None:

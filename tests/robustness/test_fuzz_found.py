@@ -65,6 +65,7 @@ REFUSED: dict[str, tuple[str, str, Any, str]] = {  # target, place in its valid 
     "ignored pattern": ("compressed_tensors", "quantization_config.ignore", ["re:("], "pattern"),
     "negative bits": ("compressed_tensors", "quantization_config.config_groups.group_0.weights.num_bits", -4, "bits"),
     "a rule that is a list": ("humming", "quantization_config.dynamic", {"+:x": []}, "cannot read"),
+    "a codebook that is a list": ("exl3", "quantization_config.codebook", ["mul1"], "codebook"),
     "a type of no numbers": ("humming", "quantization_config.b_dtype", 4, "4 weights"),
     "a token that is a number": ("tokenizer", "added_tokens.0.content", 1, "token"),
     "a token below 0": ("tokenizer", "added_tokens.0.id", -3, "token"),

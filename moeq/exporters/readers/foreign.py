@@ -168,8 +168,8 @@ class Foreign:
         try:
             self.layout.check(headers, grid, *wanted.shape)
         except ValueError as error:
-            declared = f"{grid.bits} bits, groups of {grid.group_size}"
-            raise self._wrong(f"{error} ({declared})", wanted) from None
+            declared = f" ({grid.bits} bits, groups of {grid.group_size})" if grid.bits else ""
+            raise self._wrong(f"{error}{declared}", wanted) from None
         return grid, headers
 
     def _matrix(self, wanted: _Wanted) -> PackedWeight | Tensor:
@@ -182,12 +182,15 @@ class Foreign:
             stored = self.layout.read(parts, grid, *wanted.shape)
         except ValueError as error:
             raise self._wrong(str(error), wanted) from None
-        if not bool(torch.isfinite(stored.weight.scales).all()):
+        weight = stored.weight
+        if weight is not None and not bool(torch.isfinite(weight.scales).all()):
             raise self._wrong("has scales that are not finite", wanted)
-        if stored.groups is None:
-            return stored.weight
+        if weight is not None and stored.groups is None:
+            return weight
         if not self.as_values:
             where = f"{self.source.path}, {wanted.where}"
+            if weight is None:
+                raise ArtifactError("moeq packs no such codes", where=where, do="convert it to dequantized")
             raise ArtifactError("its groups are not consecutive inputs", where=where, do=_ORDERED)
         return stored.values()
 

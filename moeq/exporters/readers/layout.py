@@ -31,7 +31,7 @@ FLOATS = ("F16", "BF16", "F32")  # types of scales
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What config.json declares of one module."""
+    """What config.json declares of one module; bits: 0 where that says its own tensors."""
 
     bits: int
     group_size: int
@@ -40,15 +40,20 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A matrix as it was read; groups: the group of every input [K], None where they are consecutive."""
+    """A matrix as it was read; groups: the group of every input [K], None where they are consecutive; of: its values
+    float32 [N, K], where no packed weight holds it."""
 
-    weight: PackedWeight
+    weight: PackedWeight | None
     groups: Tensor | None = None
+    of: Tensor | None = None
 
     def values(self) -> Tensor:
         """Values float32 [N, K]."""
         from moeq_kernels.packing import unpack
 
+        if self.weight is None:
+            assert self.of is not None
+            return self.of
         if self.groups is None:
             return self.weight.dequantize()
         packed, spread = self.weight, self.groups.long()

@@ -75,19 +75,20 @@ class Config(_Model):
 class _Foreign(JsonTarget):
     """quantization_config of another tool: every packed matrix has the shape and type that it says.
 
-    declared: what is valid; parts: how a matrix lies.
+    declared: what is valid; parts: how a matrix lies; sides: of the model, hidden and intermediate.
     """
 
     declared: ClassVar[dict[str, Any]]
+    sides: ClassVar[tuple[int, int]] = (64, 32)
     spare = 8 << 20  # where a model has to be made, of its names
 
     def parts(self, weight: Any) -> dict[str, torch.Tensor]:
         return handmade.gptq_parts(weight)
 
     def prepare(self, place: Place) -> None:
-        write_foreign(self.folder, self.parts)
+        write_foreign(self.folder, self.parts, *self.sides)
         self.beside = (self.folder / "model.safetensors").stat().st_size
-        self.value = CONFIG | {"quantization_config": self.declared}
+        self.value = config_of(*self.sides) | {"quantization_config": self.declared}
 
     def read(self, data: bytes) -> None:
         self.file("config.json", data)
@@ -120,20 +121,31 @@ class Humming(_Foreign):
         return handmade.humming_parts(weight)
 
 
+class Exl3(_Foreign):
+    name, declared, sides = "exl3", handmade.exl3_config(), (128, 128)
+
+    def parts(self, weight: Any) -> dict[str, torch.Tensor]:
+        return handmade.exl3_parts(weight)
+
+
 CONFIG = {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 64, "intermediate_size": 32,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2,
     "num_experts_per_tok": 1, "vocab_size": 16, "torch_dtype": "float32",
 }  # fmt: skip
-SHAPES = {"w1": (32, 64), "w2": (64, 32), "w3": (32, 64)}
 
 
-def write_foreign(folder: Path, parts: Any) -> None:
+def config_of(hidden: int, inner: int) -> dict[str, Any]:
+    """config.json of what `write_foreign` writes."""
+    return CONFIG | {"hidden_size": hidden, "intermediate_size": inner}
+
+
+def write_foreign(folder: Path, parts: Any, hidden: int = 64, inner: int = 32) -> None:
     """One layer of two experts, their matrices packed, and a router."""
     generator = torch.Generator().manual_seed(0)
-    tensors = {"model.layers.0.block_sparse_moe.gate.weight": torch.randn(2, 64, generator=generator)}
+    tensors = {"model.layers.0.block_sparse_moe.gate.weight": torch.randn(2, hidden, generator=generator)}
     for expert in range(2):
-        for name, shape in SHAPES.items():
+        for name, shape in {"w1": (inner, hidden), "w2": (hidden, inner), "w3": (inner, hidden)}.items():
             weight = handmade.rounded(torch.randn(shape, generator=generator), 4)
             module = f"model.layers.0.block_sparse_moe.experts.{expert}.{name}"
             tensors |= {f"{module}.{part}": value.contiguous() for part, value in parts(weight).items()}
@@ -144,13 +156,15 @@ class ForeignTensors(TensorsTarget):
     """Packed matrices of another tool: refused, or values of the matrix's shape."""
 
     name, per_byte = "foreign_tensors", 0  # tensors are torch's own
+    sides: ClassVar[tuple[int, int]] = (64, 32)
     declared: ClassVar[dict[str, Any]] = handmade.gptq_config()
     parts = staticmethod(handmade.gptq_parts)
 
     def prepare(self, place: Place) -> None:
-        write_foreign(self.folder, self.parts)
+        write_foreign(self.folder, self.parts, *self.sides)
         self.data = (self.folder / "model.safetensors").read_bytes()
-        self.file("config.json", json.dumps(CONFIG | {"quantization_config": self.declared}).encode())
+        config = config_of(*self.sides) | {"quantization_config": self.declared}
+        self.file("config.json", json.dumps(config).encode())
 
     def read(self, data: bytes) -> None:
         path = self.file("model.safetensors", data)
@@ -250,6 +264,12 @@ class Int8File(TensorsTarget):
     def read(self, data: bytes) -> None:
         self.file("model.safetensors", data)
         read_int8(self.folder)
+
+
+class Exl3File(ForeignTensors):
+    name, sides = "exl3_file", (128, 128)
+    declared: ClassVar[dict[str, Any]] = handmade.exl3_config()
+    parts = staticmethod(handmade.exl3_parts)
 
 
 TOKENIZER = {

@@ -16,7 +16,11 @@ rounded to float16 once. A tensor `mcg` or `mul1` beside the others, int32 of no
 tells the codebook; without one it is 3inst. The same bits are a walk of moeq_kernels/trellis.py with L = 16: there the
 newest bit of a state is its highest, here its lowest, so that a word is a state with its bits in reverse.
 
-Letters: E weights of a batch, N output rows, K inputs, k bits of a step, R and C tiles along rows and inputs.
+In moeq's own checkpoints signs are always the same, `signs`, so that none are stored: suh are they, svh they times the
+rows' scales. codes uint8 [..., N/16, K/16*32*k] are the bytes of `trellis`, tile by tile along the inputs; scales
+float16 [..., N].
+
+Letters: N output rows, K inputs, k bits of a step, R and C tiles along rows and inputs.
 """
 
 from __future__ import annotations
@@ -31,15 +35,16 @@ from torch import Tensor
 from moeq_kernels.packing import pack as packed_stream
 from moeq_kernels.packing import unpack as unpacked_stream
 from moeq_kernels.trellis import STEPS, TILE, states
+from moeq_kernels.widths import EXL3_SIDE, EXL3_STATE_BITS
 
+BLOCK, STATE_BITS = EXL3_SIDE, EXL3_STATE_BITS  # BLOCK: rows and inputs that a Hadamard transform mixes
 BITS = (1, 2, 3, 4, 5, 6, 7, 8)
-STATE_BITS = 16
-BLOCK = 128  # rows and inputs that a Hadamard transform mixes
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}  # stored beside a weight
 CODEBOOKS = ("3inst", *MULTIPLIERS)
 MULTIPLIER, ADDEND = 89226354, 64248484  # of 3inst
 KEPT, FLIPPED = 0x8FFF8FFF, 0x3B603B60
 INVERSE, BIAS = 0x1EEE, 0xC931  # of mul1, bits of float16 numbers
+SIGNS = 0x243F6A8885A308D313198A2E03707344  # bits of pi after its point: where bit i is 1, i + 128 j have the sign -1
 
 
 def _order() -> Tensor:
@@ -160,9 +165,10 @@ class Exl3Weight:
     def inner(self) -> Tensor:
         """V, what lies between the transforms, float16 [K, N]; ValueError as `check`."""
         self.check()
-        found = state_values(self.codebook)[states(unpacked(self.trellis, self.bits), self.bits, STATE_BITS).long()]
+        value = state_values(self.codebook).to(self.trellis.device)
+        found = value[states(unpacked(self.trellis, self.bits), self.bits, STATE_BITS).long()]
         tiles = torch.empty_like(found)
-        tiles[..., ORDER] = found  # [R, C, input, row]
+        tiles[..., ORDER.to(found.device)] = found  # [R, C, input, row]
         rows: Tensor = tiles.unflatten(-1, (TILE, TILE)).permute(1, 2, 0, 3)
         return rows.reshape(len(self.suh), len(self.svh)).half()
 
@@ -182,6 +188,43 @@ class Exl3Weight:
             multiplier = MULTIPLIERS[self.codebook]
             parts[self.codebook] = torch.tensor(multiplier - (1 << 32), dtype=torch.int64).to(torch.int32)
         return {f"{module}.{part}": tensor for part, tensor in parts.items()}
+
+
+def signs(length: int) -> Tensor:
+    """Of rows or inputs in moeq's own checkpoints, float16 [length]; the same for every 128 of them."""
+    one = torch.tensor([1.0 - 2.0 * (SIGNS >> place & 1) for place in range(BLOCK)])
+    return one.half().repeat(-(-length // BLOCK))[:length]
+
+
+def parts_of(weight: Exl3Weight) -> dict[str, Tensor]:
+    """codes [N/16, K/16*32*k] and scales [N] of a weight; ValueError for one whose signs are not moeq's."""
+    weight.check()
+    scales = weight.svh * signs(len(weight.svh)).to(weight.svh)
+    if not torch.equal(weight.suh, signs(len(weight.suh)).to(weight.suh)) or not bool((scales >= 0).all()):
+        raise ValueError("suh and svh have other signs than moeq's own")
+    return {"codes": weight.trellis.transpose(0, 1).contiguous().view(torch.uint8).flatten(1), "scales": scales}
+
+
+def weight_of(codes: Tensor, scales: Tensor, bits: int, inputs: int, codebook: str) -> Exl3Weight:
+    """Invert `parts_of`; ValueError where they are not of a weight [N, K]."""
+    rows = len(scales)
+    check_sides(rows, inputs)
+    tiles = codes.contiguous().view(torch.int16).view(rows // TILE, inputs // TILE, TILE * bits)
+    return Exl3Weight(
+        trellis=tiles.transpose(0, 1).contiguous(),
+        suh=signs(inputs).to(scales.device),
+        svh=scales * signs(rows).to(scales),
+        codebook=codebook,
+    )
+
+
+def dequantize(
+    codes: Tensor, scales: Tensor, bits: int, inputs: int, codebook: str, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Values [..., N, K] in a dtype of codes [..., N/16, K/16*32*k] and scales [..., N], one matrix at a time."""
+    every = zip(codes.flatten(0, -3), scales.flatten(0, -2), strict=True) if codes.dim() > 2 else [(codes, scales)]
+    found = [weight_of(one, scale, bits, inputs, codebook).dequantize().to(dtype) for one, scale in every]
+    return torch.stack(found).view(*scales.shape, inputs) if codes.dim() > 2 else found[0]
 
 
 def check_sides(rows: int, inputs: int) -> None:

@@ -1,0 +1,90 @@
+"""exl3: the codes that exllamav3 runs, walks over 2**16 states between Hadamard transforms, made up for by columns.
+
+exllamav3's converter is QTIP (Tseng et al., arXiv 2406.11235) with rotations; here the same stored form is filled by
+numerics/exl3_ldlq.py: signs are always the same, and a row's scale is fitted to its weights. Gate and up share one
+Hessian. Slow on a CPU.
+
+Letters: E experts of a batch, N output rows, K inputs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moeq.quantizers.quantizer import BatchSizes, Quantizer
+from moeq_kernels.widths import EXL3_SIDE, EXL3_STATE_BITS, TRELLIS_BITS, Encoding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moeq.quantizers.statistics import Statistics
+    from moeq.recipe import LossesSection
+    from moeq_kernels.packed import PackedWeight
+
+STEP_OPERATIONS = 9  # of a state of a weight, the walk around the seam included
+LOOP_BYTES = 320 << 20  # a thread's ways back and columns
+
+
+def quantize(
+    weights: dict[str, Tensor], statistics: Statistics, settings: LossesSection
+) -> dict[str, dict[int, PackedWeight]]:
+    """EXL3's codes of a batch of experts, {projection: [E, N, K]}; what a factorization fell back to is noted of the
+    expert."""
+    import torch
+
+    from moeq.models.experts import DOWN
+    from moeq.numerics import exl3_ldlq
+
+    made: dict[str, dict[int, PackedWeight]] = {}
+    first, second = statistics.hessians()
+    for names, hessians in (([name for name in weights if name != DOWN], first), ([DOWN], second)):
+        hessian = torch.stack(hessians)
+        hessians.clear()
+        factor = exl3_ldlq.factorize_turned(hessian, settings.damping)
+        for index, note in enumerate(statistics.notes):
+            note.add(**factor.fallbacks(index, settings.damping))
+        for name in names:
+            found = exl3_ldlq.quantize(weights[name], factor, hessian, settings.bits)
+            made[name] = {one.bits: one for one in found}
+    return made
+
+
+def memory(sizes: BatchSizes) -> list[int]:
+    """Hessians while they are summed up, their factors, weights between the transforms, what the threads work on."""
+    import torch
+
+    from moeq.quantizers.layer_data import row_bytes
+
+    hidden, inner, widths = sizes.layer.hidden_size, sizes.layer.intermediate_size, len(sizes.settings.bits)
+    matrix = 4 * sizes.experts * inner * hidden
+    lists = 4 * sizes.experts * (hidden**2 + inner**2)
+    summing = lists + row_bytes(sizes.layer, int(sizes.tokens) + sizes.lent)
+    at_once = matrix * (2 + widths) if sizes.gpu else LOOP_BYTES * torch.get_num_threads()
+    factors = 3 * 4 * sizes.experts * max(hidden, inner) ** 2
+    codes = matrix // 4 * widths * len(sizes.layer.projections)
+    return [summing, lists + factors + 2 * matrix + at_once + codes]
+
+
+def operations(sizes: BatchSizes) -> float:
+    """Hessians and intermediate states, two Cholesky factors, and the steps of every width."""
+    hidden, inner = sizes.layer.hidden_size, sizes.layer.intermediate_size
+    first = len(sizes.layer.projections) - 1
+    total = 2 * sizes.tokens * hidden**2 + 2 * (sizes.tokens + sizes.lent) * (inner**2 + first * hidden * inner)
+    steps = STEP_OPERATIONS * (1 << EXL3_STATE_BITS) * (first + 1) * inner * hidden
+    return total + (hidden**3 + inner**3) / 3 + len(sizes.settings.bits) * steps
+
+
+QUANTIZER = Quantizer(
+    name="exl3",
+    label="EXL3",
+    help="the codes of exllamav3: walks over 65,536 states between Hadamard transforms; slow without a GPU",
+    quantize=quantize,
+    memory=memory,
+    operations=operations,
+    widths=TRELLIS_BITS,
+    grids=("asymmetric",),
+    nested=False,
+    sides=EXL3_SIDE,
+    needs="hessians",
+    encoding=lambda settings: Encoding.exl3(),
+)
