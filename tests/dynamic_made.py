@@ -68,7 +68,7 @@ def made(family: str = "mixtral", **given: Any) -> tuple[DynamicMoE, Source]:
     probe.close()
     budget = probe.budget
     half = min(budget.layers) // 2
-    wanted = budget.least_bytes + half * len(budget.layers) * (budget.high_bytes - budget.low_bytes)
+    wanted = sum(budget.other_bytes.values()) + budget.least_bytes + half * len(budget.layers) * (budget.high_bytes - budget.low_bytes)
     follows = given.pop("follows", None)
     options = {"memory_bytes": wanted} | given
     dynamic = DynamicMoE(

@@ -31,9 +31,11 @@ from moeq_kernels.errors import ModelError
 from moeq_kernels.names import CPU, CPU_INT8, REFERENCE, TRITON, VARIABLE
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.reference import ReferenceKernel
+from moeq_kernels.streams import Streams
 
 if TYPE_CHECKING:  # which loads a compiler
     from moeq_kernels.cpu.versions import Places, VersionedLayer
+    from moeq_kernels.gpu.versions import VersionedTritonLayer
 
 Policy = Literal["measured", "fixed", "reference"]
 _policy: ContextVar[Policy] = ContextVar("policy", default="measured")
@@ -76,6 +78,12 @@ def named() -> str | None:
     return name
 
 
+def takes_triton(device: torch.device) -> bool:
+    """Whether what lies on a device is Triton's, if not left to the plain way."""
+    name = named()
+    return name == TRITON or (name is None and device.type == "cuda")
+
+
 def prepared_layer(
     layer: LayerOfExperts, device: torch.device, policy: Policy
 ) -> tuple[PreparedLayer | None, str | None]:
@@ -108,18 +116,31 @@ def prepared_linear(
 
 
 def versioned_layer(
-    layer: LayerOfExperts, versions: Sequence[Mapping[str, Matrix]], held: Tensor, places: Places, policy: Policy
-) -> VersionedLayer:
-    """A layer whose experts change between versions while it runs, on the CPU; see `cpu.versions`.
+    layer: LayerOfExperts,
+    versions: Sequence[Mapping[str, Matrix]],
+    held: Tensor,
+    places: Places,
+    policy: Policy,
+    streams: Streams,
+) -> VersionedLayer | VersionedTritonLayer:
+    """A layer whose experts change between versions while it runs, where the buffer lies; see `cpu.versions` and
+    `gpu.versions`.
 
     ModelError where its kernel cannot take them.
     """
     state_bits = max(_state_bits(one) for matrices in versions for one in matrices.values())
-    kernel, _ = _kernel(torch.device("cpu"), policy, state_bits)
+    kernel, why = _kernel(held.device, policy, state_bits)
+    made: VersionedLayer | VersionedTritonLayer
     try:
+        if kernel is None:
+            raise ValueError(why)
         if isinstance(kernel, ReferenceKernel):
             raise ValueError("the plain way has no buffer of its own")
-        made: VersionedLayer = kernel.versions(layer, versions, held, places)  # type: ignore[union-attr]
+        if kernel.name == TRITON:
+            module = importlib.import_module("moeq_kernels.gpu.versions")
+            made = module.versioned_layer(layer, versions, held, places, streams)
+        else:
+            made = kernel.versions(layer, versions, held, places)  # type: ignore[attr-defined]
     except ValueError as error:
         do = f"leave {VARIABLE} out, and take a checkpoint whose experts are packed or in 16 bits"
         raise ModelError(f"experts cannot change their precision: {error}", where=VARIABLE, do=do) from error
@@ -136,7 +157,7 @@ def _kernel(device: torch.device, policy: Policy, state_bits: int) -> tuple[Kern
     name = named()
     if REFERENCE in (name, policy):
         return ReferenceKernel(), None
-    if name == TRITON or (name is None and device.type == "cuda"):
+    if takes_triton(device):
         return _triton()
     if device.type != "cpu":
         return None, f"no kernel computes on {device.type}"
