@@ -205,7 +205,9 @@ def _biases(
     biases: Sequence[Mapping[str, Tensor]], names: Sequence[str], experts: int, device: torch.device
 ) -> tuple[Tensor, list[list[int | None]]]:
     """All biases one after the other, float32, and where those [E][S] begin, in bytes."""
-    every, at, size = [], [], 0
+    every: list[Tensor] = []
+    at: list[list[int | None]] = []
+    size = 0
     for expert in range(experts):
         mine = biases[expert] if biases else {}
         at.append([None] * len(names))

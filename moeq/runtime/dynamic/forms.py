@@ -123,7 +123,8 @@ class GpuForm:
     def transfer(self, read: Read, blocks: Sequence[Sequence[Any]], planes: bool) -> Transfer:
         there = self._there
         kind = there.PlanesThere if planes and there.PlanesThere.fits(blocks) else there.WholeThere
-        return kind(read, blocks, self.streams)
+        made: Transfer = kind(read, blocks, self.streams)
+        return made
 
     def host(self, limit: int, sizes: Sequence[int], experts: int) -> HostCache:
         return HostCache(limit, sizes, experts, self.streams.waiting)

@@ -33,7 +33,7 @@ from moeq.runtime.dynamic.experts import DYNAMIC, DynamicExperts
 from moeq.runtime.dynamic.forms import BESIDE, form_of
 from moeq.runtime.dynamic.pools import HIGH, LOW, Budget
 from moeq.runtime.dynamic.seen import Gained
-from moeq.runtime.experts_by_row import ReplicaSource
+from moeq.runtime.experts_by_row import ReplicaSource, moved
 from moeq.version import __version__
 from moeq_kernels import choice
 from moeq_kernels.description import LayerOfExperts, Matrix
@@ -215,7 +215,8 @@ class DynamicMoE:
             place = self.pools.pools[version].take()
             assert place is not None, "the budget counts blocks for all experts"
             matrices, bias = self._source.expert(layer, expert, self._width(version))
-            blocks[version].write(matrices, self.pools.bytes_of(version, place))
+            there = {name: moved(matrix, self.pools.held.device) for name, matrix in matrices.items()}
+            blocks[version].write(there, self.pools.bytes_of(version, place))
             places.append((version, place))
             biases.append(bias)
         described = LayerOfExperts(
