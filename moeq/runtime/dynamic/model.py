@@ -123,6 +123,7 @@ class DynamicMoE:
         self._blocks: list[list[Any]] = []
         for number, module in enumerate(self.modules):
             self._fill(number, module, [one for one, _ in examples[number]], policy)
+        self._form.streams.now().wait()  # copies on another stream find every block whole
         self._form.freed()
         self.steps = self.decisions = 0
         self._say, self._told = say, list[str]()
