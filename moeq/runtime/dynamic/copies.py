@@ -103,7 +103,7 @@ class Copies:
         self._retired: list[_Retired] = []
         self._said: set[str] = set()
         self._changed = threading.Condition(threading.Lock())
-        self._copying = threading.Lock()
+        self._copying = threading.RLock()
         self._registering = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
