@@ -31,7 +31,7 @@ from moeq_kernels.errors import ModelError
 from moeq_kernels.names import CPU, CPU_INT8, REFERENCE, TRITON, VARIABLE
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.reference import ReferenceKernel
-from moeq_kernels.streams import Streams
+from moeq_kernels.streams import Streams, streams_of
 
 if TYPE_CHECKING:  # which loads a compiler
     from moeq_kernels.cpu.versions import Places, VersionedLayer
@@ -121,12 +121,12 @@ def versioned_layer(
     held: Tensor,
     places: Places,
     policy: Policy,
-    streams: Streams,
+    streams: Streams | None = None,
 ) -> VersionedLayer | VersionedTritonLayer:
     """A layer whose experts change between versions while it runs, where the buffer lies; see `cpu.versions` and
     `gpu.versions`.
 
-    ModelError where its kernel cannot take them.
+    streams: of what is copied; None: of this layer alone. ModelError where its kernel cannot take them.
     """
     state_bits = max(_state_bits(one) for matrices in versions for one in matrices.values())
     kernel, why = _kernel(held.device, policy, state_bits)
@@ -138,7 +138,7 @@ def versioned_layer(
             raise ValueError("the plain way has no buffer of its own")
         if kernel.name == TRITON:
             module = importlib.import_module("moeq_kernels.gpu.versions")
-            made = module.versioned_layer(layer, versions, held, places, streams)
+            made = module.versioned_layer(layer, versions, held, places, streams or streams_of(held.device))
         else:
             made = kernel.versions(layer, versions, held, places)  # type: ignore[attr-defined]
     except ValueError as error:

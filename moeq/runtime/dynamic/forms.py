@@ -22,6 +22,7 @@ from moeq_kernels import choice
 from moeq_kernels.cpu import versions as on_cpu
 from moeq_kernels.description import Matrix
 from moeq_kernels.freed import return_memory
+from moeq_kernels.names import VARIABLE
 from moeq_kernels.streams import HostStreams, Streams, streams_of
 
 Versions = Sequence[Sequence[Mapping[str, Matrix]]]  # [L][version]: matrices of an expert
@@ -142,6 +143,9 @@ def form_of(device: torch.device, planes: bool = True) -> Form:
     """Of experts on a device; ModelError for one that no form is of."""
     if choice.takes_triton(device):
         return GpuForm(streams_of(device), planes)
+    if device.type == "cuda":
+        what = f"{choice.named()} does not compute on {device}"
+        raise ModelError(what, where=VARIABLE, do="leave it out")
     if device.type != "cpu":
         what = f"precision follows the workload on a CPU or a CUDA GPU, and this is {device}"
         raise ModelError(what, where="dynamic precision", do="give --device cpu or cuda (device=)")
