@@ -1,7 +1,7 @@
 """Experts whose precision follows the workload (paper 001, DynaExq): what it costs, and what it keeps.
 
     python benchmarks/dynamic.py [--parts overhead switching quality prefetch memory] [--layers 4] [--experts 128]
-        [--folder DIR]
+        [--folder DIR] [--device cuda]
 
 overhead, switching, memory: a generated Qwen3-MoE in the shape of Qwen3-30B-A3B but for its number of layers, with
 experts at 4 and 2 bits in groups of 128 (random codes, the 2 bits being their leading ones). Steps of decoding are
@@ -17,6 +17,8 @@ Then Figure 4: perplexity of wiki against the share of low experts, the coldest 
 
 prefetch: the same models and windows: how many copies find their version beside the device when versions are read
 ahead by which experts follow which, see `dynamic_ahead.py`.
+
+--device cuda: overhead, switching and memory on a GPU, with the Triton kernel and copies on a stream of their own.
 """
 
 from __future__ import annotations
@@ -52,21 +54,29 @@ def step_of(model: Any, vocabulary: int) -> Callable[[], float]:
     from transformers import DynamicCache
 
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, vocabulary, (1, CONTEXT), generator=generator)
+    ids = torch.randint(3, vocabulary, (1, CONTEXT), generator=generator).to(model.device)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(input_ids=ids, past_key_values=cache, use_cache=True)
 
     def step() -> float:
-        token = torch.randint(3, vocabulary, (1, 1), generator=generator)
+        token = torch.randint(3, vocabulary, (1, 1), generator=generator).to(model.device)
+        waited(model.device)
         began = time.perf_counter()
         with torch.no_grad():
             model(input_ids=token, past_key_values=cache, use_cache=True)
+        waited(model.device)
         taken = time.perf_counter() - began
         cache.crop(-1)
         return taken
 
     return step
+
+
+def waited(device: torch.device) -> None:
+    """Until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def in_turns(steps: dict[str, Callable[[], float]], rounds: int, between: Callable[[], None]) -> dict[str, list[float]]:
@@ -88,7 +98,7 @@ def ratio(of: list[float], to: list[float]) -> float:
 
 def timed(options: argparse.Namespace, results: figures.Figures) -> None:
     """Overhead with nothing to switch, and speed while experts change all the time."""
-    made = dynamic_models.Generated(options)
+    made = dynamic_models.Generated(options, device=options.device)
     experts, vocabulary = options.experts, options.vocabulary
     places = experts // SHARE_HIGH
     low, mixed = made.static(0), made.static(places)
@@ -117,6 +127,8 @@ def timed(options: argparse.Namespace, results: figures.Figures) -> None:
         results.add("the same, of the static mix's speed", 1 / ratio(taken["switching"], taken["static mixed"]))
         results.add("changes a second meanwhile", switches / seconds, digits=1)
         results.add("bytes brought for a promotion", counts["copied_bytes"] / max(1, counts["promotions"]) / 1e6, "MB")
+        if options.device == "cuda":
+            results.add("allocated on the GPU at most", torch.cuda.max_memory_allocated() / 2**30, "GiB")
         figures_of_whole(made, places, results)
 
 
@@ -156,11 +168,11 @@ class Changes:
 def memory(options: argparse.Namespace, results: figures.Figures) -> None:
     """Resident memory over many decode steps of successive sequences, whose experts change all the time."""
     small = argparse.Namespace(**{**vars(options), "layers": 2, "experts": 16, "vocabulary": 4096})
-    with dynamic_models.Generated(small, hidden=256, inner=128).dynamic(4, period=8) as dynamic:
+    with dynamic_models.Generated(small, 256, 128, options.device).dynamic(4, period=8) as dynamic:
         changes, generator = Changes(dynamic), torch.Generator().manual_seed(0)
         levels, done, each = [], 0, 50
         while done < options.steps:
-            ids = torch.randint(3, 4096, (1, 8), generator=generator)
+            ids = torch.randint(3, 4096, (1, 8), generator=generator).to(options.device)
             dynamic.generate(ids, max_new_tokens=each, min_new_tokens=each, do_sample=False, pad_token_id=0)
             changes.more()
             done += each
@@ -193,6 +205,7 @@ def main() -> None:
         vocabulary=(151936, 4096),
         rounds=(96, 12),
         steps=(100_000, 1_000),
+        device="cpu",
         windows=(24, 4),
         names=(["tiny-qwen3-moe", "tiny-mixtral"], ["tiny-qwen3-moe"]),
     )

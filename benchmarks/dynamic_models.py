@@ -6,7 +6,6 @@ Codes of 4 bits and their grids are random; the version of 2 bits is their leadi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +14,10 @@ from torch import Tensor, nn
 import decode_models  # isort: skip
 
 from moeq.models.experts import ExpertLayer, find_expert_layers
+from moeq.runtime.dynamic.forms import form_of
 from moeq.runtime.dynamic.model import DynamicMoE, DynamicSettings
 from moeq.runtime.dynamic.pools import Budget
+from moeq.runtime.experts_by_row import moved
 from moeq.runtime.packed_experts import PACKED
 from moeq_kernels import choice
 from moeq_kernels.packed import PackedWeight, packed_shapes
@@ -54,9 +55,11 @@ def _drawn(rows: int, inputs: int, generator: torch.Generator) -> PackedWeight:
 
 
 class Generated:
-    """Models that share all weights but their experts'; hidden, inner: other sizes than Qwen3-30B-A3B's."""
+    """Models that share all weights but their experts'; hidden, inner: other sizes than Qwen3-30B-A3B's; device: where
+    they lie."""
 
-    def __init__(self, options: argparse.Namespace, hidden: int = 2048, inner: int = 768) -> None:
+    def __init__(self, options: argparse.Namespace, hidden: int = 2048, inner: int = 768, device: str = "cpu") -> None:
+        self.device = torch.device(device)
         self.config = decode_models.configuration(options)
         if hidden != self.config.hidden_size:
             self.config.hidden_size, self.config.moe_intermediate_size = hidden, inner
@@ -79,10 +82,10 @@ class Generated:
                 drawn = torch.ones(parameter.shape, dtype=torch.bfloat16)
                 if parameter.dim() > 1:
                     drawn.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
-                self._weights[name] = nn.Parameter(drawn, requires_grad=False)
+                self._weights[name] = nn.Parameter(drawn.to(self.device), requires_grad=False)
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path).register_parameter(leaf, self._weights[name])
-        model.model.rotary_emb = type(model.model.rotary_emb)(self.config)
+        model.model.rotary_emb = type(model.model.rotary_emb)(self.config).to(self.device)
         return model
 
     def static(self, places: int) -> Any:
@@ -97,7 +100,7 @@ class Generated:
                 )
                 for expert, projection, linear in packed.linears():
                     matrix: Any = self.source.expert(layer, expert, widths[expert])[0][projection]
-                    linear._buffers.update(matrix.parts())
+                    linear._buffers.update(moved(matrix, self.device).parts())
                 model.set_submodule(layer.name, packed.eval())
                 packed.prepare()
                 assert packed.prepared is not None, packed.refused
@@ -114,17 +117,16 @@ class Generated:
 
     def _bytes(self, places: int, transient: int) -> int:
         """Of pools with so many experts of a layer in high precision."""
-        from moeq_kernels.cpu.versions import Block
-
-        sizes: Mapping[int, int] = {
-            width: Block(self.source.expert(self.layers[0], 0, width)[0]).nbytes for width in (NARROW, WIDE)
-        }
+        form, experts = form_of(self.device), [layer.num_experts for layer in self.layers]
+        example = [self.source.expert(self.layers[0], 0, width)[0] for width in (NARROW, WIDE)]
+        sizes = dict(zip((NARROW, WIDE), [form.block(matrices).nbytes for matrices in example], strict=True))
+        beside = form.beside([example] * len(experts), [{}] * len(experts), experts)
         budget = Budget(
             low_bytes=sizes[NARROW],
             high_bytes=sizes[WIDE],
-            layers=[layer.num_experts for layer in self.layers],
+            layers=experts,
             transient=transient,
             memory_bytes=0,
             other_bytes={},
         )
-        return budget.least_bytes + places * len(self.layers) * (sizes[WIDE] - sizes[NARROW])
+        return beside + budget.least_bytes + places * len(self.layers) * (sizes[WIDE] - sizes[NARROW])

@@ -32,7 +32,12 @@ LEAST_SECONDS = 5
 NONE = "there is no CUDA device"
 NEEDS = ("numba", "pyarrow")  # of moeq beside its GPU kernels; see gpu_wheels.py
 TAKES_ARRAYS = "import numpy; int(numpy.array([1]))"  # what the interpreter of Triton 3.6 wants of NumPy
-ON_CUDA = {"gptq_model": ("--layers", "1"), "gptq": ("--no-peers", "--no-large")}  # benchmarks that need a GPU
+DYNAMIC = "tests/runtime/test_dynamic_on_gpu.py"  # of which all tests say something of a GPU
+ON_CUDA = {  # benchmarks that need a GPU
+    "dynamic": ("--parts", "overhead", "switching", "--vocabulary", "32768", "--rounds", "48"),
+    "gptq_model": ("--layers", "1"),
+    "gptq": ("--no-peers", "--no-large"),
+}
 SEEN = """
 import torch, triton
 print(torch.__version__, triton.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "")
@@ -85,10 +90,10 @@ class Runs:
 
 
 def marked() -> list[str]:
-    """Files with CUDA tests, those of the kernels apart."""
+    """Files with CUDA tests, those of the kernels and DYNAMIC apart."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     named = [path.relative_to(ROOT).as_posix() for path in files if MARK in path.read_text("utf-8")]
-    return [name for name in named if not name.startswith(KERNELS)]
+    return [name for name in named if not name.startswith(KERNELS) and name != DYNAMIC]
 
 
 def unpacked(wheels: Path, site: Path) -> str | None:
@@ -119,8 +124,9 @@ def tests(runs: Runs, gpu: bool) -> None:
     lacking = lacked(runs)
     if gpu and not lacking:
         runs.run("other CUDA tests", *pytest, "-m", "cuda", *marked())
+        runs.run("dynamic precision", *pytest, DYNAMIC)
         return
-    for name in marked() if gpu else (KERNELS, *marked()):
+    for name in (DYNAMIC, *marked()) if gpu else (KERNELS, DYNAMIC, *marked()):
         runs.leave_out(f"CUDA tests of {name}", lacking if gpu else NONE)
 
 

@@ -60,19 +60,25 @@ def made(family: str = "mixtral", **given: Any) -> tuple[DynamicMoE, Source]:
     """A tiny model, half of whose experts are in high precision unless memory is given."""
     torch.manual_seed(0)
     nested: bool = given.pop("nested", False)
+    device: str = given.pop("device", "cpu")
     sizes = UNITS if nested else {}
     model = tiny_model(family, **sizes).eval()
     source = Nested(model) if nested else Source(model)
     said: list[str] = given.pop("said", [])
-    probe = DynamicMoE(tiny_model(family, **sizes).eval(), source.layers, source, settings(), policy="fixed")
+    probed = tiny_model(family, **sizes).eval().to(device)
+    probe = DynamicMoE(probed, source.layers, source, settings(), policy="fixed")
     probe.close()
     budget = probe.budget
     half = min(budget.layers) // 2
-    wanted = budget.least_bytes + half * len(budget.layers) * (budget.high_bytes - budget.low_bytes)
+    wanted = (
+        sum(budget.other_bytes.values())
+        + budget.least_bytes
+        + half * len(budget.layers) * (budget.high_bytes - budget.low_bytes)
+    )
     follows = given.pop("follows", None)
     options = {"memory_bytes": wanted} | given
     dynamic = DynamicMoE(
-        model, source.layers, source, settings(**options), follows=follows, policy="fixed", say=said.append
+        model.to(device), source.layers, source, settings(**options), follows=follows, policy="fixed", say=said.append
     )
     assert dynamic.places == half or "memory_bytes" in given
     return dynamic, source

@@ -31,9 +31,11 @@ from moeq_kernels.errors import ModelError
 from moeq_kernels.names import CPU, CPU_INT8, REFERENCE, TRITON, VARIABLE
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.reference import ReferenceKernel
+from moeq_kernels.streams import Streams, streams_of
 
 if TYPE_CHECKING:  # which loads a compiler
     from moeq_kernels.cpu.versions import Places, VersionedLayer
+    from moeq_kernels.gpu.versions import VersionedTritonLayer
 
 EXL3 = "moeq has no kernel for EXL3's codes"
 Policy = Literal["measured", "fixed", "reference"]
@@ -77,6 +79,12 @@ def named() -> str | None:
     return name
 
 
+def takes_triton(device: torch.device) -> bool:
+    """Whether what lies on a device is Triton's, if not left to the plain way."""
+    name = named()
+    return name == TRITON or (name is None and device.type == "cuda")
+
+
 def prepared_layer(
     layer: LayerOfExperts, device: torch.device, policy: Policy
 ) -> tuple[PreparedLayer | None, str | None]:
@@ -108,19 +116,30 @@ def prepared_linear(
 
 
 def versioned_layer(
-    layer: LayerOfExperts, versions: Sequence[Mapping[str, Matrix]], held: Tensor, places: Places, policy: Policy
-) -> VersionedLayer:
-    """A layer whose experts change between versions while it runs, on the CPU; see `cpu.versions`.
+    layer: LayerOfExperts,
+    versions: Sequence[Mapping[str, Matrix]],
+    held: Tensor,
+    places: Places,
+    policy: Policy,
+    streams: Streams | None = None,
+) -> VersionedLayer | VersionedTritonLayer:
+    """A layer whose experts change between versions while it runs, where the buffer lies; see `cpu.versions` and
+    `gpu.versions`.
 
-    ModelError where its kernel cannot take them.
+    streams: of what is copied; None: of this layer alone. ModelError where its kernel cannot take them.
     """
-    kernel, why = _kernel(torch.device("cpu"), policy, [one for matrices in versions for one in matrices.values()])
+    kernel, why = _kernel(held.device, policy, [one for matrices in versions for one in matrices.values()])
+    made: VersionedLayer | VersionedTritonLayer
     try:
         if kernel is None:
             raise ValueError(why)
         if isinstance(kernel, ReferenceKernel):
             raise ValueError("the plain way has no buffer of its own")
-        made: VersionedLayer = kernel.versions(layer, versions, held, places)  # type: ignore[attr-defined]
+        if kernel.name == TRITON:
+            module = importlib.import_module("moeq_kernels.gpu.versions")
+            made = module.versioned_layer(layer, versions, held, places, streams or streams_of(held.device))
+        else:
+            made = kernel.versions(layer, versions, held, places)  # type: ignore[attr-defined]
     except ValueError as error:
         do = f"leave {VARIABLE} out, and take a checkpoint whose experts are packed or in 16 bits"
         raise ModelError(f"experts cannot change their precision: {error}", where=VARIABLE, do=do) from error
@@ -134,7 +153,7 @@ def _kernel(device: torch.device, policy: Policy, matrices: Sequence[Matrix]) ->
         return ReferenceKernel(), None
     if any(one.codebook for one in packed):
         return None, EXL3
-    if name == TRITON or (name is None and device.type == "cuda"):
+    if takes_triton(device):
         return _triton()
     if device.type != "cpu":
         return None, f"no kernel computes on {device.type}"

@@ -55,6 +55,31 @@ class PreparedLayer(Protocol):
         """
 
 
+class Versioned(Protocol):
+    """A layer each of whose experts is computed from one of several versions, in blocks of a buffer."""
+
+    def places(self) -> list[tuple[int, int]]:
+        """[E] version and offset, as published."""
+
+    def place(self, expert: int) -> tuple[int, int]:
+        """Version and offset of one expert, as published."""
+
+    def ready(self, wait: bool = False) -> bool:
+        """Whether something can be published without waiting; wait: until it can."""
+
+    def publish(self, places: Mapping[int, tuple[int, int]]) -> int:
+        """From the next call on some experts are in another version, at another place; a number for `quiet`."""
+
+    def quiet(self, published: int, wait: bool = False) -> bool:
+        """Whether nothing reads what was in use before something was published; wait: for a device, until so."""
+
+    def matrix(self, expert: int, projection: str) -> Matrix:
+        """One matrix as it was given, bit for bit."""
+
+    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """As `PreparedLayer`."""
+
+
 class PreparedLinear(Protocol):
     """One matrix in a kernel's own arrangement."""
 

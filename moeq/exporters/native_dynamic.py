@@ -25,12 +25,13 @@ from moeq.errors import ArtifactError, ModelError
 from moeq.exporters.native_replicas import CheckpointReplicas, CopyingReader
 from moeq.models.loading import compute_dtype, load_model, resolve_device
 from moeq.models.source import open_source
+from moeq.runtime.dynamic.forms import Form, form_of
 from moeq.runtime.dynamic.model import DynamicMoE, DynamicSettings
 from moeq.runtime.dynamic.needs import WEIGHTS, other_bytes, stand_ins, weights_bytes
 from moeq.runtime.dynamic.options import DynamicOptions
+from moeq.runtime.dynamic.pools import HIGH, LOW
 from moeq.tables import human_bytes
 from moeq_kernels import choice
-from moeq_kernels.cpu.versions import Block
 from moeq_kernels.packed import packed_shapes
 from moeq_kernels.widths import Encoding
 
@@ -60,17 +61,15 @@ def open_dynamic(
     failure. Close it, or use it in a `with`.
 
     ModelError for a checkpoint without two widths, without those that are asked for, for a budget that not even all
-    experts in low precision keep, with the sum, and for a GPU; ArtifactError for a damaged checkpoint, RecipeError for
-    settings that cannot be.
+    experts in low precision keep, with the sum, and for a device that is neither a CPU nor a CUDA GPU; ArtifactError
+    for a damaged checkpoint, RecipeError for settings that cannot be.
     """
     path = Path(checkpoint)
     options = DynamicOptions.parse(settings) if isinstance(settings, str) else settings
     manifest = read_manifest(path)
     high, low = options.pair(manifest.widths_there, str(path))
     target = resolve_device(device)
-    if target.type != "cpu":
-        what = f"precision follows the workload on the CPU alone, and this is {target}"
-        raise ModelError(what, where=str(path), do="give --device cpu (device=)")
+    form = form_of(target, options.planes)
     model, source = load_with_replicas(path, dtype, target, policy, trust_remote_code)
     layers = source.reader.layers
     other = {WEIGHTS: weights_bytes(model, layers)}
@@ -80,7 +79,7 @@ def open_dynamic(
             other = other_bytes(model, layers, context=-(-wanted // sequences), batch=sequences)
     memory = options.memory
     if memory is None:
-        memory = sum(other.values()) + _own_bytes(manifest, source, high, low, options.transient, str(path))
+        memory = sum(other.values()) + _own_bytes(manifest, source, high, low, options.transient, form, str(path))
     return DynamicMoE(
         model,
         layers,
@@ -135,11 +134,18 @@ def load_with_replicas(
 
 
 def _own_bytes(
-    manifest: PlacementManifest, source: CheckpointReplicas, high: int, low: int, transient: int, where: str
+    manifest: PlacementManifest,
+    source: CheckpointReplicas,
+    high: int,
+    low: int,
+    transient: int,
+    form: Form,
+    where: str,
 ) -> int:
     """Bytes of pools with as many experts in high precision as fit into what the assignment's experts take.
 
-    Counted as they are stored; a pool's blocks are a little larger (aligned), its buffer for experts in transit apart.
+    Counted as they are stored; a pool's blocks are a little larger (aligned), its buffer for experts in transit apart,
+    and what a form keeps beside them.
     ModelError where all in low precision take more.
     """
     stored = [
@@ -156,12 +162,13 @@ def _own_bytes(
     least = min(map(len, stored))
     each = sum(max(large - small for small, large in layer) for layer in stored)
     places = min(least, (placed - all_low) // each if each > 0 else least)
-    blocks = {
-        width: max(Block(source.expert(layer, 0, width)[0]).nbytes for layer in source.reader.layers)
-        for width in (high, low)
-    }
+    layers = source.reader.layers
+    examples = [[source.expert(layer, 0, width) for width in (low, high)] for layer in layers]
+    versions = [[matrices for matrices, _ in of_layer] for of_layer in examples]
+    small, large = (max(form.block(of_layer[version]).nbytes for of_layer in versions) for version in (LOW, HIGH))
     count, rich = sum(map(len, stored)), places * len(stored)
-    return (count - rich + transient) * blocks[low] + (rich + transient) * blocks[high]
+    beside = form.beside(versions, [of_layer[LOW][1] for of_layer in examples], [one.num_experts for one in layers])
+    return (count - rich + transient) * small + (rich + transient) * large + beside
 
 
 def _stored(expert: PlacedExpert, layer: PlacedLayer, width: int, encoding: Encoding) -> int:

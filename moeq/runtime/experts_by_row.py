@@ -126,7 +126,7 @@ class Dequantized:
         if (layer.index, key) not in self.prepared:
             experts = [self.source.expert(layer, expert, key) for expert in range(layer.num_experts)]
             described = LayerOfExperts(
-                matrices=[{name: _moved(one, self.device) for name, one in parts.items()} for parts, _ in experts],
+                matrices=[{name: moved(one, self.device) for name, one in parts.items()} for parts, _ in experts],
                 biases=[{name: self._values(bias) for name, bias in biases.items()} for _, biases in experts],
                 gate=math.gate,
                 activation=math.activation,
@@ -154,7 +154,8 @@ class Dequantized:
         return stored.map(lambda part: part.to(self.device)).dequantize(self.dtype)
 
 
-def _moved(stored: Matrix, device: torch.device) -> Matrix:
+def moved(stored: Matrix, device: torch.device) -> Matrix:
+    """A matrix on a device."""
     return stored.to(device) if isinstance(stored, Tensor) else stored.map(lambda part: part.to(device))
 
 

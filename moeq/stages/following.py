@@ -30,8 +30,9 @@ def check(context: Context) -> None:
     if context.model.takes_images:
         raise EvaluationError("an image classifier's precision follows no workload", where=WHERE, do="leave it out")
     if context.model.device.type != "cpu":
-        what = f"precision follows the workload on the CPU alone, and this is {context.model.device}"
-        raise EvaluationError(what, where=WHERE, do="give --device cpu, or leave it out")
+        what = f"a recipe's precision follows the workload on the CPU alone, and this is {context.model.device}"
+        do = "give --device cpu, or leave it out and use moeq eval CHECKPOINT --dynamic"
+        raise EvaluationError(what, where=WHERE, do=do)
     for section in sections:
         DynamicOptions.of_recipe(section).pair({*context.recipe.losses.bits, FULL}, WHERE)
 

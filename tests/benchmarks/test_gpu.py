@@ -88,8 +88,8 @@ class Noted(gpu.Runs):
 commands: dict[str, tuple[str, ...]] = {}
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq_model"])
-def test_gptq_is_measured_on_cuda_and_named_where_there_is_none(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["dynamic", "gptq", "gptq_model"])
+def test_what_is_measured_on_cuda_is_named_where_there_is_none(name: str, tmp_path: Path) -> None:
     commands.clear()
     runs = Noted(dict(os.environ), tmp_path / "summary.json", seconds=60.0)
     gpu.benchmarks(runs, True, tmp_path, tune=False)
@@ -100,6 +100,18 @@ def test_gptq_is_measured_on_cuda_and_named_where_there_is_none(name: str, tmp_p
     gpu.benchmarks(runs, False, tmp_path, tune=False)
     assert name not in commands
     assert f"{name}: {gpu.NONE}" in runs.not_run
+
+
+def test_precision_that_changes_is_tested_whole_on_a_gpu(tmp_path: Path) -> None:
+    commands.clear()
+    runs = Noted(dict(os.environ), tmp_path / "summary.json", seconds=60.0)
+    gpu.tests(runs, True)
+    assert gpu.MARK in (gpu.ROOT / gpu.DYNAMIC).read_text("utf-8")
+    assert commands["dynamic precision"][-1] == "tests/runtime/test_dynamic_on_gpu.py"
+    assert gpu.DYNAMIC not in commands["other CUDA tests"]
+    assert not runs.not_run
+    gpu.tests(runs, False)
+    assert f"CUDA tests of {gpu.DYNAMIC}: {gpu.NONE}" in runs.not_run
 
 
 WITHOUT = """

@@ -354,8 +354,11 @@ def test_an_assignment_of_fewer_bits_than_the_low_ones_is_no_budget(made: Callab
         open_dynamic(narrow, "high=16,low=4", policy="fixed")
 
 
-def test_a_gpu_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_cpu_and_no_gpu_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_dynamic, "resolve_device", torch.device)
-    with pytest.raises(MoeqError, match="on the CPU alone, and this is cuda; give --device cpu") as caught:
-        open_dynamic(checkpoint, device="cuda")
+    with pytest.raises(MoeqError, match="a CPU or a CUDA GPU, and this is mps; give --device cpu or cuda") as caught:
+        open_dynamic(checkpoint, device="mps")
     assert caught.value.exit_code == 3
+    monkeypatch.setenv(VARIABLE, "plain")
+    with pytest.raises(MoeqError, match="plain does not compute on cuda; leave it out"):
+        open_dynamic(checkpoint, device="cuda")

@@ -15,6 +15,7 @@ import family_models
 import numpy as np
 import pytest
 import torch
+from triton_here import triton_here
 
 from moeq import pipeline
 from moeq.artifacts.coactivation import NAME, read_coactivation
@@ -27,9 +28,11 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.dynamic.copies import Switch
+from moeq.runtime.dynamic.forms import BESIDE
 from moeq.runtime.dynamic.model import DynamicMoE, DynamicSettings
 from moeq.runtime.dynamic.pools import HIGH, LOW
 from moeq.stages.context import Context
+from moeq_kernels.names import TRITON, VARIABLE
 
 RECIPE = (
     "corpus.sequences=4", "corpus.sequence_length=32", "losses.group_size=32", "losses.bits=[2,4]",
@@ -108,6 +111,31 @@ def test_a_copying_reader_reads_what_the_mapping_one_does(exported: Path) -> Non
                 for name, weight in one.items():
                     parts, others = weight.parts(), two[name].parts()  # type: ignore[union-attr]
                     assert all(torch.equal(parts[part], others[part]) for part in parts)
+
+
+def test_a_checkpoint_opens_in_the_form_of_a_gpu(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter where there is no GPU; its own bytes hold the tables of the kernel too."""
+    here = open_dynamic(exported, copies="between", policy="fixed")
+    here.close()
+    with triton_here() as device:
+        if device == "cpu":
+            monkeypatch.setenv(VARIABLE, TRITON)
+        with open_dynamic(exported, dtype="float32", device=device, copies="between", policy="fixed") as dynamic:
+            beside = dynamic.budget.other_bytes[BESIDE]
+            assert dynamic.summary()["planes"]
+            assert dynamic.places == here.places
+            needed = dynamic.budget.pool_bytes + sum(dynamic.budget.other_bytes.values())
+            assert beside < needed <= dynamic.budget.memory_bytes
+            dynamic.copies.request([Switch(0, 1, HIGH), Switch(0, 2, HIGH)])
+            counts, reader = dynamic.copies.counts, NativeReader(exported)
+            assert counts.failures == 0
+            assert counts.promotions == 2
+            for expert, (version, _) in enumerate(dynamic.copies.layers[0].places()):
+                wanted, _ = reader.replica(reader.layers[0], expert, 4 if version == HIGH else 2)
+                for name, matrix in wanted.items():
+                    found = dynamic.copies.layers[0].matrix(expert, name)
+                    for part, tensor in matrix.parts().items():  # type: ignore[union-attr]
+                        assert torch.equal(found.parts()[part].cpu(), tensor)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("planes", [True, False])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late_streams import LateStreams
 
 from moeq.analysis.coactivation import coactivation, soon_hot
 from moeq.analysis.hotness import Control, Controller
@@ -121,6 +122,29 @@ def test_a_version_that_came_ahead_is_a_hit_once_and_pushes_out_nothing_that_is_
     assert cache.room_ahead(HIGH, {(0, 2, HIGH)})
     cache.clear()
     assert cache.kept_bytes == 0
+
+
+def test_slots_from_which_copies_are_on_their_way_are_left_alone() -> None:
+    """What nothing reads goes first, however young; where copies read everything, the oldest one is waited for."""
+    streams, cache = LateStreams(), HostCache(2 * 96, (32, 64), 4)
+    for expert in (0, 1):
+        cache.fill((0, expert, HIGH), lambda into, expert=expert: into.fill_(expert).sum().item())  # type: ignore[misc]
+    events = [streams.beside(lambda: None) for _ in range(2)]
+    cache.hold((0, 0, HIGH), events[0])
+    assert not cache.room_ahead(HIGH, {(0, 1, HIGH)})
+    assert cache.room_ahead(HIGH, {(0, 0, HIGH)})
+    cache.fill((0, 2, HIGH), lambda into: into.fill_(2).sum().item())  # type: ignore[arg-type, return-value]
+    assert cache.take((0, 0, HIGH))[0] is not None
+    assert cache.take((0, 1, HIGH))[0] is None
+    cache.take((0, 2, HIGH))
+    cache.hold((0, 2, HIGH), events[1])
+    assert not cache.room_ahead(HIGH, set())
+    assert not events[0].done()
+    cache.fill((0, 3, HIGH), lambda into: into.fill_(3).sum().item())  # type: ignore[arg-type, return-value]
+    assert events[0].done()
+    assert not events[1].done()
+    cache.clear()
+    assert events[1].done(), "memory that is read is not given back"
 
 
 @settings(max_examples=60, deadline=None)

@@ -124,8 +124,12 @@ class VersionedLayer:
             self._published += 1
             return self._published
 
-    def quiet(self, published: int) -> bool:
-        """Whether no call is under way that began before something was published."""
+    def ready(self, wait: bool = False) -> bool:
+        """Always."""
+        return True
+
+    def quiet(self, published: int, wait: bool = False) -> bool:
+        """Whether no call is under way that began before something was published; calls are never waited for."""
         with self._lock:
             return all(began >= published for began in self._calls)
 

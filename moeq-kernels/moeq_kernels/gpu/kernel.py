@@ -21,7 +21,7 @@ from torch import Tensor
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 from moeq_kernels.gpu import unpacked
 from moeq_kernels.gpu.settings import Settings, Shape, choose, rows_to_unpack
-from moeq_kernels.gpu.stored import Stored, shapes_of
+from moeq_kernels.gpu.stored import Stored, in_order, shapes_of
 from moeq_kernels.gpu.swizzle import FRAGMENT, TILE
 
 ACTIVATIONS = {  # in one pass with the products; names as in transformers
@@ -66,12 +66,11 @@ class Stack:
         self.device = stored.buffer.device
         self.experts = len(stored.places)
         self.multiprocessors = _multiprocessors(self.device.index) if self.device.type == "cuda" else 1
-        views = (torch.int32, torch.int16, torch.float16, stored.dense or torch.float16, torch.float32)
-        self.pointers = [*(stored.view(dtype) for dtype in views), stored.table, stored.grids]
+        views = (torch.int32, torch.int16, torch.float16, stored.dense or torch.float16)
+        self.pointers = [*(stored.view(dtype) for dtype in views), stored.singles(), stored.table, stored.grids]
         self._costs: dict[tuple[int, ...], Tensor] = {}
-        for slots in {*((slot,) for slot in range(len(stored.shapes))), (0, 1)[: len(stored.shapes)]}:
-            if stored.shapes[slots[0]] == stored.shapes[slots[-1]]:
-                self.costs(slots)  # here, since a graph that is captured cannot copy from the host
+        for slots in stored.launches():
+            self.costs(slots)  # here, since a graph that is captured cannot copy from the host
 
     def elsewhere(self) -> Stack:
         """The same in another place of the device's memory."""
@@ -154,9 +153,7 @@ class Stack:
         """Bytes of a row of some projections of each expert, int32 [E]: what persistent programs divide work by."""
         slots = tuple(sorted(slots))
         if slots not in self._costs:
-            rows = self.stored.shapes[slots[0]][0]
-            each = [max(1, sum(one[slot].nbytes for slot in slots) // rows) for one in self.stored.places]
-            self._costs[slots] = torch.tensor(each, dtype=torch.int32, device=self.device)
+            self._costs[slots] = torch.tensor(self.stored.costs(slots), dtype=torch.int32, device=self.device)
         return self._costs[slots]
 
 
@@ -191,16 +188,11 @@ class TritonLayer:
     unpack_rows: from so many rows an expert on average on, experts are unpacked first.
     """
 
-    def __init__(self, layer: LayerOfExperts) -> None:
-        self.names = [*(name for name in layer.matrices[0] if name != DOWN), DOWN]
+    def __init__(self, layer: LayerOfExperts, stack: Stack | None = None) -> None:
+        """stack: where the matrices lie already, whose names alone `layer` says then."""
+        self.names = in_order(layer.matrices[0])
         self.gate, self.finish = layer.gate, layer.finish
-        biases = layer.biases or [{} for _ in layer.matrices]
-        self.stack = Stack(
-            Stored(
-                [[expert[name] for name in self.names] for expert in layer.matrices],
-                [[expert.get(name) for name in self.names] for expert in biases],
-            )
-        )
+        self.stack = stack or Stack(Stored(*_by_slot(layer, self.names)))
         self.activation = ACTIVATIONS.get(layer.activation or "")
         if {*self.names} not in ({"gate_proj", "up_proj", DOWN}, {"up_proj", DOWN}):
             self.activation = None
@@ -288,6 +280,15 @@ class TritonLayer:
         return self.gate({self.names[some[0]]: one for some, one in zip(slots, made, strict=True)}).contiguous()
 
 
+def _by_slot(layer: LayerOfExperts, names: Sequence[str]) -> tuple[list[list[Matrix]], list[list[Tensor | None]]]:
+    """Matrices and biases [E][S]."""
+    biases = layer.biases or [{} for _ in layer.matrices]
+    return (
+        [[expert[name] for name in names] for expert in layer.matrices],
+        [[expert.get(name) for name in names] for expert in biases],
+    )
+
+
 class TritonLinear:
     """A `PreparedLinear`."""
 
@@ -326,23 +327,25 @@ class TritonKernel:
             shapes_of([[expert[name] for name in layer.matrices[0]] for expert in layer.matrices])
         except (KeyError, ValueError):
             return "its experts differ in shape"
-        return _refusal(every)
+        return refusal(every)
 
     def layer(self, layer: LayerOfExperts) -> TritonLayer:
         return TritonLayer(layer)
 
     def linear(self, matrix: Matrix, bias: Tensor | None = None) -> TritonLinear:
-        why = _refusal([matrix])
+        why = refusal([matrix])
         if why is not None:
             raise ValueError(why)
         return TritonLinear(matrix, bias)
 
 
-def _refusal(matrices: Sequence[Matrix]) -> str | None:
-    """Why these cannot be computed with here."""
+def refusal(matrices: Sequence[Matrix], device: torch.device | None = None) -> str | None:
+    """Why these cannot be computed with on a device, where they lie if it is None; None if they can."""
     if not has_triton():
         return "Triton is not installed"
     devices = {one.device if isinstance(one, Tensor) else one.codes.device for one in matrices}
+    if device is not None:
+        devices = {device}
     if len(devices) > 1:
         return "they lie on several devices"
     if not interpreted() and next(iter(devices)).type != "cuda":

@@ -12,14 +12,14 @@ Letters: E experts, S projections, N rows, K inputs, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from moeq_kernels.description import Matrix
+from moeq_kernels.description import DOWN, Matrix
 from moeq_kernels.gpu.strips import arrange, kind_of, strip_bytes, undo
 from moeq_kernels.gpu.swizzle import FRAGMENT, code_bytes, rows_of, swizzle, unswizzle
 from moeq_kernels.grids import SIGN_ZERO
@@ -151,16 +151,16 @@ class Stored:
         for expert, added in zip(matrices, biases, strict=True):
             self.places.append([])
             for matrix, bias in zip(expert, added, strict=True):
-                place, size = _placed(matrix, bias, size)
+                place, size = placed(matrix, bias, size)
                 self.places[-1].append(place)
         size = self._place_values(size)
         self.buffer = torch.zeros(-(-size // 64) * 64, dtype=torch.uint8, device=device)
         for expert, added, places in zip(matrices, biases, self.places, strict=True):
             for matrix, bias, place in zip(expert, added, places, strict=True):
-                self._put(matrix, bias, place)
+                put(self.buffer, matrix, bias, place)
         for (bits, state_bits), at in self.values.items():
             made = integer_values(bits, state_bits)
-            self._write(at, torch.cat([made.half().view(torch.int16), made.bfloat16().view(torch.int16)]))
+            write(self.buffer, at, torch.cat([made.half().view(torch.int16), made.bfloat16().view(torch.int16)]))
         self.table = torch.tensor([[one.row() for one in every] for every in self.places], device=device)
         self.grids = torch.tensor([[one.grid() for one in every] for every in self.places], device=device)
 
@@ -183,16 +183,25 @@ class Stored:
     def nbytes(self) -> int:
         return sum(one.numel() * one.element_size() for one in (self.buffer, self.table, self.grids))
 
+    @property
+    def kinds(self) -> Sequence[Sequence[Place]]:
+        """Of the projections [S] of everything that may be in the table, what programs are compiled for."""
+        return self.places
+
+    def costs(self, slots: Sequence[int]) -> list[int]:
+        """Bytes of a row of some projections of each expert [E]: what persistent programs divide work by."""
+        return [cost_of([every[slot] for slot in slots]) for every in self.places]
+
     def widths(self, slots: Sequence[int]) -> int:
         """The widths of some projections as bits of a whole number: 1 << 4 where any matrix has 4 bits."""
-        return sum({1 << every[slot].width for every in self.places for slot in slots})
+        return sum({1 << every[slot].width for every in self.kinds for slot in slots})
 
     def step(self, slots: Sequence[int]) -> int:
         """Inputs that have one group wherever they begin: the most of 128, 64, 32 and 16 in all matrices of some slots.
 
         0 where groups are no multiples of 16, or rows none: then each weight gets its own scale (`codes.uneven`).
         """
-        packed = [every[slot] for every in self.places for slot in slots if every[slot].scales is not None]
+        packed = [every[slot] for every in self.kinds for slot in slots if every[slot].scales is not None]
         groups = {one.group for one in packed if one.group < one.inputs}
         if any(one.rows % FRAGMENT for one in packed):
             return 0
@@ -200,7 +209,7 @@ class Stored:
 
     def nested(self, slots: Sequence[int]) -> bool:
         """Whether any matrix of some slots has zero points with fractions."""
-        likes = [every[slot].like for every in self.places for slot in slots]
+        likes = [every[slot].like for every in self.kinds for slot in slots]
         return any(isinstance(one, PackedWeight) and one.nested for one in likes)
 
     def copy(self) -> Stored:
@@ -212,6 +221,15 @@ class Stored:
     def view(self, dtype: torch.dtype) -> Tensor:
         """The buffer in another unit."""
         return self.buffer.view(dtype)
+
+    def singles(self) -> Tensor:
+        """Where biases lie, float32."""
+        return self.view(torch.float32)
+
+    def launches(self) -> list[tuple[int, ...]]:
+        """Slots that one launch may compute: each alone, and the first two where they have one shape."""
+        alone: list[tuple[int, ...]] = [(slot,) for slot in range(len(self.shapes))]
+        return [*alone, (0, 1)] if len(self.shapes) > 1 and self.shapes[0] == self.shapes[1] else alone
 
     def matrix(self, expert: int, slot: int, index: Tensor | None = None) -> Matrix:
         """One matrix as it was given, bit for bit; index: some of its rows [n], in any order and with repetitions."""
@@ -251,28 +269,41 @@ class Stored:
     def _bytes(self, at: int, size: int) -> Tensor:
         return self.buffer[at : at + size]
 
-    def _put(self, matrix: Matrix, bias: Tensor | None, place: Place) -> None:
-        """Write one matrix, its codes in the kernels' order, its scales and zero points [G, N] by group."""
-        if isinstance(matrix, Tensor):
-            self._write(place.codes, matrix)
-        else:
-            if place.walk is not None:
-                self._write(place.codes, arrange(matrix.codes, matrix.bits))
-            else:
-                self._write(place.codes, swizzle(unpack(matrix.codes, matrix.bits, matrix.inputs), matrix.bits))
-            assert place.scales is not None
-            self._write(place.scales, matrix.scales.T)
-            if place.zeros is not None and matrix.zeros is not None:
-                zeros = unpack(matrix.zeros, matrix.encoding.grid_bits(matrix.bits), matrix.scales.shape[-1])
-                packed = pack(zeros.T[:, _zero_order(place.rows)].contiguous(), place.zero_bits)
-                missing = place.zero_row_bytes - packed.shape[1]
-                self._write(place.zeros, torch.nn.functional.pad(packed, (0, missing)) if missing else packed)
-        if bias is not None and place.bias is not None:
-            self._write(place.bias, bias.float())
 
-    def _write(self, at: int, tensor: Tensor) -> None:
-        written = tensor.contiguous().flatten().view(torch.uint8)
-        self.buffer[at : at + written.numel()] = written
+def put(buffer: Tensor, matrix: Matrix, bias: Tensor | None, place: Place) -> None:
+    """Write one matrix, its codes in the kernels' order, its scales and zero points [G, N] by group."""
+    if isinstance(matrix, Tensor):
+        write(buffer, place.codes, matrix)
+    else:
+        if place.walk is not None:
+            write(buffer, place.codes, arrange(matrix.codes, matrix.bits))
+        else:
+            write(buffer, place.codes, swizzle(unpack(matrix.codes, matrix.bits, matrix.inputs), matrix.bits))
+        assert place.scales is not None
+        write(buffer, place.scales, matrix.scales.T)
+        if place.zeros is not None and matrix.zeros is not None:
+            zeros = unpack(matrix.zeros, matrix.encoding.grid_bits(matrix.bits), matrix.scales.shape[-1])
+            packed = pack(zeros.T[:, _zero_order(place.rows)].contiguous(), place.zero_bits)
+            missing = place.zero_row_bytes - packed.shape[1]
+            write(buffer, place.zeros, torch.nn.functional.pad(packed, (0, missing)) if missing else packed)
+    if bias is not None and place.bias is not None:
+        write(buffer, place.bias, bias.float())
+
+
+def write(buffer: Tensor, at: int, tensor: Tensor) -> None:
+    """The bytes of a tensor into those of a buffer, wherever each lies."""
+    written = tensor.contiguous().flatten().view(torch.uint8)
+    buffer[at : at + written.numel()] = written
+
+
+def cost_of(places: Sequence[Place]) -> int:
+    """Bytes of a row of some matrices of an expert, which have the same rows."""
+    return max(1, sum(one.nbytes for one in places) // places[0].rows)
+
+
+def in_order(matrices: Mapping[str, Matrix]) -> list[str]:
+    """The names of an expert's projections, DOWN last."""
+    return [*(name for name in matrices if name != DOWN), DOWN]
 
 
 def shapes_of(matrices: Sequence[Sequence[Matrix]]) -> list[tuple[int, int]]:
@@ -307,7 +338,7 @@ def _zero_order(rows: int) -> Tensor:
     return order.view(-1, 2, FRAGMENT // 2).transpose(1, 2).flatten() if rows % FRAGMENT == 0 else order
 
 
-def _placed(matrix: Matrix, bias: Tensor | None, start: int) -> tuple[Place, int]:
+def placed(matrix: Matrix, bias: Tensor | None, start: int) -> tuple[Place, int]:
     """The place of a matrix from `start` on, and where it ends."""
     rows, inputs = shape_of(matrix)
     at: dict[str, int] = {}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -18,7 +19,8 @@ from moeq.errors import first_line
 from moeq.runtime.dynamic.host import HostCache, Key
 from moeq.runtime.dynamic.pools import HIGH, Pools
 from moeq.runtime.dynamic.transfer import Transfer
-from moeq_kernels.cpu.versions import VersionedLayer
+from moeq_kernels.description import Versioned
+from moeq_kernels.streams import Event
 
 ENDS_SECONDS = 5.0  # that a copy which waits for its file has to end, when all is closed
 
@@ -53,6 +55,15 @@ class Counts:
     prefetch_hits: int = 0
 
 
+@dataclass(frozen=True)
+class _Arriving:
+    """A block that is published as soon as the device has all of it."""
+
+    switch: Switch
+    block: int
+    arrived: Event
+
+
 @dataclass
 class _Retired:
     """A block that is free as soon as no call reads it any more."""
@@ -73,7 +84,7 @@ class Copies:
     of failure.
     """
 
-    layers: Sequence[VersionedLayer]
+    layers: Sequence[Versioned]
     pools: Pools
     transfer: Transfer
     host: HostCache
@@ -88,11 +99,11 @@ class Copies:
         self._after: dict[Switch, Switch] = {}
         self._ahead: deque[Switch] = deque()
         self._flying: set[tuple[int, int]] = set()
-        self._ready: deque[tuple[Switch, int]] = deque()
+        self._ready: deque[_Arriving] = deque()
         self._retired: list[_Retired] = []
         self._said: set[str] = set()
         self._changed = threading.Condition(threading.Lock())
-        self._copying = threading.Lock()
+        self._copying = threading.RLock()
         self._registering = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -124,10 +135,10 @@ class Copies:
             if switch is not None:
                 self._copy(switch)
                 continue
-            self.register()
+            self.register(wait=True)
             if self._blocked():
                 break  # a call reads what would have to be given back
-        self.register()
+        self.register(wait=True)
         while (one := self._next_ahead()) is not None:
             self._bring_ahead(one)
 
@@ -151,17 +162,16 @@ class Copies:
         with self._changed:
             return self._ahead.popleft() if self._ahead and not self._pending and not self._closed else None
 
-    def register(self) -> list[Switch]:
-        """Publish what is ready; what took effect. Between two steps, of whichever thread."""
+    def register(self, wait: bool = False) -> list[Switch]:
+        """Publish what is ready; what took effect. Between two steps, of whichever thread.
+
+        wait: also for what the device has not done yet.
+        """
         if not self._ready and not self._retired:
             return []
         done: list[Switch] = []
         with self._registering:
-            by_layer: dict[int, list[tuple[Switch, int]]] = {}
-            while self._ready:
-                switch, block = self._ready.popleft()
-                by_layer.setdefault(switch.layer, []).append((switch, block))
-            for number, ready in by_layer.items():
+            for number, ready in self._arrived(wait).items():
                 layer = self.layers[number]
                 before = {switch.expert: layer.place(switch.expert) for switch, _ in ready}
                 published = layer.publish({switch.expert: (switch.version, block) for switch, block in ready})
@@ -171,13 +181,28 @@ class Copies:
                     self.counts.promotions += switch.version == HIGH
                     self.counts.demotions += switch.version != HIGH
                     done.append(switch)
-            self._sweep()
+            self._sweep(wait)
         return done
 
-    def _sweep(self) -> None:
+    def _arrived(self, wait: bool) -> dict[int, list[tuple[Switch, int]]]:
+        """What can be published now by layer, in the order in which it was brought; the rest stays."""
+        found: dict[int, list[tuple[Switch, int]]] = {}
+        left = []
+        while self._ready:
+            one = self._ready.popleft()
+            if wait:
+                one.arrived.wait()
+            if one.arrived.done() and self.layers[one.switch.layer].ready(wait):
+                found.setdefault(one.switch.layer, []).append((one.switch, one.block))
+            else:
+                left.append(one)
+        self._ready.extendleft(reversed(left))
+        return found
+
+    def _sweep(self, wait: bool = False) -> None:
         left = []
         for one in self._retired:
-            if not self.layers[one.layer].quiet(one.published):
+            if not self.layers[one.layer].quiet(one.published, wait):
                 left.append(one)
                 continue
             self.pools.pools[one.version].give_back(one.block)
@@ -204,9 +229,12 @@ class Copies:
                 staged = self._staged(switch)
                 before = self.pools.bytes_of(version, old)
                 into = self.pools.bytes_of(switch.version, block)
-                self.counts.copied_bytes += self.transfer.place(switch.layer, switch.version, staged, before, into)
+                moved, arrived = self.transfer.place(switch.layer, switch.version, staged, before, into)
+                self.counts.copied_bytes += moved
+                if staged is not None and not arrived.done():
+                    self.host.hold(switch.key, arrived)
                 whole = True
-            self._ready.append((switch, block))
+            self._ready.append(_Arriving(switch, block, arrived))
         except Exception as error:  # whatever a disk, a file or a reader gives: the old version serves on
             self.counts.failures += 1
             self._say(f"layer {switch.layer}, expert {switch.expert} stays as it is: {first_line(error)}", error)
@@ -298,6 +326,14 @@ class Copies:
                 while not self._closed and (left := until - time.monotonic()) > 0:
                     self._changed.wait(left)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No copy is begun within; one that is on its way is waited for."""
+        with self._copying:
+            for one in list(self._ready):
+                one.arrived.wait()
+            yield
+
     def settle(self, seconds: float = 60.0) -> bool:
         """Wait until nothing is pending, registering what is ready; whether it came to that. For tests and ends."""
         until, pause = time.monotonic() + seconds, threading.Event()
@@ -326,8 +362,9 @@ class Copies:
                 return
         with self._registering:
             while self._ready:
-                switch, block = self._ready.popleft()
-                self.pools.pools[switch.version].give_back(block)
-                self._landed(switch)
-            self._sweep()
+                one = self._ready.popleft()
+                one.arrived.wait()
+                self.pools.pools[one.switch.version].give_back(one.block)
+                self._landed(one.switch)
+            self._sweep(wait=True)
         self.host.clear()

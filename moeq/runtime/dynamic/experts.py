@@ -11,21 +11,21 @@ from torch import Tensor, nn
 
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer
-from moeq.runtime.dynamic.seen import Seen
+from moeq.runtime.dynamic.seen import Notes
 from moeq.runtime.experts_by_row import TakenOver
 from moeq.runtime.packed_experts import PACKED
-from moeq_kernels.cpu.versions import VersionedLayer
+from moeq_kernels.description import Versioned
 
 
 class DynamicExperts(TakenOver):
     """Mixed into the packed module of a family's kind, which says how the module is called."""
 
-    def __init__(self, layer: ExpertLayer, original: nn.Module, ema: float) -> None:
+    def __init__(self, layer: ExpertLayer, original: nn.Module) -> None:
         nn.Module.__init__(self)
         self.layer = layer
         self.take_over(layer, original)
-        self.versions: VersionedLayer | None = None
-        self.seen: Seen | None = Seen(layer.num_experts, ema)
+        self.versions: Versioned | None = None
+        self.seen: Notes | None = None
 
     def through(self, hidden: Tensor, weights: Tensor) -> Any:
         """The versions that were published last."""

@@ -12,13 +12,15 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moeq.analysis.coactivation import soon_hot
 from moeq.analysis.hotness import BoolArray, Control, Controller, FloatArray
@@ -28,17 +30,16 @@ from moeq.errors import ModelError, first_line
 from moeq.models.experts import ExpertLayer
 from moeq.runtime.dynamic.copies import Copies, Switch
 from moeq.runtime.dynamic.experts import DYNAMIC, DynamicExperts
-from moeq.runtime.dynamic.host import HostCache
-from moeq.runtime.dynamic.pools import HIGH, LOW, Budget, Pools
-from moeq.runtime.dynamic.transfer import NestedPlanes, Transfer, Whole
-from moeq.runtime.experts_by_row import ReplicaSource
+from moeq.runtime.dynamic.forms import BESIDE, form_of
+from moeq.runtime.dynamic.pools import HIGH, LOW, Budget
+from moeq.runtime.dynamic.seen import Gained
+from moeq.runtime.experts_by_row import ReplicaSource, moved
 from moeq.version import __version__
 from moeq_kernels import choice
-from moeq_kernels.cpu.versions import BEGIN, Block
 from moeq_kernels.description import LayerOfExperts, Matrix
-from moeq_kernels.freed import return_memory
 
 LOG = logging.getLogger("moeq.dynamic")
+Replica = tuple[Mapping[str, Matrix], Mapping[str, Tensor]]  # matrices and biases of an expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +95,16 @@ class DynamicMoE:
         high precision it begins with, the share of the routing weight where it is known; follows: `coactivation` of a
         trace, by which versions are read ahead; log: decisions as JSON lines.
 
-        ModelError for precisions that the source has not, for a model that is not on the CPU, and, with the sum, where
-        not even all experts in low precision fit.
+        On a GPU all passes are to run on one stream. ModelError for precisions that the source has not, for a model
+        that lies neither on the CPU nor on a CUDA device, and, with the sum, where not even all experts in low
+        precision fit.
         """
         self.model, self.layers, self.settings = model, list(layers), settings
         self._source = source
+        self._form = form_of(next(model.parameters()).device, settings.planes)
         self._check(source)
         widths = (settings.low, settings.high)
-        examples = [[source.expert(layer, 0, width)[0] for width in widths] for layer in self.layers]
+        examples = [[source.expert(layer, 0, width) for width in widths] for layer in self.layers]
         self.budget = self._budget(examples, other_bytes or {})
         self.places = self.budget.places
         self._follows = list(follows or ())
@@ -114,18 +117,14 @@ class DynamicMoE:
             for number, layer in enumerate(self.layers)
         ]
         self._warm = [False] * len(self.layers)
-        self.modules: list[DynamicExperts] = []
-        for layer in self.layers:
-            original = model.get_submodule(layer.name)
-            module = DYNAMIC[layer.kind.name](layer, original, settings.ema)
-            model.set_submodule(layer.name, module.train(original.training))
-            self.modules.append(module)
-        del original
-        return_memory()
-        self.pools = Pools(self.budget, BEGIN)
+        self.modules = self._taken_over()
+        self._form.freed()
+        self.pools = self._form.pools(self.budget)
+        self._blocks: list[list[Any]] = []
         for number, module in enumerate(self.modules):
-            self._fill(number, module, examples[number], policy)
-        return_memory()
+            self._fill(number, module, [one for one, _ in examples[number]], policy)
+        self._form.streams.now().wait()  # copies on another stream find every block whole
+        self._form.freed()
         self.steps = self.decisions = 0
         self._say, self._told = say, list[str]()
         self._log: TextIO | None = None
@@ -137,28 +136,42 @@ class DynamicMoE:
         self._write(self._head().model_dump(mode="json"))
         self._hook = model.register_forward_hook(self._after_step)
 
-    def _budget(self, examples: Sequence[Sequence[Mapping[str, Matrix]]], other_bytes: Mapping[str, int]) -> Budget:
-        """examples [L][version]: matrices of an expert."""
-        sizes = [[Block(matrices).nbytes for matrices in of_layer] for of_layer in examples]
+    def _taken_over(self) -> list[DynamicExperts]:
+        """The layers' modules in the place of those that the model had."""
+        experts = [layer.num_experts for layer in self.layers]
+        self._statistics = self._form.statistics(experts, self.settings.ema)
+        made = []
+        for number, layer in enumerate(self.layers):
+            original = self.model.get_submodule(layer.name)
+            module = DYNAMIC[layer.kind.name](layer, original)
+            module.seen = self._statistics.of(number)
+            self.model.set_submodule(layer.name, module.train(original.training))
+            made.append(module)
+        return made
+
+    def _budget(self, examples: Sequence[Sequence[Replica]], other_bytes: Mapping[str, int]) -> Budget:
+        """examples [L][version]: matrices and biases of an expert."""
+        versions = [[matrices for matrices, _ in of_layer] for of_layer in examples]
+        sizes = [[self._form.block(matrices).nbytes for matrices in of_layer] for of_layer in versions]
+        experts = [layer.num_experts for layer in self.layers]
+        beside = self._form.beside(versions, [of_layer[LOW][1] for of_layer in examples], experts)
         return Budget(
             low_bytes=max(size[LOW] for size in sizes),
             high_bytes=max(size[HIGH] for size in sizes),
-            layers=[layer.num_experts for layer in self.layers],
+            layers=experts,
             transient=self.settings.transient,
             memory_bytes=self.settings.memory_bytes,
-            other_bytes=dict(other_bytes),
+            other_bytes={**other_bytes, **({BESIDE: beside} if beside else {})},
         )
 
     def _copies(self) -> Copies:
         settings, layers = self.settings, [one.versions for one in self.modules if one.versions is not None]
-        blocks = [layer.blocks for layer in layers]
-        planes = settings.planes and NestedPlanes.fits(blocks)
-        transfer: Transfer = (NestedPlanes if planes else Whole)(self._read, blocks)
+        transfer = self._form.transfer(self._read, self._blocks, settings.planes)
         return Copies(
             layers=layers,
             pools=self.pools,
             transfer=transfer,
-            host=HostCache(settings.host_bytes, transfer.host_sizes, sum(self.budget.layers)),
+            host=self._form.host(settings.host_bytes, transfer.host_sizes, sum(self.budget.layers)),
             transient=settings.transient,
             background=settings.background,
             busy=settings.busy,
@@ -172,11 +185,6 @@ class DynamicMoE:
 
     def _check(self, source: ReplicaSource) -> None:
         where, settings = "dynamic precision", self.settings
-        device = next(self.model.parameters()).device
-        if device.type != "cpu":
-            raise ModelError(
-                f"the model lies on {device}", where=where, do="run it on the CPU; no GPU form is there yet"
-            )
         if settings.low >= settings.high:
             what = f"low precision has {settings.low} bits, high precision {settings.high}"
             raise ModelError(what, where=where, do="name a higher one")
@@ -201,13 +209,15 @@ class DynamicMoE:
 
     def _fill(self, number: int, module: DynamicExperts, versions: Sequence[Mapping[str, Matrix]], policy: Any) -> None:
         """Every expert of a layer in a block of its first version."""
-        layer, blocks, places, biases = self.layers[number], [Block(one) for one in versions], [], []
+        layer, blocks, places, biases = self.layers[number], [self._form.block(one) for one in versions], [], []
+        self._blocks.append(blocks)
         for expert in range(layer.num_experts):
             version = HIGH if self.controllers[number].high[0, expert] else LOW
             place = self.pools.pools[version].take()
             assert place is not None, "the budget counts blocks for all experts"
             matrices, bias = self._source.expert(layer, expert, self._width(version))
-            blocks[version].write(matrices, self.pools.bytes_of(version, place))
+            there = {name: moved(matrix, self.pools.held.device) for name, matrix in matrices.items()}
+            blocks[version].write(there, self.pools.bytes_of(version, place))
             places.append((version, place))
             biases.append(bias)
         described = LayerOfExperts(
@@ -217,7 +227,8 @@ class DynamicMoE:
             activation=module.math.activation,
             finish=module.math.finish,
         )
-        module.versions = choice.versioned_layer(described, versions, self.pools.held, places, policy)
+        held, streams = self.pools.held, self._form.streams
+        module.versions = choice.versioned_layer(described, versions, held, places, policy, streams)
 
     def _width(self, version: int) -> int:
         return self.settings.high if version == HIGH else self.settings.low
@@ -226,14 +237,31 @@ class DynamicMoE:
         return self._source.expert(self.layers[layer], expert, self._width(version))[0]
 
     def _after_step(self, *_: Any) -> None:
-        """Between two steps: what is ready takes effect; every T steps a decision is made."""
+        """Between two steps: what is ready takes effect; every T steps a decision is made, of what was chosen until
+        then, as soon as that is known: a device is not waited for but where copies are made between passes."""
+        if self._form.streams.capturing():
+            return
         self.copies.register()
         with self._deciding:
             self.steps += 1
             if self.steps % self.settings.period == 0:
-                self._control()
+                self._statistics.ask()
+            gained = self._statistics.answered(wait=not self.settings.background)
+            if gained is not None:
+                self._control(gained)
 
-    def _control(self) -> None:
+    def step(self) -> None:
+        """A step that the model itself did not see: to be called where a captured graph of it was replayed, on the
+        stream of its replays."""
+        self._after_step()
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """No copy is made within: while a CUDA graph of the model is captured, nothing else may ask the device."""
+        with self.copies.paused():
+            yield
+
+    def _control(self, gained: Sequence[Gained]) -> None:
         """Fold what was chosen since the last decision, and ask for what differs from what is there.
 
         An expert that is no longer hot keeps its place until another one needs it, for its block would stay empty.
@@ -241,11 +269,10 @@ class DynamicMoE:
         hot: list[tuple[float, Switch]] = []
         cold: list[tuple[float, Switch]] = []
         highs = []
-        for number, module in enumerate(self.modules):
+        for number in range(len(self.modules)):
             controller, there = self.controllers[number], self.high(number)
-            assert module.seen is not None
             begun = self._warm[number]
-            folded = (controller.fold if begun else controller.begin)(*module.seen.drained())
+            folded = (controller.fold if begun else controller.begin)(*gained[number])
             self._warm[number] = begun or bool(folded)
             wanted, hotness = controller.decide()[0], controller.hotness[0]
             up, down = (np.flatnonzero(mask).tolist() for mask in (wanted & ~there, there & ~wanted))
@@ -325,7 +352,7 @@ class DynamicMoE:
             "pool_bytes": self.budget.pool_bytes,
             "memory_bytes": self.settings.memory_bytes,
             "host_bytes": self.copies.host.nbytes,
-            "planes": isinstance(self.copies.transfer, NestedPlanes),
+            "planes": self.copies.transfer.planes,
             **asdict(self.copies.counts),
         }
 

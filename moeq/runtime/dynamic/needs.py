@@ -94,10 +94,15 @@ def stand_ins(model: nn.Module, layers: Sequence[ExpertLayer]) -> Iterator[None]
             model.set_submodule(name, module)
 
 
+def _drawn(model: Any, length: int) -> dict[str, Tensor]:
+    """A text of so many tokens, where the model lies."""
+    return {name: one.to(model.device) for name, one in drawn_inputs(model, 1, length, 0).items()}
+
+
 def _kept(model: Any, length: int) -> list[tuple[int, int | None]]:
     """Bytes of every layer's part of the cache after some tokens, and its window, None: it has none."""
     with torch.no_grad(), quiet_transformers():
-        cache = model(**drawn_inputs(model, 1, length, 0), use_cache=True).past_key_values
+        cache = model(**_drawn(model, length), use_cache=True).past_key_values
     parts = [cache.self_attention_cache, cache.cross_attention_cache] if model.config.is_encoder_decoder else [cache]
     return [_of_layer(layer) for part in parts for layer in part.layers]
 
@@ -135,9 +140,9 @@ def _forward(model: Any, length: int) -> None:
     options = {} if model.config.is_encoder_decoder else {"logits_to_keep": 1}
     with torch.no_grad(), quiet_transformers():
         try:
-            model(**drawn_inputs(model, 1, length, 0), use_cache=False, **options)
+            model(**_drawn(model, length), use_cache=False, **options)
         except TypeError:  # a family that always computes all of them
-            model(**drawn_inputs(model, 1, length, 0), use_cache=False)
+            model(**_drawn(model, length), use_cache=False)
 
 
 class _Alive(TorchDispatchMode):

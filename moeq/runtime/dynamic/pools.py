@@ -9,7 +9,7 @@ Letters: L layers, E experts of a layer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -104,15 +104,22 @@ class Budget:
         return (low + self.transient) * self.low_bytes + (places * len(self.layers) + self.transient) * self.high_bytes
 
 
+def resident(size: int) -> Tensor:
+    """Zeros on the CPU, every page of them there from the start."""
+    held = zeros(size)
+    held[::PAGE] = 0  # pages are there when they are first written
+    return held
+
+
 class Pools:
     """Both pools in one buffer, every byte of it there from the start; its first bytes, `begin` of them, stay zeros."""
 
-    def __init__(self, budget: Budget, begin: int) -> None:
+    def __init__(self, budget: Budget, begin: int, memory: Callable[[int], Tensor] = resident) -> None:
+        """memory: where it comes from, uint8 zeros of so many bytes."""
         high = budget.places * len(budget.layers)
         counts = (sum(budget.layers) - high + budget.transient, high + budget.transient)
         sizes = (budget.low_bytes, budget.high_bytes)
-        self.held = zeros(begin + sum(count * size for count, size in zip(counts, sizes, strict=True)))
-        self.held[::PAGE] = 0  # pages are there when they are first written
+        self.held = memory(begin + sum(count * size for count, size in zip(counts, sizes, strict=True)))
         self.pools = (
             BlockPool(begin, sizes[LOW], counts[LOW]),
             BlockPool(begin + counts[LOW] * sizes[LOW], sizes[HIGH], counts[HIGH]),

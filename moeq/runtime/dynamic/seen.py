@@ -7,6 +7,8 @@ calls of many are folded at once.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +17,27 @@ from torch import Tensor
 from moeq.analysis.hotness import FloatArray, gained
 
 MOST_CALLS = 256  # that are kept as they are
+Gained = tuple[FloatArray, int, FloatArray]  # S and Q [1, E] that a layer gained, and over how many steps
+
+
+class Notes(Protocol):
+    """Where the choices of a layer go."""
+
+    def add(self, index: Tensor, weights: Tensor) -> None:
+        """One call's choices and their weights [T, k]."""
+
+
+class Statistics(Protocol):
+    """What was chosen in all layers since it was last asked for."""
+
+    def of(self, layer: int) -> Notes:
+        """Where a layer's choices go."""
+
+    def ask(self) -> None:
+        """What was chosen so far is wanted; does not wait."""
+
+    def answered(self, wait: bool) -> list[Gained] | None:
+        """What was asked for, once it is there, and then once; wait: until it is."""
 
 
 class Seen:
@@ -43,7 +66,7 @@ class Seen:
             if index.numel() > self.experts or len(self._calls) >= MOST_CALLS:
                 self._fold()
 
-    def drained(self) -> tuple[FloatArray, int, FloatArray]:
+    def drained(self) -> Gained:
         """S and Q [1, E] gained since the last time, and over how many steps."""
         with self._lock:
             self._fold()
@@ -66,3 +89,23 @@ class Seen:
         known = numbers < self.experts  # the others hand their input through
         sums, squares = gained(numbers[known], share[known], left[known], num_experts=self.experts, ema=self.ema)
         self._sums, self._squares, self._calls = self._sums + sums, self._squares + squares, []
+
+
+class SeenHere:
+    """`Statistics` on the CPU, where they are there at once."""
+
+    def __init__(self, experts: Sequence[int], ema: float) -> None:
+        self.layers = [Seen(count, ema) for count in experts]
+        self._asked = False
+
+    def of(self, layer: int) -> Seen:
+        return self.layers[layer]
+
+    def ask(self) -> None:
+        self._asked = True
+
+    def answered(self, wait: bool) -> list[Gained] | None:
+        if not self._asked:
+            return None
+        self._asked = False
+        return [layer.drained() for layer in self.layers]

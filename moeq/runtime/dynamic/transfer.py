@@ -15,25 +15,31 @@ from moeq_kernels.cpu.nested_planes import are_nested, low_plane, narrowed, plan
 from moeq_kernels.cpu.pages import zeros
 from moeq_kernels.cpu.versions import Block
 from moeq_kernels.description import Matrix
+from moeq_kernels.streams import DONE, Event
 
 Read = Callable[[int, int, int], Mapping[str, Matrix]]  # layer, expert, version -> its matrices
 Blocks = Sequence[Sequence[Block]]  # [L][version]
 
 
 class Transfer(Protocol):
-    """host_sizes: bytes of what waits for a version, 0 for one that is made of what is there."""
+    """host_sizes: bytes of what waits for a version, 0 for one that is made of what is there; planes: whether a
+    promotion brings only what is not there yet."""
 
     host_sizes: tuple[int, int]
+    planes: bool
 
     def stage(self, layer: int, expert: int, version: int, into: Tensor) -> None:
         """Read what a copy needs beside the block that the expert has."""
 
-    def place(self, layer: int, version: int, staged: Tensor | None, old: Tensor, into: Tensor) -> int:
-        """Write an expert's block of a version; old: the block that it has. The bytes that were brought for it."""
+    def place(self, layer: int, version: int, staged: Tensor | None, old: Tensor, into: Tensor) -> tuple[int, Event]:
+        """Write an expert's block of a version; old: the block that it has. The bytes that were brought for it, and
+        when they are there."""
 
 
 class Whole:
     """Every version is brought as it is."""
+
+    planes = False
 
     def __init__(self, read: Read, blocks: Blocks) -> None:
         self.read, self.blocks = read, blocks
@@ -42,15 +48,17 @@ class Whole:
     def stage(self, layer: int, expert: int, version: int, into: Tensor) -> None:
         self.blocks[layer][version].write(self.read(layer, expert, version), into)
 
-    def place(self, layer: int, version: int, staged: Tensor | None, old: Tensor, into: Tensor) -> int:
+    def place(self, layer: int, version: int, staged: Tensor | None, old: Tensor, into: Tensor) -> tuple[int, Event]:
         size = self.blocks[layer][version].nbytes
         assert staged is not None
         into[:size] = staged[:size]
-        return size
+        return size, DONE
 
 
 class NestedPlanes:
     """A promotion brings two bits a weight, a demotion nothing: the rest is in the block that the expert has."""
+
+    planes = True
 
     def __init__(self, read: Read, blocks: Blocks) -> None:
         self.read, self.blocks = read, blocks
@@ -71,16 +79,16 @@ class NestedPlanes:
             wide = high.bytes_of(name, self._arranged)
             low_plane(wide, high.shapes[name], low.shapes[name], plane)
 
-    def place(self, layer: int, version: int, staged: Tensor | None, old: Tensor, into: Tensor) -> int:
+    def place(self, layer: int, version: int, staged: Tensor | None, old: Tensor, into: Tensor) -> tuple[int, Event]:
         low, high = self.blocks[layer]
         if version == LOW:
             for name in self._names[layer]:
                 narrowed(high.bytes_of(name, old), high.shapes[name], low.shapes[name], low.bytes_of(name, into))
-            return 0
+            return 0, DONE
         assert staged is not None
         for name, plane in self._planes(layer, staged).items():
             widened(low.bytes_of(name, old), plane, low.shapes[name], high.shapes[name], high.bytes_of(name, into))
-        return sum(self._sizes[layer].values())
+        return sum(self._sizes[layer].values()), DONE
 
     def _planes(self, layer: int, held: Tensor) -> dict[str, Tensor]:
         """Of every matrix, one after the other."""

@@ -90,6 +90,25 @@ else:
     compiled(programs.weighted_sum, kinds | {"rows": "*fp32"}, BLOCK=256)
     compiled(programs.unpack, kinds, SLOT=0, **common)
 """
+VERSIONS = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moeq_kernels.gpu import version_programs
+
+kinds = dict(
+    high="*i32", low="*i32", wide="*i32", index="*i64", weights="*bf16", held="*fp32", share="fp32", kept="fp32",
+    gain="fp32",
+)
+for name, fixed in dict(
+    join_planes=dict(BLOCK=1024), part_planes=dict(BLOCK=1024), add_choices=dict(BLOCK=16, EVERY=128)
+).items():
+    function = getattr(version_programs, name)
+    signature = {one: "constexpr" if one in fixed else kinds.get(one, "i32") for one in function.arg_names}
+    constants = {(function.arg_names.index(one),): value for one, value in fixed.items()}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    print(name, len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]))
+"""
 CASES = [("3+16", "bf16", "sorted", "128", "tail", "90"), ("4", "fp16", "one", "128", "one row", "80"),
          ("t3+t8+4", "bf16", "sorted", "128", "tail", "90")]  # fmt: skip
 LONG = [
@@ -108,10 +127,10 @@ def server() -> ForkServer:
         return shared("triton.backends.compiler", "triton.compiler", "moeq_kernels.gpu.programs")
 
 
-def compiled(case: tuple[str, ...], server: ForkServer, folder: Path) -> str:
+def compiled(case: tuple[str, ...], server: ForkServer, folder: Path, script: str = DISASSEMBLER + SCRIPT) -> str:
     """What the script prints of a case in a process without the interpreter."""
     program = folder / "compiles.py"
-    program.write_text(DISASSEMBLER + SCRIPT)
+    program.write_text(script)
     running = server.start(*case, program=program, env={"TRITON_CACHE_DIR": str(folder / "cache")})
     found = running.wait(deadline=600)  # the assembler works for long
     assert found.code == 0, found.stderr[-2000:]
@@ -121,6 +140,12 @@ def compiled(case: tuple[str, ...], server: ForkServer, folder: Path) -> str:
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(one, marks=pytest.mark.full) for one in LONG)], ids=" ".join)
 def test_it_compiles_for_a_gpu_that_is_not_here(case: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
     compiled(case, server, tmp_path)
+
+
+def test_the_programs_of_versions_compile_too(server: ForkServer, tmp_path: Path) -> None:
+    found = compiled((), server, tmp_path, VERSIONS).split()
+    assert found[::2] == ["join_planes", "part_planes", "add_choices"]
+    assert all(int(size) > 0 for size in found[1::2])
 
 
 @pytest.mark.parametrize("bits", MOST)
