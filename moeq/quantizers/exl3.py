@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moeq_kernels.packed import PackedWeight
 
 STEP_OPERATIONS = 9  # of a state of a weight, the walk around the seam included
-LOOP_BYTES = 320 << 20  # a thread's ways back and columns
+LOOP_BYTES = 144 << 20  # a thread's ways back at 1 bit, and costs
 
 
 def quantize(
