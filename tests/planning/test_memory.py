@@ -16,7 +16,7 @@ from moeq.planning.plan import add_up, make_plan
 from moeq.planning.result import Need
 from moeq.quantizers.layer import expert_batches
 from moeq.recipe import Recipe, load_recipe
-from moeq.stages import needs_losses
+from moeq.stages import needs_losses, reparam
 from moeq.stages.context import Context
 from moeq.stages.needs import LEVERS, Sizes
 from moeq.stages.needs_losses import batch_moments
@@ -149,6 +149,9 @@ def test_every_term_that_lies_with_the_model_is_known(tiny_mixtral: Path, tmp_pa
         sizes = Sizes(context)
         stages = [stage for stage in STAGES if stage.name != "reparam" or recipe.reparam is not None]
         found |= {what for stage in stages for moment in stage.needs(sizes).moments for what in moment}
+    recipe = load_recipe(None, ["corpus.source=digits", "corpus.sequences=32", "reparam.integer={}"])
+    vision = Context(recipe=recipe, model_name="bundled:tiny-moe-vit", out=tmp_path).given()
+    found |= {what for moment in reparam.needs(Sizes(vision)).moments for what in moment}
     assert set(LEVERS) <= found
 
 
