@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,7 +13,9 @@ from replicas_made import Made
 from moeq.models.experts import ExpertLayer
 from moeq.quantizers.layer import made_on_demand
 from moeq.recipe import LossesSection
+from moeq.runtime.dynamic.copies import Switch
 from moeq.runtime.dynamic.model import DynamicMoE, DynamicSettings
+from moeq.runtime.dynamic.pools import HIGH, LOW
 
 CPU = torch.device("cpu")
 UNITS = {"hidden_size": 64, "intermediate_size": 96}  # whole units of 32 inputs
@@ -96,3 +99,26 @@ def nothing_lost(dynamic: DynamicMoE) -> None:
         used = [block for of, block in places if of == version]
         assert set(used) <= set(pool.starts)
         assert pool.free == pool.count - len(used)
+
+
+def as_published(dynamic: DynamicMoE, source: Source, number: int, expert: int) -> bool:
+    """Whether what a call would read of an expert is its version, bit for bit."""
+    layer: Any = dynamic.copies.layers[number]
+    version, _ = layer.place(expert)
+    wanted, _ = source.expert(dynamic.layers[number], expert, 4 if version == HIGH else 2)
+    for name, matrix in wanted.items():
+        found = layer.matrix(expert, name).parts()
+        if not all(torch.equal(found[part].cpu(), tensor) for part, tensor in matrix.parts().items()):
+            return False
+    return True
+
+
+def drawn(dynamic: DynamicMoE, rng: random.Random) -> list[Switch]:
+    """A promotion and a demotion in every layer."""
+    switches = []
+    for number, row in enumerate(high_of(dynamic)):
+        up, down = ([e for e, high in enumerate(row) if high == wanted] for wanted in (False, True))
+        switches += [Switch(number, rng.choice(up), HIGH)] if up else []
+        switches += [Switch(number, rng.choice(down), LOW)] if down else []
+    rng.shuffle(switches)
+    return switches

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dynamic_made import IDS, Source, high_of, made, nothing_lost, settings
+from dynamic_made import IDS, Source, as_published, drawn, high_of, made, nothing_lost, settings
 from family_models import build as tiny_model
 from late_streams import LateStreams
 from triton_here import triton_here
@@ -66,29 +66,6 @@ def late(place: str, monkeypatch: pytest.MonkeyPatch) -> LateStreams:
 def equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Bit for bit; on a GPU, where two compilations of a product may contract it in two ways, but for its last bits."""
     return torch.allclose(found, wanted, 1e-5, 1e-5) if found.is_cuda else torch.equal(found, wanted)
-
-
-def as_published(dynamic: DynamicMoE, source: Source, number: int, expert: int) -> bool:
-    """Whether what a call would read of an expert is its version, bit for bit."""
-    layer: Any = dynamic.copies.layers[number]
-    version, _ = layer.place(expert)
-    wanted, _ = source.expert(dynamic.layers[number], expert, 4 if version == HIGH else 2)
-    for name, matrix in wanted.items():
-        found = layer.matrix(expert, name).parts()
-        if not all(torch.equal(found[part].cpu(), tensor) for part, tensor in matrix.parts().items()):
-            return False
-    return True
-
-
-def drawn(dynamic: DynamicMoE, rng: random.Random) -> list[Switch]:
-    """A promotion and a demotion in every layer."""
-    switches = []
-    for number, row in enumerate(high_of(dynamic)):
-        up, down = ([e for e, high in enumerate(row) if high == wanted] for wanted in (False, True))
-        switches += [Switch(number, rng.choice(up), HIGH)] if up else []
-        switches += [Switch(number, rng.choice(down), LOW)] if down else []
-    rng.shuffle(switches)
-    return switches
 
 
 def tell(dynamic: DynamicMoE, chosen: list[int], steps: int) -> None:
