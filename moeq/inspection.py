@@ -159,6 +159,8 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
 
 def _codes(encoding: Encoding) -> dict[str, Any]:
     """Of what kind codes are that are no grid's."""
+    if encoding.floats:
+        return {"float_codes": encoding.codebook}
     if encoding.codebook:
         return {"exl3_codebook": encoding.codebook}
     return {"trellis_states": 1 << encoding.state_bits} if encoding.state_bits else {}

@@ -61,7 +61,7 @@ class MadeSource:
 
     choose: the width of every matrix, 16 for full precision; others: {module: bits} of linears outside of the experts;
     positive: the magnitudes of the experts' weights are taken, so that all zero points are 0; exl3: experts have any
-    codes of EXL3 instead of those nearest on a grid.
+    codes of EXL3 instead of those nearest on a grid; floats: or any of nvfp4 or mxfp4.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class MadeSource:
         others: dict[str, int] | None = None,
         positive: bool = False,
         exl3: bool = False,
+        floats: str = "",
     ) -> None:
         self.source = open_source(str(path))
         self.config = self.source.config
@@ -81,6 +82,8 @@ class MadeSource:
         self.choose, self.group_size, self.symmetric = choose, group_size, symmetric
         self._others, self.positive = others or {}, positive
         self.encoding = Encoding.exl3() if exl3 else Encoding(group_size=group_size, symmetric=symmetric)
+        if floats:
+            self.encoding = Encoding.floating(floats)
         self._reader = ExpertReader(self.source, skeleton(self.source, source_dtype(self.source)))
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:

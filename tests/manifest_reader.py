@@ -42,6 +42,8 @@ def matrix(
     """Values [rows, inputs] of one matrix."""
     if "dense" in parts:
         return parts["dense"].astype(np.float64)
+    if layout.get("codebook") in ("nvfp4", "mxfp4"):
+        return floating(parts, inputs, bits, layout["codebook"])
     if "codebook" in layout:
         return turned(parts, inputs, bits)
     if "state_bits" in layout:
@@ -75,6 +77,25 @@ def walked(parts: dict[str, np.ndarray], inputs: int, bits: int, layout: dict[st
             state = sum(ring[(ends - long + place) % len(ring)].astype(np.int64) << place for place in range(long))
             whole[16 * row : 16 * row + 16, 16 * column : 16 * column + 16] = value[state].reshape(16, 16)
     return whole[: len(parts["scales"]), :inputs] * parts["scales"].astype(np.float64)
+
+
+def small(code: np.ndarray, exponent: int, mantissa: int, bias: int) -> np.ndarray:
+    """Floating-point numbers of a few bits."""
+    sign = 1.0 - 2.0 * (code >> exponent + mantissa & 1)
+    power, rest = code >> mantissa & (1 << exponent) - 1, (code & (1 << mantissa) - 1) / (1 << mantissa)
+    return sign * np.where(power == 0, rest * 2.0 ** (1 - bias), (1 + rest) * 2.0 ** (power.astype(float) - bias))
+
+
+def floating(parts: dict[str, np.ndarray], inputs: int, bits: int, codebook: str) -> np.ndarray:
+    """Values [rows, inputs] of codes that are floating-point numbers."""
+    codes = unpack(parts["codes"], bits, inputs)
+    if bits == 8:
+        return small(codes, 4, 3, 7) * parts["scales"].astype(np.float64)
+    of = np.arange(inputs) // (16 if codebook == "nvfp4" else 32)
+    scales = parts["scales"].astype(np.int64)
+    if codebook == "mxfp4":
+        return small(codes, 2, 1, 1) * (2.0 ** (scales - 127.0))[:, of]
+    return small(codes, 2, 1, 1) * (small(scales, 4, 3, 7) * parts["unit"].astype(np.float64))[:, of]
 
 
 def turned(parts: dict[str, np.ndarray], inputs: int, bits: int) -> np.ndarray:

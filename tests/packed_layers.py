@@ -56,8 +56,10 @@ def trellis_of(rows: int, inputs: int, bits: int, state_bits: int, *, seed: int 
 
 
 def any_codes(rows: int, inputs: int, bits: int, encoding: Encoding, *, seed: int = 0) -> PackedWeight:
-    """A packed matrix of any codes that lie in tiles, and scales."""
+    """A packed matrix of any codes that are no grid's, and scales; units are the same whatever the seed."""
     random = torch.Generator().manual_seed(seed)
+    if encoding.floats:
+        return _any_floats(rows, inputs, bits, encoding, random)
     codes, dtype = packed_shapes(rows, inputs, bits, encoding)["codes"]
     parts = {
         "codes": torch.randint(0, 256, codes, generator=random).to(dtype),
@@ -65,6 +67,20 @@ def any_codes(rows: int, inputs: int, bits: int, encoding: Encoding, *, seed: in
     }
     if encoding.codebook:
         parts["scales"] = parts["scales"].abs()
+    return PackedWeight.of(parts, bits, inputs, encoding)
+
+
+def _any_floats(rows: int, inputs: int, bits: int, encoding: Encoding, random: torch.Generator) -> PackedWeight:
+    parts = {
+        name: torch.randint(100, 126, shape, generator=random).to(dtype)
+        for name, (shape, dtype) in packed_shapes(rows, inputs, bits, encoding).items()
+    }
+    parts["codes"] = torch.randint(0, 256, parts["codes"].shape, generator=random).to(torch.uint8)
+    if bits == 8:
+        parts["codes"] = torch.where(parts["codes"] % 128 == 127, 0, parts["codes"])  # which is no number
+        parts["scales"] = torch.ldexp(torch.ones(rows, 1), torch.randint(-14, -10, (rows, 1), generator=random)).half()
+    if "unit" in parts:
+        parts["unit"].fill_(2.0**-12)
     return PackedWeight.of(parts, bits, inputs, encoding)
 
 

@@ -13,6 +13,8 @@ from moeq_kernels.errors import ArtifactError
 from moeq_kernels.widths import (
     DROPPED,
     EXL3_CODEBOOKS,
+    FLOAT_BITS,
+    FLOAT_GROUPS,
     FULL,
     LAYOUT,
     LAYOUT_VERSION,
@@ -88,15 +90,18 @@ class Stored:
         if type(state_bits) is not int or state_bits not in (0, *STATE_BITS) or (state_bits and nested):
             raise wrong_config("no trellis code has so many states", "quantization_config.state_bits")
         codebook = block.get("codebook", "")
-        if codebook not in ("", *EXL3_CODEBOOKS):
-            raise wrong_config("no code of EXL3 has this codebook", "quantization_config.codebook")
+        if not isinstance(codebook, str) or codebook not in ("", *EXL3_CODEBOOKS, *FLOAT_GROUPS):
+            raise wrong_config("no code has this codebook", "quantization_config.codebook")
         group_size, experts = block.get("group_size", 128), block.get("experts") or {}
         _check_group_size(group_size, "quantization_config")
         own = Encoding(
             group_size=group_size, symmetric=symmetric, nested=nested, state_bits=state_bits, codebook=codebook
         )
         check_version(block, own)
-        if codebook and own != Encoding.exl3(codebook):
+        if own.floats and own != Encoding.floating(codebook):
+            what = f"{codebook} has groups of {FLOAT_GROUPS[codebook]}, no zero points and no states"
+            raise wrong_config(what, "quantization_config")
+        if own.codes == "exl3" and own != Encoding.exl3(codebook):
             raise wrong_config("EXL3's codes have 2^16 states, a scale a row and no zero points", "quantization_config")
         if state_bits and not codebook and own != Encoding.trellis(state_bits):
             raise wrong_config("trellis codes have a scale a row and no zero points", "quantization_config")
@@ -108,7 +113,7 @@ class Stored:
             for widths in layer
             for width in (widths.values() if isinstance(widths, dict) else () if widths == DROPPED else [widths])
         )
-        widths = (*TRELLIS_BITS, FULL) if state_bits else WIDTHS
+        widths = (*TRELLIS_BITS, FULL) if state_bits else (*FLOAT_BITS, FULL) if own.floats else WIDTHS
         if any(type(width) is not int or width not in widths for width in every):
             raise wrong_config(f"widths of experts must be of {widths}", "quantization_config")
         return cls(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # which loads a compiler
     from moeq_kernels.cpu.versions import Places, VersionedLayer
     from moeq_kernels.gpu.versions import VersionedTritonLayer
 
-EXL3 = "moeq has no kernel for EXL3's codes"
+NO_KERNEL = "moeq has no kernel for {} codes"
 Policy = Literal["measured", "fixed", "reference"]
 _policy: ContextVar[Policy] = ContextVar("policy", default="measured")
 _at_once: ContextVar[bool] = ContextVar("at_once", default=True)
@@ -151,8 +151,8 @@ def _kernel(device: torch.device, policy: Policy, matrices: Sequence[Matrix]) ->
     name, packed = named(), [one for one in matrices if isinstance(one, PackedWeight)]
     if REFERENCE in (name, policy):
         return ReferenceKernel(), None
-    if any(one.codebook for one in packed):
-        return None, EXL3
+    if (other := next((one for one in packed if one.codebook), None)) is not None:
+        return None, NO_KERNEL.format("EXL3's" if other.state_bits else other.codebook.upper())
     if takes_triton(device):
         return _triton()
     if device.type != "cpu":

@@ -3,8 +3,9 @@
 codes uint8 [..., N, ceil(K*b/8)]; scales float16 [..., N, G]; zeros uint8 [..., N, ceil(G*b/8)], absent for 1 bit (0.5)
 and for symmetric grids (2**(b-1)). Of trellis codes, and of EXL3's, codes [..., ceil(N/16), ceil(K/16)*32*b], scales
 [..., N, 1], see trellis.py and exl3.py. A nested weight of 2, 3 or 4 bits has the scales and zeros of its 4-bit grid at
-every width, see `grids.nested_grid`. Of 0 bits, a matrix of a dropped expert, nothing is stored, and all values are
-zero.
+every width, see `grids.nested_grid`. Of codes that are floating-point numbers see floats.py; of these NVFP4 has a
+`unit` float32 [..., 1, 1], what its scales are counted in. Of 0 bits, a matrix of a dropped expert, nothing is stored,
+and all values are zero.
 
 Letters: E experts, N output rows, K inputs, G groups of inputs, b bits, B bytes of a row.
 """
@@ -18,7 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from moeq_kernels import exl3, grids, trellis
+from moeq_kernels import exl3, floats, grids, trellis
 from moeq_kernels.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
 from moeq_kernels.widths import DROPPED, EXL3_SIDE, PARTS, SUPPORTED_BITS, Encoding, group_count, resolved_group_size
 
@@ -43,6 +44,8 @@ def packed_shapes(
     if encoding.state_bits:
         codes, dtype = trellis.packed_shapes(rows, inputs, bits)["codes"]
         return {"codes": (codes, dtype), "scales": ((rows, 1), grids.SCALE_DTYPE)}
+    if encoding.floats:
+        return floats.packed_shapes(rows, inputs, bits, encoding.codebook)
     groups = group_count(inputs, encoding.group_size)
     shapes = {
         "codes": ((rows, packed_row_bytes(inputs, bits)), torch.uint8),
@@ -58,7 +61,7 @@ class PackedWeight:
     """One weight, or a stack of weights of the same width, in its stored form.
 
     nested: whether its codes are the leading bits of 4-bit ones; no weight of another width than 2, 3 or 4 is;
-    state_bits: of trellis codes, 0 for grids; codebook: of EXL3's, empty for others.
+    state_bits: of trellis codes, 0 for grids; codebook: of EXL3's and of floating-point numbers, empty for others.
     """
 
     codes: Tensor
@@ -71,14 +74,14 @@ class PackedWeight:
     nested: bool = False
     state_bits: int = 0
     codebook: str = ""
+    unit: Tensor | None = None
 
     @classmethod
     def of(cls, parts: Mapping[str, Tensor], bits: int, inputs: int, encoding: Encoding) -> PackedWeight:
         """A weight of its stored tensors by name, see `parts`; KeyError where it has no codes or scales."""
         own = vars(encoding.at(bits))
-        return cls(
-            codes=parts["codes"], scales=parts["scales"], zeros=parts.get("zeros"), bits=bits, inputs=inputs, **own
-        )
+        codes, scales, zeros, unit = parts["codes"], parts["scales"], parts.get("zeros"), parts.get("unit")
+        return cls(codes=codes, scales=scales, zeros=zeros, unit=unit, bits=bits, inputs=inputs, **own)
 
     @classmethod
     def dropped(cls, rows: int, inputs: int, encoding: Encoding) -> PackedWeight:
@@ -93,16 +96,27 @@ class PackedWeight:
         return Encoding.of(self)
 
     def parts(self) -> dict[str, Tensor]:
-        """The stored tensors by name: codes [..., N, B], scales [..., N, G] and, where there are some, zeros."""
+        """The stored tensors by name: codes [..., N, B], scales [..., N, G] and, where there are such, zeros, unit."""
         if self.bits == DROPPED:
             return {}
-        every: Mapping[str, Tensor | None] = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
+        every: Mapping[str, Tensor | None] = {name: getattr(self, name) for name in PARTS}
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
-        """The weight with every part [..., N, B] changed in its first axes or moved: another place, or fewer rows."""
-        zeros = None if self.zeros is None else change(self.zeros)
-        return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros)
+        """The weight with every part [..., N, B] changed in its first axes or moved: another place, fewer weights."""
+        zeros, unit = (None if part is None else change(part) for part in (self.zeros, self.unit))
+        return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros, unit=unit)
+
+    def rows(self, which: Tensor | slice) -> PackedWeight:
+        """Some rows of a weight [N, K] whose codes lie row by row."""
+        zeros = None if self.zeros is None else self.zeros[which].contiguous()
+        return replace(self, codes=self.codes[which].contiguous(), scales=self.scales[which].contiguous(), zeros=zeros)
+
+    def are_numbers(self) -> bool:
+        """Whether what is stored stands for finite numbers."""
+        if self.encoding.floats and self.bits != DROPPED:
+            return floats.are_numbers(self.codes, self.scales, self.unit, self.bits)
+        return bool(torch.isfinite(self.scales).all())
 
     def check(self) -> None:
         """ValueError unless bits and group size can be and the parts have the types and shapes that they imply."""
@@ -111,7 +125,7 @@ class PackedWeight:
             raise ValueError(f"no packed weight has {what}")
         if self.codes.dim() < 2:
             raise ValueError(f"codes are {list(self.codes.shape)}, not rows of codes")
-        if self.codebook:
+        if self.encoding.codes == "exl3":
             exl3.word_values(self.codebook)  # or there is no such code
             exl3.check_sides(self.scales.shape[-2] if self.scales.dim() > 1 else 0, self.inputs)
         elif self.state_bits:
@@ -131,10 +145,13 @@ class PackedWeight:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.parts().values())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Values [..., N, K]: (code - zero) * scale in float32, then rounded to `dtype`; ValueError as `check`."""
+        """Values [..., N, K] in float32, of a grid (code - zero) * scale, rounded to `dtype`; ValueError as `check`."""
         if self.bits == DROPPED:
             return torch.zeros(len(self.codes), self.inputs, dtype=dtype, device=self.codes.device)
         self.check()
+        if self.encoding.floats:
+            stored = self.codes, self.scales, self.unit
+            return floats.dequantize(*stored, self.bits, self.inputs, self.codebook, dtype)
         if self.codebook:
             return exl3.dequantize(self.codes, self.scales.squeeze(-1), self.bits, self.inputs, self.codebook, dtype)
         if self.state_bits:
@@ -157,8 +174,8 @@ class PackedWeight:
         return replace(self, codes=pack(codes, bits), bits=bits)
 
     def grid(self) -> tuple[Tensor, Tensor | float]:
-        """Scale and zero point of the codes as they are; ValueError for trellis codes, which have no grid."""
-        _refuse_trellis(self)
+        """Scale and zero point of the codes as they are; ValueError for codes that have no grid."""
+        _refuse_no_grid(self)
         zero: Tensor | float = middle_of(self.bits, self.encoding)
         if self.zeros is not None:
             zero = unpack(self.zeros, self.encoding.grid_bits(self.bits), self.scales.shape[-1])
@@ -169,22 +186,26 @@ class PackedWeight:
         return grids.nested_grid(scale, middle, self.bits)
 
 
-def _refuse_trellis(weight: PackedWeight) -> None:
+def _refuse_no_grid(weight: PackedWeight) -> None:
     """ValueError for what only codes of a grid have."""
-    if weight.state_bits:
-        raise ValueError("trellis codes stand for no grid")
+    if weight.encoding.codes != "grid":
+        raise ValueError(f"{'trellis' if weight.state_bits else weight.codebook} codes stand for no grid")
 
 
 def joined(parts: Sequence[PackedWeight], axis: int = 0) -> PackedWeight:
-    """Weights of the same grid one after the other: stacks along their first axis, or rows of one along the next."""
+    """Weights of the same grid one after the other: stacks along their first axis, or rows of one along the next, which
+    have no unit."""
     if len(parts) == 1:
         return parts[0]
+    units = [part.unit for part in parts if part.unit is not None]
+    assert not (units and axis), "rows of several matrices have no common unit"
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return replace(
         parts[0],
         codes=torch.cat([part.codes for part in parts], axis),
         scales=torch.cat([part.scales for part in parts], axis),
         zeros=torch.cat(zeros, axis) if zeros else None,
+        unit=torch.cat(units, axis) if units else None,
     )
 
 
@@ -193,7 +214,7 @@ def row_range(weight: PackedWeight, first: int, count: int) -> PackedWeight:
     codes."""
     rows = slice(first, first + count)
     if not weight.state_bits:
-        return weight.map(lambda part: part[rows].contiguous())
+        return weight.rows(rows)
     lines = _whole_tiles(weight, "rows", first, count, weight.scales.shape[0])
     return replace(weight, codes=weight.codes[lines].contiguous(), scales=weight.scales[rows].contiguous())
 
@@ -241,8 +262,8 @@ def some_inputs(weight: PackedWeight, first: int, count: int) -> PackedWeight:
 
 def symmetric_bits(weight: PackedWeight) -> int:
     """The least width of a symmetric grid that holds exactly the values of a weight that is not nested; ValueError for
-    trellis codes."""
-    _refuse_trellis(weight)
+    other codes."""
+    _refuse_no_grid(weight)
     if weight.bits == 1:
         return 2  # -s and +s are -1 and 1 of the codes -2 to 1
     return weight.bits if weight.zeros is None else weight.bits + 1

@@ -37,8 +37,7 @@ class Parts:
         self, bits: int, encoding: Encoding, rows: int, inputs: int, mine: tuple[slice, slice], biased: bool = False
     ) -> None:
         self.bits, self.encoding, self.rows, self.inputs, self.mine = bits, encoding, rows, inputs, mine
-        stored = ("codes", "scales", *(("zeros",) if encoding.has_zeros(bits) else ()))
-        self.wanted = {*((DENSE,) if bits == FULL else stored), *(("bias",) if biased else ())}
+        self.wanted = {*((DENSE,) if bits == FULL else encoding.parts(bits)), *(("bias",) if biased else ())}
         self.found: dict[str, Tensor] = {}
 
     def take(self, part: str, tensor: Tensor, name: str) -> None:

@@ -46,7 +46,7 @@ def some_rows(matrix: Matrix, rows: Tensor) -> Matrix:
         scales = matrix.scales[every.clamp(max=len(matrix.scales) - 1)]
         found = replace(matrix, codes=matrix.codes[every[::TILE] // TILE], scales=scales).dequantize()
         return found[place * size + rows % size]
-    return matrix[rows] if isinstance(matrix, Tensor) else matrix.map(lambda part: part[rows])
+    return matrix[rows] if isinstance(matrix, Tensor) else matrix.rows(rows)
 
 
 def expert_output(layer: LayerOfExperts, expert: int, rows: Tensor) -> Tensor:

@@ -12,18 +12,24 @@ DROPPED = 0  # stands for an expert of which nothing is stored: whatever it is g
 SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 7, 8)
 NESTED_BITS = (2, 3, 4)  # widths whose codes can be one code's leading bits, the widest last
 WORD = 32
-PARTS = ("codes", "scales", "zeros")  # tensors of a packed weight
+PARTS = ("codes", "scales", "zeros", "unit")  # tensors of a packed weight
 METHOD = "moeq"  # quant_method of checkpoints in the native format
 LAYOUT = "moeq-bitstream"
 LAYOUT_VERSION = 1
 NESTED_VERSION = 2  # where weights are nested
 TRELLIS_VERSION = 3  # where experts have trellis codes
 EXL3_VERSION = 4  # where they have EXL3's codes
+FLOAT_VERSION = 5  # where their codes are floating-point numbers
 TRELLIS_BITS = (1, 2, 3, 4, 8)  # widths of trellis codes; those of 8 bits are the values themselves
 STATE_BITS = range(8, 17)  # L of trellis codes of 2**L states
 EXL3_CODEBOOKS = ("mul1",)  # of EXL3's codes in moeq's own checkpoints
 EXL3_STATE_BITS = 16
 EXL3_SIDE = 128  # of what rows and inputs of EXL3's codes are multiples
+FLOAT_GROUPS = {
+    "nvfp4": 16,
+    "mxfp4": 32,
+}  # {codes that are floating-point numbers: inputs that share a scale at 4 bits}
+FLOAT_BITS = (4, 8)  # widths of these
 ROUNDING: Literal["half_up"] = "half_up"
 MULTIPLIER_BITS = 16
 EXACT_BITS = 52  # whole numbers up to 2**52, and half of one more, are exact in float64
@@ -41,7 +47,7 @@ class _Said(Protocol):
     def nested(self) -> bool: ...
 
 
-Codes = Literal["grid", "trellis", "exl3"]  # what codes are of
+Codes = Literal["grid", "trellis", "exl3", "nvfp4", "mxfp4"]  # what codes are of
 
 
 class EncodingKeys(TypedDict):
@@ -64,7 +70,8 @@ class Encoding:
     group_size: inputs that share a scale, -1 for all of a row; symmetric: no zero points are stored; nested: the codes
     of 2 and 3 bits are the leading bits of those of 4; state_bits: L of trellis codes of 2**L states, 0 for grids, see
     `moeq_kernels.trellis`: of them a scale a row is all that is stored beside the codes; codebook: of EXL3's, which are
-    trellis codes of 2**16 states between Hadamard transforms, see `moeq_kernels.exl3`.
+    trellis codes of 2**16 states between Hadamard transforms, see `moeq_kernels.exl3`, and of those that are
+    floating-point numbers, see `moeq_kernels.floats`, whose groups of 4 bits it decides; at 8 bits they are whole rows.
     """
 
     group_size: int
@@ -84,6 +91,11 @@ class Encoding:
         return replace(cls.trellis(EXL3_STATE_BITS), codebook=codebook)
 
     @classmethod
+    def floating(cls, codebook: str) -> Encoding:
+        """Codes that are floating-point numbers: nvfp4 or mxfp4."""
+        return cls(group_size=FLOAT_GROUPS[codebook], symmetric=True, codebook=codebook)
+
+    @classmethod
     def of(cls, said: _Said) -> Encoding:
         """That of an assignment, of a recipe's section `losses`, of a packed weight."""
         more = {name: getattr(said, name) for name in MORE if hasattr(said, name)}  # what knows of grids alone has none
@@ -97,7 +109,7 @@ class Encoding:
         return cls(group_size=said["group_size"], symmetric=said["symmetric"], nested=nested, **more)
 
     def describe(self) -> dict[str, Any]:
-        """As files say it: nested only where it is, state_bits only of trellis codes, codebook only of EXL3's."""
+        """As files say it: nested only where it is, state_bits only of trellis codes, codebook only of what has one."""
         more = {"nested": self.nested} | {name: getattr(self, name) for name in MORE}
         said: dict[str, Any] = {"group_size": self.group_size, "symmetric": self.symmetric}
         return said | {name: value for name, value in more.items() if value}
@@ -105,21 +117,35 @@ class Encoding:
     @property
     def codes(self) -> Codes:
         """What the codes are of."""
+        if self.floats:
+            return "nvfp4" if self.codebook == "nvfp4" else "mxfp4"
         return "exl3" if self.codebook else "trellis" if self.state_bits else "grid"
+
+    @property
+    def floats(self) -> bool:
+        """Whether codes are floating-point numbers."""
+        return self.codebook in FLOAT_GROUPS
 
     @property
     def layout_version(self) -> int:
         """Of the layout that such weights are written in."""
         grid = NESTED_VERSION if self.nested else LAYOUT_VERSION
-        return {"grid": grid, "trellis": TRELLIS_VERSION, "exl3": EXL3_VERSION}[self.codes]
+        return {"grid": grid, "trellis": TRELLIS_VERSION, "exl3": EXL3_VERSION}.get(self.codes, FLOAT_VERSION)
 
     def at(self, bits: int) -> Encoding:
-        """That of weights of one width: others than 2, 3 and 4 bits are never nested."""
+        """That of weights of one width: others than 2, 3 and 4 bits are never nested; FP8 has a scale a row."""
+        if self.floats:
+            return replace(self, group_size=-1 if bits == FLOAT_BITS[-1] else FLOAT_GROUPS[self.codebook])
         return replace(self, nested=False) if self.nested and bits not in NESTED_BITS else self
 
     def has_zeros(self, bits: int) -> bool:
         """Whether zero points are stored."""
         return bits > 1 and not self.symmetric
+
+    def parts(self, bits: int) -> tuple[str, ...]:
+        """The tensors that are stored of a weight that is not dropped."""
+        unit = self.codebook == "nvfp4" and bits == FLOAT_BITS[0]
+        return ("codes", "scales", *(("zeros",) if self.has_zeros(bits) else ()), *(("unit",) if unit else ()))
 
     def grid_bits(self, bits: int) -> int:
         """The width of the grid that a weight of `bits` bits is stored with: that of the widest where it is nested."""

@@ -23,7 +23,7 @@ from moeq.artifacts.stage import Frozen, ModelStamp, read_model
 from moeq.bounded import shown
 from moeq.errors import ArtifactError
 from moeq.version import __version__
-from moeq_kernels.widths import EXL3_CODEBOOKS, LAYOUT, STATE_BITS, TRELLIS_BITS, Encoding
+from moeq_kernels.widths import EXL3_CODEBOOKS, FLOAT_GROUPS, LAYOUT, STATE_BITS, TRELLIS_BITS, Encoding
 
 SCHEMA_VERSION = 1
 NAME = "placement.json"
@@ -52,6 +52,14 @@ EXL3_TEXT = (
     "value is that of the 16 bits w that end with it: with h(b) the float16 of bits b, float16 of (1024 + the sum of "
     "the four bytes of w * 0x83DCD12D mod 2^32) * h(0x1EEE) + h(0xC931). `codes` uint8 [rows/16, inputs/16*32*bits], "
     "tile by tile; `scales` float16 [rows, 1]. `dense` and `bias` are in the checkpoint's type."
+)
+FLOAT_TEXT = (
+    "A matrix [rows, inputs] is a bitstream of codes a row, least significant bit first, each a floating-point number. "
+    "4 bits: 0, 0.5, 1, 1.5, 2, 3, 4, 6 (codes 0 to 7), and these below 0 (8 to 15). nvfp4: every 16 inputs of a row "
+    "share a scale, e4m3, and weight = number * (scale * `unit`); mxfp4: every 32 inputs share a scale, e8m0, byte b "
+    "being 2^(b - 127), and weight = number * scale. 8 bits: weight = number * scale, numbers e4m3, a scale a row. "
+    "`codes` uint8 [rows, ceil(inputs*bits/8)]; `scales` uint8 [rows, groups] at 4 bits, float16 [rows, 1] at 8; `unit`"
+    " float32 [1, 1]. `dense` and `bias` are in the checkpoint's type."
 )
 MIXED_TEXT = (
     " The matrices of a replica with `projections` have the widths that it names, each read at its own; `bits` is the "
@@ -289,8 +297,8 @@ class PlacementManifest(Frozen):
         state_bits = self.layout.get("state_bits", 0)
         if type(state_bits) is not int or state_bits not in (0, *STATE_BITS):
             raise ValueError("layout.state_bits is no trellis code's")
-        if self.layout.get("codebook", "") not in ("", *EXL3_CODEBOOKS):
-            raise ValueError("layout.codebook is none of EXL3's")
+        if self.layout.get("codebook", "") not in ("", *EXL3_CODEBOOKS, *FLOAT_GROUPS):
+            raise ValueError("layout.codebook is no code's")
         return self
 
     @property
@@ -331,7 +339,7 @@ def trellis_values(encoding: Encoding) -> dict[str, str]:
 def _described(encoding: Encoding, mixed: bool, drops: bool) -> str:
     """How weights are stored, in words."""
     grid = LAYOUT_TEXT + (NESTED_TEXT if encoding.nested else "")
-    kind = {"grid": grid, "trellis": TRELLIS_TEXT, "exl3": EXL3_TEXT}[encoding.codes]
+    kind = {"grid": grid, "trellis": TRELLIS_TEXT, "exl3": EXL3_TEXT}.get(encoding.codes, FLOAT_TEXT)
     return kind + (MIXED_TEXT if mixed else "") + (DROPPED_TEXT if drops else "")
 
 

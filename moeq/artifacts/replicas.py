@@ -167,7 +167,7 @@ class _ProjectionText(Frozen, strict=True):
     symmetric: bool
     nested: bool = False
     state_bits: int = Field(0, ge=0, le=16)
-    codebook: Literal["", "mul1"] = ""
+    codebook: Literal["", "mul1", "nvfp4", "mxfp4"] = ""
 
     @field_validator("group_size")
     @classmethod

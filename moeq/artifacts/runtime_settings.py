@@ -21,7 +21,9 @@ ASSUMED = (4096, 4096)  # rows and inputs of a matrix where no model is known
 GROUP_SIZES = (128, 64, 32, 256, -1)  # that are tried where the recipe's does not do
 WITHIN = "optimal"  # the method that decides within any target
 SCALE_BITS = 16  # of a group
-MAKERS: dict[Codes, str] = {"grid": "gptq", "trellis": "trellis", "exl3": "exl3"}  # who makes codes that are read
+MAKERS: dict[Codes, str] = {  # who makes codes that are read
+    "grid": "gptq", "trellis": "trellis", "exl3": "exl3", "nvfp4": "nvfp4", "mxfp4": "mxfp4",
+}  # fmt: skip
 CHOICE = 2  # widths that there should be to choose from
 WIDTHS: tuple[int, ...] = get_args(Bits)  # that replicas can have
 

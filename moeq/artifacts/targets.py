@@ -30,7 +30,9 @@ MIXED = {
 NESTED = (2, 3)  # widths whose codes can lead wider ones and then stand between the points of a grid
 WIDEN = "set export.widen: true (--widen), which stores the same values in a wider symmetric grid"
 ONE_WIDTH = "give every layer's experts one width (assign.granularity: layer), or write it for native or auto-round"
-CODES: dict[Codes, str] = {"grid": "grids", "trellis": "trellis codes", "exl3": "EXL3's codes"}  # in messages
+CODES: dict[Codes, str] = {  # in messages
+    "grid": "grids", "trellis": "trellis codes", "exl3": "EXL3's codes", "nvfp4": "NVFP4", "mxfp4": "MXFP4",
+}  # fmt: skip
 ANY_GRID = "write it for native or dequantized"
 
 
@@ -119,7 +121,7 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
         return f"{grid.bits} bits; {target.name} loads {target.listed()}", do
     if target.symmetric_only and not grid.symmetric:
         return f"zero points; {target.name} reads symmetric grids only", f"set losses.symmetric: true, or {WIDEN}"
-    if target.groups is not None and grid.group_size not in target.groups:
+    if target.groups is not None and not Encoding.of(grid).floats and grid.group_size not in target.groups:
         what = "whole rows as groups" if grid.group_size == -1 else f"groups of {grid.group_size}"
         listed = ", ".join(map(str, target.groups))
         return f"{what}; {target.name} loads groups of {listed}", _whole_groups(target, grid)
@@ -242,8 +244,9 @@ def refuse_target(
 def grids_of(layer: Sized, projection: str, widths: Sequence[int], **encoding: Unpack[EncodingKeys]) -> list[Grid]:
     """How a matrix of a layer's experts is stored at several widths, but for full precision."""
     rows, inputs = layer.shape(projection)
-    grid = Grid(rows=rows, inputs=inputs, bits=0, **encoding)
-    return [replace(grid, bits=bits, nested=grid.nested and bits in NESTED) for bits in widths if bits != FULL]
+    own = Encoding(**encoding)
+    every = {bits: vars(own.at(bits)) | {"nested": own.nested and bits in NESTED} for bits in widths if bits != FULL}
+    return [Grid(rows=rows, inputs=inputs, bits=bits, **one) for bits, one in every.items()]
 
 
 def refuse_stack(target: Target, grids: Sequence[Grid], *, full: bool, widen: bool) -> tuple[str, str] | None:

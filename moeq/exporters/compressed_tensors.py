@@ -1,10 +1,11 @@
-"""For transformers with compressed-tensors, and for vLLM (pack-quantized): symmetric grids, one for many experts.
+"""For transformers with compressed-tensors, and for vLLM: symmetric grids, one for many experts; for vLLM floats, too.
 
 transformers takes one scheme for all experts whatever config.json says of each, and ignores zero points: other mixes
 would load without an error and compute something else, so they are refused. vLLM takes a scheme for every layer, and
 layers in full precision. With options.widen codes that must have one width go into the least that holds them. Codes are
 multiplied by scales in the scales' own type: values are rounded to float16, and what lies beyond its largest number is
-refused.
+refused. Floating-point codes (moeq_kernels/floats.py) are nvfp4-pack-quantized, mxfp4-pack-quantized and, at 8 bits,
+float-quantized; a checkpoint of several of these is of the format mixed-precision.
 N output rows, K inputs, G groups of inputs, b bits.
 """
 
@@ -15,19 +16,25 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moeq.artifacts.targets import Grid, Target
+from moeq.artifacts.targets import ANY_GRID, Grid, Target
+from moeq.errors import FormatError
 from moeq.exporters.exporter import SGLANG, TRANSFORMERS, VLLM, Exporter, Loader, later
-from moeq_kernels.widths import FULL
+from moeq_kernels.widths import FLOAT_BITS, FULL
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from moeq.exporters.foreign import Draft
+    from moeq_kernels.description import Matrix
     from moeq_kernels.packed import PackedWeight
 
 NAME, VERSION = "compressed-tensors", "0.20.0"
 CONFIG_VERSION = "0.19.0"  # of the package whose config.json this is; 0.20.0 reads it
-PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight")
+PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_global_scale", "weight")
+FLOAT8 = "float-quantized"
+DOWN = "down_proj"
 LAYERS_EXPERTS = r"\.experts\..*"  # the end of a pattern of a layer's experts
 BESIDE = r"re:^(?!.*\.experts(\.|$))"  # every module that is not below one called experts
 VLLM_CUDA = replace(VLLM, name="vllm-cuda")
@@ -41,6 +48,8 @@ def loader_of(source: Any) -> Loader:
     """vLLM where schemes differ: transformers would load such a checkpoint without an error, and wrongly."""
     declared = source.source.config.get("quantization_config") or {}
     schemes = [group["weights"] for group in (declared.get("config_groups") or {}).values()]
+    if any(one["type"] == "float" for one in schemes):
+        return VLLM_CUDA
     if len(schemes) < 2 and not _plain(declared):
         return TRANSFORMERS
     everywhere = all(one["num_bits"] == 4 and one["group_size"] in VLLM_GROUPS for one in schemes)
@@ -62,22 +71,70 @@ def write(draft: Draft) -> None:
     for layer in layers:
         if not whole:
             scheme, bits = Scheme(draft), common_width(draft, [layer]) if widen else None
-        draft.write_experts(layer, draft.expert_keys(layer), PARTS, partial(scheme.tensors, linear_tensors), bits)
+        tensors = OneUnit(draft).checked(partial(scheme.tensors, linear_tensors))
+        draft.write_experts(layer, draft.expert_keys(layer), PARTS, tensors, bits)
     draft.finish(_config(draft))
 
 
 def linear_tensors(weight: PackedWeight) -> dict[str, Tensor]:
-    """weight_packed int32 [N, ceil(K*b/32)], weight_scale [N, G] in the scales' own type, weight_shape int64 [2]."""
+    """weight_packed int32 [N, ceil(K*b/32)], weight_scale [N, G] in the scales' own type, weight_shape int64 [2]; of
+    floating-point codes as `float_tensors`."""
     import torch
 
     from moeq.numerics.layouts import row_words
 
+    if weight.encoding.floats:
+        return float_tensors(weight)
     rows = weight.codes.shape[-2]
     return {
         "weight_packed": row_words(weight.codes),
         "weight_scale": weight.scales.contiguous(),
         "weight_shape": torch.tensor([rows, weight.inputs]),
     }
+
+
+def float_tensors(weight: PackedWeight) -> dict[str, Tensor]:
+    """weight_packed uint8 [N, K/2] and weight_scale [N, G], e4m3 with weight_global_scale float32 [1], or uint8; at 8
+    bits weight [N, K], e4m3, and weight_scale bfloat16 [N, 1], which are powers of two."""
+    import torch
+
+    if weight.bits == FLOAT_BITS[-1]:
+        scales = weight.scales.bfloat16()
+        if not torch.equal(scales.float(), weight.scales.float()):
+            raise ValueError("a scale of a row is no number of bfloat16")
+        return {"weight": weight.codes.view(torch.float8_e4m3fn), "weight_scale": scales}
+    if weight.unit is None:
+        return {"weight_packed": weight.codes, "weight_scale": weight.scales}
+    return {
+        "weight_packed": weight.codes,
+        "weight_scale": weight.scales.view(torch.float8_e4m3fn),
+        "weight_global_scale": 1 / weight.unit.flatten(),
+    }
+
+
+class OneUnit:
+    """Refuses gate and up of an expert of NVFP4 whose scales are counted in different numbers: vLLM takes the first."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._first: dict[str, tuple[str, float]] = {}
+
+    def checked(
+        self, tensors: Callable[[str, Matrix], dict[str, Tensor]]
+    ) -> Callable[[str, Matrix], dict[str, Tensor]]:
+        """What gives the tensors of a matrix by its name; FormatError from it where a unit is another."""
+
+        def made(name: str, matrix: Matrix) -> dict[str, Tensor]:
+            unit = getattr(matrix, "unit", None)
+            expert, _, projection = name.rpartition(".")
+            if unit is not None and projection != DOWN:
+                first, own = self._first.setdefault(expert, (name, float(unit)))
+                if own != float(unit):
+                    what = f"its scales are counted in {float(unit)}, those of {first} in {own}; vLLM has one for both"
+                    raise FormatError(what, where=f"for {self._draft.runtime.name}: {name}", do=ANY_GRID)
+            return tensors(name, matrix)
+
+        return made
 
 
 def _config(draft: Draft) -> dict[str, Any]:
@@ -94,11 +151,13 @@ def _config(draft: Draft) -> dict[str, Any]:
     else:
         groups, plain = _by_layer(draft)
         ignored = [BESIDE, *plain]
+    made = {f"group_{number}": _group(*group) for number, group in enumerate(groups)}
+    formats = sorted({group["format"] for group in made.values()}) or ["pack-quantized"]
     return {
         "quant_method": NAME,
-        "format": "pack-quantized",
+        "format": formats[0] if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": {f"group_{number}": _group(*group) for number, group in enumerate(groups)},
+        "config_groups": made,
         "ignore": ignored,
         "kv_cache_scheme": None,
         "version": CONFIG_VERSION,
@@ -106,6 +165,8 @@ def _config(draft: Draft) -> dict[str, Any]:
 
 
 def _group(targets: list[str], grid: Grid) -> dict[str, Any]:
+    if grid.codebook:
+        return _float_group(targets, grid)
     whole = grid.group_size == -1
     weights = {
         "num_bits": grid.bits,
@@ -121,6 +182,31 @@ def _group(targets: list[str], grid: Grid) -> dict[str, Any]:
         "input_activations": None,
         "output_activations": None,
         "format": "pack-quantized",
+    }
+
+
+def _float_group(targets: list[str], grid: Grid) -> dict[str, Any]:
+    """Of floating-point codes; vLLM takes FP8 experts only with inputs that it rounds to FP8 itself, token by token."""
+    weights: dict[str, Any] = {"num_bits": grid.bits, "type": "float", "symmetric": True, "dynamic": False}
+    inputs: dict[str, Any] | None = None
+    if grid.bits == FLOAT_BITS[-1]:
+        weights |= {"strategy": "channel", "group_size": None}
+        inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    else:
+        tensor = {"nvfp4": "tensor_group", "mxfp4": "group"}
+        scale = {"nvfp4": "torch.float8_e4m3fn", "mxfp4": "torch.uint8"}[grid.codebook]
+        weights |= {
+            "strategy": tensor[grid.codebook],
+            "group_size": grid.group_size,
+            "scale_dtype": scale,
+            "zp_dtype": scale,
+        }
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": FLOAT8 if grid.bits == FLOAT_BITS[-1] else f"{grid.codebook}-pack-quantized",
     }
 
 
@@ -182,7 +268,8 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
             symmetric_only=True,
             groups=(32, 64, 128),
             others=False,
-            reads="a scheme a layer; Marlin's kernels of 4 and 8 bits, humming's of the others",
+            codes=("grid", "nvfp4", "mxfp4"),
+            reads="a scheme a layer; Marlin's kernels of 4 and 8 bits, humming's of the others; NVFP4, MXFP4 and FP8",
             multiple=32,
             proof="read in vLLM 0.32's source, not run",
             called="vLLM on a GPU, which reads compressed-tensors",

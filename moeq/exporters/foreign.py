@@ -124,7 +124,7 @@ class Draft:
         """Matrices and biases of one expert; ArtifactError where a packed one stands for no numbers."""
         matrices, biases = self.source.expert(layer, expert)
         for projection, matrix in matrices.items():
-            if isinstance(matrix, PackedWeight) and not bool(torch.isfinite(matrix.scales).all()):
+            if isinstance(matrix, PackedWeight) and not matrix.are_numbers():
                 where = f"{self.source.source.name}, {layer.name}, expert {expert}, {projection}"
                 raise ArtifactError("scales that are not finite", where=where, do="make the checkpoint again")
         return matrices, biases
@@ -156,7 +156,7 @@ class Draft:
         Raises FormatError naming what the target cannot read; notes the grid.
         """
         grid = grid_of(weight)
-        if self.options.widen and not grid.nested:
+        if self.options.widen and not grid.nested and not grid.codebook:
             wide = bits or loadable_grid(self.target, grid).bits
             weight = weight if wide == grid.bits and bits is None else widened(weight, wide)
         refused = refuse_matrix(self.target, grid_of(weight))

@@ -113,6 +113,9 @@ def _surveyed(draft: Draft, layers: Iterable[ExpertLayer]) -> tuple[Common, dict
         for expert, projection, name, matrix in draft.matrices(layer):
             widths[layer.name][expert][projection] = FULL
             if isinstance(matrix, PackedWeight):
+                if matrix.encoding.floats:
+                    what = f"{matrix.codebook.upper()}; moeq writes it in the native format from a run alone"
+                    raise FormatError(what, where=f"for native: {name}", do=ELSEWHERE)
                 _check_scales(name, matrix)
                 common.add(draft.grids[name])
                 widths[layer.name][expert][projection] = matrix.bits

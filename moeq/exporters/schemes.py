@@ -114,6 +114,8 @@ def no_experts(draft: Draft) -> FormatError:
 def refuse_infinite(draft: Draft, name: str, weight: PackedWeight) -> None:
     """FormatError where codes times float16 scales are infinite in float16, in which kernels multiply them."""
     largest = torch.finfo(torch.float16).max
+    if weight.encoding.floats:
+        return  # runtimes compute in bfloat16
     near = bool((weight.scales.float() * 2 ** (weight.bits - 1) > largest).any())
     if near and weight.scales.dtype == torch.float16 and bool((weight.dequantize().abs() > largest).any()):
         what = "values beyond float16, in which codes are multiplied by scales"

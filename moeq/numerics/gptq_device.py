@@ -82,7 +82,7 @@ class _Rows:
             moved = self.columns[:, start:stop].repeat(1, 1, len(self.bits))  # [E, g, R]
             given = feedback(self.factor, self.residual, 0, start, stop)
             if start:
-                moved = torch.baddbmm(moved, _unit_inverse(self.factor[:, start:stop, start:stop].mT), given)
+                moved = torch.baddbmm(moved, unit_inverse(self.factor[:, start:stop, start:stop].mT), given)
             moved = moved.unflatten(-1, (len(self.bits), rows))
             if importance is None:
                 scale, zero = fit_grid(moved, self.bits, symmetric)
@@ -141,7 +141,7 @@ class _Rows:
                     target[:, high:].baddbmm_(block[:, low:high, high:].mT, residual[:, start + low : start + high])
 
 
-def _unit_inverse(lower: Tensor) -> Tensor:
+def unit_inverse(lower: Tensor) -> Tensor:
     """Inverses of unit lower triangular matrices [E, g, g]: small; the wide right-hand sides are then one product."""
     identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
     inverse: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False, unitriangular=True)

@@ -10,9 +10,11 @@ import math
 import torch
 from torch import Tensor
 
+from moeq.numerics.float_sweep import nearest_fp4, nearest_fp8
 from moeq_kernels import grids
+from moeq_kernels.floats import FP4_MOST, FP8_MOST
 from moeq_kernels.packed import PackedWeight
-from moeq_kernels.widths import resolved_group_size
+from moeq_kernels.widths import FLOAT_BITS, Encoding, resolved_group_size
 
 DIGITS = 9  # of an error that is written down: sums in another order give the same
 ROUNDING = 0.5 * 10.0 ** (1 - DIGITS)  # relative, of a number with so many digits
@@ -47,6 +49,8 @@ def is_recorded(error: float, stated: float, weights: int) -> bool:
 def most_error(exact: Tensor, packed: PackedWeight) -> float:
     """What the relative error of a matrix [N, K] of this width and grid may be: NEIGHBOURS times that of rounding to
     nearest on the grid between the least and the largest weight of each group, and below UNRELATED."""
+    if packed.encoding.floats:
+        return min(UNRELATED, NEIGHBOURS * float_rounding_error(exact, packed.bits, packed.codebook))
     return min(UNRELATED, NEIGHBOURS * rounding_error(exact, packed.bits, packed.group_size, packed.symmetric))
 
 
@@ -62,6 +66,19 @@ def rounding_error(exact: Tensor, bits: int, group_size: int, symmetric: bool) -
         scale, zero = (part[0, 0, :, None] for part in grids.grid_between(low, high, mean, [bits], symmetric))
         codes = grids.encode(group, grids.inverse_scale(scale), zero, top)
         squares += _norm((codes - zero) * scale - group) ** 2
+    return math.sqrt(squares) / (_norm(exact.float()) or 1.0)
+
+
+def float_rounding_error(exact: Tensor, bits: int, codebook: str) -> float:
+    """The relative error of rounding weights [N, K] to the nearest floating-point numbers, none clipped."""
+    nearest, most = (nearest_fp4, FP4_MOST) if bits == FLOAT_BITS[0] else (nearest_fp8, FP8_MOST)
+    size = Encoding.floating(codebook).at(bits).group_size
+    squares = 0.0
+    for group in exact.float().split(exact.shape[1] if size == -1 else size, 1):
+        scale = group.abs().amax(1, keepdim=True).clamp(min=2.0**-100) / most
+        if codebook == "mxfp4" and bits == FLOAT_BITS[0]:
+            scale = torch.exp2(scale.log2().ceil())
+        squares += _norm(nearest(group / scale) * scale - group) ** 2
     return math.sqrt(squares) / (_norm(exact.float()) or 1.0)
 
 

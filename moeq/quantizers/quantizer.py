@@ -60,13 +60,13 @@ class Quantizer:
 
     label: as reports call it; help: a line; settings: keys of `losses` that it alone reads, each called NAME_...; what
     it can do: widths, grids, nested codes, group sizes (None: all); sides: of what rows and inputs must be multiples;
-    whether losses.act_order and losses.clip change its codes. needs: which statistics it asks for; starts_from: the
-    quantizer whose codes it begins with (statistics.start). stored: its replicas are kept; those of others are made
-    again, expert by expert, whenever they are needed. linear(weight, factor, grid): `Quantized` of some rows [N, K]
-    float32 of a module that is no expert, codes [1, 1, N, K], at one width; grid: `quantizers.non_experts.Grid`;
-    factor: `numerics.factor.Factor` of what the module is given, for who needs Hessians; None: experts alone.
-    encoding(settings): of codes that are no grid's: such a quantizer gives {projection: {bits: a stack of
-    PackedWeight}} and goes alone; None: the section's grid.
+    whether losses.act_order and losses.clip change its codes; trained: whether quantize.refine and tune train its
+    scales. needs: which statistics it asks for; starts_from: the quantizer whose codes it begins with
+    (statistics.start). stored: its replicas are kept; those of others are made again, expert by expert, whenever they
+    are needed. linear(weight, factor, grid): `Quantized` of some rows [N, K] float32 of a module that is no expert,
+    codes [1, 1, N, K], at one width; grid: `quantizers.non_experts.Grid`; factor: `numerics.factor.Factor` of what the
+    module is given, for who needs Hessians; None: experts alone. encoding(settings): of codes that are no grid's: such
+    a quantizer gives {projection: {bits: a stack of PackedWeight}} and goes alone; None: the section's grid.
     memory(sizes): bytes at its fullest moments beside the batch's float32 weights, those of its start apart;
     operations(sizes): floating-point operations of one expert, beside WEIGHT_OPERATIONS a weight.
     """
@@ -85,6 +85,7 @@ class Quantizer:
     sides: int = 1
     act_order: bool = False
     clip: bool = False
+    trained: bool = True
     needs: Literal["nothing", "tokens", "hessians"] = "nothing"
     starts_from: str | None = None
     linear: Callable[..., Quantized] | None = None

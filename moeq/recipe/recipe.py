@@ -18,6 +18,7 @@ from moeq.recipe.non_experts import OthersSection
 from moeq.recipe.quantize import ExportSection, QuantizeSection
 from moeq.recipe.reparam import ReparamSection
 from moeq.recipe.types import Section, repeats
+from moeq.registry import QUANTIZERS
 
 
 class Recipe(Section):
@@ -116,6 +117,10 @@ class Recipe(Section):
         if sized and self.quantize.replicas == "all":
             what = f"{sized[0]}: size is that of the checkpoint, which has every width with quantize.replicas all"
             raise ValueError(f"{what}; use expert_bytes")
+        fixed = [method for method in self.losses.methods if not QUANTIZERS.get(method).trained]
+        if fixed and (self.quantize.refine or self.quantize.tune):
+            what = f"{fixed[0]} cannot go with quantize.refine and quantize.tune, which train scales of 16 bits"
+            raise ValueError(f"losses.methods: {what}; set them to null")
         if self.quantize.refine is not None:
             self._check_refine()
         if self.quantize.tune is not None and self.losses.nested:

@@ -50,6 +50,8 @@ def _facts(inputs: ReportInputs) -> list[tuple[str, str]]:
 def _encoding(assignment: Assignment) -> str:
     """What the codes are, and which weights share a scale."""
     groups = "one group a row" if assignment.group_size == -1 else f"groups of {assignment.group_size} weights"
+    if assignment.encoding.floats:
+        return f"{assignment.codebook.upper()} ({groups}) at 4 bits, FP8 (one scale a row) at 8"
     if assignment.codebook:
         return f"EXL3's codes ({assignment.codebook}), {groups}"
     if assignment.state_bits:

@@ -142,10 +142,11 @@ class PackedLinear(Puts):
         if self.arranged is not None and self.arranged.stays(fn):
             return self
         self.put_back()
-        stored = self._buffers.get("scales")
+        stored = {part: held for part in PARTS if (held := self._buffers.get(part)) is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if stored is not None and (changed := self.get_buffer("scales")).dtype != stored.dtype:
-            self._buffers["scales"] = stored.to(changed.device)
+        for part, held in stored.items():
+            if (changed := self.get_buffer(part)).dtype != held.dtype:
+                self._buffers[part] = held.to(changed.device)
         return self
 
     def forward(self, rows: Tensor) -> Tensor:

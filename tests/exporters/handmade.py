@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 from torch import Tensor
 
+from moeq.exporters import compressed_tensors
 from moeq.numerics.layouts import column_words, row_words, zero_words
 from moeq_kernels import exl3
 from moeq_kernels.packed import PackedWeight
@@ -88,6 +89,11 @@ def compressed_parts(packed: PackedWeight) -> dict[str, Tensor]:
     if packed.zeros is not None:
         parts["weight_zero_point"] = row_words(pack(_zeros(packed).mT.contiguous(), packed.bits)).mT.contiguous()
     return parts
+
+
+def float_parts(packed: PackedWeight) -> dict[str, Tensor]:
+    """What compressed-tensors has of any codes of NVFP4, in the place of a packed matrix."""
+    return compressed_tensors.float_tensors(any_codes(len(packed.scales), packed.inputs, 4, Encoding.floating("nvfp4")))
 
 
 def humming_parts(packed: PackedWeight) -> dict[str, Tensor]:
@@ -170,6 +176,14 @@ def compressed_config(bits: int = 4, *, symmetric: bool = True, groups: dict[str
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": groups or one, "ignore": ["lm_head", "re:.*self_attn.*", "re:.*gate$"],
     }  # fmt: skip
+
+
+def float_config(**changed: Any) -> dict[str, Any]:
+    weights = {
+        "num_bits": 4, "type": "float", "symmetric": True, "group_size": 16, "strategy": "tensor_group",
+    }  # fmt: skip
+    one = {"group_0": {"targets": ["Linear"], "weights": weights | changed, "format": "nvfp4-pack-quantized"}}
+    return compressed_config(groups=one) | {"format": "nvfp4-pack-quantized"}
 
 
 def exl3_config() -> dict[str, Any]:

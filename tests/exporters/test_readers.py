@@ -282,7 +282,9 @@ def test_widths_that_gptqmodel_keeps_otherwise(qwen: Path, tmp_path: Path) -> No
         (handmade.auto_round_config(packing_format="auto_round:auto_awq"), "packing_format auto_round:auto_awq"),
         (handmade.auto_round_config(data_type="mx_fp"), "data_type mx_fp"),
         ({"quant_method": "gptq"}, "declares no bits"),
-        (handmade.compressed_config() | {"format": "float-quantized"}, "format float-quantized"),
+        (handmade.compressed_config() | {"format": "marlin-24"}, "format 'marlin-24'"),
+        (handmade.compressed_config() | {"format": "float-quantized"}, "int weights by group"),
+        (handmade.float_config(group_size=32), "float weights by tensor_group"),
         (
             handmade.compressed_config(
                 groups={"g": {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8}}}

@@ -1,17 +1,23 @@
-"""compressed-tensors, format pack-quantized.
+"""compressed-tensors: formats pack-quantized, nvfp4-pack-quantized, mxfp4-pack-quantized and float-quantized.
 
 weight_packed int32 [N, ceil(K*b/32)], a row's codes (the signed value plus 2**(b-1)) as one bit stream; weight_scale
 [N, G]; weight_zero_point int32 [ceil(N*b/32), G] packed alike along the rows, absent where the grid is symmetric;
 weight_shape int64 [2]; weight_g_idx int32 [K] where activations were ordered.
+
+Floating-point codes: weight_packed uint8 [N, K/2], the first of two in the lower half; weight_scale of NVFP4 e4m3 [N,
+K/16] with weight_global_scale float32 [1], by which it is divided, of MXFP4 uint8 [N, K/32]. float-quantized: weight
+e4m3 [N, K], weight_scale [N, 1]. What PackedWeight does not hold to the bit is read as values.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from moeq.artifacts.tensor_files import stored_chunks
+from moeq.bounded import shown
 from moeq.exporters.readers.layout import (
     FLOATS,
     Grid,
@@ -24,9 +30,12 @@ from moeq.exporters.readers.layout import (
     read_back,
 )
 from moeq.models.source import TensorHeader
-from moeq_kernels.widths import SUPPORTED_BITS, WORD, group_count
+from moeq_kernels.widths import FLOAT_BITS, FLOAT_GROUPS, SUPPORTED_BITS, WORD, Encoding, group_count
 
-FORMAT = "pack-quantized"
+FORMAT, FLOAT8 = "pack-quantized", "float-quantized"
+FP4 = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
+FORMATS = (FORMAT, FLOAT8, *FP4)
+STRATEGIES = {"nvfp4": "tensor_group", "mxfp4": "group"}
 LINEAR = "Linear"
 WIDTHS = SUPPORTED_BITS[1:]  # its one bit has another zero point than moeq's
 
@@ -35,17 +44,23 @@ class CompressedTensors:
     """config_groups, each with the modules that it is for: names, `re:` patterns, or the class Linear."""
 
     anchor = "weight_packed"
-    parts: tuple[str, ...] = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    parts: tuple[str, ...] = (
+        "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale",
+    )  # fmt: skip
 
     def __init__(self, declared: Mapping[str, Any]) -> None:
         """ValueError for groups whose weights lie in another format."""
         self.ignored = [_matcher(name) for name in declared.get("ignore") or ()]
         self.targets: list[tuple[Pattern | None, Grid]] = []
-        for name, group in (declared.get("config_groups") or {}).items():
-            form = group.get("format") or declared.get("format")
-            if form != FORMAT:
-                raise ValueError(f"format {form} ({name})")
-            grid = _grid(name, group["weights"])
+        groups = declared.get("config_groups") or {}
+        forms = {name: _form(name, group, declared) for name, group in groups.items()}
+        four = sorted({FP4[form] for form in forms.values() if form in FP4})
+        if len(four) > 1:
+            raise ValueError(f"{' and '.join(four)} in one checkpoint")
+        if FLOAT8 in forms.values():  # whose matrix is called weight
+            self.anchor, self.parts = "weight_scale", (*self.parts, "weight")
+        for name, group in groups.items():
+            grid = _grid(name, group["weights"], forms[name], four[0] if four else "nvfp4")
             self.targets += [(_matcher(target), grid) for target in group["targets"]]
 
     def grid(self, names: Sequence[str]) -> Grid | None:
@@ -56,6 +71,9 @@ class CompressedTensors:
         return next(iter([*named, *whole]), None)
 
     def shape(self, headers: Mapping[str, TensorHeader], grid: Grid) -> tuple[int, int]:
+        if grid.codebook:
+            stored = headers["weight" if grid.bits == FLOAT_BITS[-1] else "weight_packed"].shape
+            return (*stored[:-1], stored[-1] * 8 // grid.bits) if len(stored) == 2 else (0, 0)
         stated = headers.get("weight_shape")
         if stated is None or stated.shape != (2,) or stated.dtype not in ("I64", "I32"):
             raise ValueError("weight_shape is missing, or no two numbers")
@@ -63,6 +81,8 @@ class CompressedTensors:
         return int.from_bytes(data[:size], "little"), int.from_bytes(data[size:], "little")
 
     def check(self, headers: Mapping[str, TensorHeader], grid: Grid, rows: int, inputs: int) -> None:
+        if grid.codebook:
+            return _check_floats(headers, grid, rows, inputs)
         if grid.bits not in WIDTHS:
             raise ValueError(f"moeq reads {WIDTHS[0]} to {WIDTHS[-1]} bits of compressed-tensors")
         groups = group_count(inputs, group_length(grid, inputs))
@@ -75,6 +95,8 @@ class CompressedTensors:
             expect(headers, "weight_g_idx", ("I32",), (inputs,))
 
     def read(self, parts: Parts, grid: Grid, rows: int, inputs: int) -> Stored:
+        if grid.codebook:
+            return _read_floats(parts, grid, inputs)
         if parts["weight_shape"].tolist() != [rows, inputs]:
             raise ValueError(f"weight_shape says {parts['weight_shape'].tolist()}, the matrix is {[rows, inputs]}")
         from moeq.numerics.layouts import row_stream
@@ -90,6 +112,58 @@ class CompressedTensors:
         return read_back(codes, parts["weight_scale"], zeros, grid, inputs, None if unset else index)
 
 
+def _check_floats(headers: Mapping[str, TensorHeader], grid: Grid, rows: int, inputs: int) -> None:
+    """ValueError when a part of floating-point codes [rows, inputs] is absent, or of another type or shape."""
+    if grid.bits == FLOAT_BITS[-1]:
+        expect(headers, "weight", ("F8_E4M3",), (rows, inputs))
+        return expect(headers, "weight_scale", FLOATS, (rows, 1))
+    if inputs % grid.group_size:
+        raise ValueError(f"{inputs} inputs are no whole groups of {grid.group_size}")
+    expect(headers, "weight_packed", ("U8",), (rows, inputs // 2))
+    expect(
+        headers,
+        "weight_scale",
+        ("F8_E4M3",) if grid.codebook == "nvfp4" else ("U8",),
+        (rows, inputs // grid.group_size),
+    )
+    if grid.codebook == "nvfp4":
+        expect(headers, "weight_global_scale", ("F32",), (1,))
+
+
+def _read_floats(parts: Parts, grid: Grid, inputs: int) -> Stored:
+    """A matrix of floating-point codes; as values where moeq's own form of them does not hold its scales."""
+    import torch
+
+    from moeq_kernels import floats
+    from moeq_kernels.packed import PackedWeight
+
+    scales, own = parts["weight_scale"], Encoding.floating(grid.codebook)
+    if grid.bits == FLOAT_BITS[-1]:
+        stored = {"codes": parts["weight"].view(torch.uint8), "scales": scales.half()}
+        kept = torch.equal(stored["scales"].double(), scales.double())
+    elif grid.codebook == "mxfp4":
+        stored, kept = {"codes": parts["weight_packed"], "scales": scales}, True
+    else:
+        divisor = parts["weight_global_scale"].view(1, 1)
+        if not bool((torch.isfinite(divisor) & (divisor > 0)).all()):
+            raise ValueError("weight_global_scale is no number above 0")
+        unit = 1 / divisor
+        stored = {"codes": parts["weight_packed"], "scales": scales.view(torch.uint8), "unit": unit}
+        kept = bool(torch.frexp(divisor)[0] == 0.5) and bool(torch.isfinite(unit).all())
+    weight = PackedWeight.of({name: part.contiguous() for name, part in stored.items()}, grid.bits, inputs, own)
+    if kept:
+        return Stored(weight=weight)
+    if grid.bits == FLOAT_BITS[-1]:
+        exact = replace(weight, scales=scales.float())
+    else:  # as compressed-tensors has it: a scale is divided, once rounded
+        divided = floats.fp8_values()[weight.scales.long()] / parts["weight_global_scale"]
+        exact = replace(weight, bits=FLOAT_BITS[0], scales=divided)
+    values = floats.dequantize(exact.codes, exact.scales, None, grid.bits, inputs, grid.codebook)
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError("has values that are not finite")
+    return Stored(weight=None, of=values)
+
+
 def _matches(matcher: Pattern | None, names: Sequence[str]) -> bool:
     return matcher is not None and any(matcher.match(name) for name in names)
 
@@ -101,10 +175,27 @@ def _matcher(target: str) -> Pattern | None:
     return Pattern(target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$")
 
 
-def _grid(name: str, weights: Mapping[str, Any] | None) -> Grid:
-    """ValueError for what is not an integer grid by groups or rows."""
+def _form(name: str, group: Mapping[str, Any], declared: Mapping[str, Any]) -> str:
+    """The format of a group; ValueError for one that is not read."""
+    form = group.get("format") or declared.get("format")
+    if form not in FORMATS:
+        raise ValueError(f"format {shown(form)} ({name})")
+    return str(form)
+
+
+def _grid(name: str, weights: Mapping[str, Any] | None, form: str, codebook: str) -> Grid:
+    """codebook: of floating-point codes; ValueError for what is not an integer grid by groups or rows, or such."""
     weights = weights or {}
     strategy = weights.get("strategy")
+    if form != FORMAT:
+        bits = FLOAT_BITS[form == FLOAT8]
+        size = weights.get("group_size") if bits == FLOAT_BITS[0] else -1
+        wanted = "channel" if size == -1 else STRATEGIES[codebook]
+        stated = (weights.get("type"), strategy, weights.get("num_bits"), size, weights.get("symmetric"))
+        if stated != ("float", wanted, bits, FLOAT_GROUPS[codebook] if size != -1 else -1, True):
+            raise ValueError(f"{weights.get('type')} weights by {strategy} ({name})")
+        own = Encoding.floating(codebook).at(bits)
+        return Grid(bits=bits, group_size=own.group_size, symmetric=True, codebook=codebook)
     if weights.get("type") != "int" or strategy not in ("group", "channel"):
         raise ValueError(f"{weights.get('type')} weights by {strategy} ({name})")
     size = weights.get("group_size") if strategy == "group" else -1

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -183,7 +182,7 @@ class Foreign:
         except ValueError as error:
             raise self._wrong(str(error), wanted) from None
         weight = stored.weight
-        if weight is not None and not bool(torch.isfinite(weight.scales).all()):
+        if weight is not None and not weight.are_numbers():
             raise self._wrong("has scales that are not finite", wanted)
         if weight is not None and stored.groups is None:
             return weight

@@ -31,11 +31,13 @@ FLOATS = ("F16", "BF16", "F32")  # types of scales
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What config.json declares of one module; bits: 0 where that says its own tensors."""
+    """What config.json declares of one module; bits: 0 where that says its own tensors; codebook: of codes that are
+    floating-point numbers, as of an `Encoding`."""
 
     bits: int
     group_size: int
     symmetric: bool
+    codebook: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,6 +114,13 @@ class CompressedTensors(_Foreign):
         return handmade.compressed_parts(weight)
 
 
+class CompressedFloats(_Foreign):
+    name, declared = "compressed_floats", handmade.float_config()
+
+    def parts(self, weight: Any) -> dict[str, torch.Tensor]:
+        return handmade.float_parts(weight)
+
+
 class Humming(_Foreign):
     name, declared = "humming", handmade.humming_config()
 
@@ -189,6 +196,12 @@ class CompressedTensorsFile(ForeignTensors):
     name = "compressed_tensors_file"
     declared: ClassVar[dict[str, Any]] = handmade.compressed_config()
     parts = staticmethod(handmade.compressed_parts)
+
+
+class CompressedFloatsFile(ForeignTensors):
+    name = "compressed_floats_file"
+    declared: ClassVar[dict[str, Any]] = handmade.float_config()
+    parts = staticmethod(handmade.float_parts)
 
 
 class HummingFile(ForeignTensors):
