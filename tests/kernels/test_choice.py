@@ -225,8 +225,11 @@ def test_codes_of_exl3_have_no_kernel_but_the_plain_way() -> None:
     exl3 = [any_codes(128, 128, 2, Encoding.exl3(), seed=seed) for seed in (0, 1)]
     matrices = [dict.fromkeys(LAYER.matrices[0], one) for one in exl3]
     layer = replace(LAYER, matrices=matrices)
-    assert choice.prepared_layer(layer, CPU, "fixed") == (None, choice.EXL3)
-    assert choice.prepared_linear(matrices[0]["up_proj"], None, CPU, "measured") == (None, choice.EXL3)
+    assert choice.prepared_layer(layer, CPU, "fixed") == (None, choice.NO_KERNEL.format("EXL3's"))
+    assert choice.prepared_linear(matrices[0]["up_proj"], None, CPU, "measured") == (
+        None,
+        choice.NO_KERNEL.format("EXL3's"),
+    )
     made, why = choice.prepared_layer(layer, CPU, "reference")
     assert isinstance(made, ReferenceLayer)
     assert why is None
