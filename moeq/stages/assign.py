@@ -25,7 +25,7 @@ from moeq.artifacts.assignment import (
     write_assignment,
 )
 from moeq.artifacts.digests import digest_of_file
-from moeq.artifacts.files import make_directory
+from moeq.artifacts.files import canonical_json, make_directory
 from moeq.artifacts.profile import ExpertProfile
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
@@ -344,7 +344,7 @@ def _check_shape(context: Context, assignment: Assignment, path: Path) -> None:
             raise AssignmentError(problem, where=str(path), do=REMEDY)
 
 
-SCHEMA_BYTES, COLUMN, VALUE = 2644, 342, 5  # of assignment.schema.json; of a column of the sensitivities and a value
+COLUMN, VALUE = 342, 5  # bytes of a column of the sensitivities and of a value
 TRACE_PASSES = 4  # passes over an expert's weights that its Hessian trace takes
 ROW_SECONDS = 3e-6  # a row of the loss table
 
@@ -358,7 +358,8 @@ def needs(sizes: Sizes) -> Needs:
     """The tables, and one expert after the other for its Hessian trace."""
     section, losses, width = sizes.recipe.assign, sizes.recipe.losses, sizes.source_dtype.itemsize
     columns = 10 + 3 * len(losses.bits) + (section.trace not in (None, "closed"))
-    files = {NAME: assignment_bytes(sizes), "assignment.schema.json": SCHEMA_BYTES}
+    schema = len(canonical_json(Assignment.model_json_schema()).encode())
+    files = {NAME: assignment_bytes(sizes), "assignment.schema.json": schema}
     files[SENSITIVITIES] = columns * (COLUMN + VALUE * sizes.experts)
     expert = 2 * max(layer.parameters_per_expert for layer in sizes.layers) * width
 
