@@ -1,4 +1,7 @@
-"""mxfp4: numbers of 4 bits, 32 to a power of two (MXFP4), and FP8 at 8 bits, see quantizers/floating.py."""
+"""mxfp4: numbers of 4 bits, 32 to a power of two (MXFP4), and FP8 at 8 bits, see quantizers/floating.py.
+
+Letters: E experts of a batch, N output rows, K inputs.
+"""
 
 from __future__ import annotations
 

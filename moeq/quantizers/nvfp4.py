@@ -1,4 +1,7 @@
-"""nvfp4: numbers of 4 bits, 16 to a scale of 8 bits (NVFP4), and FP8 at 8 bits, see quantizers/floating.py."""
+"""nvfp4: numbers of 4 bits, 16 to a scale of 8 bits (NVFP4), and FP8 at 8 bits, see quantizers/floating.py.
+
+Letters: E experts of a batch, N output rows, K inputs.
+"""
 
 from __future__ import annotations
 
