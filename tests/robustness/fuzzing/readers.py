@@ -145,6 +145,7 @@ KEYS = "keys and certificates: read by the package cryptography (tests/test_sign
 PROCESSOR = "targets picture, jsonl and corpus_parquet, then transformers' image processor"
 SYSTEM = "reads what the kernel says of this machine"
 PROGRAM = "what a program of the user's prints: any other shape is told in a line (tests/benching/test_peers.py)"
+COMPILED = "compiled code in numba's own cache folders, as trusted as the package beside it (tests/kernels/cpu)"
 NO_FILE = "reads no file: what it is given was read by others"
 ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq_kernels.trellis_tables.table": "reads moeq's own constants",
@@ -222,7 +223,8 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.benching.bandwidth.read_bandwidth": SYSTEM,
     "moeq.benching.measure._processor": SYSTEM,
     "moeq_kernels.measured.cpu_model": SYSTEM,
-    "moeq_kernels.cpu.emit._digest": PACKAGE,
+    "moeq_kernels.cpu.kept_code._Files.load": COMPILED,
+    "moeq_kernels.cpu.kept_code._source": PACKAGE,
     "moeq_kernels.gpu.settings.tuned": PACKAGE,
     "moeq.benching.subject.memory": SYSTEM,
     "moeq.benching.llama_bench.llama_bench": PROGRAM,
