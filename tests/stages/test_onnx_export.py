@@ -47,7 +47,7 @@ def test_forms_of_the_integer_forward_stand_alone(name: str) -> None:
     from moeq.cli.stages import export
     from moeq.options import StageOptions
 
-    with pytest.raises(RecipeError, match=f"{name} is of the integer forward alone; give --format {name} by itself"):
+    with pytest.raises(RecipeError, match=f"{name} is of what `moeq reparam` makes; give --format {name} by itself"):
         export.__wrapped__(StageOptions(what=None, format=[name, "gguf"]))
 
 

@@ -79,8 +79,10 @@ class Packed(Unpack):
             value = settings[name]
             if isinstance(value, torch.Tensor):
                 settings[name] = chance.choice([value[..., :-1], value[0], value.to(torch.int64), value[:, :1], value])
-            else:
-                settings[name] = None if name == "zeros" else chance.choice([0, 1, 2, 3, 4, 5, 7, -1, 2**40, True])
+            elif isinstance(value, str):
+                settings[name] = chance.choice(["", "mul1", "nvfp4", "mxfp4", "other"])
+            elif value is not None:
+                settings[name] = chance.choice([0, 1, 2, 3, 4, 5, 7, -1, 2**40, True])
         with _refusing():
             values = PackedWeight(**settings).dequantize()
         assert values.shape == (*settings["codes"].shape[:-1], settings["inputs"])
