@@ -32,17 +32,14 @@ def quantize(
     expert."""
     import torch
 
-    from moeq.models.experts import DOWN
     from moeq.numerics import exl3_ldlq
 
     made: dict[str, dict[int, PackedWeight]] = {}
-    first, second = statistics.hessians()
-    for names, hessians in (([name for name in weights if name != DOWN], first), ([DOWN], second)):
+    for names, hessians in statistics.hessians_by_input(weights):
         hessian = torch.stack(hessians)
         hessians.clear()
         factor = exl3_ldlq.factorize_turned(hessian, settings.damping)
-        for index, note in enumerate(statistics.notes):
-            note.add(**factor.fallbacks(index, settings.damping))
+        statistics.note_fallbacks(factor)
         for name in names:
             found = exl3_ldlq.quantize(weights[name], factor, hessian, settings.bits)
             made[name] = {one.bits: one for one in found}

@@ -8,7 +8,7 @@ Letters: E experts of a batch, N output rows, K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from moeq.quantizers.quantizer import BatchSizes, Quantizer
@@ -30,17 +30,14 @@ def quantize(
     """Codes of a batch of experts, {projection: [E, N, K]}; fallbacks of factorizations are noted of the expert."""
     import torch
 
-    from moeq.models.experts import DOWN
     from moeq.numerics.factor import factorize
     from moeq.numerics.float_sweep import quantize as swept
 
     made: dict[str, dict[int, PackedWeight]] = {}
-    first, second = statistics.hessians()
-    for names, hessians in (([name for name in weights if name != DOWN], first), ([DOWN], second)):
+    for names, hessians in statistics.hessians_by_input(weights):
         factor = factorize(torch.stack(hessians), settings.damping)
         hessians.clear()
-        for index, note in enumerate(statistics.notes):
-            note.add(**factor.fallbacks(index, settings.damping))
+        statistics.note_fallbacks(factor)
         stack = torch.cat([weights[name] for name in names], 1)
         rows = stack.shape[1] // len(names)
         found = {bits: swept(stack, factor, bits, codebook) for bits in settings.bits}
@@ -85,13 +82,13 @@ def operations(sizes: BatchSizes) -> float:
     return total + (hidden**3 + inner**3) / 3 + sweeps + SEARCH_OPERATIONS * (first + 1) * inner * hidden
 
 
-def declared(codebook: str, help: str, made: Callable[..., dict[str, dict[int, PackedWeight]]]) -> Quantizer:
+def declared(codebook: str, help: str) -> Quantizer:
     """The quantizer of one kind of codes."""
     return Quantizer(
         name=codebook,
         label=codebook.upper(),
         help=help,
-        quantize=made,
+        quantize=partial(quantize, codebook=codebook),
         memory=memory,
         operations=operations,
         widths=FLOAT_BITS,

@@ -57,8 +57,7 @@ def _quantized(weight: Tensor, hessian: Tensor, statistics: Statistics, settings
         if widths:
             order, work = act_order(hessian) if widths is ordered else (None, hessian)
             factor = factorize(work, settings.damping)
-            for index, note in enumerate(statistics.notes):
-                note.add(**factor.fallbacks(index, settings.damping))
+            statistics.note_fallbacks(factor)
             importance = None
             if settings.clip == "mse":  # columns as they lie
                 importance = factor.pivots if order is None else factor.pivots.gather(1, order.argsort(-1))

@@ -1,15 +1,17 @@
 """What quantizers may ask of a batch of experts: Hessians and rows of tokens, computed when they are asked for.
 
-Letters: T tokens, n rows of one expert, H hidden size, I intermediate size.
+Letters: T tokens, n rows of one expert, H hidden size, I intermediate size, K inputs of a matrix, either of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from moeq.models.experts import DOWN
+from moeq.numerics.factor import Factor
 from moeq.numerics.gptq import Quantized
 from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens, part_rows, sum_of_products
 from moeq.recipe import LossesSection
@@ -75,6 +77,20 @@ class Statistics:
             note.add(borrowed_hessian=len(rows) < self.settings.min_tokens, left_out_tokens=self.tokens.left_out > 0)
             note.hessian_trace = (float(first[-1].diagonal().sum()), float(second[-1].diagonal().sum()))
         return first, second
+
+    def hessians_by_input(self, projections: Iterable[str]) -> Iterator[tuple[list[str], list[Tensor]]]:
+        """`hessians` beside the names of the matrices that they are of: gate and up (or up alone), then down.
+
+        Every expert's, [K, K]; who has stacked them clears the list, which gives their memory back.
+        """
+        first, second = self.hessians()
+        yield [name for name in projections if name != DOWN], first
+        yield [DOWN], second
+
+    def note_fallbacks(self, factor: Factor) -> None:
+        """Note of every expert what the factor of its Hessian [K, K] fell back to."""
+        for index, note in enumerate(self.notes):
+            note.add(**factor.fallbacks(index, self.settings.damping))
 
     def _inner_products(self, index: int, rows: Tensor, counts: Tensor | None = None) -> Tensor:
         """Sum [I, I] of y y^T, times their counts [n], over what an expert's down projection is given at some rows [n,

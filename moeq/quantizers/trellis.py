@@ -52,20 +52,17 @@ def quantize(
     expert."""
     import torch
 
-    from moeq.models.experts import DOWN
     from moeq.numerics import trellis_ldlq
     from moeq.numerics.factor import factorize
     from moeq_kernels.packed import PackedWeight
 
     encoding = Encoding.trellis(state_bits(settings))
     made: dict[str, dict[int, PackedWeight]] = {}
-    first, second = statistics.hessians()
-    for names, hessians in (([name for name in weights if name != DOWN], first), ([DOWN], second)):
+    for names, hessians in statistics.hessians_by_input(weights):
         hessian = torch.stack(hessians)
         hessians.clear()
         factor = factorize(hessian, settings.damping)
-        for index, note in enumerate(statistics.notes):
-            note.add(**factor.fallbacks(index, settings.damping))
+        statistics.note_fallbacks(factor)
         for name in names:
             walks = trellis_ldlq.quantize(weights[name], factor, hessian, settings.bits, encoding.state_bits)
             made[name] = {

@@ -49,9 +49,9 @@ def write(context: Context, *, verify: bool, qonnx: bool = False) -> dict[str, A
     """Write OUT/onnx/model.onnx (of a model with several tasks onnx/task-0/model.onnx and so on), whole or not at all.
 
     verify: compare every number of the test vectors with onnxruntime's, where it is installed; qonnx: OUT/qonnx
-    instead, with operands of products through QONNX's Quant. Returns what was
-    written, by task. Raises RecipeError where onnx is not installed, ArtifactError where `moeq reparam` has not run,
-    MissingError where it wrote no integer forward, FormatError for what the operators cannot carry.
+    instead, with operands of products through QONNX's Quant. Returns what was written, by task. Raises RecipeError
+    where onnx is not installed, ArtifactError where `moeq reparam` has not run, MissingError where it wrote no integer
+    forward, FormatError for what the operators cannot carry.
     """
     _check_package()
     directory = context.finished("reparam")
