@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moeq.bundled import bundled_path
 from moeq.exporters.packed_source import Matrices
+from moeq.exporters.readers import open_packed
 from moeq.models.experts import ExpertLayer, set_expert_weights
 from moeq.models.loading import describe, expert_keys, load_model, skeleton, source_dtype
 from moeq.models.single import ExpertReader
@@ -144,3 +145,17 @@ def quantization_of(directory: Path) -> dict[str, Any]:
     """The quantization_config of a checkpoint."""
     found: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))["quantization_config"]
     return found
+
+
+def alike(native: Path, other: Path) -> Iterator[tuple[int, int, str, PackedWeight]]:
+    """Layer, expert, name and weight of every matrix of a checkpoint, which lies in another with the same parts."""
+    first, second = (open_packed(path, as_values=True) for path in (native, other))
+    for layer in first.layers:
+        for expert in range(layer.num_experts):
+            theirs = second.expert(layer, expert)[0]
+            for name, matrix in first.expert(layer, expert)[0].items():
+                found = theirs[name]
+                assert isinstance(found, PackedWeight)
+                assert isinstance(matrix, PackedWeight)
+                assert all(torch.equal(found.parts()[part], one) for part, one in matrix.parts().items())
+                yield layer.index, expert, name, matrix
