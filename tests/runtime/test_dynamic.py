@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import numba
 import pytest
 import torch
 from dynamic_made import CPU, IDS, LOW_BITS, Source, high_of, made, nothing_lost, settings
@@ -19,6 +20,7 @@ from moeq.runtime.dynamic.copies import Switch
 from moeq.runtime.dynamic.model import DynamicMoE
 from moeq.runtime.dynamic.pools import HIGH, LOW, BlockPool, Budget, Pools
 from moeq.runtime.experts_by_row import Dequantized, Rows, by_row
+from moeq_kernels.cpu import nested_planes
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.description import LayerOfExperts
 
@@ -242,3 +244,32 @@ def test_nested_promotions_bring_the_missing_bits_only() -> None:
     assert all(torch.equal(one, two) for one, two in zip(results[0][0], results[1][0], strict=True))
     assert results[0][1] == results[1][1]
     assert results[0][2] < results[1][2] / 2
+
+
+def test_nothing_is_left_to_compile_for_a_first_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that copies would compile for seconds, and then rest thrice as long."""
+    asked: set[tuple[Any, ...]] = set()
+    for name in ("_join", "_part", "_copy_grid"):
+        monkeypatch.setattr(nested_planes, name, noted(name, getattr(nested_planes, name), asked))
+    dynamic, _ = made(nested=True)
+    compiled = set(asked)
+    assert compiled
+    asked.clear()
+    for row in (high_of(dynamic), [[not high for high in row] for row in high_of(dynamic)]):
+        dynamic.copies.request([Switch(0, expert, LOW if high else HIGH) for expert, high in enumerate(row[0])])
+    counts = dynamic.summary()
+    assert counts["promotions"]
+    assert counts["demotions"]
+    assert asked
+    assert asked <= compiled
+    dynamic.close()
+
+
+def noted(name: str, function: Any, asked: set[tuple[Any, ...]]) -> Any:
+    """The function, the types of whose arguments are kept."""
+
+    def call(*arguments: Any) -> Any:
+        asked.add((name, *map(numba.typeof, arguments)))
+        return function(*arguments)
+
+    return call
