@@ -6,8 +6,10 @@ products of an expert and of the result, and, where groups are no multiples of 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +143,13 @@ def mixed(maker: Maker, hidden: int, inner: int, group: int = 128) -> list[dict[
     ]
 
 
+def short(*cases: tuple[object, ...], of: Iterable[tuple[object, ...]]) -> list[Any]:
+    """All of them, those that are not named in `make test-full` alone: the interpreter takes seconds for each."""
+    return [
+        pytest.param(*one, marks=[] if one in cases or torch.cuda.is_available() else pytest.mark.full) for one in of
+    ]
+
+
 ROUTINGS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     "spread": lambda generator: torch.rand(6, 5, generator=generator).topk(2).indices,
     "one expert has all": lambda _: torch.full((18, 1), 3),
@@ -149,8 +158,14 @@ ROUTINGS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    ("routing", "dtype"),
+    short(
+        *((routing, torch.float32) for routing in ROUTINGS),
+        ("spread", torch.float16), ("one token", torch.float16), ("one expert has all", torch.bfloat16),
+        of=itertools.product(ROUTINGS, TOLERANCES),
+    ),
+)  # fmt: skip
 def test_a_layer_of_mixed_widths(place: str, routing: str, dtype: torch.dtype) -> None:
     maker = Maker(3, place)
     hidden, inner, group = (128, 128, 128) if dtype != torch.float32 else (72, 40, 24)
@@ -172,8 +187,10 @@ def test_many_tokens_groups_and_settings(place: str, tokens: int, group: int, se
         check(layer, maker.rows(tokens, 200, dtype=dtype), index, maker.rows(tokens, 3).abs(), settings)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("activation", "gated"),
+    short(*((one, True) for one in ACTIVATIONS), ("relu2", False), of=itertools.product(ACTIVATIONS, (True, False))),
+)
 def test_activations_in_the_same_pass(place: str, activation: str, gated: bool) -> None:
     maker = Maker(4, place)
     names = ["gate_proj", "up_proj"] if gated else ["up_proj"]
@@ -281,8 +298,15 @@ def test_the_form_for_one_token_sorts_nothing(place: str, launches: list[tuple[i
 @pytest.mark.parametrize(
     ("hidden", "block_n", "numbers"), [(72, 64, (1, 5, 60)), pytest.param(128, 32, (1, 5, 300), marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("sort", [True, False])
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    ("routing", "sort"),
+    short(
+        ("spread", True),
+        ("experts that are none", False),
+        ("one token", False),
+        of=itertools.product(ROUTINGS, (True, False)),
+    ),
+)
 def test_persistent_programs_store_the_same(
     place: str, routing: str, sort: bool, hidden: int, block_n: int, numbers: tuple[int, ...]
 ) -> None:
