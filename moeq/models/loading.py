@@ -23,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moeq.artifacts.reading import read_json_file
 from moeq.errors import ModelError
+from moeq.models import half_products
 from moeq.models.configuration import check_top_k
 from moeq.models.declared import DEQUANTIZED, PACKED, is_dequantized, main_dtype, quantization_of, scale_keys
 from moeq.models.drafts import draft_keys
@@ -135,6 +136,7 @@ def skeleton(
     packed: also of a quantized model, as it was before; otherwise ModelError for one, but for the formats that are
     dequantized while loading.
     """
+    half_products.use_for(dtype)
     where, declared = source.path / CONFIG, quantization_of(source.config)
     method = declared.get("quant_method", "unknown")
     if declared and not packed and method not in DEQUANTIZED:
@@ -203,6 +205,7 @@ def load_model(
         raise ModelError("lies in an object store, and is not read whole", where=source.name, do=do)
     if is_dequantized(source):
         return _load_dequantized(source, dtype, device, trust_remote_code)
+    half_products.use_for(dtype)
     config = load_config(source, trust_remote_code)
     kind = model_class(source, config, trust_remote_code)
     options = {"trust_remote_code": trust_remote_code} if kind in AUTOS else {}
