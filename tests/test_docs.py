@@ -35,7 +35,7 @@ SMALLER = (  # of the demo's recipe where these tests run it
     "corpus.sequences=16", "corpus.sequence_length=64", "losses.methods=[gptq]", "eval.perplexity.sequences=4",
     "eval.perplexity.sequence_length=64", "eval.limit=4", "eval.compare=[]", "export.verify=false",
     "losses.layer_effects=null", "assign.layer_weighting=null", "quantize.refine=null",
-    "quantize.refine={iterations: 2}",
+    "quantize.refine={iterations: 2}", "quantize.tune={steps: 2}",
 )  # fmt: skip
 QUICKER = {"plan": ["--no-probe"], "convert": ["--no-verify"]}  # what takes seconds is left to its own tests
 SHORTER = {'text="bundled"': 'text="notes.txt"'}  # in Python

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from moeq.numerics.certificate import Floats, Ints
 
 WIDEST = 1_000_000  # states made at a time, at most: what bounds the memory
+COMPARED = 1 << 18  # pairs of choices compared at a time
 ROUNDING = 2.0**-49  # of a priced loss: differences below come from the rounding of products and sums
 States = list[Any]  # what deviations add so far to what each limit counts, and at last their penalties, each [S]
 Step = tuple[int, Ints, int, NDArray[np.integer[Any]]]  # of a search: see `traced`
@@ -171,11 +172,15 @@ def traced(start: Ints, trail: list[Step], state: int) -> Ints:
 
 def dominated(cost: Ints, *others: Floats) -> NDArray[np.bool_]:
     """[N, W] whether another choice of the item is no higher in any table [N, W] (of equals, the first stays)."""
-    beaten = np.zeros(cost.shape, bool)
-    for choice in range(cost.shape[-1]):
-        for other in range(cost.shape[-1]):
-            pairs = [(table[:, other], table[:, choice]) for table in (cost, *others)]
-            no_worse = np.all([left <= right for left, right in pairs], 0)
-            better = np.any([left < right for left, right in pairs], 0)
-            beaten[:, choice] |= no_worse & (better | (other < choice))
+    count = cost.shape[-1]
+    earlier = np.tri(count, k=-1, dtype=bool)  # [choice, other]
+    beaten = np.empty(cost.shape, bool)
+    step = max(1, COMPARED // max(1, count * count))
+    for at in range(0, len(cost), step):
+        no_worse, better = np.ones(1, bool), earlier
+        for table in (cost, *others):
+            own, other = table[at : at + step, :, None], table[at : at + step, None, :]
+            no_worse = no_worse & (other <= own)
+            better = better | (other < own)
+        beaten[at : at + step] = (no_worse & better).any(-1)
     return beaten

@@ -23,6 +23,7 @@ SMALL = (
     "assign.quantizer=rtn", "export.verify=false", "eval.perplexity.sequences=4", "eval.perplexity.sequence_length=32",
     "eval.compare=[]", "eval.tasks=[]", "estimate.geometry=[mixtral-8x7b]", "estimate.grid.inputs=[128]",
     "estimate.grid.outputs=[128]", "losses.layer_effects=null", "assign.layer_weighting=null", "quantize.refine=null",
+    "quantize.tune=null",
 )
 recipe, out, runs = sys.argv[1:]
 for number in range(int(runs)):

@@ -109,9 +109,9 @@ for name, fixed in dict(
     source = ASTSource(fn=function, signature=signature, constexprs=constants)
     print(name, len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]))
 """
-CASES = [("3+16", "bf16", "sorted", "128", "tail", "90"), ("4", "fp16", "one", "128", "one row", "80"),
-         ("t3+t8+4", "bf16", "sorted", "128", "tail", "90")]  # fmt: skip
+CASES = [("4", "fp16", "one", "128", "one row", "80")]  # the assembler works for a minute or two on each of the others
 LONG = [
+    ("3+16", "bf16", "sorted", "128", "tail", "90"), ("t3+t8+4", "bf16", "sorted", "128", "tail", "90"),
     ("2+3+4", "fp16", "sorted", "128", "persistent", "90"), ("1+8", "bf16", "sorted", "0", "tail", "90"),
     ("t1+t2+t4", "fp16", "sorted", "128", "persistent", "90"), ("c1+c2+c3+c4", "bf16", "rows", "0", "tail", "80"),
     ("2+3+4", "bf16", "rows", "32", "nested", "90"), ("5+6+7", "fp16", "rows", "64", "tail", "80"),
