@@ -10,9 +10,10 @@ KL (nats a token, from the original) and perplexity: 24 held-out ones of each. B
 states. RTN, GPTQ (columns by activation) and SignRound have groups of 128 with clipped grids; learned codes are GPTQ's
 trained with `quantize.refine`. uniform: one width for all; mixed: `optimal` by matrix within the budget, layers
 weighted by their measured effects; tuned: mixed, then `quantize.tune` on so many sequences of the training text (0:
-none) at 2.3 and 3.0 bits. A method's budgets share one loss table, which --out keeps. The peers quantize the same
-experts from the same windows at 2, 3 and 4 bits in groups of --group (gptqmodel with zero points, auto-round without);
-for their environments see quality.py.
+none) at 2.3 and 3.0 bits; dropping: experts that are worth nothing have no bits, as the presets `balanced` (256 states,
+mixed) and `best` (1024, tuned) do. A method's budgets share one loss table, which --out keeps. The peers quantize the
+same experts from the same windows at 2, 3 and 4 bits in groups of --group (gptqmodel with zero points, auto-round
+without); for their environments see quality.py.
 
 FILE keeps every point: a further run measures only those that it lacks, and stops before the next one when --seconds
 are over. FILE.svg is the plot of them. A point's seconds are the processor's, of making what is measured; the loss
@@ -37,7 +38,7 @@ import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
 import figures  # isort: skip
 import presets  # isort: skip
 import quality  # isort: skip
-from frontier_plot import Point, plot  # isort: skip
+from frontier_plot import DROPPING, Point, plot  # isort: skip
 
 from moeq.recipe import AssignSection
 from moeq.stages import assign
@@ -56,6 +57,7 @@ TRAINED = {"learned codes": {"refine": {}}}
 EFFECTS = {"layer_effects": {"bits": 2, "sequences": 32}}
 MIXED = presets.ASSIGNMENTS["by matrix, layers, mass"]
 TUNED, TUNED_BUDGETS = ("learned codes", "trellis, 1024 states"), ("2.3", "3.0")
+PRESETS = (("trellis, 256 states", "mixed"), ("trellis, 1024 states", "tuned"))  # of which experts are dropped, too
 PEER_BITS = (2, 3, 4)
 SYMMETRIC = {"gptqmodel": False, "auto-round": True}
 GOAL_MODEL, GOAL_BITS, GOAL_KL = "tiny-mixtral", 3.0, 0.0125
@@ -86,6 +88,12 @@ class Frontier:
             for budget in TUNED_BUDGETS
             if options.tune and method in options.methods and budget in options.budgets
         ]
+        every += [
+            (method, f"{kind}{DROPPING}", budget)
+            for method, kind in PRESETS
+            for budget in TUNED_BUDGETS
+            if (method, kind, budget) in every
+        ]
         return sorted(every, key=rank)
 
     def measure(self, key: Key) -> Point:
@@ -107,10 +115,10 @@ class Frontier:
         section = (
             {"method": "uniform", "bits": int(asked), "quantizer": quantizer}
             if kind == "uniform"
-            else MIXED | {"bits_per_weight": asked, "quantizer": quantizer}
+            else MIXED | {"bits_per_weight": asked, "quantizer": quantizer, "drop": kind.endswith(DROPPING)}
         )
         training = TRAINED.get(method, {})
-        if kind == "tuned":
+        if kind.startswith("tuned"):
             training = training | {"tune": {"sequences": self.options.tune}}
         context = bench.context(losses, **({"assign": section, "quantize": training} if training else {}))
         seconds = presets.seconds(context, "profile", "losses")
@@ -138,7 +146,7 @@ def rank(key: Key) -> int:
     method, kind, asked = key
     if kind == "peer":
         return 1 if asked != str(PEER_BITS[-1]) else 4
-    if kind == "tuned":
+    if kind.startswith("tuned"):
         return 3
     if method not in TRAINED:
         return 0
@@ -160,7 +168,7 @@ def read(path: Path | None) -> tuple[list[Point], float]:
 
 def goals(results: figures.Figures, points: list[Point]) -> None:
     """KL at 3.0 bits, and against every point of a peer, as far as they were measured."""
-    ours = [point for point in points if point.kind in ("mixed", "tuned")]
+    ours = [point for point in points if point.kind not in ("uniform", "peer")]
 
     def best(model: str, bits: float, kinds: tuple[str, ...]) -> float:
         kls = [p.kl for p in ours if p.model == model and p.kind in kinds and p.bits <= bits]
@@ -168,7 +176,8 @@ def goals(results: figures.Figures, points: list[Point]) -> None:
 
     for model in dict.fromkeys(point.model for point in points):
         goal = {"at_most": GOAL_KL} if model == GOAL_MODEL else {}
-        for kinds, how in ((("mixed",), "not tuned"), (("mixed", "tuned"), "tuned or not")):
+        mixed = ("mixed", f"mixed{DROPPING}")
+        for kinds, how in ((mixed, "not tuned"), ((*mixed, "tuned", f"tuned{DROPPING}"), "tuned or not")):
             found = best(model, GOAL_BITS, kinds)
             results.add(f"{model}: KL at {GOAL_BITS} bits, {how}", found, digits=4, **goal)
         for peer in dict.fromkeys(point.method for point in points if point.kind == "peer"):

@@ -22,8 +22,11 @@ STYLES = {  # colour and marker of a method, in the order of tables and labels
     "auto-round": (svg.SERIES[3], "x"),
     "gptqmodel": (svg.SERIES[0], "+"),
 }
-KINDS = ("uniform", "mixed", "tuned", "peer")
-NOTE = "lines: mixed widths; hollow, dashed: one width for all; stars: mixed and tuned; crosses: others' own output"
+DROPPING = ", dropping"
+KINDS = ("uniform", "mixed", f"mixed{DROPPING}", "tuned", f"tuned{DROPPING}", "peer")
+NOTE = (
+    "lines: mixed widths; hollow, dashed: one width for all; stars: tuned; open: dropping; crosses: others' own output"
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,9 @@ def _line(plane: Any, line: Sequence[Point], kind: str, colour: str, marker: str
     styles: dict[str, dict[str, Any]] = {
         "uniform": {"linewidth": 0.9, "linestyle": (0, (3, 3)), "markerfacecolor": svg.PAPER},
         "mixed": {"linewidth": 1.6},
+        f"mixed{DROPPING}": {"linestyle": "none", "markersize": 8, "markerfacecolor": svg.PAPER},
         "tuned": {"linestyle": "none", "marker": "*", "markersize": 11},
+        f"tuned{DROPPING}": {"linestyle": "none", "marker": "*", "markersize": 13, "markerfacecolor": svg.PAPER},
         "peer": {"linewidth": 0.9, "linestyle": (0, (1, 2)), "markersize": 9, "markeredgewidth": 2},
     }
     plane.plot(bits, kl, **({"color": colour, "marker": marker, "markersize": 5} | styles[kind]))
@@ -102,7 +107,9 @@ def _line(plane: Any, line: Sequence[Point], kind: str, colour: str, marker: str
 
 def _label(line: Sequence[Point], method: str, kind: str) -> list[tuple[str, Point]]:
     """The name of a line, at its end; uniform ones have the marker of their mixed line."""
-    names = {"mixed": method, "peer": method, "tuned": f"{method}, tuned"}
+    names = {"mixed": method, "peer": method} | {
+        kind: f"{method}, {kind.removeprefix('mixed, ')}" for kind in KINDS if kind.startswith(("mixed,", "tuned"))
+    }
     return [(names[kind], line[-1])] if kind in names else []
 
 

@@ -27,6 +27,8 @@ POINTS = [
     point("GPTQ", "mixed", 2.99, 0.016),
     point("trellis, 1024 states", "mixed", 2.99, 0.009),
     point("trellis, 1024 states", "tuned", 2.99, 0.008),
+    point("trellis, 1024 states", "tuned, dropping", 2.98, 0.007),
+    point("trellis, 256 states", "mixed, dropping", 2.98, 0.0085),
     point("auto-round", "peer", 2.25, 0.10),
     point("auto-round", "peer", 3.25, 0.018),
     point("GPTQ", "mixed", 2.1, 0.06, "tiny-qwen3-moe"),
@@ -43,8 +45,8 @@ def test_goals_count_no_more_bits_than_the_peer_has(tmp_path: Path) -> None:
     results = figures.Figures(options(tmp_path))
     frontier.goals(results, POINTS)
     found = {figure.name: figure for figure in results.figures}
-    assert found["tiny-mixtral: KL at 3.0 bits, not tuned"].value == 0.009
-    assert found["tiny-mixtral: KL at 3.0 bits, tuned or not"].value == 0.008
+    assert found["tiny-mixtral: KL at 3.0 bits, not tuned"].value == 0.0085
+    assert found["tiny-mixtral: KL at 3.0 bits, tuned or not"].value == 0.007
     ratio = found["tiny-mixtral: KL of moeq's best mixed, of auto-round's at most"]
     assert ratio.value == pytest.approx(0.8)  # .08 at 2.1 against .10, where 2.99 against 3.25 has half
     assert ratio.met
