@@ -28,11 +28,9 @@ def slow_types() -> frozenset[torch.dtype]:
     """Those that torch multiplies in plain loops on this CPU."""
     if platform.machine().lower() not in {"x86_64", "amd64"}:
         return frozenset()
-    native = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    return frozenset(dtype for dtype, supported in native.items() if not supported())
+    native = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    asked = {dtype: getattr(torch.ops.mkldnn, name, lambda: True) for dtype, name in native.items()}
+    return frozenset(dtype for dtype, supported in asked.items() if not supported())
 
 
 def use_for(dtype: torch.dtype | None) -> None:
