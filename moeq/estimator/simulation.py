@@ -336,6 +336,8 @@ def _distinct(
     if apart:
         return np.arange(len(rows)), np.arange(len(rows))
     table = np.concatenate([placement.bits, placement.hot, rows], axis=1)
+    if (table == table[:1]).all():
+        return np.zeros(1, np.int64), np.zeros(len(rows), np.int64)
     _, first, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first)
     return first[order], np.argsort(order)[inverse.ravel()]
