@@ -29,10 +29,11 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0, turned: bool = False
 
 
 def check(found: Tensor, wanted: Tensor, size: Tensor, dtype: torch.dtype) -> None:
-    """Rounded once; size: the sum of the magnitudes, which float32's sums are exact to a part of."""
+    """Rounded once, where the product is moeq's; size: the sum of magnitudes, of which float32's sums lack a part."""
     assert found.dtype == dtype
     assert found.shape == wanted.shape
-    assert ((found.double() - wanted).abs() <= STEP[dtype] * wanted.abs() * 1.01 + 1e-5 * size + 1e-7).all()
+    steps = 1.01 if min(found.shape[-2:]) >= LEAST else 3.0  # of few rows it is torch's
+    assert ((found.double() - wanted).abs() <= STEP[dtype] * wanted.abs() * steps + 1e-5 * size + 1e-7).all()
 
 
 @settings(max_examples=60, deadline=None)
