@@ -120,6 +120,10 @@ class PackedWeight:
 
     def check(self) -> None:
         """ValueError unless bits and group size can be and the parts have the types and shapes that they imply."""
+        if self.bits == DROPPED:
+            if self.codes.dim() < 2 or self.codes.shape[-1]:
+                raise ValueError(f"codes are {list(self.codes.shape)}, of a matrix that has none")
+            return
         if self.bits not in SUPPORTED_BITS or self.inputs < 1 or self.group_size == 0 or self.group_size < -1:
             what = f"{self.inputs} inputs of {self.bits} bits in groups of {self.group_size}"
             raise ValueError(f"no packed weight has {what}")
@@ -146,9 +150,9 @@ class PackedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values [..., N, K] in float32, of a grid (code - zero) * scale, rounded to `dtype`; ValueError as `check`."""
-        if self.bits == DROPPED:
-            return torch.zeros(len(self.codes), self.inputs, dtype=dtype, device=self.codes.device)
         self.check()
+        if self.bits == DROPPED:
+            return torch.zeros(*self.codes.shape[:-1], self.inputs, dtype=dtype, device=self.codes.device)
         if self.encoding.floats:
             stored = self.codes, self.scales, self.unit
             return floats.dequantize(*stored, self.bits, self.inputs, self.codebook, dtype)

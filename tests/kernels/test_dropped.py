@@ -106,6 +106,10 @@ def test_a_matrix_of_no_bits() -> None:
     assert values.dtype == torch.bfloat16
     assert torch.equal(values, torch.zeros(3, 5, dtype=torch.bfloat16))
     assert nothing.map(lambda part: part.clone()).dequantize().shape == (3, 5)
+    assert nothing.map(lambda part: torch.stack([part, part])).dequantize().shape == (2, 3, 5)
+    for codes in (torch.zeros(3, 1, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match="of a matrix that has none"):
+            replace(nothing, codes=codes).dequantize()
 
 
 def test_runtimes_that_hand_tensors_over_hand_none_over_of_dropped_experts() -> None:
