@@ -8,8 +8,9 @@ import pytest
 from triton_here import triton_here
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def place() -> Iterator[str]:
-    """The device of the tests, with Triton ready for it."""
+    """The device of the tests, with Triton ready for it. Of a module: a folder is no package of pytest's, and the
+    interpreter would stay on for whatever is tested next, which takes thirty times as long there."""
     with triton_here() as device:
         yield device
