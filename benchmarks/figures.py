@@ -24,6 +24,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -203,11 +204,11 @@ def machine() -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line, without the file that it writes."""
+    """The command line as a shell takes it, without the file that it writes; places of this machine are FOLDER."""
     words = [f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
     if "--json" in words:
         del words[words.index("--json") : words.index("--json") + 2]
-    return " ".join(["python", *words])
+    return shlex.join(["python", *("FOLDER" if Path(word).is_absolute() else word for word in words)])
 
 
 def processor_seconds(work: Callable[[], object], rounds: int = 1) -> float:

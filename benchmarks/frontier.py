@@ -168,15 +168,14 @@ def read(path: Path | None) -> tuple[list[Point], float]:
 
 def goals(results: figures.Figures, points: list[Point]) -> None:
     """KL at 3.0 bits, and against every point of a peer, as far as they were measured."""
-    ours = [point for point in points if point.kind not in ("uniform", "peer")]
 
     def best(model: str, bits: float, kinds: tuple[str, ...]) -> float:
-        kls = [p.kl for p in ours if p.model == model and p.kind in kinds and p.bits <= bits]
+        kls = [p.kl for p in points if p.model == model and p.kind in kinds and p.bits <= bits]
         return min(kls, default=float("nan"))
 
+    mixed = ("mixed", f"mixed{DROPPING}")
     for model in dict.fromkeys(point.model for point in points):
         goal = {"at_most": GOAL_KL} if model == GOAL_MODEL else {}
-        mixed = ("mixed", f"mixed{DROPPING}")
         for kinds, how in ((mixed, "not tuned"), ((*mixed, "tuned", f"tuned{DROPPING}"), "tuned or not")):
             found = best(model, GOAL_BITS, kinds)
             results.add(f"{model}: KL at {GOAL_BITS} bits, {how}", found, digits=4, **goal)
