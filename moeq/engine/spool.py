@@ -20,6 +20,7 @@ from moeq.scratch import Scratch
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "moeq-engine-"
 FULL = (errno.ENOSPC, errno.EDQUOT)
+ATTEMPTS = 100  # to remove a folder: each fails where a file is written meanwhile
 
 
 class Folders:
@@ -55,9 +56,12 @@ class Folders:
                 path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove all of it."""
+        """Remove all of it, though tasks still write to it and others remove it, too."""
         for folder in self.folders:
-            shutil.rmtree(folder, ignore_errors=True)
+            for _ in range(ATTEMPTS):
+                shutil.rmtree(folder, ignore_errors=True)
+                if not folder.exists():
+                    break
 
 
 class Spool(Folders):

@@ -34,16 +34,21 @@ def main(pipe: Connection, folders: Folders, threads: int, gpu: str | None = Non
         os.environ[VISIBLE] = gpu  # before CUDA starts in this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all; the driver decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_driver, args=(folders,), daemon=True).start()
+    watch = threading.Thread(target=_end_with_driver, args=(folders,), daemon=True)
+    watch.start()
     torch.set_num_threads(threads)
+    try:
+        _work(pipe, folders)
+    except (EOFError, OSError):  # the pipe ended: the driver is gone, or is about to end this process
+        watch.join()
+
+
+def _work(pipe: Connection, folders: Folders) -> None:
+    """Do what the pipe says until it ends: EOFError, OSError."""
     opened: dict[Path, Tensors] = {}
     pipe.send_bytes(READY)
     while True:
-        try:
-            message = pipe.recv_bytes()
-        except (EOFError, OSError):
-            return
-        ticket, rest = pickle.loads(message)
+        ticket, rest = pickle.loads(pipe.recv_bytes())
         pipe.send_bytes(pickle.dumps((ticket, _done(rest, opened, folders))))
 
 

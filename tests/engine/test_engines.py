@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,11 @@ import pytest
 import torch
 from tiny_models import FULL
 
-from moeq.engine import processes
+from moeq.engine import processes, worker
 from moeq.engine.arrays import decode, encode
 from moeq.engine.processes import ProcessEngine
 from moeq.engine.serial import SerialEngine
-from moeq.engine.spool import PREFIX, SHARED_MEMORY, Spool
+from moeq.engine.spool import PREFIX, SHARED_MEMORY, Folders, Spool
 from moeq.engine.task import Resources, Task, TaskError, bounded, groups
 from moeq.engine.worker import VISIBLE
 from moeq.errors import PlanError, QuantizationError, StorageError
@@ -286,3 +289,33 @@ def test_workers_divide_gpus_among_each_other(
             tickets = [engine.submit(task(tasks.gpus_seen, 0.3)) for _ in range(3)]  # one for each, as none is busy
             seen = dict(outcome.value for outcome in engine.gather(tickets))
             assert [seen[pid] for pid in engine.pids] == [names[0], names[1], names[0]]
+
+
+def test_a_worker_whose_pipe_ended_waits_for_what_removes_the_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would end in the midst of removing them."""
+    removed = threading.Event()
+    monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(worker, "_end_with_driver", lambda _: (time.sleep(0.3), removed.set()))
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    worker.main(theirs, Folders([]), torch.get_num_threads())
+    assert removed.is_set()
+
+
+def test_folders_that_are_written_to_are_removed_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    written = threading.Event()
+
+    def write() -> None:
+        with suppress(FileNotFoundError):
+            for number in count():
+                (folder / str(number)).touch()
+                written.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    written.wait()
+    Folders([folder]).remove()
+    assert not folder.exists()
+    writer.join()
