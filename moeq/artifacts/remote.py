@@ -13,8 +13,8 @@ import os
 import stat
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,6 @@ CACHE_BYTES = 8 << 30
 BLOCK_BYTES, LEAST_BLOCK_BYTES = 8 << 20, 16 << 10
 BLOCKS = 16  # that the cache holds at least: blocks are smaller where the cache is small
 AT_ONCE = 16  # requests
-AHEAD = 4  # blocks fetched before a file is read on to them
 ATTEMPTS, FIRST_WAIT, MOST_WAIT = 7, 0.05, 5.0  # of a request, and seconds between them, each twice the one before
 FRESH_SECONDS = 10.0  # for which what is known of a file is not asked for again
 PREFIX = "remote-"
@@ -71,6 +70,8 @@ class Store:
         self._lock = threading.Lock()
         self._blocks: OrderedDict[tuple[str, int], int] = OrderedDict()  # on the disk, the last used last
         self._coming: dict[tuple[str, int], Future[bytes]] = {}
+        self._following: deque[tuple[RemoteFile, int]] = deque()  # blocks that will be read, in this order
+        self._ahead: set[tuple[str, int]] = set()  # of them, those that were fetched, or come, and are not read yet
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="moeq-remote")
 
     @property
@@ -95,16 +96,26 @@ class Store:
                 data[low - start : high - start] = memoryview(found)[low - at : high - at]
         return data
 
-    def prefetch(self, file: RemoteFile, start: int, stop: int) -> None:
-        """Begin to fetch bytes of a file, unless what comes already fills half of the cache."""
-        for number in self._numbers(start, min(stop, file.size)):
-            with self._lock:
-                full = (len(self._coming) + 1) * self.block_bytes > self.most_bytes // 2
-                if full:
-                    return
-                if (file.key, number) in self._blocks or (file.key, number) in self._coming:
-                    continue
+    def follow(self, ranges: Iterable[tuple[RemoteFile, int, int]]) -> None:
+        """What will be read next, in this order: fetched from now on, up to half of the cache before it is read, more
+        as it is read. What was said before is forgotten."""
+        with self._lock:
+            blocks = [
+                (file, number) for file, start, stop in ranges for number in self._numbers(start, min(stop, file.size))
+            ]
+            self._following = deque(dict.fromkeys(blocks))
+            self._ahead &= {(file.key, number) for file, number in blocks}
+            self._fetch_ahead()
+
+    def _fetch_ahead(self) -> None:
+        """Begin to fetch what follows, unless what is not read yet, or comes, fills half of the cache; the lock is
+        held."""
+        most = self.most_bytes // 2 // self.block_bytes
+        while self._following and len(self._ahead) < most and len(self._coming) < most:
+            file, number = self._following.popleft()
+            if (file.key, number) not in self._blocks and (file.key, number) not in self._coming:
                 self._begin(file, number)
+                self._ahead.add((file.key, number))
 
     def _numbers(self, start: int, stop: int) -> range:
         return range(start // self.block_bytes, -(-stop // self.block_bytes)) if stop > start else range(0)
@@ -113,6 +124,8 @@ class Store:
         """A block that lies here, or that comes."""
         name = (file.key, number)
         with self._lock:
+            self._ahead.discard(name)
+            self._fetch_ahead()
             if name in self._blocks:
                 self._blocks.move_to_end(name)
                 try:
@@ -138,6 +151,7 @@ class Store:
         finally:
             with self._lock:
                 self._coming.pop(name, None)
+                self._fetch_ahead()
 
     def _keep(self, name: tuple[str, int], data: bytes) -> None:
         """Put a block on the disk; those that were used the longest ago go. A disk that refuses is done without."""
@@ -301,7 +315,7 @@ class _Stream(io.RawIOBase):
         if stop <= self._at:
             return 0
         if self._at == self._last:
-            store.prefetch(self._file, stop, stop + AHEAD * store.block_bytes)
+            store.follow([(self._file, self._at, stop + AT_ONCE * store.block_bytes)])
         view[: stop - self._at] = store.read(self._file, self._at, stop)
         count = stop - self._at
         self._at = self._last = stop

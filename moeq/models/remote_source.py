@@ -65,11 +65,10 @@ def remote_of(header: TensorHeader) -> RemoteFile | None:
 
 
 def prefetch(headers: Iterable[TensorHeader]) -> None:
-    """Begin to fetch tensors that lie in remote files."""
-    for header in sorted(headers, key=lambda header: (str(header.file), header.offset)):
-        file = remote_of(header)
-        if file is not None:
-            file.store.prefetch(file, header.offset, header.offset + header.bytes)
+    """Begin to fetch tensors that lie in remote files and will be read in this order."""
+    there = [(file, header) for header in headers if (file := remote_of(header)) is not None]
+    for store in dict.fromkeys(file.store for file, _ in there):
+        store.follow((file, at.offset, at.offset + at.bytes) for file, at in there if file.store is store)
 
 
 class RemoteTensor:

@@ -6,19 +6,26 @@ Letters: E experts, of which one is read.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.core_model_loading import ErnieFuseAndSplitTextVisionExperts
 
+from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer
 from moeq.models.kinds.base import Matrices
 from moeq.models.loading import tied
 from moeq.models.messages import damaged
+from moeq.models.remote_source import prefetch
 from moeq.models.source import ModelSource
 from moeq.models.weights import Origin, WeightReader
+
+
+EXPERTS_AHEAD = 32  # that are fetched from an object store before they are read, at most
 
 
 class _OneExpert:
@@ -48,6 +55,8 @@ class ExpertReader:
         self.source, self.model = source, model
         self.bytes_read = 0
         self._tied = tied(model)
+        self._remote = source.is_remote
+        self._last: list[str] = []  # parameters of the module that was read last
         self._index = WeightReader(source, model, torch.float32, torch.device("cpu"))
 
     def read_expert(self, name: str, expert: int) -> Tensor:
@@ -61,6 +70,7 @@ class ExpertReader:
         origins = self._index.origins[name]
         if not 0 <= expert < parameter.shape[0]:
             raise self._error(f"{name} has {parameter.shape[0]} experts, no number {expert}")
+        self._prefetch(name, expert)
         tensors: dict[str, list[Tensor]] = {}
         for origin, rows in self._parts(name, expert):
             tensors.setdefault(origin.pattern or "", []).append(self._read(origin.key, rows))
@@ -88,6 +98,28 @@ class ExpertReader:
     def bytes_of(self, name: str, expert: int) -> int:
         """Bytes on disk of one expert's part of a parameter, its scales included."""
         return sum(self._bytes(origin.key, rows) for origin, rows in self._parts(self._stored(name), expert))
+
+    def _prefetch(self, name: str, expert: int) -> None:
+        """Begin to fetch the experts after this one from an object store, of all parameters that were read of the ones
+        before it; which they are is seen at the first one of a module."""
+        if not self._remote:
+            return
+        if name.rpartition(".")[0] != (self._last[0] if self._last else "").rpartition(".")[0]:
+            self._last = []
+        if name not in self._last:
+            self._last.append(name)
+        elif name == self._last[0]:
+            stacked, names = self.model.get_parameter(name).shape[0], self._last
+            following = product(range(expert, min(expert + EXPERTS_AHEAD, stacked)), names)
+            prefetch(self._header(*part) for number, other in following for part in self._parts(other, number))
+
+    def _header(self, origin: Origin, rows: slice | None) -> TensorHeader:
+        """Where a tensor, or some of its rows, lies."""
+        header = self.source.tensors[origin.key]
+        if rows is None:
+            return header
+        row = header.bytes // header.shape[0]
+        return replace(header, offset=header.offset + rows.start * row, bytes=(rows.stop - rows.start) * row)
 
     def _stored(self, name: str) -> str:
         """The parameter itself, or the one on disk that it is tied to."""

@@ -20,7 +20,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import share, skeleton, tied
-from moeq.models.remote_source import prefetch
 from moeq.models.source import ModelSource
 from moeq.models.weights import WeightReader, owner
 from moeq_kernels.freed import return_memory
@@ -171,7 +170,7 @@ class StreamedModel:
         following = self.blocks[self.blocks.index(block) + 1 :][:1] or self.blocks[:1]
         for name in following:
             keys = self.reader.keys([name for name in self.names[name] if name not in self._pinned])
-            prefetch(self.source.tensors[key] for key in keys)
+            self.reader.prefetch(keys)
 
     def _detach(self, layer: ExpertLayer) -> None:
         """Copies of a layer's experts: stacks that are read whole are the memory through which they are read again."""

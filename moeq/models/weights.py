@@ -262,7 +262,7 @@ class WeightReader:
         wanted = set(parameters)
         keys = self.keys(wanted)
         self.bytes_read += sum(self.source.tensors[key].bytes for key in keys)
-        prefetch(self.source.tensors[key] for key in keys)
+        self.prefetch(keys)
         with quiet_transformers():
             info, _ = convert_and_load_state_dict_in_model(
                 self.model, {key: self.handle(key) for key in keys}, self._config
@@ -271,6 +271,10 @@ class WeightReader:
             if getattr(info, problem):
                 raise damaged(self.source.path, f"{problem.replace('_', ' ')}: {min(map(str, getattr(info, problem)))}")
         return wanted & set(info.missing_keys)
+
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """Begin to fetch tensors that lie in an object store, in the order in which the library reads them."""
+        prefetch(self.source.tensors[key] for key in sorted(keys, key=dot_natural_key))
 
     def check_unexpected(self) -> None:
         """ModelError when the disk has tensors that are no part of the model (and that its family does not ignore)."""

@@ -21,7 +21,9 @@ from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.remote import Store, listed
 from moeq.errors import MissingError, ModelError, RecipeError, StorageError
 from moeq.models import loading
+from moeq.models.experts import find_expert_layers
 from moeq.models.remote_source import RemoteTensor
+from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource, open_source
 from moeq.models.weights import plain_chunks
 from moeq.progress import Reporter
@@ -165,11 +167,80 @@ def test_what_is_prefetched_is_asked_for_once(sharded: Path, monkeypatch: pytest
     before = store.fetched
     started = time.monotonic()
     for _ in range(3):
-        store.prefetch(file, header.offset, header.offset + header.bytes)
+        store.follow([(file, header.offset, header.offset + header.bytes)])
     assert time.monotonic() - started < 0.5
     data = store.read(file, header.offset, header.offset + header.bytes)
     assert bytes(data) == (sharded / file.name).read_bytes()[header.offset : header.offset + header.bytes]
     assert store.fetched - before <= header.bytes + 2 * store.block_bytes
+
+
+def test_what_follows_is_fetched_before_it_is_read_within_half_of_the_cache(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much follows, whatever else is read meanwhile; and all of it once."""
+    import fsspec
+
+    monkeypatch.setattr(remote, "LEAST_BLOCK_BYTES", 1 << 8)
+    monkeypatch.setenv(remote.VARIABLE, str(1 << 12))
+    source = open_source(f"file://{sharded}")
+    store, header = store_of(source), max(source.tensors.values(), key=lambda header: header.bytes)
+    file: Any = header.file
+    flaky(fsspec.filesystem("file"), monkeypatch, 0.1, seconds=0.001)
+    half, before, asked = store.most_bytes // 2 // store.block_bytes, store.fetched, []
+    begin = store._begin
+    monkeypatch.setattr(store, "_begin", lambda at, number: asked.append(number) or begin(at, number))
+    stops = range(header.offset, header.offset + header.bytes, 100)
+    whole = (sharded / file.name).read_bytes()
+    store.follow([(file, start, start + 100) for start in stops])
+    first = len(asked)
+    for start in stops:
+        assert bytes(store.read(file, start, start + 100)) == whole[start : start + 100]
+        assert len(store._ahead) <= half
+        assert store.held_bytes <= store.most_bytes
+    assert first == half
+    assert len(asked) == len(set(asked)) == -(-(stops[-1] + 100) // 256) - header.offset // 256
+    assert not store._following
+    assert store.fetched - before <= 256 * len(asked)
+
+
+def test_what_no_longer_follows_makes_room(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "LEAST_BLOCK_BYTES", 1 << 8)
+    monkeypatch.setenv(remote.VARIABLE, str(1 << 12))
+    source = open_source(f"file://{sharded}")
+    store, header = store_of(source), max(source.tensors.values(), key=lambda header: header.bytes)
+    file: Any = header.file
+    for start in (header.offset, header.offset + header.bytes // 2):
+        store.follow([(file, start, header.offset + header.bytes)])
+        deadline = time.monotonic() + 60
+        while len(store._ahead) < store.most_bytes // 2 // store.block_bytes or store._coming:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert (file.key, start // store.block_bytes) in store._ahead
+
+
+def test_experts_are_fetched_before_they_are_read(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, they are those of the disk; all but the first ones of a layer have been asked for before."""
+    monkeypatch.setattr(remote, "LEAST_BLOCK_BYTES", 1 << 8)
+    monkeypatch.setattr(remote, "BLOCK_BYTES", 1 << 8)
+    readers = []
+    for name in (f"file://{sharded}", str(sharded)):
+        source = open_source(name)
+        readers.append(ExpertReader(source, loading.skeleton(source, torch.float32)))
+    store, waited = store_of(readers[0].source), list[int]()
+    ask = store._ask
+
+    def asking(file: Any, number: int) -> Any:
+        if (file.key, number) not in store._blocks and (file.key, number) not in store._coming:
+            waited.append(number)
+        return ask(file, number)
+
+    monkeypatch.setattr(store, "_ask", asking)
+    for layer in find_expert_layers(readers[0].model):
+        for expert in range(layer.num_experts):
+            before = len(waited)
+            (found, _), (wanted, _) = (reader.read(layer, expert) for reader in readers)
+            assert all(torch.equal(found[name], wanted[name]) for name in layer.projections)
+            assert expert == 0 or len(waited) == before
 
 
 def test_what_cannot_be_is_refused(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
