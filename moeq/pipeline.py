@@ -28,8 +28,11 @@ from moeq.artifacts.stage import (
     read_record,
     write_record,
 )
+from moeq.artifacts.status import telling
 from moeq.errors import ArtifactError
+from moeq.progress import Counted
 from moeq.runtimes import ONNX
+from moeq.scratch import LOCK
 from moeq.stages import assign, export, integer_forward, making, report, w8a8
 from moeq.stages.context import Context
 from moeq.stages.making import TEXT_FILES
@@ -93,7 +96,7 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
     context.model.check_unchanged()
     for name in stage.reads(context.recipe):
         _digest_before(context, name, cached=name in stage.glances and not context.check)
-    started = time.monotonic()
+    started, context.reporter.stage = time.monotonic(), Counted(stage.name, 1)
     with building(directory, progress=stage.progress(context)) as unfinished, context.writing(stage.name, unfinished):
         summary = stage.run(context)
         seconds = time.monotonic() - started
@@ -121,6 +124,7 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
             context.reporter.say(f"  {name}: edited by hand, kept")
             (unfinished / name).unlink()
             place(directory / name, unfinished / name)
+    context.reporter.stage = None
     gc.collect()  # models refer to themselves
     return_memory()
     context.reporter.say(f"[green]{stage.name:9} done[/green] in {human_seconds(seconds)}")
@@ -251,10 +255,10 @@ def _directory(context: Context, stages: list[Stage], force: bool, *, alone: boo
     """
     _check_directory(context)
     _prepare(context if alone else context.given(), stages)
-    new = not context.out.exists()
+    new, names = not context.out.exists(), [stage.name for stage in stages]
     outcomes: list[Outcome] = []
     try:
-        with locked(context.out):
+        with locked(context.out) as lock, telling(lock, context.reporter, context.model.source.name, names):
             for stage in stages if alone else []:
                 _check_needed(context, stage)
             _remove_partials(context)
@@ -262,9 +266,9 @@ def _directory(context: Context, stages: list[Stage], force: bool, *, alone: boo
             with _recipe_written(context if alone else context.given(), outcomes):
                 yield outcomes
     finally:
-        if new and not outcomes and [path.name for path in context.out.iterdir()] == [".lock"]:
+        if new and not outcomes and [path.name for path in context.out.iterdir()] == [LOCK]:
             with suppress(OSError):  # another run has come
-                (context.out / ".lock").unlink()
+                (context.out / LOCK).unlink()
                 context.out.rmdir()
 
 
@@ -287,7 +291,7 @@ def _put_back(path: Path, before: bytes | None) -> None:
     if before is not None:
         if path.read_bytes() != before:
             write_bytes(path, before)
-    elif {beside.name for beside in path.parent.iterdir()} <= {path.name, ".lock"}:
+    elif {beside.name for beside in path.parent.iterdir()} <= {path.name, LOCK}:
         path.unlink(missing_ok=True)
 
 

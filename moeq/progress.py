@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -26,11 +27,28 @@ class PlainConsole(Console):
             yield Segment(shown, style, control)
 
 
+@dataclass
+class Counted:
+    """Something that goes on: how much of it is done, since when (seconds since 1970)."""
+
+    title: str
+    total: int
+    done: int = 0
+    began: float = field(default_factory=time.time)
+
+
 class Reporter:
-    """Prints lines and progress bars; with quiet=True, nothing but errors."""
+    """Prints lines and progress bars; with quiet=True, nothing but errors.
+
+    What others may look at meanwhile: the stage that runs, since when, what is counted in it, the innermost last, and
+    what its workers do.
+    """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
+        self.stage: Counted | None = None
+        self.counted: list[Counted] = []
+        self.workers: Callable[[], list[str]] = list
         # bound to today's stderr, so that a library's redirected output does not take the bar with it
         self.console = PlainConsole(file=sys.stderr, highlight=False)
 
@@ -45,6 +63,22 @@ class Reporter:
 
         A bar on a terminal; elsewhere (CI logs) a line at most every 15 seconds.
         """
+        counted = Counted(title, total)
+        self.counted.append(counted)
+
+        def count() -> None:
+            counted.done += 1
+            advance()
+
+        try:
+            with self._shown(title, total) as advance:
+                yield count
+        finally:
+            self.counted.remove(counted)
+
+    @contextmanager
+    def _shown(self, title: str, total: int) -> Iterator[Callable[[], None]]:
+        """What is seen of a bar."""
         if self.quiet:
             yield lambda: None
         elif not self.console.is_terminal:

@@ -98,6 +98,7 @@ FLAGS = {
         "--beams",
     },
     "plan": BUILD | DEVICE | STAGE - {"--check"} | {"--for", "--probe", "--workers"},
+    "watch": {"out", "--once", "--html", "--json", "--quiet"},
     "init": BUILD | STAGE - {"--check"} | {"--format"},
     "recipe": BUILD | STAGE - {"--check", "--out"} | {"--format", "--schema"},
 }

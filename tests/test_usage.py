@@ -23,7 +23,7 @@ GROUP: Any = get_command(cli.app)
 NAMES = sorted(name for name, command in GROUP.commands.items() if not command.hidden)
 NO_MODEL_RUNS = {  # commands without --device; reproduce takes what the provenance says
     "convert", "estimate", "families", "gc", "init", "inspect", "push", "recipe", "report", "reproduce",
-    "sign", "verify",
+    "sign", "verify", "watch",
 }  # fmt: skip
 WORDS_OF_A_MESSAGE = ("Usage:", "Try '", "Error:", "Invalid value")
 

@@ -22,6 +22,7 @@ from moeq.artifacts.digests import Hashing, digest_of_file, linking, remember
 from moeq.artifacts.reading import read_json_file
 from moeq.artifacts.storage import storage_errors
 from moeq.errors import ArtifactError, MoeqError, StorageError
+from moeq.scratch import LOCK
 
 PARTIAL = ".partial"  # suffix of everything that is not finished
 BEGUN = ".begun"  # suffix of a directory that is not finished, and that whoever comes next goes on with
@@ -272,8 +273,8 @@ def claimed(directory: Path) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> IO[str]:
-    """A file to lock, made where it is not there; OSError for a link, whose end would be emptied."""
-    return open(path, "w", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+    """A file to lock, made where it is not there, as it is where it is; OSError for a link."""
+    return open(path, "r+", opener=lambda name, flags: os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666))
 
 
 def _lock_file(path: Path, directory: Path) -> IO[str]:
@@ -292,16 +293,17 @@ def _lock_file(path: Path, directory: Path) -> IO[str]:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock; StorageError when another process holds it. The kernel frees it when we die.
+def locked(directory: Path) -> Iterator[IO[str]]:
+    """Hold the directory's lock, an open file; StorageError when another process holds it. The kernel frees it when we
+    die.
 
     StorageError also when the directory was deleted meanwhile, with what had been finished in it.
     """
     make_directory(directory)
-    path = directory / ".lock"
+    path = directory / LOCK
     with storage_errors(path), _open_lock(path) as stream:
         _lock(stream, directory)
-        yield
+        yield stream
         try:
             _check_there(path, stream.fileno())
         except StorageError as error:
@@ -321,7 +323,7 @@ def _lock(stream: IO[str], directory: Path) -> None:
 def held(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory that several runs share, for the moment of a write; waits for whoever has it."""
     make_directory(directory)
-    path = directory / ".lock"
+    path = directory / LOCK
     with storage_errors(path):
         stream = _open_lock(path)
     with stream:

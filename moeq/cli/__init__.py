@@ -32,6 +32,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench": measures.bench,
     "report": stages.report,
     "plan": runs.plan,
+    "watch": runs.watch,
     "init": recipes.init,
     "recipe": recipes.recipe,
     "inspect": checkpoints.inspect,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
 from moeq.cli.ending import refuse, show
 from moeq.errors import RecipeError
@@ -180,3 +180,17 @@ def gc(
     from moeq import cleaning, terminal
 
     show(cleaning.collect(out or [], store, dry_run=dry_run), terminal.print_freed, json=json, quiet=quiet)
+
+
+def watch(
+    out: Annotated[Path, Argument(help="Run directory, also one that lies on a disk shared with other machines.")],
+    once: Annotated[bool, Option("--once", help="Look once.")] = False,
+    html: Annotated[Path | None, Option(help="Write a page that refreshes itself here, too.")] = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Show how far a run is that goes on elsewhere: stages, layers, workers, sizes, time left; until it ends."""
+    from moeq import watching
+
+    view = watching.watch(out, html=html, once=once, quiet=quiet)
+    show(view.as_json(), lambda _: watching.show(view), json=json, quiet=quiet)

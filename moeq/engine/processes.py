@@ -110,6 +110,14 @@ class ProcessEngine(Closing):
         """The workers' processes at the moment."""
         return [one.process.pid for one in list(self._crew)]
 
+    def doing(self) -> list[str]:
+        with self._changed:
+            return [self._name(one.ticket) if one.ready else "starting" for one in self._crew]
+
+    def _name(self, ticket: int | None) -> str:
+        """What a worker with this ticket does."""
+        return "waiting" if ticket is None else self._state.pending[ticket].name
+
     def put(self, tensors: Tensors) -> Shared:
         encoded = encode(None, tensors)
         path = self._spool.write("put", encoded)

@@ -92,6 +92,9 @@ class RayEngine(Closing):
             (value, host, seconds), tensors = decode(found)
             yield Outcome(value=value, tensors=tensors, host=host, seconds=seconds)
 
+    def doing(self) -> list[str]:
+        return [name for _, name in list(self._running.values())]
+
     def close(self) -> None:
         """Leave the cluster; a local one ends."""
         for reference, _ in self._running.values():

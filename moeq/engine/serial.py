@@ -43,5 +43,8 @@ class SerialEngine(Closing):
         for ticket in tickets:
             yield self._done.pop(ticket)
 
+    def doing(self) -> list[str]:
+        return []
+
     def close(self) -> None:
         self._done.clear()

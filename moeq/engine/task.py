@@ -127,6 +127,10 @@ class Engine(Protocol):
     def gather(self, tickets: Iterable[int]) -> Iterator[Outcome]:
         """The outcomes in this order, each as soon as it is there. Raises the error of the first that failed."""
 
+    def doing(self) -> list[str]:
+        """What every worker does at the moment, for people; of engines whose workers are not known, the tasks that were
+        submitted."""
+
     def close(self) -> None:
         """End all workers; what they were doing is lost."""
 

@@ -24,7 +24,6 @@ from moeq.models.remote_source import prefetch
 from moeq.models.source import ModelSource
 from moeq.models.weights import Origin, WeightReader
 
-
 EXPERTS_AHEAD = 32  # that are fetched from an object store before they are read, at most
 
 

@@ -24,14 +24,20 @@ POLICY = "; ".join(  # what a browser may do for the page, whatever a name in it
 )
 
 
-def document(title: str, heading: str, lead: Sequence[str], sections: Sequence[Section]) -> str:
-    """A page of sections below a heading, what it is about and links to them; bytes depend only on what is given."""
+def document(
+    title: str, heading: str, lead: Sequence[str], sections: Sequence[Section], *, refresh: int | None = None
+) -> str:
+    """A page of sections below a heading, what it is about and links to them; bytes depend only on what is given.
+
+    refresh: seconds after which a browser reads it again.
+    """
     head = join(
         [
             Raw('<meta charset="utf-8">'),
             Raw(f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'),
             Raw('<meta name="viewport" content="width=device-width, initial-scale=1">'),
             Raw('<meta name="color-scheme" content="light dark">'),
+            *([] if refresh is None else [Raw(f'<meta http-equiv="refresh" content="{refresh}">')]),
             element("title", title),
             element("style", Raw(CSS)),
         ]

@@ -114,8 +114,10 @@ def working(context: Context, keep: Keep, ahead: int) -> Iterator[Ahead | None]:
     try:
         own = "a GPU each" if gpus(device) else f"{threads} threads each"
         context.reporter.say(f"  {workers} workers ({recipe.engine}), {own}")
+        context.reporter.workers = engine.doing
         yield Ahead(engine, recipe.losses, keep, ahead, device)
     finally:
+        context.reporter.workers = list
         engine.close()
 
 

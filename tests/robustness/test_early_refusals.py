@@ -291,6 +291,10 @@ REFUSED: dict[str, list[Case]] = {
         (("--out", "empty"), 7, "not a run directory"),
         (("--store", "empty"), 7, "empty"),
     ],
+    "watch": [
+        (("nowhere",), 13, "nowhere: no such file or directory"),
+        (("empty",), 7, "empty: this is no run; give the directory of a run"),
+    ],
 }
 MISSING = [
     ("inspect", "nowhere"), ("verify", "nowhere"), ("verify", "run", "--against", "./nowhere"),
@@ -308,6 +312,7 @@ ANSWERED = [
     ("families", "bundled:tiny-mixtral"), ("families", "org/model"), ("families", "own-code"),
     ("inspect", "assignment.json"), ("inspect", "run/recipe.yaml"), ("inspect", "run"),
     *(("inspect", f"kept/{path}") for path in INSPECTED),
+    ("watch", "run"), ("watch", "kept/run", "--once", "--json"),
     ("gc", "--out", "run", "--dry-run"), ("gc", "--out", "kept/run", "--dry-run"), ("gc", "--store", "kept/run/store"),
     ("estimate", "--model", "mixtral-8x7b", "--quiet"), ("estimate", "--sheet", "paper-004", "--json"),
     ("estimate", "--model", "mixtral-8x7b", "--hardware", "h100-ndp-pcie4"),

@@ -147,6 +147,7 @@ BESIDE_THE_RUN = (
     "convert {folder}/no --to dequantized --out {folder}/new", "verify {folder}/no", "verify {folder}/nothing",
     "verify {folder}/text.txt", "verify {run}/checkpoint --against {folder}/nothing", "generate {folder}/no hello",
     "generate {model} hello", "generate {run}/checkpoint hello --device abacus", "gc", "gc --out {folder}/strangers",
+    "watch", "watch {folder}/no", "watch {folder}/strangers",
     "gc --store {folder}/store", "gc --out {folder}/no", "gc --store {run}", "families no_such_family",
     "eval {folder}/no", "eval {run}:nothing", "eval {model} --model {model}", "eval {model} --batch-size x",
     "eval {model} --window 4 --stride 8", "eval {model} --text {folder}/no.txt",
