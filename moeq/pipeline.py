@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +17,7 @@ from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.digests import digest_of_file, spent
 from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import BEGUN, building, locked, place, remove_partials, write_bytes
+from moeq.artifacts.mirror import mirrored
 from moeq.artifacts.places import refuse_artifacts
 from moeq.artifacts.run import RECIPE_COPY, STORE
 from moeq.artifacts.stage import (
@@ -220,19 +221,19 @@ def run(context: Context, names: tuple[str, ...] = tuple(BY_NAME), *, force: boo
     finished before stays.
     """
     stages = [BY_NAME[name] for name in names if name != REPARAM or context.folds]
-    with _directory(context, stages, force) as outcomes:
+    with _directory(context, stages, force) as collected:
         for stage in stages:
-            outcomes.append(run_stage(context.given() if stage.name == REPARAM else context, stage, force=force))
-    return outcomes
+            collected.add(run_stage(context.given() if stage.name == REPARAM else context, stage, force=force))
+    return collected.outcomes
 
 
 def run_alone(context: Context, name: str, *, force: bool = False) -> Outcome:
     """Run one stage on the artifacts that are there; ArtifactError when one it needs is missing or of another model."""
     stage = BY_NAME[name]
     context = context.given() if name == REPARAM else context
-    with _directory(context, [stage], force, alone=True) as outcomes:
-        outcomes.append(run_stage(context, stage, force=force))
-    return outcomes[0]
+    with _directory(context, [stage], force, alone=True) as collected:
+        collected.add(run_stage(context, stage, force=force))
+    return collected.outcomes[0]
 
 
 @contextmanager
@@ -247,8 +248,20 @@ def looking(context: Context, name: str) -> Iterator[None]:
         yield
 
 
+@dataclass
+class _Collected:
+    """Outcomes of stages; send: has the mirror have what each of them made."""
+
+    outcomes: list[Outcome]
+    send: Callable[[], None]
+
+    def add(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self.send()
+
+
 @contextmanager
-def _directory(context: Context, stages: list[Stage], force: bool, *, alone: bool = False) -> Iterator[list[Outcome]]:
+def _directory(context: Context, stages: list[Stage], force: bool, *, alone: bool = False) -> Iterator[_Collected]:
     """The locked run directory with the recipe of this run in it, for stages whose outcomes the block collects.
 
     What is refused is refused before; where a stage refuses, and none was run before it, the directory is as it was.
@@ -258,13 +271,17 @@ def _directory(context: Context, stages: list[Stage], force: bool, *, alone: boo
     new, names = not context.out.exists(), [stage.name for stage in stages]
     outcomes: list[Outcome] = []
     try:
-        with locked(context.out) as lock, telling(lock, context.reporter, context.model.source.name, names):
+        with (
+            locked(context.out) as lock,
+            telling(lock, context.reporter, context.model.source.name, names),
+            mirrored(context.recipe.mirror, context.out, context.reporter) as send,
+        ):
             for stage in stages if alone else []:
                 _check_needed(context, stage)
             _remove_partials(context)
             _look_ahead(context, stages, force)
             with _recipe_written(context if alone else context.given(), outcomes):
-                yield outcomes
+                yield _Collected(outcomes, send)
     finally:
         if new and not outcomes and [path.name for path in context.out.iterdir()] == [LOCK]:
             with suppress(OSError):  # another run has come

@@ -14,10 +14,10 @@ import stat
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from moeq.errors import MissingError, ModelError, RecipeError, StorageError
 from moeq.scratch import Scratch
@@ -33,6 +33,8 @@ AT_ONCE = 16  # requests
 ATTEMPTS, FIRST_WAIT, MOST_WAIT = 7, 0.05, 5.0  # of a request, and seconds between them, each twice the one before
 FRESH_SECONDS = 10.0  # for which what is known of a file is not asked for again
 PREFIX = "remote-"
+
+T = TypeVar("T")
 
 
 def is_remote(name: str) -> bool:
@@ -176,27 +178,49 @@ class Store:
 
     def _request(self, file: RemoteFile, start: int, stop: int) -> bytes:
         """A range over the network, asked for again where that fails or comes short."""
-        wait, problem = FIRST_WAIT, ""
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                time.sleep(wait)
-                wait = min(2 * wait, MOST_WAIT)
-                with self._lock:
-                    self.retried += 1
-            try:
-                data: bytes = self.system.cat_file(file.path, start=start, end=stop)
-            except (FileNotFoundError, PermissionError) as error:
-                raise _refused(file, error) from None
-            except Exception as error:  # of the network, of the store's client, of the store
-                problem = f"{type(error).__name__}: {error}"
-                continue
-            if len(data) == stop - start:
-                with self._lock:
-                    self.fetched += len(data)
-                return data
-            problem = f"{len(data)} bytes came where {stop - start} were asked for"
-        what = f"bytes {start} to {stop} cannot be read, {ATTEMPTS} times: {' '.join(problem.split())[:200]}"
-        raise StorageError(what, where=str(file), do="check the network; the same command goes on")
+
+        def ask() -> bytes:
+            data: bytes = self.system.cat_file(file.path, start=start, end=stop)
+            if len(data) != stop - start:
+                raise OSError(f"{len(data)} bytes came where {stop - start} were asked for")
+            with self._lock:
+                self.fetched += len(data)
+            return data
+
+        what = f"bytes {start} to {stop} cannot be read"
+        return insist(ask, str(file), what, refused=lambda error: _refused(file, error), again=self._again)
+
+    def _again(self) -> None:
+        with self._lock:
+            self.retried += 1
+
+
+def insist(
+    work: Callable[[], T],
+    where: str,
+    what: str,
+    *,
+    refused: Callable[[OSError], Exception],
+    again: Callable[[], object] = lambda: None,
+    do: str = "check the network; the same command goes on",
+) -> T:
+    """What a request to a store gives, made again where it fails, `again` being called before.
+
+    what: is said of one that always fails, in a StorageError; refused: the error for what is not there or not allowed.
+    """
+    wait, problem = FIRST_WAIT, ""
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(wait)
+            wait = min(2 * wait, MOST_WAIT)
+            again()
+        try:
+            return work()
+        except (FileNotFoundError, PermissionError) as error:
+            raise refused(error) from None
+        except Exception as error:  # of the network, of the store's client, of the store
+            problem = f"{type(error).__name__}: {error}"
+    raise StorageError(f"{what}, {ATTEMPTS} times: {' '.join(problem.split())[:200]}", where=where, do=do)
 
 
 def _refused(file: RemoteFile, error: OSError) -> MissingError | ModelError:
@@ -328,14 +352,7 @@ def listed(url: str, most_bytes: int | None = None) -> Iterator[RemoteFile]:
     Raises RecipeError where the package for its scheme is missing, MissingError where there is nothing, ModelError
     where it may not be read, StorageError where the store does not answer.
     """
-    import fsspec
-
-    scheme = url.partition("://")[0]
-    try:
-        system, root = fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        do = f"pip install {EXTRAS.get(scheme, scheme)}"
-        raise RecipeError(f"{scheme}:// needs another package ({str(error)[:120]})", where=url, do=do) from None
+    system, root, scheme = file_system(url)
     store = Store(system, scheme, most_bytes)
     for info in sorted(_list(store, root, url), key=lambda info: str(info["name"])):
         if info["type"] == "file":
@@ -344,22 +361,31 @@ def listed(url: str, most_bytes: int | None = None) -> Iterator[RemoteFile]:
             yield RemoteFile(store, path, int(info["size"]), version)
 
 
+def file_system(url: str) -> tuple[Any, str, str]:
+    """fsspec's file system of an address, the path in it, and the scheme; RecipeError where a package is missing."""
+    import fsspec
+
+    scheme = url.partition("://")[0]
+    try:
+        system, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        do = f"pip install {EXTRAS.get(scheme, scheme)}"
+        raise RecipeError(f"{scheme}:// needs another package ({str(error)[:120]})", where=url, do=do) from None
+    return system, root, scheme
+
+
 def _list(store: Store, root: str, url: str) -> list[dict[str, Any]]:
-    wait, problem = FIRST_WAIT, ""
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(wait)
-            wait = min(2 * wait, MOST_WAIT)
-        try:
-            store.system.invalidate_cache()
-            found: list[dict[str, Any]] = store.system.ls(root, detail=True)
-            return found
-        except FileNotFoundError:
-            raise MissingError("nothing there", where=url, do="check the address, and the endpoint") from None
-        except PermissionError as error:
-            what = f"permission denied ({str(error)[:200]})"
-            raise ModelError(what, where=url, do="check the credentials") from None
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-    what = f"the store does not answer: {' '.join(problem.split())[:200]}"
-    raise StorageError(what, where=url, do="check the network, the endpoint and the credentials")
+    def ask() -> list[dict[str, Any]]:
+        store.system.invalidate_cache()
+        found: list[dict[str, Any]] = store.system.ls(root, detail=True)
+        return found
+
+    do = "check the network, the endpoint and the credentials"
+    return insist(ask, url, "the store does not answer", refused=lambda error: not_allowed(url, error), do=do)
+
+
+def not_allowed(url: str, error: OSError) -> MissingError | ModelError:
+    """The error for an address that is not there, or may not be read or written."""
+    if isinstance(error, FileNotFoundError):
+        return MissingError("nothing there", where=url, do="check the address, and the endpoint")
+    return ModelError(f"permission denied ({str(error)[:200]})", where=url, do="check the credentials")

@@ -66,6 +66,12 @@ class Recipe(Section):
         min_length=1,
         description="folder of the replica store, which runs may share; none: $MOEQ_STORE, or the run's own",
     )
+    mirror: str | None = Field(
+        None,
+        min_length=1,
+        description="address in an object store (s3://BUCKET/FOLDER) that has a copy of the run directory: what it has "
+        "is brought at the start, what is made is sent, replicas while they are made",
+    )
     corpus: CorpusSection = CorpusSection()
     reparam: ReparamSection | None = Field(
         None, description="fold norms into linears first and go on with the folded model; {}: as defaults have it"

@@ -26,7 +26,7 @@ from moeq.runtimes import NATIVE
 OLDER = "export it again with this moeq, which writes one"
 LONGEST = 200  # characters of a name in a message
 APART = {  # of a recipe: places, and what shapes no byte
-    "model", "revision", "store", "workers", "engine", "eval", "estimate", "gates",
+    "model", "revision", "store", "workers", "engine", "mirror", "eval", "estimate", "gates",
 }  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """How a run makes its checkpoint, for its provenance: model, recipe, texts, versions and the stages' results.
 
 Nothing in it says where something lies or when it was made. The recipe stands without eval, estimate, gates, store,
-stream, workers, engine and other runtimes' formats, which change no byte of a checkpoint and so need not be asked for
-again; what is compared stays, by name, where the size of the whole checkpoint is limited, whose card has a row for
-each.
+stream, workers, engine, mirror and other runtimes' formats, which change no byte of a checkpoint and so need not be
+asked for again; what is compared stays, by name, where the size of the whole checkpoint is limited, whose card has a
+row for each.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from moeq.runtimes import NATIVE, runtimes
 from moeq.stages.context import Context
 
 SHAPELESS = (
-    "eval", "estimate", "gates", "store", "stream", "workers", "engine",  # of a recipe: what changes no byte
+    "eval", "estimate", "gates", "store", "stream", "workers", "engine", "mirror",  # of a recipe: what changes no byte
 )  # fmt: skip
 TEXT_FILES = "text_files"  # in `volatile` of a record: what the text was read from
 DIGEST = "0" * 64

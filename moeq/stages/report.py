@@ -51,7 +51,7 @@ from moeq.stages.trade_offs import trade_offs
 
 NAME = "report.html"
 REVISION = 11  # raised when the same run gives another page
-HOW = ("workers", "engine")  # of a recipe: who computes, not what
+HOW = ("workers", "engine", "mirror")  # of a recipe: who computes, not what
 APART = {"model", "store", "gates", *HOW}  # what the page does not depend on by way of its sections
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
 

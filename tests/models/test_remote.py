@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from buckets import bucket
 from safetensors import safe_open
 
 from moeq import pipeline
@@ -271,40 +272,24 @@ def test_what_cannot_be_is_refused(sharded: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.fixture
-def bucket(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The model in a bucket of moto's server on the loopback."""
-    if find_spec("s3fs") is None or find_spec("moto") is None:
-        pytest.skip("s3fs and moto are not installed (pip install 'moeq[s3]' 'moto[server]')")
-    import s3fs
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
-    keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
-    for name, value in (endpoint | keys).items():
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    system = s3fs.S3FileSystem()
-    system.mkdir("models")
-    for path in sharded.iterdir():
-        system.put_file(str(path), f"models/tiny/{sharded.name}/{path.name}")
-    yield f"s3://models/tiny/{sharded.name}"
-    s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
+def in_bucket(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The model in a bucket."""
+    with bucket("models", monkeypatch) as system:
+        for path in sharded.iterdir():
+            system.put_file(str(path), f"models/tiny/{sharded.name}/{path.name}")
+        yield f"s3://models/tiny/{sharded.name}"
 
 
 def test_an_s3_bucket_has_the_digests_of_a_local_copy(
-    bucket: str, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_bucket: str, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With requests that are throttled, fail and come late."""
     import fsspec
 
     wanted, _ = digests(str(sharded), tmp_path / "local")
-    system, _ = fsspec.core.url_to_fs(bucket)
+    system, _ = fsspec.core.url_to_fs(in_bucket)
     flaky(system, monkeypatch, 0.05, seconds=0.01)
-    found, context = digests(bucket, tmp_path / "remote")
+    found, context = digests(in_bucket, tmp_path / "remote")
     assert found == wanted
     assert store_of(context.model.source).retried > 0
     assert all(file.version for file in context.model.source.files)  # type: ignore[attr-defined]

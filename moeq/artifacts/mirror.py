@@ -1,0 +1,214 @@
+"""A copy of a run directory in an object store: brought at the start, sent as stages end and replicas are made.
+
+ADDRESS/PATH          every file of the run but what is half-written, under its own name
+ADDRESS/mirror.json   names, sizes and SHA-256s of the files that are whole; written last
+
+A file counts once the list names it, and its bytes are checked against the list when they are brought; before a file is
+replaced or removed, a list without it is written. So a sender that is killed leaves what was there before, or more.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import BEGUN, PARTIAL, canonical_json, make_directory, write_atomically
+from moeq.artifacts.reading import RelativeName, parse_json
+from moeq.artifacts.remote import AT_ONCE, file_system, insist, is_remote, not_allowed
+from moeq.artifacts.run import STORE
+from moeq.artifacts.stage import FileStamp, Frozen
+from moeq.errors import ArtifactError, MissingError, MoeqError, RecipeError
+from moeq.progress import Reporter
+
+LIST = "mirror.json"
+SCHEMA_VERSION = 1
+SECONDS = 30.0  # between two looks at the store while a stage runs
+LOCAL = ("file", "memory")  # schemes whose folders have to be made
+
+
+class MirrorList(Frozen):
+    """mirror.json: the files that are whole, by their paths."""
+
+    schema_version: int = SCHEMA_VERSION
+    files: dict[RelativeName, FileStamp]
+
+
+class Mirror:
+    """The copy of a run directory; StorageError where the store does not take or give something, ModelError where it
+    may not."""
+
+    def __init__(self, url: str, out: Path, reporter: Reporter) -> None:
+        self.url, self.out, self._reporter = url.rstrip("/"), out, reporter
+        self._system, self._root, scheme = file_system(self.url)
+        self._makes_folders = scheme in LOCAL
+        self._lock = threading.Lock()
+        self.files = self._read_list()
+
+    def fetch(self) -> None:
+        """Bring what lies there and not here: folders of stages whole, files of the replica store one by one. What
+        lies here stays as it is."""
+        tops = dict.fromkeys(name.partition("/")[0] for name in self.files if "/" in name)
+        folders = [top for top in tops if top != STORE and not (self.out / top).exists()]
+        wanted = [name for name in self.files if name.partition("/")[0] in folders]
+        replicas = [name for name in self._in_store(self.files) if not (self.out / name).exists()]
+        if not wanted and not replicas:
+            return
+        for folder in folders:
+            shutil.rmtree(self.out / f"{folder}{PARTIAL}", ignore_errors=True)
+        with self._reporter.bar("from the mirror", len(wanted) + len(replicas)) as advance:
+            self._all((*wanted, *replicas), lambda name: self._bring(name, folders), advance)
+        for folder in folders:
+            (self.out / f"{folder}{PARTIAL}").rename(self.out / folder)
+        self._reporter.say(f"  {len(wanted) + len(replicas)} files from {self.url}")
+
+    def send(self, *, only_store: bool = False) -> None:
+        """Have there what lies here. only_store: what the replica store has more, while stages write other files."""
+        with self._lock:
+            there = {name: stamp for name in self._here(only_store) if (stamp := self._stamp(name)) is not None}
+            known = self.files
+            gone = [] if only_store else [name for name in known if name not in there]
+            changed = [name for name in known if name in there and there[name] != known[name]]
+            if gone or changed:
+                self._write_list({name: stamp for name, stamp in known.items() if name not in (*gone, *changed)})
+            fresh = [name for name in there if name not in self.files]
+            if not fresh and not gone:
+                return
+            sent = dict[str, FileStamp]()
+
+            def one(name: str) -> None:
+                self._put(name)
+                if self._stamp(name) == there[name]:  # else it was replaced meanwhile, and is sent the next time
+                    sent[name] = there[name]
+
+            if only_store:
+                self._all(fresh, one, lambda: None)
+            else:
+                with self._reporter.bar("to the mirror", len(fresh)) as advance:
+                    self._all(fresh, one, advance)
+            self._write_list(self.files | sent)
+            for name in gone:
+                self._remove(name)
+
+    def _here(self, only_store: bool) -> list[str]:
+        """Paths of the files of the run that are whole."""
+        root = self.out / STORE if only_store else self.out
+        paths = [path.relative_to(self.out) for path in sorted(root.rglob("*")) if path.is_file()]
+        return [path.as_posix() for path in paths if not any(_is_unfinished(part) for part in path.parts)]
+
+    def _stamp(self, name: str) -> FileStamp | None:
+        """Size and digest of a file; None where it has just gone."""
+        path = self.out / name
+        try:
+            return FileStamp(bytes=path.stat().st_size, sha256=digest_of_file(path, cached=True))
+        except (OSError, MoeqError):
+            return None
+
+    def _in_store(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name.partition("/")[0] == STORE]
+
+    def _at(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def _all(self, names: Iterable[str], work: Callable[[str], None], advance: Callable[[], None]) -> None:
+        """Do something for some files, many at once."""
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="moeq-mirror") as pool:
+            try:
+                for _ in pool.map(work, names):
+                    advance()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _bring(self, name: str, folders: list[str]) -> None:
+        """Bring a file, of a folder that is fetched whole into its unfinished form."""
+        top, _, rest = name.partition("/")
+        target = self.out / f"{top}{PARTIAL}" / rest if top in folders else self.out / name
+        stamp = self.files[name]
+
+        def write(partial: Path) -> str:
+            self._ask(lambda: self._system.get_file(self._at(name), str(partial)), name, "cannot be read")
+            digest = digest_of_file(partial)
+            if digest != stamp.sha256:
+                do = f"remove it and {LIST} there, so that the run is sent anew"
+                raise ArtifactError(f"is not what {LIST} says", where=f"{self.url}/{name}", do=do)
+            return digest
+
+        write_atomically(target, write)
+
+    def _put(self, name: str) -> None:
+        at = self._at(name)
+        if self._makes_folders:
+            self._system.makedirs(at.rpartition("/")[0], exist_ok=True)
+        path = self.out / name
+        if path.exists():
+            self._ask(lambda: self._system.put_file(str(path), at), name, "cannot be written")
+
+    def _remove(self, name: str) -> None:
+        with suppress(MissingError):
+            self._ask(lambda: self._system.rm_file(self._at(name)), name, "cannot be removed")
+
+    def _read_list(self) -> dict[str, FileStamp]:
+        where = f"{self.url}/{LIST}"
+        try:
+            data = self._ask(lambda: self._system.cat_file(self._at(LIST)), LIST, "cannot be read")
+        except MissingError:
+            return {}
+        try:
+            return MirrorList.model_validate(parse_json(data.decode())).files
+        except (ValidationError, ValueError):
+            raise ArtifactError("is no list of a run's files", where=where, do="give a folder of its own") from None
+
+    def _write_list(self, files: dict[str, FileStamp]) -> None:
+        data = canonical_json(MirrorList(files=dict(sorted(files.items()))).model_dump(mode="json")).encode()
+        if self._makes_folders:
+            self._system.makedirs(self._root, exist_ok=True)
+        self._ask(lambda: self._system.pipe_file(self._at(LIST), data), LIST, "cannot be written")
+        self.files = files
+
+    def _ask(self, work: Callable[[], Any], name: str, what: str) -> Any:
+        where = f"{self.url}/{name}"
+        return insist(work, where, what, refused=lambda error: not_allowed(where, error))
+
+
+def _is_unfinished(part: str) -> bool:
+    """Whether a part of a path says that it is not finished, or nobody else's business."""
+    return part.startswith(".") or part.endswith((PARTIAL, BEGUN))
+
+
+@contextmanager
+def mirrored(url: str | None, out: Path, reporter: Reporter) -> Iterator[Callable[[], None]]:
+    """While the block runs, a run directory's replicas are sent every half a minute; yields what sends all of it, for
+    the end of a stage. Without an address nothing is done. RecipeError for what is no address."""
+    if url is None:
+        yield lambda: None
+        return
+    if not is_remote(url):
+        raise RecipeError(f"not an address: {url[:200]!r}", where="mirror", do="give one such as s3://BUCKET/FOLDER")
+    make_directory(out)
+    mirror, done = Mirror(url, out, reporter), threading.Event()
+    mirror.fetch()
+
+    def send_replicas() -> None:
+        while not done.wait(SECONDS):
+            with suppress(MoeqError):  # the end of the stage says it
+                mirror.send(only_store=True)
+
+    thread = threading.Thread(target=send_replicas, name="moeq-mirror", daemon=True)
+    thread.start()
+    try:
+        yield mirror.send
+    except Exception:
+        with suppress(MoeqError):
+            mirror.send(only_store=True)
+        raise
+    finally:
+        done.set()
+        thread.join()
