@@ -273,7 +273,7 @@ def _directory(context: Context, stages: list[Stage], force: bool, *, alone: boo
     try:
         with (
             locked(context.out) as lock,
-            telling(lock, context.reporter, context.model.source.name, names),
+            telling(lock, context.reporter, context.given().model.source.name, names),
             mirrored(context.recipe.mirror, context.out, context.reporter) as send,
         ):
             for stage in stages if alone else []:
