@@ -1,10 +1,10 @@
 """What widths and scales that moeq does not have would gain, measured before anything is built.
 
     python benchmarks/further_widths.py [--models MODELS] [--names tiny-mixtral tiny-qwen3-moe]
-        [--parts half scales] [--budgets 2.0 2.3] [--out FOLDER]
+        [--parts half scales ternary] [--budgets 2.0 2.3] [--out FOLDER]
 
 MODELS as frontier.py has it, which says too what is calibrated and measured on; the preset balanced's replicas
-(trellis codes of 256 states, layers by their effect), for `scales` frontier.py's GPTQ in groups of 128.
+(trellis codes of 256 states, layers by their effect), for `scales` and `ternary` frontier.py's GPTQ in groups of 128.
 
 half: also 1.5, 2.5 and 3.5 bits, steps of k and of k + 1 bits by turns. How far such a trellis is from normal weights,
 beside the geometric mean of its neighbours, is measured on walks that are closed as moeq's are, with its values for
@@ -12,6 +12,8 @@ either kind of step; a matrix's loss at a half step is that share of its neighbo
 the optimum's objective, nothing is quantized.
 scales: those of grids on steps of 1/16 of an octave (6 bits are four octaves) instead of float16, taken before the
 columns are rounded; the stored bits are counted as if they were so stored.
+ternary: a width of three values, -s, 0 and s, five of them in a byte, beside the grids of 1, 2, 3, 4 and 8 bits: GPTQ's
+losses with the codes that a symmetric narrow grid of 2 bits has. Shown is the optimum's objective.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from moeq_kernels.grids import inverse_scale
 from moeq_kernels.trellis import values
 
 TRELLIS, STATE_BITS = "trellis, 256 states", 8
-PARTS = ("half", "scales")
+PARTS = ("half", "scales", "ternary")
+TRIT = 8 / 5  # bits of a value of three, five of them in a byte
 STEPS, SEAM, TILES = 256, 64, 300
 OCTAVE, GROUP, SAVED = 16, 128, 10  # steps of an octave, weights of a group, bits that its scale has less
 
@@ -130,6 +133,38 @@ def half(losses: Losses, shares: dict[int, float], results: figures.Figures, nam
         results.add(f"{name}: objective with half steps at {budget} bits, of that without", best / found, digits=3)
 
 
+def ternary(bench: presets.Settings, results: figures.Figures, name: str) -> None:
+    """A figure for every budget: the objective with a width of three values, of that without."""
+    tables, narrow = [], {"bits": [2, 4], "symmetric": True, "symmetric_range": "narrow"}
+    for own, more in (("grids", {}), ("three", narrow)):
+        bench.out = bench.out.with_name(own)
+        context = bench.context(frontier.GPTQ | frontier.EFFECTS | more)
+        presets.seconds(context, "profile", "losses")
+        section = AssignSection.of(**frontier.MIXED, bits_per_weight=results.options.budgets[0], quantizer="gptq")
+        tables.append(Losses(context, section))
+    grids, three = tables
+    numbers = np.array([
+        [math.prod(layer.shape(p)) for p in layer.projections]
+        for layer in context.model.layers for _ in range(layer.num_experts)
+    ])  # fmt: skip
+    at = three.widths.index(2)
+    less = three.size[..., at] - np.round(numbers * (2 - TRIT) / 8).astype(np.int64)
+    one, two = (grids.objective[..., grids.widths.index(bits)] for bits in (1, 2))
+    share = three.objective[..., at] / np.sqrt(one * two)
+    results.add(f"{name}: loss of three values, of the geometric mean of 1 and 2 bits'", float(np.median(share)))
+    more = (
+        np.concatenate([grids.objective, three.objective[..., [at]]], 2),
+        np.concatenate([grids.size, less[..., None]], 2),
+    )
+    for budget in results.options.budgets:
+        total = int(float(budget) * grids.weights / 8)
+        both = ((grids.objective, grids.size), more)
+        found, best = (
+            knapsack.solve(*(part.reshape(-1, part.shape[2]) for part in table), total).loss for table in both
+        )
+        results.add(f"{name}: objective with three values at {budget} bits, of that without", best / found, digits=3)
+
+
 def scales(bench: presets.Settings, results: figures.Figures, name: str) -> None:
     """A row for every budget, with scales as they are and on coarser steps."""
     results.table([name, "  bits", "perplexity", "             KL", "  equal"])
@@ -172,6 +207,8 @@ def main() -> int:
                 half(Losses(context, section), shares, results, name)
             if "scales" in options.parts:
                 scales(bench, results, name)
+            if "ternary" in options.parts:
+                ternary(bench, results, name)
             results.keep()
     return results.report()
 

@@ -180,8 +180,21 @@ def print_plan(plan: Plan) -> None:
     for note in plan.notes:
         console.print(f"note: {note}", style="dim", markup=False)
     if plan.fits:
-        seconds = [need.seconds for need in plan.stages if need.seconds is not None]
-        console.print(f"it fits{f', in about {human_seconds(sum(seconds))}' if seconds else ''}", style="bold")
+        console.print(f"it fits: {_all_in_all(plan)}", style="bold")
+
+
+def _all_in_all(plan: Plan) -> str:
+    """What a whole run takes."""
+    needs = plan.stages
+    seconds = [need.seconds for need in needs if need.seconds is not None]
+    parts = [
+        *([f"about {human_seconds(sum(seconds))}"] if seconds else []),
+        f"{human_bytes(max(need.ram for need in needs))} of memory at most",
+        *([f"{human_bytes(max(need.gpu for need in needs))} of GPU memory"] if plan.machine.gpu is not None else []),
+        f"{human_bytes(sum(need.read for need in needs))} read",
+        f"{human_bytes(sum(need.written for need in needs))} written",
+    ]
+    return ", ".join(parts)
 
 
 def _plan_table(plan: Plan) -> Table:

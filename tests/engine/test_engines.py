@@ -166,20 +166,20 @@ def test_workers_killed_at_random_moments_change_nothing(tmp_path: Path) -> None
     kills, numbers = (100, 400) if FULL else (6, 60)
     with workers(2, tmp_path) as engine:
         shared = engine.put({"x": torch.arange(1000.0)})
-        stop = threading.Event()
+        stop, done = threading.Event(), list[torch.Tensor]()
 
         def kill() -> None:
             for number in range(kills):
-                if stop.wait(0.15 if FULL else 0.03):  # long enough for tasks to end between kills
-                    return
-                with_pid = engine.pids[number % 2]
-                os.kill(with_pid, signal.SIGKILL)
+                ended = len(done)
+                while len(done) < min(numbers, ended + 2):  # so that no task is the one of every kill
+                    if stop.wait(0.01):
+                        return
+                os.kill(engine.pids[number % 2], signal.SIGKILL)
                 while engine.replaced <= number and not stop.wait(0.01):
                     pass
 
         killer = threading.Thread(target=kill)
         killer.start()
-        done = []
         for number in range(numbers):
             tickets = [engine.submit(task(tasks.slow, 0.01)), engine.submit(task(tasks.scaled, number, shared))]
             done.append([outcome.tensors for outcome in engine.gather(tickets)][1]["x"])

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fork_server import ForkServer
+from fork_server import DEADLINE_SECONDS, ForkServer
 from robustness.runs import STAGES, digests, partials, save_short_corpus, tiny_recipe, write_recipe
 from tiny_models import FULL
 
@@ -237,7 +237,7 @@ def finished(pid: int) -> bool:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "nothing happens"
         time.sleep(0.01)
