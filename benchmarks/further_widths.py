@@ -134,35 +134,38 @@ def half(losses: Losses, shares: dict[int, float], results: figures.Figures, nam
 
 
 def ternary(bench: presets.Settings, results: figures.Figures, name: str) -> None:
-    """A figure for every budget: the objective with a width of three values, of that without."""
-    tables, narrow = [], {"bits": [2, 4], "symmetric": True, "symmetric_range": "narrow"}
-    for own, more in (("grids", {}), ("three", narrow)):
-        bench.out = bench.out.with_name(own)
-        context = bench.context(frontier.GPTQ | frontier.EFFECTS | more)
+    """A figure for every budget: the objective with a width of three values, of that without; beside grids, and beside
+    trellis codes."""
+    narrow = {"bits": [2, 4], "symmetric": True, "symmetric_range": "narrow"}
+    kinds = {
+        "grids": ("gptq", frontier.GPTQ), "trellis codes": ("trellis", frontier.LOSSES[TRELLIS]),
+        "three": ("gptq", frontier.GPTQ | narrow),
+    }  # fmt: skip
+    tables: dict[str, Losses] = {}
+    for own, (quantizer, section) in kinds.items():
+        bench.out = bench.out.with_name(own.replace(" ", "-"))
+        context = bench.context(section | frontier.EFFECTS)
         presets.seconds(context, "profile", "losses")
-        section = AssignSection.of(**frontier.MIXED, bits_per_weight=results.options.budgets[0], quantizer="gptq")
-        tables.append(Losses(context, section))
-    grids, three = tables
+        budget = results.options.budgets[0]
+        tables[own] = Losses(context, AssignSection.of(**frontier.MIXED, bits_per_weight=budget, quantizer=quantizer))
+    three = tables.pop("three")
+    at = three.widths.index(2)
     numbers = np.array([
         [math.prod(layer.shape(p)) for p in layer.projections]
         for layer in context.model.layers for _ in range(layer.num_experts)
     ])  # fmt: skip
-    at = three.widths.index(2)
-    less = three.size[..., at] - np.round(numbers * (2 - TRIT) / 8).astype(np.int64)
-    one, two = (grids.objective[..., grids.widths.index(bits)] for bits in (1, 2))
-    share = three.objective[..., at] / np.sqrt(one * two)
-    results.add(f"{name}: loss of three values, of the geometric mean of 1 and 2 bits'", float(np.median(share)))
-    more = (
-        np.concatenate([grids.objective, three.objective[..., [at]]], 2),
-        np.concatenate([grids.size, less[..., None]], 2),
-    )
-    for budget in results.options.budgets:
-        total = int(float(budget) * grids.weights / 8)
-        both = ((grids.objective, grids.size), more)
-        found, best = (
-            knapsack.solve(*(part.reshape(-1, part.shape[2]) for part in table), total).loss for table in both
-        )
-        results.add(f"{name}: objective with three values at {budget} bits, of that without", best / found, digits=3)
+    objective, size = three.objective[..., [at]], three.size[..., [at]]
+    size = size - np.round(numbers * (2 - TRIT) / 8).astype(np.int64)[..., None]
+    for own, without in tables.items():
+        more = (np.concatenate([without.objective, objective], 2), np.concatenate([without.size, size], 2))
+        for budget in results.options.budgets:
+            total = int(float(budget) * without.weights / 8)
+            both = ((without.objective, without.size), more)
+            found, best = (
+                knapsack.solve(*(part.reshape(-1, part.shape[2]) for part in one), total).loss for one in both
+            )
+            what = f"{name}: objective of {own} with three values at {budget} bits, of that without"
+            results.add(what, best / found, digits=3)
 
 
 def scales(bench: presets.Settings, results: figures.Figures, name: str) -> None:
