@@ -3,7 +3,7 @@
     python benchmarks/object_store.py [--rounds 3] [--layers 12] [--experts 16] [--hidden 384] [--latency 0.1]
                                       [--failing 0.05] [--cache 0.1]
 
-A random Mixtral in shards of a layer each, profiled and quantized (GPTQ, 3 widths) in runs of their own processes, one
+A random Mixtral, profiled and quantized (GPTQ, 3 widths) in runs of their own processes, one
 thread, streamed: from this disk, and through the reader of object stores, every request of which takes --latency
 seconds more; --failing of them fail, half by an error and half by coming short; blocks of at most --cache of the
 weights are kept. The store is the disk behind fsspec, so that what it costs is latency and repeated requests, not the
@@ -36,7 +36,7 @@ GOAL = 1.3
 
 
 def make(folder: Path, options: argparse.Namespace) -> Path:
-    """The model, in shards of about a layer."""
+    """The model, as transformers stores it."""
     import torch
     from memory import copy_tokenizer
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -47,8 +47,7 @@ def make(folder: Path, options: argparse.Namespace) -> Path:
         num_experts_per_tok=2, num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=256, bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
-    layer = 4 * 3 * options.hidden * 512 * options.experts
-    MixtralForCausalLM(config).save_pretrained(folder, max_shard_size=2 * layer)
+    MixtralForCausalLM(config).save_pretrained(folder)
     copy_tokenizer(folder)
     return folder
 

@@ -156,9 +156,11 @@ class Store:
                 self._fetch_ahead()
 
     def _keep(self, name: tuple[str, int], data: bytes) -> None:
-        """Put a block on the disk; those that were used the longest ago go. A disk that refuses is done without."""
+        """Put a block on the disk; those that were used the longest ago go, before those that are still to be read. A
+        disk that refuses is done without."""
         while self._blocks and sum(self._blocks.values()) + len(data) > self.most_bytes:
-            oldest, _ = self._blocks.popitem(last=False)
+            oldest = next((block for block in self._blocks if block not in self._ahead), next(iter(self._blocks)))
+            del self._blocks[oldest]
             self._path(oldest).unlink(missing_ok=True)
         path = self._path(name)
         try:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers.core_model_loading import ErnieFuseAndSplitTextVisionExperts
 
 from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ModelError
-from moeq.models.experts import ExpertLayer
+from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.kinds.base import Matrices
 from moeq.models.loading import tied
 from moeq.models.messages import damaged
@@ -55,7 +56,7 @@ class ExpertReader:
         self.bytes_read = 0
         self._tied = tied(model)
         self._remote = source.is_remote
-        self._last: list[str] = []  # parameters of the module that was read last
+        self._leaves: list[str] = []  # names of parameters, of which experts were read
         self._index = WeightReader(source, model, torch.float32, torch.device("cpu"))
 
     def read_expert(self, name: str, expert: int) -> Tensor:
@@ -99,18 +100,30 @@ class ExpertReader:
         return sum(self._bytes(origin.key, rows) for origin, rows in self._parts(self._stored(name), expert))
 
     def _prefetch(self, name: str, expert: int) -> None:
-        """Begin to fetch the experts after this one from an object store, of all parameters that were read of the ones
-        before it; which they are is seen at the first one of a module."""
+        """Begin to fetch this expert and those after it, of the next layers too, from an object store: of all
+        parameters that were read of experts before."""
         if not self._remote:
             return
-        if name.rpartition(".")[0] != (self._last[0] if self._last else "").rpartition(".")[0]:
-            self._last = []
-        if name not in self._last:
-            self._last.append(name)
-        elif name == self._last[0]:
-            stacked, names = self.model.get_parameter(name).shape[0], self._last
-            following = product(range(expert, min(expert + EXPERTS_AHEAD, stacked)), names)
-            prefetch(self._header(*part) for number, other in following for part in self._parts(other, number))
+        module, _, leaf = name.rpartition(".")
+        if leaf not in self._leaves:
+            self._leaves.append(leaf)
+        elif leaf == self._leaves[0]:
+            following = islice(self._following(module, expert), EXPERTS_AHEAD)
+            names = ((f"{path}.{leaf}", number) for path, number in following for leaf in self._leaves)
+            there = [place for place in names if place[0] in self._index.origins]
+            prefetch(self._header(*part) for place in there for part in self._parts(*place))
+
+    def _following(self, module: str, expert: int) -> Iterator[tuple[str, int]]:
+        """An expert and those after it, as (module, number)."""
+        names = [layer.name for layer in self._layers]
+        start = names.index(module) if module in names else len(names)
+        for layer in self._layers[start:]:
+            yield from ((layer.name, number) for number in range(expert, layer.num_experts))
+            expert = 0
+
+    @cached_property
+    def _layers(self) -> list[ExpertLayer]:
+        return find_expert_layers(self.model, needed=False)
 
     def _header(self, origin: Origin, rows: slice | None) -> TensorHeader:
         """Where a tensor, or some of its rows, lies."""
