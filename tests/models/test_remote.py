@@ -220,6 +220,26 @@ def test_what_no_longer_follows_makes_room(sharded: Path, monkeypatch: pytest.Mo
         assert (file.key, start // store.block_bytes) in store._ahead
 
 
+def test_blocks_that_are_still_to_be_read_leave_last(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "LEAST_BLOCK_BYTES", 1 << 8)
+    monkeypatch.setenv(remote.VARIABLE, str(1 << 12))
+    source = open_source(f"file://{sharded}")
+    store, header = store_of(source), max(source.tensors.values(), key=lambda header: header.bytes)
+    file: Any = header.file
+    first = -(-header.offset // store.block_bytes)
+    start, ahead = first * store.block_bytes, store.most_bytes // 2
+    assert header.bytes > 5 * ahead
+    store.follow([(file, start, start + ahead)])
+    for at in range(start + ahead, start + 4 * ahead, store.block_bytes):
+        store.read(file, at, at + store.block_bytes)
+    deadline = time.monotonic() + 60
+    while store._coming:
+        assert time.monotonic() < deadline
+    there = {(file.key, first + number) for number in range(ahead // store.block_bytes)}
+    assert there == store._ahead
+    assert there <= store._blocks.keys()
+
+
 def test_experts_are_fetched_before_they_are_read(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, they are those of the disk; all but the very first have been asked for before."""
     monkeypatch.setattr(remote, "LEAST_BLOCK_BYTES", 1 << 8)
