@@ -19,6 +19,7 @@ from moeq.artifacts.files import BEGUN, write_text
 from moeq.artifacts.run import DIRECTORIES, RECIPE_COPY, STAGES, store_folder
 from moeq.artifacts.stage import RECORD, read_record
 from moeq.artifacts.status import SECONDS, Status, Step, read_status
+from moeq.bounded import CONTROL
 from moeq.errors import ArtifactError, MoeqError, missing
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -94,7 +95,7 @@ def _row(out: Path, name: str, status: Status | None) -> Row:
 
 def _behind(name: str, status: Status) -> bool:
     """Whether a running command is past a stage."""
-    if status.stage is None:
+    if status.stage is None or status.stage.title not in status.stages:
         return True
     return status.stages.index(name) < status.stages.index(status.stage.title)
 
@@ -213,4 +214,4 @@ def watch(out: Path, *, html: Path | None = None, once: bool = False, quiet: boo
 def show(view: View) -> None:
     """A view on standard output."""
     for line in lines(view):
-        print(Text.from_markup(line).plain)
+        print(CONTROL.sub("?", Text.from_markup(line).plain))

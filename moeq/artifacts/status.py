@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from moeq.artifacts.stage import Frozen
 from moeq.progress import Reporter
@@ -27,15 +27,17 @@ SECONDS = 1.0  # between two words
 SILENT_SECONDS = 30.0  # after which a run on another machine counts as gone
 MOST_WORKERS = 256  # that are named
 MOST_BYTES = 1 << 16  # of the file
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Moment = Annotated[float, Field(ge=0, le=1e12)]  # seconds since 1970
 
 
 class Step(Frozen):
     """Something that goes on: how much of it is done, since when (seconds since 1970)."""
 
     title: str
-    total: int
-    done: int
-    began: float
+    total: Count
+    done: Count
+    began: Moment
 
     @property
     def left(self) -> float | None:
@@ -50,15 +52,15 @@ class Status(Frozen):
 
     schema_version: int = SCHEMA_VERSION
     host: str
-    pid: int
+    pid: Count
     model: str
-    began: float
-    said: float
+    began: Moment
+    said: Moment
     stages: tuple[str, ...]
     stage: Step | None
     counted: tuple[Step, ...]
     workers: tuple[str, ...]
-    resident_bytes: int
+    resident_bytes: Count
 
     @property
     def is_alive(self) -> bool:
@@ -103,11 +105,19 @@ def read_status(directory: Path) -> Status | None:
             return None
         if not data:
             return None
-        with suppress(ValidationError):  # it is being written
-            status = Status.model_validate_json(data)
+        status = parse_status(data)
+        if status is not None:
             return status if status.is_alive else None
-        time.sleep(SECONDS / 20)
+        time.sleep(SECONDS / 20)  # it is being written
     return None
+
+
+def parse_status(data: bytes) -> Status | None:
+    """What a file's bytes say; None where they are no status."""
+    try:
+        return Status.model_validate_json(data)
+    except ValidationError:
+        return None
 
 
 def _write(descriptor: int, data: bytes) -> None:

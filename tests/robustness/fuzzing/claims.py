@@ -11,13 +11,16 @@ from robustness.fuzzing.artifacts import valid_assignment
 from robustness.fuzzing.mutations import json_bytes, text_bytes
 from robustness.fuzzing.target import JsonTarget, Place
 
-from moeq.artifacts import provenance
+from moeq import watching
+from moeq.artifacts import mirror, provenance, status
 from moeq.artifacts.provenance import read_provenance
 from moeq.artifacts.reading import plain_name
+from moeq.artifacts.run import STAGES
 from moeq.artifacts.signature import read_signed
 from moeq.artifacts.sums import SIGNATURE
 from moeq.comparison.subjects import _of_json
 from moeq.inspection import inspect
+from moeq.progress import Reporter
 
 
 class Provenance(JsonTarget):
@@ -103,3 +106,42 @@ class Subject(JsonTarget):
 
     def read(self, data: bytes) -> None:
         assert _of_json(self.file("earlier.json", data), {}, False)
+
+
+class Copy(JsonTarget):
+    """mirror.json of a run's copy in an object store: the files that it names lie below the run."""
+
+    name = "mirror"
+
+    def prepare(self, place: Place) -> None:
+        stamp = {"bytes": 3, "sha256": "0" * 64}
+        files = {"profile/stage.json": stamp, "store/a/layer-000.safetensors": stamp}
+        self.value = {"schema_version": 1, "files": files}
+
+    def read(self, data: bytes) -> None:
+        self.file(mirror.LIST, data)
+        run = self.folder / "run"
+        for name in mirror.Mirror(f"file://{self.folder}", run, Reporter(quiet=True)).files:
+            assert (run / name).resolve().is_relative_to(run.resolve())
+
+
+class Said(JsonTarget):
+    """What a running command says in the file that locks its directory: lines and a page can be made of it."""
+
+    name, refuses = "status", False
+
+    def prepare(self, place: Place) -> None:
+        step = {"title": "losses", "total": 4, "done": 1, "began": 1.0}
+        self.value = {
+            "schema_version": 1, "host": "here", "pid": 1, "model": "m", "began": 1.0, "said": 2.0,
+            "stages": ["losses"], "stage": step, "counted": [step], "workers": ["waiting"], "resident_bytes": 9,
+        }  # fmt: skip
+
+    def read(self, data: bytes) -> None:
+        found = status.parse_status(data)
+        if found is not None:
+            rows = tuple(watching._row(self.folder, name, found) for name in found.stages if name in STAGES)
+            view = watching.View(out=self.folder, rows=rows, sizes={}, status=found)
+            watching.lines(view)
+            watching.page(view)
+            json.dumps(view.as_json(), allow_nan=False)
