@@ -143,7 +143,7 @@ def lines(view: View) -> list[str]:
 
 def _said(row: Row) -> str:
     """State and times of a stage."""
-    taken = "" if row.seconds is None else human_seconds(row.seconds)
+    taken = _seconds(row.seconds)
     if row.state == RUNNING:
         return f"{taken}, about {human_seconds(row.left)} left" if row.left is not None else taken
     return f"{row.state} in {taken}" if row.state == DONE and taken else row.state
@@ -182,7 +182,7 @@ def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else human_seconds(seconds)
 
 
-def moments(out: Path, seconds: float) -> Iterator[View]:
+def moments(out: Path) -> Iterator[View]:
     """The run again and again, until it runs no more; sizes every few seconds."""
     counted, sizes = 0.0, None
     while True:
@@ -193,7 +193,7 @@ def moments(out: Path, seconds: float) -> Iterator[View]:
         yield view
         if view.status is None:
             return
-        time.sleep(seconds)
+        time.sleep(SECONDS)
 
 
 def watch(out: Path, *, html: Path | None = None, once: bool = False, quiet: bool = False) -> View:
@@ -201,7 +201,7 @@ def watch(out: Path, *, html: Path | None = None, once: bool = False, quiet: boo
     written again meanwhile. The last view."""
     console = Reporter(quiet=quiet).console
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        for view in moments(out, SECONDS):
+        for view in moments(out):
             if html is not None:
                 write_text(html, page(view))
             if once:

@@ -58,7 +58,7 @@ class Mirror:
         tops = dict.fromkeys(name.partition("/")[0] for name in self.files if "/" in name)
         folders = [top for top in tops if top != STORE and not (self.out / top).exists()]
         wanted = [name for name in self.files if name.partition("/")[0] in folders]
-        replicas = [name for name in self._in_store(self.files) if not (self.out / name).exists()]
+        replicas = [name for name in self.files if name.startswith(f"{STORE}/") and not (self.out / name).exists()]
         if not wanted and not replicas:
             return
         for folder in folders:
@@ -74,10 +74,12 @@ class Mirror:
         with self._lock:
             there = {name: stamp for name in self._here(only_store) if (stamp := self._stamp(name)) is not None}
             known = self.files
-            gone = [] if only_store else [name for name in known if name not in there]
-            changed = [name for name in known if name in there and there[name] != known[name]]
-            if gone or changed:
-                self._write_list({name: stamp for name, stamp in known.items() if name not in (*gone, *changed)})
+            gone = set[str]() if only_store else known.keys() - there.keys()
+            kept = {
+                name: stamp for name, stamp in known.items() if name not in gone and there.get(name, stamp) == stamp
+            }
+            if len(kept) < len(known):
+                self._write_list(kept)
             fresh = [name for name in there if name not in self.files]
             if not fresh and not gone:
                 return
@@ -110,9 +112,6 @@ class Mirror:
             return FileStamp(bytes=path.stat().st_size, sha256=digest_of_file(path, cached=True))
         except (OSError, MoeqError):
             return None
-
-    def _in_store(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if name.partition("/")[0] == STORE]
 
     def _at(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
