@@ -3,11 +3,11 @@
     python benchmarks/object_store.py [--rounds 3] [--layers 12] [--experts 16] [--hidden 384] [--latency 0.1]
                                       [--failing 0.05] [--cache 0.1]
 
-A random Mixtral, profiled and quantized (GPTQ, 3 widths) in runs of their own processes, one
-thread, streamed: from this disk, and through the reader of object stores, every request of which takes --latency
-seconds more; --failing of them fail, half by an error and half by coming short; blocks of at most --cache of the
-weights are kept. The store is the disk behind fsspec, so that what it costs is latency and repeated requests, not the
-network's rate. Runs take turns; ratios are of the same round. "nothing fetched before": the same without prefetch.
+scale.py's random Mixtral, profiled and quantized (GPTQ, 3 widths) in runs of their own processes, one thread, streamed:
+from this disk, and through the reader of object stores, every request of which takes --latency seconds more; --failing
+of them fail, half by an error and half by coming short; blocks of at most --cache of the weights are kept. The store is
+the disk behind fsspec, so that what it costs is latency and repeated requests, not the network's rate. Runs take turns;
+ratios are of the same round. "nothing fetched before": the same without prefetch.
 
 Goals: at most 1.3 times the time from the disk, the same digests, and no more of the weights on the disk than allowed.
 """
@@ -28,28 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import figures
-from scale import SETTINGS
+from scale import SETTINGS, make
 
 STAGES = ("profile", "losses", "assign", "quantize")
 KINDS = ("disk", "store", "nothing fetched before")
 GOAL = 1.3
-
-
-def make(folder: Path, options: argparse.Namespace) -> Path:
-    """The model, as transformers stores it."""
-    import torch
-    from memory import copy_tokenizer
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=2048, hidden_size=options.hidden, intermediate_size=512, num_local_experts=options.experts,
-        num_experts_per_tok=2, num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=256, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    )  # fmt: skip
-    MixtralForCausalLM(config).save_pretrained(folder)
-    copy_tokenizer(folder)
-    return folder
 
 
 def worsen(latency: float, failing: float) -> None:
@@ -81,7 +64,8 @@ def one(kind: str, model: str, out: Path, latency: float, failing: float) -> Non
         worsen(latency, failing)
         where = f"file://{model}"
     if kind == KINDS[2]:
-        Store.prefetch = lambda *_: None  # type: ignore[method-assign]
+        assert callable(Store.follow)
+        Store.follow = lambda *_: None  # type: ignore[method-assign]
     context = figures.context(where, out, [*SETTINGS, "stream=always"], None)
     begun = time.perf_counter()
     outcomes = pipeline.run(context, STAGES)
@@ -110,8 +94,8 @@ def run(kind: str, model: Path, scratch: Path, options: argparse.Namespace, size
 
 def main() -> int:
     parser = figures.parser(
-        __doc__, rounds=(3, 1), layers=(12, 6), experts=(16, 8), hidden=(384, 192), latency=0.1, failing=0.05,
-        cache=0.1,
+        __doc__, rounds=(3, 1), layers=(12, 6), experts=(16, 8), hidden=(384, 192), intermediate=512, latency=0.1,
+        failing=0.05, cache=0.1,
     )  # fmt: skip
     parser.add_argument("--one", nargs=5, metavar=("KIND", "MODEL", "OUT", "LATENCY", "FAILING"), help="one run, here")
     options = figures.parsed(parser)
