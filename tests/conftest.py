@@ -58,13 +58,33 @@ searched = 0.0  # seconds of this process when the last search for garbage of ev
 long_search = False  # whether one took long since the last test
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def left_for_long(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What `make test` leaves to `make test-full`: tests marked full, and all but so many cases of others.
+
+    The cases that stay lie evenly over those that were asked for, the first among them, so that a case that is
+    named on the command line runs.
+    """
+    left = {item for item in items if item.get_closest_marker("full")}
+    tests: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item not in left and item.get_closest_marker("cases"):
+            tests.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("cases")
+        assert mark is not None
+        stay = min(mark.args[0], len(cases))
+        left |= set(cases) - {cases[place * len(cases) // stay] for place in range(stay)}
+    return left
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
-    if not FULL:
-        for item in items:
-            if item.get_closest_marker("full"):
-                item.add_marker(pytest.mark.skip(reason="long sweep: make test-full"))
+    left = set() if FULL else left_for_long(items)
+    if left:
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):

@@ -68,6 +68,7 @@ def test_stages_assignments_and_plans(done: moeq.Run, tiny_mixtral: Path, tmp_pa
     assert planned.as_json()["stages"]
 
 
+@pytest.mark.full
 def test_what_is_measured_side_by_side(done: moeq.Run, tiny_mixtral: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     found = moeq.evaluate(tiny_mixtral, done.checkpoint, text="bundled", window=32, out=kept, quiet=True)

@@ -47,6 +47,7 @@ def size(folder: Path) -> int:
     return sum(map(len, files(folder).values()))
 
 
+@pytest.mark.full
 def test_what_the_recipe_no_longer_asks_for_goes(tiny_mixtral: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     wanted = files(run(tiny_mixtral, tmp_path / "narrow", "losses.bits=[2,4]").store)
@@ -98,6 +99,7 @@ def test_runs_that_share_a_store_keep_each_others_replicas(tiny_mixtral: Path, t
     assert losses.is_intact(one)
 
 
+@pytest.mark.full
 def test_what_killed_runs_left_goes_and_checkpoints_stay(tiny_mixtral: Path, tmp_path: Path) -> None:
     made = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]", stages=STAGES)
     folder = made.store / load_index(made).set
@@ -158,6 +160,7 @@ def test_a_killed_run_keeps_what_it_has_made(
     assert files(tmp_path / "run" / "store") == before
 
 
+@pytest.mark.full
 def test_refuses_while_a_run_goes_on(tiny_mixtral: Path, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     for name in ("one", "two"):
@@ -189,6 +192,7 @@ def test_refusals(tiny_mixtral: Path, tmp_path: Path) -> None:
     assert files(made.store) == before
 
 
+@pytest.mark.full
 def test_the_command_prints_what_it_freed(moeq: ForkServer, tiny_mixtral: Path, tmp_path: Path) -> None:
     made = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2,3]")
     run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]")

@@ -138,6 +138,7 @@ def test_help_and_version_do_not_import_torch() -> None:
     assert done.stdout.strip() == f"moeq {__version__}"
 
 
+@pytest.mark.full
 def test_import_registers_with_transformers_whenever_it_is_imported(tmp_path: Path) -> None:
     check = "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as m; assert 'moeq' in m"
     before, after = (f"import moeq; {check}", f"import transformers.quantizers.auto; import moeq; {check}")

@@ -127,6 +127,7 @@ def test_several_prompts_are_continued_as_each_alone(tiny_mixtral: Path, tmp_pat
     ]
 
 
+@pytest.mark.full
 def test_an_encoder_decoder_answers_several_prompts(tmp_path: Path) -> None:
     """Its text is the answer alone; pads stand behind what its encoder reads."""
     family_models.save("switch_transformers", tmp_path / "model")

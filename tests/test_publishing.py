@@ -114,6 +114,7 @@ def test_an_upload_that_broke_off_goes_on_with_what_is_missing(hub: WritableHub,
     assert dict(hub.sent) == before, "what is there already is not sent"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("when", ["come", "stored"])
 def test_a_file_that_changes_meanwhile_is_refused(hub: WritableHub, checkpoint: Path, when: str) -> None:
     """Before the hub has judged what came of it, and when all of it lies there."""
@@ -226,6 +227,7 @@ def test_cards_of_every_format_say_how_it_is_loaded_from_the_hub(exporter: Expor
     assert any(f'"{NAME}"' in line for line in lines) != (exporter.name in ("gguf", "exl3"))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("prepare", "name", "error", "told"),
     [

@@ -200,6 +200,7 @@ def test_a_file_that_was_changed_with_all_its_digests(home: Path, checkpoint: Pa
     assert "made again, 1 of 11 files differ, from export on" in str(found.error())
 
 
+@pytest.mark.full
 def test_sizes_weights_of_sources_stores_and_other_formats(
     home: Path, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

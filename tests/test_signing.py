@@ -319,6 +319,7 @@ def test_there_are_enough_tamperings() -> None:
     assert len(TAMPERINGS) >= 40
 
 
+@pytest.mark.cases(25)
 @pytest.mark.parametrize("case", TAMPERINGS)
 def test_every_tampering_is_refused_with_the_name_of_the_file(made: Made, case: str, tmp_path: Path) -> None:
     checkpoint = made.copy(tmp_path)
@@ -458,6 +459,7 @@ def test_verify_says_whether_the_signature_was_looked_at(made: Made, tmp_path: P
     assert told("--signature", "--public-key", made.public).startswith("model.sig is right: 14 files, by public key")
 
 
+@pytest.mark.full
 def test_a_signature_does_not_outlive_what_it_is_over(made: Made, tiny_mixtral: Path, tmp_path: Path) -> None:
     """A run again, for another width or for figures in the card, and a conversion leave none behind."""
     out = tmp_path / "run"

@@ -203,6 +203,7 @@ def test_results_have_a_schema_version(capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(capsys.readouterr().out)["schema_version"] == 7
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "words",
     [["families", "qwen3"], ["estimate", "--sheet", "paper-004"], ["estimate", "--model", "mixtral-8x7b"],

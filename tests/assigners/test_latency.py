@@ -69,6 +69,7 @@ def test_optimal_within_a_latency_equals_a_search_over_everything(
     assert score.gap in (None, pytest.approx(0, abs=1e-9))
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("hardware", [name for name in known_hardware() if load_hardware(name).ndp.computes])
 @pytest.mark.parametrize("gpu_experts", [0, 2])
 def test_it_is_the_estimators_time_of_the_near_data_side(hardware: str, gpu_experts: int) -> None:

@@ -75,6 +75,7 @@ def test_an_interval_is_student_s_of_logarithms() -> None:
     assert math.isnan(vision.interval([3.0])[1])
 
 
+@pytest.mark.full
 def test_every_scheme_and_task_is_a_row(tmp_path: Path) -> None:
     fresh("moe").save_pretrained(tmp_path / "moe-65-seed0")
     found = vision.measured(vision_models.made(tmp_path, "moe", 65, 0), 65, 2, 2)

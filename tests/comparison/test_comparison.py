@@ -75,6 +75,7 @@ def text_of(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_all_that_is_exact_is_the_original(compared: dict[str, Any]) -> None:
     found = values(compared)
     original = found["mixtral"]

@@ -240,6 +240,7 @@ def test_a_budget_of_nothing_names_the_least(allocator: Allocator) -> None:
             check_kept(mine, assign(mine))
 
 
+@pytest.mark.cases(46)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("alike", [False, True], ids=["different", "alike"])
 def test_layers_of_any_size_ties_and_dead_experts(allocator: Allocator, shape: tuple[int, ...], alike: bool) -> None:
@@ -330,6 +331,7 @@ def test_losses_of_nothing_are_losses(allocator: Allocator) -> None:
             check_kept(mine, assign(mine))
 
 
+@pytest.mark.cases(44)
 @pytest.mark.parametrize("target", list(targets()))
 def test_a_target_loads_it_or_refuses_it_in_a_line(allocator: Allocator, target: str) -> None:
     inputs = inputs_of(8, 2, 6, symmetric=True)
@@ -341,6 +343,7 @@ def test_a_target_loads_it_or_refuses_it_in_a_line(allocator: Allocator, target:
             assert refusal(targets()[target], found.expert_widths(), inputs.profile.layers, **grid) is None
 
 
+@pytest.mark.cases(5)
 def test_a_frontier_shows_it(allocator: Allocator) -> None:
     inputs = inputs_of(9, 2, 8, method="uniform", bits=2)
     points = report.frontier(inputs, AVERAGES, assign)
@@ -361,6 +364,7 @@ def test_a_frontier_leaves_out_what_was_not_measured_or_cannot_be_met() -> None:
     assert min(point.bits_per_weight for point in points) == 8 * least / sum(weights_of(inputs))
 
 
+@pytest.mark.full
 def test_another_packages_allocator_runs_from_recipe_to_report_and_frontier(
     moeq_anew: ForkServer, tmp_path: Path
 ) -> None:

@@ -144,6 +144,7 @@ def shared_widths(widths: list[int], granularity: str) -> list[Choose]:
     return [lambda layer, expert, part: widths[(9 * layer + 3 * expert + parts.index(part)) % len(widths)]]
 
 
+@pytest.mark.cases(1)
 def test_what_is_written_is_read_back_at_every_width(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
     target = writer.target
     declared = set(target.widths) if target is not None else {*SUPPORTED_BITS, FULL}
@@ -164,6 +165,7 @@ def test_what_is_written_is_read_back_at_every_width(writer: Runtime, models: di
     assert written == declared
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("model", "group"), [("odd", 8), ("odd", 16), ("odd", -1), ("even", 48)])
 def test_odd_shapes_and_short_groups_are_carried_or_refused(
     writer: Runtime, model: str, group: int, models: dict[str, Path], tmp_path: Path
@@ -181,6 +183,7 @@ def test_odd_shapes_and_short_groups_are_carried_or_refused(
     assert caught.value.do == reason[1]
 
 
+@pytest.mark.cases(3)
 def test_what_is_packed_beside_the_experts_is_carried_or_refused(
     writer: Runtime, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -198,6 +201,7 @@ def test_what_is_packed_beside_the_experts_is_carried_or_refused(
         assert next(iter(others)) in str(error.where)
 
 
+@pytest.mark.cases(2)
 def test_writing_twice_gives_the_same_bytes(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
     for name in ("first", "second"):
         write(writer.name, source_of(models["even"], writer), tmp_path / name, WriteOptions(model_name="a model"))
@@ -206,6 +210,7 @@ def test_writing_twice_gives_the_same_bytes(writer: Runtime, models: dict[str, P
     assert first == second
 
 
+@pytest.mark.cases(3)
 def test_every_file_has_a_digest(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
     write(writer.name, source_of(models["even"], writer), tmp_path / "out", WriteOptions())
     files = {path.name for path in (tmp_path / "out").iterdir()} - {SUMS, "README.md"}
@@ -232,6 +237,7 @@ class Spoiled(MadeSource):
         return matrices, biases
 
 
+@pytest.mark.cases(3)
 def test_what_is_no_number_is_refused_by_its_place(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
     exl3 = bool(source_of(models["even"], writer).encoding.codebook)
     source = Spoiled(models["even"], lambda *place: 4, group_size=GROUP, exl3=exl3)
@@ -240,6 +246,7 @@ def test_what_is_no_number_is_refused_by_its_place(writer: Runtime, models: dict
     check_refused(caught.value, tmp_path)
 
 
+@pytest.mark.cases(4)
 def test_it_is_as_large_as_it_says(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
     source = source_of(models["even"], writer)
     write(writer.name, source, tmp_path / "out", WriteOptions())

@@ -250,6 +250,7 @@ FASTER = st.sampled_from(
 )
 
 
+@pytest.mark.full
 @given(
     hardware=hardwares(),
     where=FASTER,
@@ -297,6 +298,7 @@ def test_fewer_bits_never_make_a_policy_slower(hardware: Hardware, seed: int, ba
         assert its.end_to_end_seconds <= mine.end_to_end_seconds * (1 + 1e-9), mine.policy
 
 
+@pytest.mark.full
 def test_another_packages_policy_is_estimated(moeq_anew: ForkServer, tmp_path: Path) -> None:
     """From the command line to the page, its parameter's sensitivity and the timeline; a broken one is told."""
     modules = MODULES | {"strangers_broken": "import no_such_module\n"}

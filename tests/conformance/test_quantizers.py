@@ -128,6 +128,7 @@ def expert_loss(replaced: dict[str, Tensor], exact: dict[str, Tensor], rows: Ten
     return float((outputs[0] - outputs[1]).square().mean(1).mean())
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize(("quantizer", "settings"), options())
 def test_the_stored_values_are_the_measured_ones(
     monkeypatch: pytest.MonkeyPatch, quantizer: Quantizer, settings: dict[str, Any]
@@ -173,6 +174,7 @@ def test_experts_with_one_token_or_none_get_finite_losses(quantizer: Quantizer) 
     assert sum(most) < sum(least)
 
 
+@pytest.mark.cases(2)
 @every_one_here
 def test_the_same_bytes_whenever_and_at_whatever_widths(quantizer: Quantizer) -> None:
     every = codes(quantizer)
@@ -180,6 +182,7 @@ def test_the_same_bytes_whenever_and_at_whatever_widths(quantizer: Quantizer) ->
     assert b"".join(codes(quantizer, bits=[bits]) for bits in quantizer.widths) == every
 
 
+@pytest.mark.cases(3)
 @every_one_here
 def test_batches_of_experts_change_nothing(quantizer: Quantizer) -> None:
     """To the bit where replicas are made on demand, an expert at a time, of what was measured in batches."""
@@ -188,6 +191,7 @@ def test_batches_of_experts_change_nothing(quantizer: Quantizer) -> None:
     assert apart == (pytest.approx(together, rel=2e-2) if quantizer.stored else together)
 
 
+@pytest.mark.cases(8)
 @every_one_here
 @pytest.mark.parametrize(("key", "value"), [("act_order", True), ("clip", "mse")])
 def test_its_codes_hang_on_what_it_says_they_do(quantizer: Quantizer, key: str, value: object) -> None:
@@ -195,6 +199,7 @@ def test_its_codes_hang_on_what_it_says_they_do(quantizer: Quantizer, key: str, 
     assert (codes(quantizer, bits=bits, **{key: value}) != codes(quantizer, bits=bits)) == getattr(quantizer, key)
 
 
+@pytest.mark.cases(17)
 @every_one_here
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["weights", "tokens"])
@@ -240,6 +245,7 @@ def test_it_is_documented(quantizer: Quantizer) -> None:
         assert name in LossesSection.model_fields
 
 
+@pytest.mark.cases(1)
 @every_one_here
 def test_memory_is_near_what_it_says(quantizer: Quantizer) -> None:
     """Against torch's own count of a CPU's tensors; the working memory and the column loop's are bounds."""

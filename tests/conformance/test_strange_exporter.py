@@ -55,6 +55,7 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "there"
 
 
+@pytest.mark.full
 def test_it_runs_from_the_recipe_to_the_report(
     moeq_anew: ForkServer, package: Path, tiny_mixtral: Path, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "there"
 
 
+@pytest.mark.full
 def test_it_runs_from_the_recipe_to_the_report(
     moeq_anew: ForkServer, package: Path, tiny_mixtral: Path, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ FAILING = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("how", FAILING)
 def test_what_it_raises_is_one_line_that_names_package_layer_and_expert(
     moeq_anew: ForkServer, how: str, tiny_mixtral: Path, tmp_path: Path

@@ -71,6 +71,7 @@ def engine(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue({"processes": "process_engine", "ray": "ray_engine"}[request.param])
 
 
+@pytest.mark.cases(1)
 def test_outcomes_come_in_order(engine: Any) -> None:
     found = bounded(engine, (task(tasks.square, number) for number in range(40)), 5)
     assert [outcome.value for outcome in found] == [number * number for number in range(40)]

@@ -84,6 +84,7 @@ def test_names_of_policies_are_explained_below_their_table_with_their_papers() -
     assert "https://arxiv.org/abs/2405.18832" in text
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("columns", [40, 60, 80, 160])
 def test_tables_fit_every_window(columns: int) -> None:
     code, text = moeq(*SMALL, *ONE, columns=columns)
@@ -125,6 +126,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert moeq(*SMALL, *ONE, "--out", out) == (2, f"--out {out}: a run lies in it; choose another --out")
 
 
+@pytest.mark.full
 def test_the_recipe_of_figures(tmp_path: Path) -> None:
     found = as_json(RECIPE, "--out", tmp_path / "out")
     assert len(found["cases"]) == 4
@@ -293,6 +295,7 @@ def test_a_trace_that_is_not_of_this_model(
     assert word in text
 
 
+@pytest.mark.full
 def test_skewed_routing_and_growing_keys_and_values() -> None:
     plain, skewed, growing = (as_json(*SMALL, *ONE, *more)["cases"][0]["estimate"]["points"] for more in
                               ((), ("--zipf", "1.5"), ("--kv-growth",)))  # fmt: skip
@@ -376,6 +379,7 @@ def measured(path: Path, policies: tuple[str, ...] = ("context_aware", "monde_op
     return path
 
 
+@pytest.mark.full
 def test_a_fit(tmp_path: Path) -> None:
     path, fitted = measured(tmp_path / "measured.csv"), tmp_path / "mine.yaml"
     found = as_json("--fit", path, *SMALL, "--out", fitted)
@@ -492,6 +496,7 @@ def test_a_recipe_may_have_the_sizes_themselves(tmp_path: Path) -> None:
     assert (code, "top_k is 9 of 8 experts" in text) == (10, True)
 
 
+@pytest.mark.full
 def test_a_rate_of_requests(tmp_path: Path) -> None:
     model = ("--model", "mixtral-8x7b", "--bits", "3", "--hardware", "h100-ndp-cxl", "--replicas", "3", *ONE)
     (case,) = as_json(*model, "--gpu-experts", "4", "--rate", "0.5", "--out", tmp_path / "out")["cases"]
@@ -513,6 +518,7 @@ def test_a_model_of_the_hub_whose_sizes_are_known_needs_no_network() -> None:
     assert by_id == by_name
 
 
+@pytest.mark.full
 def test_headlines_beside_intervals_are_those_of_the_tables() -> None:
     """Routing of 256 experts is drawn, for the tables with more samples than for the draws of assumptions."""
     code, text = moeq("--model", "deepseek-v3", "--hardware", "h200-x8-nvlink", "--json")

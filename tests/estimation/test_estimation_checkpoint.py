@@ -44,6 +44,7 @@ def case(*arguments: str | Path) -> Any:
     return json.loads(done.stdout)["cases"][0]
 
 
+@pytest.mark.full
 def test_every_way_to_say_it_gives_the_same_estimate(finished: Path, tiny_mixtral: Path) -> None:
     checkpoint = finished / "checkpoint"
     packed = case("--model", checkpoint)

@@ -49,6 +49,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert len(page) < 600_000
 
 
+@pytest.mark.full
 def test_money_of_some_hardware_only_is_no_part_of_the_front_and_that_is_said() -> None:
     both = ("--hardware", "h100-ndp-cxl", "--hardware", "a100-host-pcie4")
     text = " ".join(moeq(*SEARCH, *both, "--cost", "h100-ndp-cxl=3")[1].split())

@@ -219,6 +219,7 @@ def test_sensitivity_rows_are_estimates_of_their_own(preset: Hardware) -> None:
     assert set(rows["policies.hobbit.low_precision_bits"].decode_speedups) == {"hobbit"}
 
 
+@pytest.mark.full
 def test_every_hardware_answers(preset: Hardware) -> None:
     for name in known_hardware():
         result = estimate(MIXTRAL, load_hardware(name), uniform_placement(MIXTRAL, bits=3, hot_experts=1), grid=GRID)

@@ -112,6 +112,7 @@ def test_the_written_file_is_hardware_that_estimates_the_points(exact: Fit, tmp_
             assert getattr(points[one.point.policy], one.point.measure) == pytest.approx(one.point.seconds, rel=1e-4)
 
 
+@pytest.mark.full
 def test_noise_does_not_break_it(tmp_path: Path):
     found = fit_file(write(tmp_path / "noisy.csv", list(rows(0.03, MEASURED[:2]))), load_hardware("paper-ctxmoe"))
     assert found.fitted.mean < 0.03

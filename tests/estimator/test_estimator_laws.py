@@ -36,6 +36,7 @@ def test_narrower_misses_never_make_hobbit_slower(hardware: Hardware, low: int, 
     assert seconds[1] <= seconds[0] * (1 + 1e-12)
 
 
+@pytest.mark.full
 @given(hardware=hardwares(), bits=st.integers(1, 4), seed=st.integers(0, 500), traced=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_a_larger_k_never_raises_the_ndp_term(hardware: Hardware, bits: int, seed: int, traced: bool) -> None:

@@ -85,6 +85,7 @@ def naive_context_aware_seconds(
     return total
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("dataflow", ["ws", "os"])
 @pytest.mark.parametrize("compute", ["scale", "const"])
 @pytest.mark.parametrize("seed", range(4))

@@ -38,6 +38,7 @@ def test_a_prompt_of_many_tokens_takes_little_longer_than_a_drawn_one(monkeypatc
     assert 0.9 * expected < drawn < expected
 
 
+@pytest.mark.full
 def test_the_standard_error_is_that_of_other_seeds() -> None:
     at, places = Grid(inputs=(16,), outputs=(64,), batches=(4,)), {"batch": 4, "input_tokens": 16, "output_tokens": 64}
     points = [of_qwen(at, 64, seed, policies=()).point("context_aware", **places) for seed in range(24)]
@@ -71,6 +72,7 @@ def test_points_that_do_not_fit_are_left_out() -> None:
     assert "of GPU memory, which has 74.5 GiB" in line
 
 
+@pytest.mark.full
 def test_where_nothing_fits_all_is_estimated_and_said_not_to_fit() -> None:
     made = of_qwen(Grid(inputs=(128,), outputs=(64,), batches=(4096,)))
     assert made.unfit

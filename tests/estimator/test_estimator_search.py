@@ -31,6 +31,7 @@ def found() -> SearchResult:
     return searched("paper-ctxmoe", "h100-ndp-cxl", batches=(1, 4))
 
 
+@pytest.mark.full
 def test_points_are_the_estimators(found: SearchResult) -> None:
     for point in found.points[:: len(found.points) // 40]:
         placement = uniform_placement(

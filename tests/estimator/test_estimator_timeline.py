@@ -32,6 +32,7 @@ def test_a_resource_does_one_thing_at_a_time(preset: Hardware, policy: str, batc
             assert after.start_seconds >= before.start_seconds + before.seconds - 1e-12
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("policy", LABELS)
 def test_a_step_is_as_long_as_it_is_estimated(preset: Hardware, policy: str) -> None:
     hot = np.arange(8)[None, :] < 1

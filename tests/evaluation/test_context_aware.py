@@ -98,6 +98,7 @@ def assert_same(kind: str, found: list[Any], wanted: list[Any]) -> None:
         assert [one[0] for one in found] == pytest.approx([one[0] for one in wanted], abs=TOLERANCE)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ["loglikelihood", "rolling", "generation"])
 @pytest.mark.parametrize("reading", READINGS, ids=NAMES)
 def test_all_experts_exact_is_hflm(loaded: tuple[Any, Any, Made], kind: str, reading: dict[str, str]) -> None:
@@ -126,6 +127,7 @@ def test_windows_of_attention_have_no_place_for_pads(tmp_path: Path, kind: str) 
     assert_same(kind, answers(mine, kind, asked), answers(plain, kind, asked))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["loglikelihood", "rolling", "generation"])
 @pytest.mark.parametrize("statistics", ["context", "before_last"])
 def test_batches_and_order_change_nothing(loaded: tuple[Any, Any, Made], kind: str, statistics: str) -> None:
@@ -140,6 +142,7 @@ def test_batches_and_order_change_nothing(loaded: tuple[Any, Any, Made], kind: s
     assert_same(kind, [shuffled[order.index(place)] for place in range(len(asked))], wanted)
 
 
+@pytest.mark.cases(1)
 def test_decisions_are_the_same_bits_in_any_batch(loaded: tuple[Any, Any, Made]) -> None:
     asked = requests("loglikelihood")
     found = []
@@ -157,6 +160,7 @@ def test_decisions_are_the_same_bits_in_any_batch(loaded: tuple[Any, Any, Made])
     assert all(np.array_equal(keys, found[1][key]) for key, keys in found[0].items())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("reading", READINGS, ids=NAMES)
 def test_a_decision_is_what_the_model_runs_with(loaded: tuple[Any, Any, Made], reading: dict[str, str]) -> None:
     """The score of a continuation, against the model with the decided replicas written over its experts."""
@@ -190,6 +194,7 @@ def write(loaded: tuple[Any, Any, Made], width: Callable[[int, int], int]) -> No
             set_expert_weights(model, layer, expert, values)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("reading", READINGS, ids=NAMES)
 def test_batched_answers_are_those_of_one_step_after_the_other(
     loaded: tuple[Any, Any, Made], reading: dict[str, str]
@@ -237,6 +242,7 @@ def step_by_step(
     return tokens, logprobs
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("reading", READINGS, ids=NAMES)
 def test_statistics_are_of_the_context_alone(loaded: tuple[Any, Any, Made], reading: dict[str, str]) -> None:
     """Every token that counts chooses top-k experts of every layer; no pad counts, and no token of an answer."""
@@ -286,6 +292,7 @@ def test_a_placed_prefill_runs_with_the_placed_replicas(loaded: tuple[Any, Any, 
     assert not np.allclose(found[0].scores, found[1].scores)
 
 
+@pytest.mark.cases(1)
 def test_contexts_are_prefilled_once(loaded: tuple[Any, Any, Made], monkeypatch: pytest.MonkeyPatch) -> None:
     lm = context_aware(loaded, gpu_experts=1, code_bits="2")
     ran: list[tuple[int, ...]] = []

@@ -195,6 +195,7 @@ def finished(saved: Path, processor: Any, folder: Path, tmp_path_factory: pytest
     return one
 
 
+@pytest.mark.full
 def test_a_run_measures_original_dequantized_and_packed(finished: Context, processor: Any, folder: Path) -> None:
     original, packed, in_place = evaluate.load(finished).rows
     assert (packed.exported, in_place.exported) == (True, False)

@@ -24,6 +24,7 @@ def gptq(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "packed"
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("target", ["auto-round", "gptqmodel", "transformers", "dequantized"])
 def test_gptq_to_every_format(gptq: Path, tmp_path: Path, target: str) -> None:
     convert(gptq, target, tmp_path / "out")

@@ -52,6 +52,7 @@ def all_tensors(directory: Path) -> dict[str, Tensor]:
     return {key: value for file in directory.glob("*.safetensors") for key, value in load_file(file).items()}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe", "dbrx"])
 def test_dequantized_computes_the_same(family: str, tmp_path: Path) -> None:
     """Families that keep experts apart on disk, and in one tensor with biases, interleaved and transposed."""
@@ -75,6 +76,7 @@ def test_the_models_type_is_that_of_what_is_not_packed(mixtral: Path) -> None:
     assert plain_dtype(source) == torch.bfloat16
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("name", ["auto-round", "gptqmodel"])
 def test_gptq_layout_holds_the_values(name: str, symmetric: bool, mixtral: Path, tmp_path: Path) -> None:
@@ -181,6 +183,7 @@ def test_values_beyond_float16_are_refused_where_they_are_computed_in_it(
         write("transformers", source, tmp_path / "no", WriteOptions())
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_refusals_name_the_place_and_what_works(case: str, mixtral: Path, tmp_path: Path) -> None:
     name, choose, settings_, why, remedy = REFUSED[case]
@@ -192,6 +195,7 @@ def test_refusals_name_the_place_and_what_works(case: str, mixtral: Path, tmp_pa
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", ["gpt_oss", "granitemoe", "switch_transformers"])
 @pytest.mark.parametrize("name", ["auto-round", "gptqmodel", "transformers"])
 def test_families_without_a_tensor_for_every_matrix_are_refused(family: str, name: str, tmp_path: Path) -> None:

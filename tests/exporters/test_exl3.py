@@ -67,6 +67,7 @@ def exported(run: Context) -> Path:
     return run.out / "checkpoint-exl3"
 
 
+@pytest.mark.full
 def test_it_is_measured_and_assigned_as_exllamav3_takes_it(run: Context) -> None:
     """Each projection of a layer has one width; rows of the table state the bytes that are stored."""
     layer = run.model.layers[0]

@@ -95,6 +95,7 @@ def all_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.cases(1)
 def test_one_knapsack_over_4_and_8_bits(run: Context) -> None:
     """All experts of a layer have one width; rows of the table state the bytes that are stored."""
     layer, own = run.model.layers[0], encoding(run)
@@ -114,6 +115,7 @@ def test_one_knapsack_over_4_and_8_bits(run: Context) -> None:
     assert {layer[0] for layer in widths} == {4, 8}
 
 
+@pytest.mark.cases(1)
 def test_what_is_written_is_what_was_measured(run: Context, model: Path) -> None:
     assert evaluate.load(run).export_logit_error < 1e-5
     assert not verify(run.directory("export"), Options(against=str(model)), QUIET).problems
@@ -157,6 +159,7 @@ def test_config_json_says_the_format_of_every_layer(run: Context) -> None:
     assert inspect(run.directory("export"))["float_codes"] == codebook
 
 
+@pytest.mark.cases(1)
 def test_it_goes_to_plain_weights_and_nowhere_else(run: Context, tmp_path: Path) -> None:
     convert(exported(run), "dequantized", tmp_path / "plain")
     convert(run.directory("export"), "vllm-cuda", tmp_path / "again")

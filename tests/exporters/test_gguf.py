@@ -117,6 +117,7 @@ def check_stacks(source: MadeSource, tensors: dict[str, Tensor]) -> None:
             assert torch.equal(tensors[stack_name(layer, projection)], wanted), (layer.name, projection)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", list(SETTINGS))
 def test_gguf_itself_reads_the_dequantized_values(family: str, models: dict[str, Path], tmp_path: Path) -> None:
     choose: Choose = lambda layer, expert, projection: (4, 8, 16)[(layer + len(projection)) % 3]  # noqa: E731
@@ -151,6 +152,7 @@ def test_one_width_a_stack_in_groups_of_256(wide: Path, tmp_path: Path) -> None:
     assert [kinds[f"blk.1.{name}.weight"] for name in names] == ["Q4_0", "Q8_0", "BF16"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("bits", [2, 4])
 def test_zero_points_in_groups_of_256(bits: int, wide: Path, tmp_path: Path) -> None:
     source = MadeSource(wide, lambda layer, expert, projection: bits, group_size=256, symmetric=False)
@@ -164,6 +166,7 @@ def test_widened_stacks_hold_the_same_values(models: dict[str, Path], tmp_path: 
         check_stacks(source, tensors_of(exported(source, tmp_path / "out", widen=True)))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", IN_TRANSFORMERS)
 @pytest.mark.parametrize("mix", [four, by_stack])
 def test_transformers_computes_the_dequantized_logits(family: str, mix: Choose, tmp_path: Path) -> None:
@@ -327,6 +330,7 @@ FAMILIES_REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", list(FAMILIES_REFUSED))
 def test_what_llama_cpp_computes_otherwise_is_refused(case: str, tmp_path: Path) -> None:
     family, settings, why = FAMILIES_REFUSED[case]

@@ -63,6 +63,7 @@ def exported(source: Any, out: Path, **options: Any) -> list[str]:
     return write(REFIT, source, out, WriteOptions(**options))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_every_matrix_is_as_far_off_as_the_file_says(symmetric: bool, wide: Path, tmp_path: Path) -> None:
     source = made(wide, symmetric=symmetric)

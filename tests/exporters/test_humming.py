@@ -75,6 +75,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("first", "second"), [(2, 3), (4, 5), (6, 7), (8, 16), (16, 4), (16, 16)])
 def test_every_matrix_is_what_an_independent_reader_finds(model: Path, tmp_path: Path, first: int, second: int) -> None:
     source = MadeSource(model, by_layer(first, second), group_size=GROUP)

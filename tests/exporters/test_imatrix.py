@@ -95,6 +95,7 @@ def wanted(one: Context, path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     return found | {"output.weight": of([model.lm_head.weight])}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("stream", ["never", "always"])
 def test_sums_are_those_of_transformers_forward(family: str, stream: str, tmp_path: Path) -> None:
@@ -149,6 +150,7 @@ def test_the_file_is_that_of_the_format_to_the_byte(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["imatrix.gguf", "model"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"])
 def test_every_matrix_of_the_file_has_a_name(family: str, tmp_path: Path) -> None:
     gguf = peers.module("gguf")

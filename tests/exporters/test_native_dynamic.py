@@ -149,6 +149,7 @@ def evaluated(words: list[Path], **given: Any) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("width", [2, 4])
 def test_all_low_or_all_high_is_the_static_checkpoint(made: Callable[..., Path], checkpoint: Path, width: int,
                                                       tmp_path: Path) -> None:  # fmt: skip
@@ -219,6 +220,7 @@ def test_a_log_says_what_was_there(checkpoint: Path, tmp_path: Path) -> None:
     assert len(lines) >= 2 + len(dynamic.layers)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -106,6 +106,7 @@ def matches(arguments: str, names: list[str]) -> set[str]:
     return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
 
 
+@pytest.mark.full
 def test_llama_cpp_keeps_the_stacks_in_memory_that_are_not_all_on_the_gpu(tmp_path: Path) -> None:
     peers.module("gguf")
     model = save_model(tmp_path / "model", "mixtral", num_hidden_layers=12, sliding_window=None)

@@ -99,6 +99,7 @@ def test_gptq_names_of_other_tools(model: Path, tmp_path: Path) -> None:
     check_values(open_other(open_source(str(tmp_path / "packed"))), model, values, tmp_path)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_gptq_zero_points(qwen: Path, tmp_path: Path, version: str, bits: int) -> None:

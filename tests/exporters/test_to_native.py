@@ -57,6 +57,7 @@ def equal(first: PackedWeight | torch.Tensor, second: PackedWeight | torch.Tenso
         assert torch.equal(first, second)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("runtime", FORMATS)
 def test_what_moeq_wrote_for_others_comes_back(runtime: str, mixtral: Path, tmp_path: Path) -> None:
     """Codes, scales and zero points are those that were exported, and the manifest has their digests."""
@@ -87,6 +88,7 @@ def test_biases_of_experts_go_along(tmp_path: Path) -> None:
 MIX = (2, 3, 4, 8, 16, 4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("runtime", ["gptqmodel", "auto-round"])
 def test_a_mix_with_zero_points_and_packed_modules_comes_back(runtime: str, mixtral: Path, tmp_path: Path) -> None:
     """Every width beside the others, dense matrices, and attention with a width of its own."""
@@ -105,6 +107,7 @@ def test_a_mix_with_zero_points_and_packed_modules_comes_back(runtime: str, mixt
     assert set(found.rest()) == set(source.rest())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_gguf_comes_back_with_its_groups(symmetric: bool, tmp_path: Path) -> None:
     """Groups wider than a block, zero points, modules beside the experts, one of them with its rows turned."""

@@ -38,6 +38,7 @@ def same_outputs(family: str, dtype: torch.dtype, **settings: Any) -> Any:
     return edges, folds
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("family", CHOSEN)
 def test_a_folded_family_computes_the_same(family: str, dtype: torch.dtype) -> None:

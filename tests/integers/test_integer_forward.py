@@ -63,6 +63,7 @@ def test_a_description_computes_what_its_model_does(kind: str) -> None:
         check_description(vit, images, logits + 0.01 * logits.norm())
 
 
+@pytest.mark.cases(11)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_integers_and_simulation_agree_in_every_value(kind: str, name: str) -> None:
     program, images = lowered(kind, CONFIGURATIONS[name])

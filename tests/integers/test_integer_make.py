@@ -38,6 +38,7 @@ def bundled() -> Any:
     return AutoModelForImageClassification.from_pretrained(bundled_path("tiny-moe-vit")).float().eval()
 
 
+@pytest.mark.full
 def test_log_sqrt2_at_4_bits_keeps_the_digits_and_beats_log2_and_uniform(bundled: Any) -> None:
     calibration, images, labels = digits(bundled)
     vit = describe(bundled)

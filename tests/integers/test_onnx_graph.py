@@ -146,6 +146,7 @@ def test_rounded_shifts_are_those_of_the_document(shift: int) -> None:
     assert found.tolist() == [(int(one) + ((1 << shift) >> 1)) >> shift for one in x]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_products_through_quant_give_every_number(name: str, tmp_path: Path) -> None:
     """The file's own function of Quant runs in onnxruntime; every operand of a product states its bits."""

@@ -186,6 +186,7 @@ def test_what_is_saved_loads_streams_and_is_read_by_expert(saved: Path) -> None:
     assert reader.bytes_read == 4 * (2 * 12 * 16 + 12 + 16)
 
 
+@pytest.mark.full
 def test_a_folder_without_architectures_opens_in_a_process_that_only_imports_moeq(saved: Path, tmp_path: Path) -> None:
     config = json.loads((saved / "config.json").read_text())
     del config["architectures"]

@@ -85,6 +85,7 @@ def test_checkpoints_hold_the_same_weights(kept: Kept, tmp_path: Path) -> None:
         assert close(answers(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)), wanted), path
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("path", NATIVE)
 def test_native_checkpoints_load(kept: Kept, path: str, tmp_path: Path) -> None:
     checkpoint = kept.copy(path, tmp_path)
@@ -110,6 +111,7 @@ def test_replicas_that_are_not_placed_are_read(kept: Kept) -> None:
     assert context_aware(kept.folder) == pytest.approx(kept.wanted["context_aware"], rel=1e-3)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["run", "vit-run"])
 def test_a_run_goes_on_where_it_lies_now(kept: Kept, name: str, tmp_path: Path) -> None:
     """Only the recipe's copy says where a model lay: a run that was moved with it wants --model, once."""
@@ -136,6 +138,7 @@ def test_a_store_serves_without_the_stage_that_filled_it(kept: Kept, tmp_path: P
     assert rows[0].equals(rows[1].select(rows[0].schema.names)), "what came later is not known of them"
 
 
+@pytest.mark.full
 def test_later_stages_read_what_earlier_ones_made(kept: Kept, tmp_path: Path) -> None:
     """From the kept profile, losses, store and assignment come the same bytes, and figures as close as floats are."""
     run, old = kept.copy("run", tmp_path), kept.folder / "run"

@@ -39,6 +39,7 @@ LATER = {  # the run, the file, who reads it
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", LATER)
 def test_later_schema_versions_are_refused(kept: Kept, case: str, tmp_path: Path) -> None:
     name, file, stage = LATER[case]

@@ -56,6 +56,7 @@ def block_outputs(model: nn.Module, layer: ExpertLayer, given: list[Batch]) -> T
     return torch.cat([output[batch.mask] for output, batch in zip(found, given, strict=True)])
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", ["tiny_mixtral", "tiny_qwen"])
 @torch.no_grad()

@@ -51,6 +51,7 @@ def everything(run: Carried, layers: list[ExpertLayer]) -> None:
                 run.begin(layer.index, block)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("family", CARRIED)
 def test_a_carried_change_is_a_whole_run_with_it(family: str) -> None:
     model = build(family).eval().float()

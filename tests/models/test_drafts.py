@@ -48,6 +48,7 @@ def test_it_loads_as_without_them(drafting: Path, tmp_path: Path) -> None:
     assert torch.equal(streamed.model(input_ids=ids).logits, wanted)
 
 
+@pytest.mark.full
 def test_a_run_says_what_it_leaves_behind(drafting: Path, tmp_path: Path) -> None:
     """Terminal and report name it; the checkpoint has no such tensor and states no such layer."""
     sets = [word for setting in QUICK for word in ("--set", setting)]

@@ -80,6 +80,7 @@ def test_code_comes_only_when_it_is_allowed(hub: Hub) -> None:
     assert (open_source(NAME, trust_remote_code=True).path / "modeling_tiny.py").exists()
 
 
+@pytest.mark.full
 def test_the_models_own_card_and_licence_come_along_where_they_can_be_had(
     hub: Hub, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,6 +223,7 @@ def test_a_preprocessor_file_says_how_pixels_are_scaled(tmp_path: Path) -> None:
     torch.testing.assert_close(task.pixels(found.images), (images().unsqueeze(1) * 0.1 - 2) / 4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("factor", [2, 4, 7])
 def test_digits_are_enlarged_to_the_model_s_images(factor: int) -> None:
     side = 8 * factor

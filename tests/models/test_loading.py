@@ -29,6 +29,7 @@ def changed(folder: Path, out: Path, **config: Any) -> Path:
     return out
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(
     ("family", "architectures", "wanted"),
     [

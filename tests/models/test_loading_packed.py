@@ -28,6 +28,7 @@ def twins(folder: Path, kind: str, dtype: torch.dtype) -> tuple[Path, Path]:
     return save_mxfp4(folder, dtype) if kind == "gpt_oss" else save_fp8(folder, kind, dtype)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe", "gpt_oss"])
 def test_equal_to_the_dequantized_model(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def test_what_layers_and_stages_freed_is_given_back(tmp_path: Path) -> None:
     assert compared < 2 * layer, compared
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="no /proc here")
 def test_memory_does_not_grow_with_every_number_of_rows() -> None:
     done = subprocess.run([sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, check=True)

@@ -166,6 +166,7 @@ def test_shares_add_up_and_chunks_come_to_what_is_given_at_once(
     assert taken == corpus.apportion(weights, sum(chunks), left=list(there))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("rows", [300, 16_000])

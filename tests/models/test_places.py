@@ -121,6 +121,7 @@ def test_memory_does_not_follow_the_size_of_the_file(tmp_path: Path) -> None:
     assert max(peaks) - peaks[3] < 32 << 20
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
 def test_how_many_tokens_there_are_is_known_from_a_sample(name: str, tmp_path: Path, counting: Counting) -> None:
     path = write(tmp_path / name, 2 << 20)
@@ -133,6 +134,7 @@ def test_how_many_tokens_there_are_is_known_from_a_sample(name: str, tmp_path: P
     assert opened(path, counting).tokens() == pool.tokens() == pytest.approx(there, rel=0.1)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
 def test_the_tokenizer_is_given_what_is_taken_and_a_sample(
@@ -158,6 +160,7 @@ def test_small_text_is_tokenized_whole(tmp_path: Path, counting: Counting) -> No
     assert pool.take(16).digest() == same.digest()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
 def test_places_lie_evenly_in_equal_shares_and_none_twice(name: str, tmp_path: Path, counting: Counting) -> None:
     path = write(tmp_path / name, 3 << 20)
@@ -188,6 +191,7 @@ def test_a_seed_draws_the_places(tmp_path: Path, counting: Counting) -> None:
     assert found[1] == opened(path, counting, seed=1).take(16).digest()
 
 
+@pytest.mark.full
 def test_what_takes_most_of_the_text_takes_all_that_is_there(tmp_path: Path, counting: Counting) -> None:
     path = write(tmp_path / "a.txt", 5 << 18)
     text = path.read_text()
@@ -237,6 +241,7 @@ def test_damage_is_named_where_it_lies(tmp_path: Path, counting: Counting, monke
         opened(tmp_path / "d.jsonl", counting).take(1)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.gz", "bomb.txt.zst"])
 def test_a_compressed_file_has_a_bound(
     name: str, tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch

@@ -92,6 +92,7 @@ def test_with_the_flag_the_code_makes_the_model(own_code: Path) -> None:
     assert os.environ.pop(RAN) == "1"
 
 
+@pytest.mark.full
 def test_a_whole_run_from_the_command_line(own_code: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     small = (

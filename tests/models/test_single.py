@@ -44,6 +44,7 @@ def check(folder: Path, dtype: torch.dtype = torch.float32) -> int:
     return count
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNSTACKED])
 def test_every_expert_of_a_family(family: str, tmp_path: Path) -> None:
     assert check(save(family, tmp_path / "model", with_tokenizer=False)) >= 12
@@ -80,6 +81,7 @@ def test_the_families_left_out_stack_nothing(family: str) -> None:
     assert not stacked(build(family))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "aria", "llama4", "jetmoe", "dbrx", "switch_transformers",
     "nemotron_h", "longcat_flash", "qwen3_vl_moe", "muse_spark"])  # fmt: skip
 def test_matrices_and_biases_of_one_expert(family: str, tmp_path: Path) -> None:

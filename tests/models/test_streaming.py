@@ -30,6 +30,7 @@ def on_meta(module: torch.nn.Module) -> set[bool]:
     return {parameter.device.type == "meta" for parameter in module.parameters()}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", ["olmoe", "qwen2_moe", "deepseek_v3", "jamba", "gpt_oss", "Mixtral", "Qwen3-MoE"])
 def test_logits_and_generation_are_bit_equal(family: str, tmp_path: Path, tiny_mixtral: Path, tiny_qwen: Path) -> None:
     made = {"Mixtral": tiny_mixtral, "Qwen3-MoE": tiny_qwen}
@@ -65,6 +66,7 @@ def test_a_walk_reads_the_disk_once_and_holds_one_block(tiny_qwen: Path) -> None
     assert scores[0] == scores[1]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "overrides", [(), ("quantize.replicas=all",), ("assign.quantizer=rtn", "assign.gpu_experts=1")]
 )

@@ -35,6 +35,7 @@ def test_every_word_has_the_value_that_the_kernels_compute(codebook: str) -> Non
     assert np.array_equal(exl3.word_values(codebook)[::7].numpy(), wanted)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("bits", "codebook"), [*((k, "mul1") for k in exl3.BITS), (2, "3inst"), (3, "mcg"), (8, "3inst")]
 )
@@ -59,6 +60,7 @@ def coded(weight: torch.Tensor, hessian: torch.Tensor, bits: int) -> PackedWeigh
     return exl3_ldlq.quantize(weight, factor, hessian, [bits])[0].map(lambda part: part[0])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("bits", "most"), [(1, 0.31), (2, 0.075), (3, 0.0195), (4, 0.0052)])
 def test_codes_of_normal_weights_lose_what_their_width_allows(bits: int, most: float) -> None:
     """Of 128 x 128 normal weights with an even Hessian, relative; no code of k bits has less than 4^-k."""

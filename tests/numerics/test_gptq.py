@@ -71,6 +71,7 @@ def problem(inputs: int, rows: int, experts: int = 3, tokens: int = 500) -> tupl
     return 0.05 * torch.randn(experts, rows, inputs), hidden.mT @ hidden / tokens
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(("inputs", "rows", "group"), [(96, 24, 32), (200, 10, 64), (300, 7, -1), (70, 5, 64)])
@@ -175,6 +176,7 @@ def ordered_oracle(weight: Tensor, hessian: Tensor, bits: int, group: int) -> Te
     return codes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("experts", [1, 16])
 @pytest.mark.parametrize(("inputs", "rows", "group"), [(96, 24, 32), (300, 7, 64), (150, 5, -1)])
 def test_act_order_equals_the_oracle(inputs: int, rows: int, group: int, experts: int) -> None:
@@ -193,6 +195,7 @@ def clipped_in_torch(weight: Tensor, ends: list[Tensor], bits: Any, symmetric: A
     return scale, grids.inverse_scale(scale), zero
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("group", [32, 128, -1])

@@ -164,6 +164,7 @@ def test_holm() -> None:
     assert holm(np.array([])).shape == (0,)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("count", "lag"), [(8, 0.0), (20, 0.0), (100, 0.0), (40, 0.3), (100, 0.3)])
 def test_a_table_of_ten_rows_has_few_false_positives(count: int, lag: float) -> None:
     """Rows share what they are compared with; one wrong row makes the table wrong."""

@@ -79,6 +79,7 @@ def oracle(
     return codes, values
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(("inputs", "rows", "group"), [(96, 24, 32), (300, 7, -1), (70, 5, 64), (150, 140, 150)])
@@ -100,6 +101,7 @@ def test_float64_codes_equal_the_oracle(inputs: int, rows: int, group: int, symm
             torch.testing.assert_close(mine.double(), values[bits], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("group", [32, -1])
 def test_the_compiled_loop_equals_the_one_in_torch(group: int, clip: bool, monkeypatch: pytest.MonkeyPatch) -> None:

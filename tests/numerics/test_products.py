@@ -19,6 +19,7 @@ def given(experts: int, inputs: int, lanes: int, dtype: torch.dtype) -> tuple[Te
     return weights.to(dtype), lines.to(dtype)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("experts", "lanes", "summed", "columns"),
@@ -85,6 +86,7 @@ def test_a_row_is_rounded_alike_whatever_is_beside_it(monkeypatch: pytest.Monkey
     assert torch.equal(whole.scale[1:, 1:, 37:38], alone.scale)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("group", [64, 96, 320])
 def test_long_sweeps_equal_those_in_torch(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans, their halves and quarters, whole and ragged, within groups and over several of them."""

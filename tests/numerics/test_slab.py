@@ -49,6 +49,7 @@ def test_what_fits_no_block_gets_its_own() -> None:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="no /proc here")
 def test_the_heap_does_not_grow_with_every_matrix() -> None:
     done = subprocess.run([sys.executable, "-c", PACKING], capture_output=True, text=True, check=True)

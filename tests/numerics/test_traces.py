@@ -18,6 +18,7 @@ def test_closed_form_is_the_trace_of_the_hessian(shape: tuple[int, int]) -> None
     assert closed_form(weight) == pytest.approx(float(exact.trace()), abs=1e-12)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
 def test_hutchinson_is_within_its_error(distribution: str) -> None:
     generator = torch.Generator().manual_seed(1)

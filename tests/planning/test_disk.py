@@ -82,6 +82,7 @@ def plan(sizes: Sizes) -> dict[str, Need]:
 FAMILIES = ("gpt_oss", "nemotron_h", "switch_transformers")  # biases, two matrices, experts by number
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_kinds_of_experts_take_the_foretold_bytes(family: str, tmp_path: Path) -> None:
     overrides = (*SMALL, "losses.group_size=16", "assign={method: uniform, bits: 3}", "quantize.replicas=all")
@@ -118,6 +119,7 @@ def foretold(sizes: Sizes) -> dict[str, Need]:
     return {need.stage: need for need in add_up(sizes, STAGES, elsewhere=True)}
 
 
+@pytest.mark.cases(1)
 def test_every_file_of_every_stage_is_named(finished: Context, plan: dict[str, Need]) -> None:
     for stage, need in plan.items():
         folder = finished.directory(stage)

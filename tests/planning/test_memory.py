@@ -84,6 +84,7 @@ def batch_bytes(layer: ExpertLayer, recipe: Recipe, routed: int, *, gpu: bool = 
     return max(batch for batch, _ in batch_moments(layer, recipe.losses, routed, gpu=gpu))
 
 
+@pytest.mark.full
 def test_memory_grows_with_what_it_hangs_on(sparse_small: Path, tmp_path: Path) -> None:
     def of(stage: str, *overrides: str) -> int:
         recipe = load_recipe(None, ["stream=always", *overrides])

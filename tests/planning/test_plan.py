@@ -203,6 +203,7 @@ def test_refused_families_are_refused_in_one_line(tmp_path: Path) -> None:
         make_plan(context_of(folder, tmp_path), probe=False)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_supported_kind_of_experts_is_planned(family: str, tmp_path: Path) -> None:
     folder = family_models.save(family, tmp_path / family)

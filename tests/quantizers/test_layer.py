@@ -149,6 +149,7 @@ def test_weights_that_are_not_numbers_name_the_matrix() -> None:
         quantize_layer(layer_inputs(), weights, SILU, CONFIG)
 
 
+@pytest.mark.full
 def test_gptq_beats_rtn_on_the_bundled_model(tmp_path: Path) -> None:
     """At every width, in the mean over experts and in nearly every single one, and more bits lose less."""
     overrides = ["corpus.sequences=48", "corpus.sequence_length=256", "losses.group_size=64"]

@@ -108,6 +108,7 @@ def error(tokens: LayerTokens, exact: dict[str, Tensor], changed: dict[str, Tens
     return float((output(tokens, changed) - wanted).square().mean())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("scales_inputs", [False, True])
 def test_mixed_widths_lose_less_together_than_rounded(scales_inputs: bool) -> None:
     weights, tokens = problem(scales_inputs)
@@ -158,6 +159,7 @@ def test_what_earlier_layers_left_behind_is_made_up_for() -> None:
     assert errors[1] < 0.7 * errors[0]
 
 
+@pytest.mark.full
 def test_recovers_planted_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs are those of some codes, one expert a token; the weights lie up to 0.8 of a step from these."""
     monkeypatch.setattr(learned_codes, "SCALE_REACH", 0)  # the planted grid stays

@@ -101,6 +101,7 @@ def test_the_first_rounding_is_the_start(method: str, symmetric: bool) -> None:
             assert torch.equal(zero, quantized.zero[:, width])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 def test_less_loss_than_the_start_and_codes_that_can_be_stored(bits: int, symmetric: bool) -> None:
@@ -227,6 +228,7 @@ def test_draws_show_every_row_before_any_again_and_lent_ones_in_proportion() -> 
     assert (weights[1, 10:] == 0).all()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h", "muse_spark", "switch_transformers"])
 def test_experts_with_biases_other_gates_and_norms(family: str) -> None:
     model = build(family)

@@ -53,6 +53,7 @@ def test_units_of_walks(bits: int) -> None:
     assert torch.equal(units_of(packed).float() * packed.scales.float(), packed.dequantize())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "dbrx", "switch_transformers", "llama4_text", "jetmoe"])
 def test_gradients_are_those_of_the_loss(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stacked, transposed, flattened and numbered experts: the loss changes as the gradient says, along it."""

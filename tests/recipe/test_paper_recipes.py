@@ -27,6 +27,7 @@ def header(path: Path) -> str:
     return " ".join(line.removeprefix("#").strip() for line in lines)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.name)
 def test_a_papers_recipe_says_what_it_needs_and_names_tasks_that_exist(path: Path, known_tasks: set[str]) -> None:
     recipe = load_recipe(path)

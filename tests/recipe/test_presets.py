@@ -81,6 +81,7 @@ def test_sequences_of_a_preset_are_cut_to_what_the_model_knows_but_not_those_tha
     assert (asked.corpus.sequence_length, asked.eval.perplexity) == (100, None)
 
 
+@pytest.mark.cases(35)
 @pytest.mark.parametrize("name", [*preset_names()])
 @pytest.mark.parametrize("options", CHANGES, ids=lambda options: "_".join(options) or "as-it-is")
 def test_init_writes_a_recipe_equal_to_the_preset_with_its_changes(

@@ -60,6 +60,7 @@ def page(inputs: ReportInputs) -> str:
     return render(inputs)
 
 
+@pytest.mark.full
 def test_the_sections_stand_in_their_places(page: str) -> None:
     anchors = re.findall(r'<section id="([^"]+)"', page)
     assert anchors == [

@@ -70,6 +70,7 @@ def test_a_page_of_a_run_without_it_has_no_such_section(make: Callable[..., Repo
     assert 'id="reparam"' not in render(make())
 
 
+@pytest.mark.full
 def test_codes_that_count_as_0_stand_beside_the_printed_form(make: Callable[..., ReportInputs]) -> None:
     rows = (
         DroppedRow(block="blocks.0", dropped_from=15, error=0.0714, printed_dropped_from=None, printed_error=0.3353),

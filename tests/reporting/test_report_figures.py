@@ -70,6 +70,7 @@ def test_a_mean_width_is_drawn_between_and_written_with_a_digit() -> None:
     assert [drawing.svg.count(f">{width}-bit</text>") for width in (1, 2, 3, 4)] == [1] * 4
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("shape", [(1, 1), (4, 8), (3, 60), (61, 256), (48, 512), LARGE])
 def test_maps_of_any_size(shape: tuple[int, int]) -> None:
     generator = np.random.default_rng(0)

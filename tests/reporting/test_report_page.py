@@ -219,6 +219,7 @@ def test_the_headline_names_original_and_exported(page: str) -> None:
     assert "+6.7\N{NARROW NO-BREAK SPACE}% on 1,234 tokens" in text
 
 
+@pytest.mark.full
 def test_differences_from_the_original_stand_with_their_intervals(make: Make, with_rows: Make) -> None:
     def shown(**change: Any) -> str:
         given = Change(**{"difference": -0.02, "low": -0.05, "high": 0.01, "p": 0.113, "stderr": 0.02} | change)
@@ -291,6 +292,7 @@ def test_the_card_has_divergences_where_they_were_measured(make: Make, with_rows
     assert before[0] == "| assignment | bits | expert bytes | perplexity | accuracy |", "as of runs made before"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("missing", [{"perplexity": None, "perplexity_by_domain": {}}, {"accuracy": None, "tasks": {}}])
 def test_what_was_not_measured_is_said(make: Make, with_rows: Make, missing: dict[str, object]) -> None:
     inputs = make()
@@ -300,6 +302,7 @@ def test_what_was_not_measured_is_said(make: Make, with_rows: Make, missing: dic
     assert [attributes["id"] for tag, attributes in found.tags if tag == "section"] == ANCHORS
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kept", [[0], [1], [2], []])
 def test_few_evaluation_rows(make: Make, with_rows: Make, kept: list[int]) -> None:
     inputs = make()
@@ -315,6 +318,7 @@ def test_another_geometry_is_said_clearly(make: Make) -> None:
     assert "They are not speeds of" not in render(replace(inputs, speed=own))
 
 
+@pytest.mark.full
 def test_a_tiny_models_own_speed_ups_are_not_in_tables(make: Make) -> None:
     inputs = make()
     own = replace(inputs.speed, geometry_is_the_models=True)
@@ -348,6 +352,7 @@ def test_the_first_section_says_what_was_decided_with_settings_that_had_a_say(ma
     assert "alpha" not in text[: text.index("Lower left is better")]
 
 
+@pytest.mark.full
 def test_warnings_are_listed_and_none_is_said(make: Make, with_rows: Make) -> None:
     inputs = make()
     text = parsed(render(inputs)).text
@@ -436,6 +441,7 @@ def test_a_profile_without_decode_tokens(make: Make) -> None:
     assert "their similarity is unknown" in page
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("layers", "experts"), [(94, 128), (61, 256)])
 def test_pages_of_large_models_stay_small(make: Make, with_rows: Make, layers: int, experts: int) -> None:
     inputs = make(layers=layers, experts=experts, gpu=0, widths=(2, 3))
@@ -591,6 +597,7 @@ def test_other_modules_have_a_section_where_they_are_packed(make: Make, page: st
     assert "What else was packed" not in page
 
 
+@pytest.mark.full
 def test_what_other_sizes_would_cost(make: Make) -> None:
     points = [
         *(
@@ -629,6 +636,7 @@ def test_size_quality_and_speed_stand_together_with_what_makes_them(make: Make, 
     assert render(replace(inputs, trade_offs=points[:1])) == render(inputs)
 
 
+@pytest.mark.full
 def test_what_codes_are_and_where_they_load(make: Make) -> None:
     inputs = make()
     trellis = inputs.assignment.model_copy(update={"state_bits": 10, "group_size": -1, "symmetric": True})

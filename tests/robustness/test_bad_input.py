@@ -262,6 +262,7 @@ MODELS: dict[str, tuple[Callable[[Models], Path], str]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", MODELS)
 def test_model(moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path, case: str) -> None:
     make, message = MODELS[case]
@@ -272,6 +273,7 @@ def test_model(moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path, c
     assert_nothing_left(out)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["bundled:tiny-mixtrail", "no-such-org/no-such-model", "not a name"])
 def test_model_name(moeq: ForkServer, recipe: Path, tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
@@ -280,6 +282,7 @@ def test_model_name(moeq: ForkServer, recipe: Path, tmp_path: Path, name: str) -
     assert not out.exists()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_weights_that_are_not_numbers(
     moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path, layer: int
@@ -324,6 +327,7 @@ TEXTS: dict[str, tuple[str, bytes | None, list[str]]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", TEXTS)
 def test_corpus(moeq: ForkServer, recipe: Path, tmp_path: Path, case: str) -> None:
     name, data, messages = TEXTS[case]
@@ -335,6 +339,7 @@ def test_corpus(moeq: ForkServer, recipe: Path, tmp_path: Path, case: str) -> No
     assert not out.exists(), "found before the first write"
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", TEXTS)
 def test_evaluation_text(moeq: ForkServer, recipe: Path, tmp_path: Path, case: str) -> None:
     """The text of the last long stage is looked at before the first one begins."""
@@ -395,6 +400,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", RECIPES)
 def test_recipe(moeq: ForkServer, tiny_model: Path, tmp_path: Path, case: str) -> None:
     text, messages = RECIPES[case]
@@ -405,6 +411,7 @@ def test_recipe(moeq: ForkServer, tiny_model: Path, tmp_path: Path, case: str) -
     assert not out.exists()
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("override", "messages"),
     [
@@ -463,6 +470,7 @@ def _hardware(path: Path, section: str, key: str, constant: Any) -> Path:
     return path
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("section", "key", "constant", "message"),
     [
@@ -484,6 +492,7 @@ def test_hardware_file(
     assert partials(run_copy) == []
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("key", "value", "messages"),
     [
@@ -506,6 +515,7 @@ def test_estimate(
         assert not (tmp_path / "out" / "losses").exists()
 
 
+@pytest.mark.full
 def test_unknown_task(moeq: ForkServer, recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     finished = moeq.run("run", recipe, "--out", out, "--set", "eval.tasks=[moeq_continuatio]", "--quiet")
@@ -513,6 +523,7 @@ def test_unknown_task(moeq: ForkServer, recipe: Path, tmp_path: Path) -> None:
     assert not (out / "losses").exists()
 
 
+@pytest.mark.full
 def test_broken_task_file(moeq: ForkServer, run_copy: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mine.yaml").write_text(
@@ -531,6 +542,7 @@ def test_broken_task_file(moeq: ForkServer, run_copy: Path, tmp_path: Path) -> N
 # --- artifacts
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", ["assign", "quantize", "export", "eval", "estimate", "report"])
 def test_stage_before_its_inputs(moeq: ForkServer, recipe: Path, tmp_path: Path, stage: str) -> None:
     out = tmp_path / "out"
@@ -577,6 +589,7 @@ VERSIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", VERSIONS)
 def test_another_schema_version(moeq: ForkServer, run_copy: Path, case: str) -> None:
     edit, stage, name = VERSIONS[case]
@@ -593,6 +606,7 @@ def test_another_manifest_version(moeq: ForkServer, run_copy: Path) -> None:
     assert_refused(moeq.run("inspect", run_copy / "checkpoint"), ARTIFACT, "placement.json", "99")
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -627,6 +641,7 @@ def _edit_assignment(run: Path, **changes: Any) -> None:
     path.write_text(json.dumps(assignment))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({"bits": 5}, "bits must be one of"), ({"tier": "moon"}, "tier"), ({"importance": -1}, "importance")],
@@ -694,6 +709,7 @@ def test_inspect_names_a_damaged_file_of_a_store(moeq: ForkServer, run_copy: Pat
     assert_refused(moeq.run("inspect", run_copy / "store"), ARTIFACT, str(path), "damaged", "moeq losses")
 
 
+@pytest.mark.full
 def test_inspect_accepts_what_is_whole(moeq: ForkServer, finished_run: Path, tiny_model: Path, recipe: Path) -> None:
     for path in [finished_run, *(p for p in finished_run.iterdir() if p.is_dir()), tiny_model, recipe]:
         finished = moeq.run("inspect", path)
@@ -707,6 +723,7 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("where", [0.0, 0.001, 0.5, 0.999])
 @pytest.mark.parametrize(
     "name",
@@ -754,6 +771,7 @@ def test_inspect_of_anything(moeq: ForkServer, tmp_path: Path) -> None:
 # --- the disk
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("out", ["/proc/moeq-out", "/dev/null", "/dev/null/out"])
 def test_place_that_cannot_be_written(moeq: ForkServer, recipe: Path, out: str) -> None:
     assert_refused(moeq.run("run", recipe, "--out", out, "--quiet"), STORAGE, out)
@@ -783,6 +801,7 @@ def test_files_of_the_user_are_left_alone(moeq: ForkServer, recipe: Path, finish
     assert [path for path in mine if not path.exists()] == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("limit", [0, 1000, 20_000, 400_000])
 def test_files_that_may_not_grow(
     moeq: ForkServer, recipe: Path, finished_run: Path, tmp_path: Path, limit: int
@@ -795,6 +814,7 @@ def test_files_that_may_not_grow(
     assert _digest(out) == _digest(finished_run)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.skipif(not can_mount(), reason="mounting needs root")
 @pytest.mark.parametrize("kibibytes", [4, 64, 600, 1000])
 def test_full_disk(moeq: ForkServer, recipe: Path, finished_run: Path, tmp_path: Path, kibibytes: int) -> None:

@@ -428,6 +428,7 @@ def answers(here: Path) -> dict[tuple[str, ...], Any]:
     return dict(zip([words for _, words in asked], json.loads(results.read_text("utf-8")), strict=True))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_wrong_options_are_refused_before_anything_heavy(name: str, answers: dict[tuple[str, ...], Any]) -> None:
     for words, code, said in REFUSED[name]:

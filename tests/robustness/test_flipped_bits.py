@@ -120,6 +120,7 @@ def unfinished(run: Context, stage: str) -> Iterator[None]:
         kept.rename(directory)
 
 
+@pytest.mark.full
 def test_the_files_are_large(run: Context, model: Path) -> None:
     files = [store_file(run), rest_file(run), format_file(run), run.out / "quantize" / EXPERTS]
     assert min(path.stat().st_size for path in files) > LARGE
@@ -135,6 +136,7 @@ REFUSED: dict[str, tuple[Callable[[Context], Path], str, str]] = {  # the file, 
 }
 
 
+@pytest.mark.cases(6)
 @TIMES
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_a_stage_command_refuses_what_an_earlier_stage_did_not_write(run: Context, name: str, mtime: str) -> None:
@@ -208,6 +210,7 @@ MENDED: dict[str, tuple[Callable[[Context], Path], str, str]] = {  # the file, w
 }
 
 
+@pytest.mark.cases(1)
 @TIMES
 @pytest.mark.parametrize("name", list(MENDED))
 def test_moeq_run_makes_it_again_and_says_so(run: Context, name: str, mtime: str) -> None:
@@ -225,6 +228,7 @@ def test_moeq_run_makes_it_again_and_says_so(run: Context, name: str, mtime: str
     assert told.getvalue().count("unchanged, skipped") == len(STAGES)
 
 
+@pytest.mark.cases(4)
 @TIMES
 @pytest.mark.parametrize(
     "find",

@@ -43,6 +43,7 @@ def fuzzed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Fuzzed
     return Fuzzed(tmp_path_factory.mktemp("fuzzed") / "inputs", checkpoint)
 
 
+@pytest.mark.cases(31)
 @pytest.mark.parametrize("target", TARGETS)
 def test_valid_inputs_are_read(fuzzed: Fuzzed, target: str) -> None:
     """Else nothing but the first check would be fuzzed."""
@@ -71,6 +72,7 @@ def test_a_reader_without_a_line_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(readers.found()) == ["moeq.new.A.f", "moeq.new.g", "moeq.new.read_x"]
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("target", TARGETS)
 def test_mutated_inputs_are_refused_or_read(fuzzed: Fuzzed, target: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -94,6 +96,7 @@ def test_random_bytes_are_no_header(fuzzed: Fuzzed, data: bytes) -> None:
         assert fuzzed.run("header", header) == "refused" or b"{" in data
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("text", [b"[]," * 400_000, b'{"a":' * 300_000, b"1," * 600_000, b"9" * 1_000_000])
 def test_a_header_of_structure_alone_takes_no_multiple_of_its_bytes(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "model.safetensors"
@@ -221,6 +224,7 @@ def test_a_packed_checkpoint_with_other_sizes_is_refused_before_it_is_loaded(
     assert time.perf_counter() - began < 30
 
 
+@pytest.mark.full
 def test_moeq_reads_no_pickle() -> None:
     """No pickle, no torch.load, no marshal, no shelve, nothing that evaluates text, no unsafe YAML.
 

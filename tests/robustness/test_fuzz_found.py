@@ -187,6 +187,7 @@ def test_files_that_decoders_stumble_over(fuzzed: Fuzzed) -> None:
     assert fuzzed.run("corpus_parquet", table_bytes(target.table.slice(0, 1).set_column(0, "text", text))) == "refused"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["gptq", "compressed_tensors"])
 def test_patterns_without_end_are_given_up(fuzzed: Fuzzed, name: str) -> None:
     """One that tries every division of a name into parts: of 40 characters 2**40."""

@@ -57,6 +57,7 @@ def _refusal(model: Path) -> ModelError | None:
     return None
 
 
+@pytest.mark.full
 def test_every_key_of_a_configuration(tiny_model: Path, tmp_path: Path) -> None:
     """The skeleton is built, or the file is named; the sweep meets both, and every key that moeq reads itself."""
     keys = (*json.loads((tiny_model / "config.json").read_text("utf-8")), *MORE_KEYS)
@@ -137,6 +138,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], list[str]]] = {  # file, chang
 }
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("case", CASES)
 def test_profile(moeq: ForkServer, tiny_model: Path, short_corpus: Path, tmp_path: Path, case: str) -> None:
     name, change, messages = CASES[case]
@@ -192,6 +194,7 @@ def test_names_that_are_no_models(moeq: ForkServer, tmp_path: Path) -> None:
         assert len(finished.stderr) < 1000
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -116,6 +116,7 @@ def _keys(schema: dict[str, Any], definitions: dict[str, Any], path: tuple[str, 
         yield ".".join(path)
 
 
+@pytest.mark.full
 def test_every_key_of_a_recipe() -> None:
     """Whatever stands at a key: a recipe, or one line that says where, in words of moeq's own."""
     schema = Recipe.model_json_schema()
@@ -131,6 +132,7 @@ def test_every_key_of_a_recipe() -> None:
     assert accepted > 100
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("case", RECIPES)
 def test_recipe(moeq: ForkServer, tmp_path: Path, case: str) -> None:
     text, messages = RECIPES[case]
@@ -174,6 +176,7 @@ VALUES: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("override", VALUES, ids=lambda override: override[:30].encode("unicode_escape").decode())
 def test_override(moeq: ForkServer, tmp_path: Path, override: str) -> None:
     options = {"more_bytes": MORE_BYTES, "cpu_seconds": CPU_SECONDS}
@@ -210,6 +213,7 @@ HARDWARES: dict[str, tuple[str, list[str]]] = {
 }
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("case", HARDWARES)
 def test_hardware(moeq: ForkServer, tmp_path: Path, case: str) -> None:
     text, messages = HARDWARES[case]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
+import pytest
 from fork_server import ForkServer
 
 RUNS, WARM = 6, 2  # of which the first fill what a process keeps for good
@@ -41,6 +42,7 @@ for number in range(int(runs)):
 """
 
 
+@pytest.mark.full
 def test_a_process_does_not_grow_with_every_run(moeq: ForkServer, tmp_path: Path) -> None:
     """The median of the growth between any two runs, so that one page more or less decides nothing."""
     program = tmp_path / "runs.py"

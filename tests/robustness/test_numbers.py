@@ -23,6 +23,7 @@ from moeq_kernels.packed import PackedWeight
 __all__ = ["models"]  # the fixture
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_damaged_expert_is_named(
@@ -44,6 +45,7 @@ def test_a_damaged_weight_outside_the_experts_is_named(
     assert_refused(finished, QUANTIZATION, f"{models.shard(model, key)}: {key}: weights are not finite")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_tokens_that_are_not_finite_are_left_out_and_counted(
     moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path, value: float
@@ -68,6 +70,7 @@ def test_tokens_that_are_not_finite_are_left_out_and_counted(
     assert all(row["loss"] < float("inf") for row in rows)
 
 
+@pytest.mark.full
 def test_a_whole_run_with_experts_of_zeros_and_equal_rows(
     moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path
 ) -> None:
@@ -102,6 +105,7 @@ def times(ends: str, factor: float) -> Callable[[str, torch.Tensor], torch.Tenso
     return lambda key, tensor: tensor * factor if re.search(ends, key) else tensor
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("found_in", "ends", "factor"),
     [
@@ -156,6 +160,7 @@ def test_a_head_of_zeros_is_no_bug(moeq: ForkServer, recipe: Path, models: Model
     assert (finished.code, finished.stderr) == (0, "")
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("layers", [r"layers\.1\.\S*experts", "experts", "o_proj"])
 @pytest.mark.parametrize("scales", [False, True])
 def test_integer_codes_without_scales_are_named(
@@ -194,6 +199,7 @@ def test_too_few_sequences_are_said_before_the_first_stage(
     assert not out.exists()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("size", "says"), [(1e-6, "scale_underflow"), (1e5, "scale_overflow")])
 def test_experts_at_the_ends_of_float16_reach_the_checkpoint(
     moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path, size: float, says: str

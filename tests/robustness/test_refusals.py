@@ -175,16 +175,19 @@ BESIDE_THE_RUN = (
 )  # fmt: skip
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("command", ON_THE_RUN)
 def test_on_the_run(command: str, things: dict[str, Path], sites: dict[Site, int]) -> None:
     refused(f"{command} --out {RUN}", things, sites)
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize("command", BESIDE_THE_RUN)
 def test_beside_the_run(command: str, things: dict[str, Path], sites: dict[Site, int]) -> None:
     refused(command, things, sites)
 
 
+@pytest.mark.cases(16)
 @pytest.mark.parametrize("out", NOT_A_RUN)
 @pytest.mark.parametrize("command", ["run", *STAGES])
 def test_what_is_no_run_is_not_written_to(
@@ -235,6 +238,7 @@ MODELS: tuple[dict[str, str | None], ...] = (  # files of a model that are repla
 )  # fmt: skip
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("change", HARDWARE, ids=str)
 def test_a_hardware_file(
     change: tuple[str, str], things: dict[str, Path], sites: dict[Site, int], tmp_path: Path
@@ -253,6 +257,7 @@ def test_a_table_of_measured_points(text: str, things: dict[str, Path], sites: d
     assert [path.name for path in tmp_path.iterdir()] == ["points.csv"]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("files", MODELS, ids=str)
 def test_a_model(files: dict[str, str | None], things: dict[str, Path], sites: dict[Site, int], tmp_path: Path) -> None:
     model = Path(shutil.copytree(things["model"], tmp_path / "model"))
@@ -290,6 +295,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_on_a_damaged_run(damage: str, things: dict[str, Path], sites: dict[Site, int], run_copy: Path) -> None:
     command, change = DAMAGES[damage]

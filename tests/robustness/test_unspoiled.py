@@ -64,6 +64,7 @@ def test_looking_at_an_assignment_changes_nothing(run_copy: Path) -> None:
     assert (run_copy / ASSIGNMENT).read_bytes() == edited
 
 
+@pytest.mark.full
 def test_options_go_into_the_recipe_and_are_said(run_copy: Path, moeq: ForkServer) -> None:
     done = moeq.run("assign", "--out", run_copy, "--code-bits", "3", "--method", "frequency")
     said = [line for line in done.stderr.splitlines() if line.startswith(RECIPE)]
@@ -83,6 +84,7 @@ def test_a_stage_command_that_changes_nothing_writes_nothing(run_copy: Path) -> 
     assert differing(before, tree(run_copy)) == set()
 
 
+@pytest.mark.full
 def test_what_was_edited_by_hand_is_kept(run_copy: Path, moeq: ForkServer) -> None:
     edited = edit(run_copy)
     assert "edited by hand, kept" in moeq.run("assign", "--out", run_copy).stderr
@@ -112,6 +114,7 @@ def test_force_makes_an_edited_assignment_anew(run_copy: Path, finished_run: Pat
     assert (run_copy / ASSIGNMENT).read_bytes() == (finished_run / ASSIGNMENT).read_bytes()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("command", ["run", "assign"])
 def test_an_edit_without_a_record_is_kept(run_copy: Path, command: str) -> None:
     edited = edit(run_copy)
@@ -165,6 +168,7 @@ def test_a_directory_that_cannot_be_exchanged_is_put_back(tmp_path: Path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", ["profile", "losses", "quantize", "export", "eval", "estimate", "report"])
 def test_a_failure_on_the_way_loses_nothing(run_copy: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full when the record is written, the last that a stage does: what was finished before stands."""

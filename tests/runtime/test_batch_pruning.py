@@ -84,6 +84,7 @@ def compared(model: Any, beams: int, early: bool = True) -> Any:
     return rows
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize(("family", "way"), [*((f, "own") for f in OWN), *((f, "packed") for f in AS_PACKED)])
 def test_finished_sequences_reach_no_expert(family: str, way: str, beams: int) -> None:

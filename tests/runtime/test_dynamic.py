@@ -102,6 +102,7 @@ def test_every_kind_of_experts_runs(family: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("width", [2, 4])
 def test_all_high_or_all_low_is_the_static_model_exactly(width: int) -> None:
     torch.manual_seed(0)
@@ -146,6 +147,7 @@ def test_precision_follows_what_is_chosen() -> None:
         assert all(sum(row) <= dynamic.places for row in high_of(dynamic))
 
 
+@pytest.mark.full
 def test_layers_are_of_one_set_of_versions_while_another_thread_changes_them() -> None:
     dynamic, _ = made(period=1 << 30, background=True)
     kernel, stop, checked = CpuKernel(), threading.Event(), []
@@ -197,6 +199,7 @@ def test_layers_are_of_one_set_of_versions_while_another_thread_changes_them() -
     dynamic.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("nested", [False, True])
 def test_promotions_and_demotions_lose_no_block(nested: bool) -> None:
     """A million of them with MOEQ_FULL=1."""

@@ -101,6 +101,7 @@ def versions(dynamic: DynamicMoE) -> list[list[bool]]:
     return [dynamic.high(number).tolist() for number in range(len(dynamic.layers))]
 
 
+@pytest.mark.full
 def test_a_copying_reader_reads_what_the_mapping_one_does(exported: Path) -> None:
     mapped, copied = NativeReader(exported), CopyingReader(exported)
     for layer in mapped.layers[:1]:
@@ -138,6 +139,7 @@ def test_a_checkpoint_opens_in_the_form_of_a_gpu(exported: Path, monkeypatch: py
                         assert torch.equal(found.parts()[part].cpu(), tensor)  # type: ignore[union-attr]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("planes", [True, False])
 def test_versions_of_a_checkpoint_change_while_it_generates(checkpoint: Path, planes: bool) -> None:
     said: list[str] = []
@@ -180,6 +182,7 @@ def damage(path: Path, how: str) -> None:
             file.write_bytes(content)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("how", ["deleted", "truncated", "overwritten"])
 def test_damaged_replicas_leave_the_old_versions(checkpoint: Path, how: str) -> None:
     said: list[str] = []

@@ -21,6 +21,7 @@ from moeq.runtime.dynamic.model import DynamicMoE
 from moeq.runtime.dynamic.pools import HIGH, LOW
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("error", [OSError("disk read error"), ValueError("SHA-256 differs"), RuntimeError("gone")])
 @pytest.mark.parametrize("background", [False, True])
 def test_copies_that_fail_leave_the_old_versions(error: Exception, background: bool) -> None:

@@ -79,6 +79,7 @@ def tell(dynamic: DynamicMoE, chosen: list[int], steps: int) -> None:
         dynamic.step()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("width", [2, 4])
 def test_all_high_or_all_low_is_the_static_model_exactly(place: str, width: int) -> None:
     """Of high precision the whole model, of low precision a layer, since the interpreter takes its time."""
@@ -116,6 +117,7 @@ def test_biases_and_gates_of_a_family_are_its_own(place: str) -> None:
     torch.testing.assert_close(found.cpu(), wanted, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_device_that_is_behind_gets_no_block_twice(late: LateStreams, nested: bool) -> None:
     """Copies asked for from a thread, the device let on at random: at every moment what calls would read are whole
@@ -197,6 +199,7 @@ def test_decisions_wait_for_their_counts_and_passes_do_not(late: LateStreams) ->
     dynamic.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("device_is_late", [False, True])
 def test_between_passes_the_same_choices_give_the_same_decisions(
     request: pytest.FixtureRequest, place: str, device_is_late: bool
@@ -242,6 +245,7 @@ def test_what_was_seen_is_that_of_the_cpu(place: str) -> None:
             np.testing.assert_allclose(found[2], wanted[2], rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("nested", [False, True])
 def test_what_lies_on_the_device_is_what_the_budget_says(place: str, nested: bool) -> None:
     dynamic, _ = made(device=place, nested=nested)
@@ -255,6 +259,7 @@ def test_what_lies_on_the_device_is_what_the_budget_says(place: str, nested: boo
     dynamic.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("background", [False, True])
 def test_copies_that_fail_leave_the_old_versions(place: str, background: bool) -> None:
     said: list[str] = []

@@ -52,6 +52,7 @@ def packed(model: Any, layer: Any) -> Any:
     return experts
 
 
+@pytest.mark.cases(16)
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(REFUSED)))
 def test_packed_experts_compute_what_the_family_computes(family: str) -> None:
     model = build(family)
@@ -77,6 +78,7 @@ def test_packed_experts_compute_what_the_family_computes(family: str) -> None:
                 torch.testing.assert_close(found, output, rtol=1e-5, atol=2e-6 * float(scale))
 
 
+@pytest.mark.cases(28)
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(REFUSED)))
 def test_weights_are_set_where_the_family_reads_them(family: str) -> None:
     model = build(family)
@@ -152,6 +154,7 @@ def test_the_walk_sees_what_the_experts_are_given(family: str) -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("family", KINDS_OF_EXPERTS)
 def test_pads_change_no_count(family: str) -> None:
     model, of = build(family), rows(family)
@@ -164,6 +167,7 @@ def test_pads_change_no_count(family: str) -> None:
             assert (counts[row] == count_routing(seen, 1, prefill[row : row + 1])[0][0]).all()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("family", KINDS_OF_EXPERTS)
 def test_routing_of_a_streamed_model_is_that_of_hooks_on_an_ordinary_forward(family: str, tmp_path: Path) -> None:
     """Counts and weight sums of the streamed walk, all batches in lockstep, against plain hooks batch by batch."""

@@ -32,6 +32,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kernels", [True, False])
 def test_each_row_computes_with_its_own_replicas(
     family: tuple[Any, Made], kernels: bool, monkeypatch: pytest.MonkeyPatch

@@ -85,6 +85,7 @@ def calls(family: str) -> tuple[Any, list[tuple[ExpertLayer, tuple[Any, ...]]]]:
     return model, [(layer, seen[layer.name]) for layer in layers if layer.name in seen]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("family", KINDS)
 def test_every_kind_goes_through_the_kernel(family: str) -> None:
     """What the reference computes, from the same bits, which are there again afterwards."""
@@ -183,6 +184,7 @@ def test_moves_that_change_nothing_leave_the_kernel_what_it_has() -> None:
     assert experts.reason is None
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "cohere2_moe", "llama4_text", "dbrx",
                                     "jetmoe", "switch_transformers"])  # fmt: skip
 def test_a_loaded_model_gives_the_same_tokens(

@@ -58,6 +58,7 @@ def layers_apart(model: Any) -> dict[str, str]:
     return dict.fromkeys([*names, *layers[:-1]], "cpu") | {layers[-1]: "disk"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_device_maps_and_offload_change_nothing(family: str, exported: Exported, tmp_path: Path) -> None:
     folder = exported(family)
@@ -87,6 +88,7 @@ def test_a_shared_head_works_when_the_embeddings_are_on_the_disk(exported: Expor
     assert model.get_submodule("model.embed_tokens").reason == OFFLOADED
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_dtype_leaves_what_is_stored(family: str, exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEQ_KERNEL", "reference")  # in bf16 other last bits may choose another expert
@@ -105,6 +107,7 @@ def test_another_dtype_leaves_what_is_stored(family: str, exported: Exported, mo
         model.half()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_in_shards_and_loaded_again_it_is_the_same(
@@ -118,6 +121,7 @@ def test_saved_in_shards_and_loaded_again_it_is_the_same(
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_copies_and_state_dicts_are_whole(family: str, exported: Exported) -> None:
     model, other = load(exported(family)), load(exported(family))
@@ -154,6 +158,7 @@ def test_a_pipeline_runs_it(exported: Exported) -> None:
     assert len(found) > len("def main")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_gradients_pass_through_packed_experts(family: str, exported: Exported) -> None:
     """The gradient of the inputs is what finite differences say; nothing packed asks for one."""

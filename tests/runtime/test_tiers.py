@@ -26,6 +26,7 @@ def load(folder: Path) -> Any:
     return load_checkpoint(folder, torch.float32, CPU)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "cohere2_moe"])
 def test_a_placed_model_computes_what_it_computes_on_one_device(family: str, exported: Exported) -> None:
     """Rows, their choices and weights go to the other device once a layer, and their sum comes back once."""

@@ -65,6 +65,7 @@ def moeq_assign(context: Context, out: Path, *options: str) -> dict[str, object]
     return found
 
 
+@pytest.mark.full
 def test_every_method_is_an_entry_of_compare(finished: Context) -> None:
     rows = {row.name: row for row in evaluate.load(finished).rows}
     assert {"f", "o", "m", "s", "b", "w"} <= set(rows)
@@ -243,6 +244,7 @@ def test_a_target_that_cannot_load_it(finished: Context, tmp_path: Path) -> None
     assert all(len({expert["bits"] for expert in layer["experts"]}) == 1 for layer in read["layers"])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("others", ["{}", "{attention: 4, dense: 3, embeddings: 8, head: 8}"])
 def test_size_is_that_of_the_whole_checkpoint(tiny_qwen: Path, finished: Context, tmp_path: Path, others: str) -> None:
     sizes = CheckpointSize(context_of(tiny_qwen, tmp_path, f"others={others}"))

@@ -59,6 +59,7 @@ def found(measured: Context, speed: float | None, hardware: str, *changes: str) 
     return made, told, sensitivity.objective(inputs, made)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("hardware", "name", "speeds"), CASES)
 def test_the_estimator_confirms_the_speed_and_faster_costs_more(
     measured: Context, hardware: str, name: str, speeds: tuple[int, ...]

@@ -71,6 +71,7 @@ def test_a_text_is_not_read_for_what_is_refused_anyway(
     assert re.search(message, run), run
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("part", ["corpus", "eval.perplexity"])
 @pytest.mark.parametrize("kind", ["short", "large and short", "row", "encoding"])
 def test_a_plan_refuses_the_text_that_a_run_refuses(

@@ -49,6 +49,7 @@ def tokens_of_experts(out: Path) -> dict[tuple[int, int], int]:
     return {(row["layer"], row["expert"]): row["calibration_tokens"] for row in rows}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("overrides", [(), ("losses.min_tokens=30",), ("losses.min_tokens=5", "profile.min_tokens=37")])
 def test_the_profile_counts_what_losses_finds(tiny_mixtral: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     one = context(tiny_mixtral, tmp_path, *overrides)

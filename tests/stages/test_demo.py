@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from moeq import pipeline, results
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -13,6 +15,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 SMALLER = ("corpus.sequences=32", "eval.perplexity.sequences=32", "eval.limit=2", "quantize.tune={steps: 8}")
 
 
+@pytest.mark.full
 def test_what_is_exported_is_the_best_at_its_size_and_the_paper_stands_beside_it(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPE, SMALLER)
     context = Context(recipe=recipe, model_name=str(recipe.model), out=tmp_path, reporter=Reporter(quiet=True))

@@ -104,6 +104,7 @@ def converted(images: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return images
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["ViT", "DeiT"])
 def test_a_dense_one_is_planned_folded_and_made_integer(models: dict[str, Path], converted: Path, name: str) -> None:
     """By the recipe as it is; its files are as large as was planned, and the rest is refused."""

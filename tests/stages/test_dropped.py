@@ -72,6 +72,7 @@ def edit(context: Context, *places: tuple[int, int]) -> None:
     path.write_text(json.dumps(content))
 
 
+@pytest.mark.full
 def test_nothing_is_stored_of_them(finished: Context) -> None:
     gone, folder = dropped(finished), finished.directory("export")
     assert 0 < len(gone) < 16
@@ -145,6 +146,7 @@ def test_it_is_verified_and_converted(finished: Context, tmp_path: Path) -> None
         assert (forward(other, IDS).logits - wanted).norm() < 2e-3 * wanted.norm()
 
 
+@pytest.mark.full
 def test_the_others_make_up_for_them(finished: Context, tmp_path: Path) -> None:
     """Refined with its layer, what is left answers for what is gone; dropped experts stay so, by hand or not."""
     out = tmp_path / "run"

@@ -82,6 +82,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return run(request.getfixturevalue(fixture), tmp_path_factory.mktemp("run") / request.param, overrides)
 
 
+@pytest.mark.cases(1)
 def test_manifest_alone_rebuilds_every_expert(finished: Context) -> None:
     """A reader without moeq gives the dequantized weights, in every replica."""
     folder = finished.directory("export")
@@ -124,6 +125,7 @@ def test_bytes_on_disk_are_what_the_manifest_states(finished: Context) -> None:
     assert files - headers == found["tensor_bytes_on_disk"]
 
 
+@pytest.mark.cases(1)
 def test_logits_equal_the_dequantized_models(finished: Context) -> None:
     ids = torch.arange(3, 63).reshape(2, 30)
     packed = AutoModelForCausalLM.from_pretrained(finished.directory("export"), dtype=torch.float32)
@@ -150,6 +152,7 @@ def test_everything_but_the_experts_is_untouched(finished: Context) -> None:
     assert config != source.config == unhooked(config)
 
 
+@pytest.mark.cases(1)
 def test_saving_again_keeps_weights_and_the_guard(finished: Context, tmp_path: Path) -> None:
     ids = torch.arange(3, 33)[None]
     first = AutoModelForCausalLM.from_pretrained(finished.directory("export"))
@@ -178,6 +181,7 @@ def test_evaluated_rows_and_card(finished: Context) -> None:
     assert finished.model.source.name in card
 
 
+@pytest.mark.cases(2)
 def test_generation_runs_on_the_export(finished: Context) -> None:
     from moeq.generation import generate
 
@@ -214,6 +218,7 @@ def test_unpacked_corpus_profiles_only_real_tokens(tiny_mixtral: Path, tmp_path:
     assert outcome.record.summary["tokens"] == int(calibration.mask.sum()) < calibration.ids.numel()
 
 
+@pytest.mark.full
 def test_a_hand_edited_assignment_is_kept_and_used(tiny_mixtral: Path, tmp_path: Path) -> None:
     overrides = ("losses.group_size=16", "assign={method: uniform, bits: 2}")
     context = run(tiny_mixtral, tmp_path / "run", overrides)
@@ -227,6 +232,7 @@ def test_a_hand_edited_assignment_is_kept_and_used(tiny_mixtral: Path, tmp_path:
     assert all(o.skipped for o in pipeline.run(context))
 
 
+@pytest.mark.full
 def test_the_demo_recipe_runs_on_any_model(tiny_qwen: Path, tmp_path: Path) -> None:
     overrides = ["corpus.sequence_length=64", "corpus.sequences=12", "eval.perplexity.sequence_length=64",
                  "eval.perplexity.sequences=6", "eval.limit=2"]  # fmt: skip

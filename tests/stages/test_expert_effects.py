@@ -167,6 +167,7 @@ def test_streamed_equals_loaded(finished: Context, tmp_path: Path) -> None:
     assert found == whole
 
 
+@pytest.mark.full
 def test_families_whose_layers_read_more_run_whole(tmp_path: Path) -> None:
     """Each decoder layer that cannot be begun at is named; the effects are those of whole passes."""
     model = save("switch_transformers", tmp_path / "model")

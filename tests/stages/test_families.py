@@ -132,6 +132,7 @@ def record(row: Support) -> None:
     RECORD.write_text(json.dumps([dataclasses.asdict(one) for one in ordered], indent=1) + "\n")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "family", [f if f in REQUIRED else pytest.param(f, marks=pytest.mark.full) for f in sorted(family_models.FAMILIES)]
 )

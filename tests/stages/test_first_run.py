@@ -101,6 +101,7 @@ def test_the_bundled_model_in_one_line_and_what_it_says_to_do_next(empty: Path) 
     assert run("recipe", "moeq-out/tiny-mixtral/recipe.yaml")["corpus"] == recipe["corpus"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_model_of_any_family(family: str, empty: Path) -> None:
     family_models.save(family, empty / family)
@@ -114,6 +115,7 @@ def test_a_random_model_of_any_family(family: str, empty: Path) -> None:
     follow(finished["next"], but=("another size",))
 
 
+@pytest.mark.full
 def test_an_image_classifier(empty: Path) -> None:
     images = ("corpus.sequences=16", "eval.images.images=16", "corpus.source=digits", ALONE)
     changes = [word for setting in images for word in ("--set", setting)]
@@ -122,6 +124,7 @@ def test_an_image_classifier(empty: Path) -> None:
     assert set(follow(finished["next"], but=("another size", "check it"))) == {"elsewhere", "from Python"}
 
 
+@pytest.mark.full
 def test_an_encoder_decoder(empty: Path) -> None:
     family_models.save("switch_transformers", empty / "switch")
     finished = first_run("switch", settings=(*QUICK, *EVALUATED, ALONE))
@@ -141,6 +144,7 @@ def test_the_trained_models_beside_the_repository(name: str, empty: Path) -> Non
     follow(finished["next"])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("preset", preset_names())
 def test_every_preset_fits_language_models_or_image_classifiers(preset: str, empty: Path) -> None:
     """As far as the plan of a run looks: keys that the model cannot have, budgets, text, positions."""
@@ -167,6 +171,7 @@ def test_a_dense_model_has_nothing_to_do(empty: Path) -> None:
     assert not Path("moeq-out").exists()
 
 
+@pytest.mark.full
 def test_words_at_the_end_and_on_the_way(empty: Path, capfd: pytest.CaptureFixture[str]) -> None:
     changes = [word for setting in (*QUICK, *EVALUATED, ALONE) for word in ("--set", setting)]
     words = ["run", "bundled:tiny-mixtral", "--text", "../my text.txt", "--preset", "paper-002", *changes]

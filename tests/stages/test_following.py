@@ -38,6 +38,7 @@ def context(folder: Path, *changes: str) -> Context:
     return Context(recipe=recipe, model_name=str(folder / "model"), out=folder / "run", reporter=Reporter(quiet=True))
 
 
+@pytest.mark.full
 def test_rows_of_the_checkpoint_whose_precision_follows(tmp_path: Path) -> None:
     """Without memory it has that of its own assignment, all low; with enough, every expert is high."""
     run = context(tmp_path)

@@ -122,6 +122,7 @@ def test_damage_is_named(finished: Path, tmp_path: Path) -> None:
         reader.expert(reader.layers[0], 2)
 
 
+@pytest.mark.full
 def test_a_format_is_written_once_and_again_when_it_is_damaged(model: Path, tmp_path: Path) -> None:
     changes = (
         "others.head=null",
@@ -219,6 +220,7 @@ def test_what_gguf_cannot_carry_is_said_before_anything_runs(
     assert not list((tmp_path / "run").glob("profile*"))
 
 
+@pytest.mark.full
 def test_plan_counts_them(model: Path, tmp_path: Path) -> None:
     changes = ("others.head=null", "losses.bits=[2, 3, 4]", "assign.method=uniform", "assign.code_bits=null",
                "assign.bits=4", "export.formats=[gptqmodel, dequantized]",

@@ -93,6 +93,7 @@ def test_every_position_of_an_image_counts_and_as_prefill(whole: Context) -> Non
     assert found.corpus == ("digits",)
 
 
+@pytest.mark.full
 @pytest.mark.fresh_process
 def test_the_checkpoint_loads_with_the_auto_class_and_verifies_in_a_fresh_process(whole: Context) -> None:
     directory = whole.directory("export")
@@ -141,6 +142,7 @@ def test_the_copied_recipe_runs_again_and_nothing_is_made_twice(whole: Context) 
     assert [outcome.stage for outcome in pipeline.run(again) if not outcome.skipped] == []
 
 
+@pytest.mark.full
 def test_a_streamed_run_gives_the_same_figures(whole: Context, tmp_path: Path) -> None:
     context = context_of(tmp_path / "run", "export.verify=false", "stream=always", "eval.compare=[]")
     pipeline.run(context, (*TO_EXPORT, "eval"))
@@ -150,6 +152,7 @@ def test_a_streamed_run_gives_the_same_figures(whole: Context, tmp_path: Path) -
     assert (found.logit_error, found.cross_entropy) == (wanted.logit_error, wanted.cross_entropy)
 
 
+@pytest.mark.full
 def test_a_dequantized_copy_is_verified_by_the_moeq_that_brings_the_model(tmp_path: Path) -> None:
     context = context_of(tmp_path / "run", "export.formats=[dequantized]", "losses.expert_effects.experts=1")
     pipeline.run(context, TO_EXPORT)

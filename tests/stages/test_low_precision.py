@@ -69,6 +69,7 @@ def alone(one: Context, low: list[set[int]], bits: int, high: int) -> float:
     return float(found["perplexity"])
 
 
+@pytest.mark.full
 def test_the_ends_are_the_original_and_the_uniform_assignment(finished: Context) -> None:
     rows = {row.name: row.perplexity for row in evaluate.load(finished).rows}
     first = report_of(finished).sweeps[0]
@@ -100,6 +101,7 @@ def test_the_page_shows_the_curves(finished: Context) -> None:
     assert "random 2" in page
 
 
+@pytest.mark.full
 def test_a_streamed_model_gives_the_same(finished: Context, tiny_mixtral: Path, tmp_path: Path) -> None:
     streamed = context(tiny_mixtral, tmp_path / "run", SWEEPS, "stream=always")
     pipeline.run(streamed, STAGES)

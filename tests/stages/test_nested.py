@@ -37,6 +37,7 @@ def manifest_of(context: Context) -> Any:
     return json.loads((context.directory("export") / "placement.json").read_text("utf-8"))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("quantizer", ["gptq", "best"])
 @pytest.mark.parametrize("symmetric", ["false", "true"])
 def test_every_replica_of_the_checkpoint_is_the_stores(
@@ -69,6 +70,7 @@ def test_every_replica_of_the_checkpoint_is_the_stores(
     inspection.check_checkpoint(folder, Reporter(quiet=True))
 
 
+@pytest.mark.full
 def test_narrow_codes_are_leading_bits_in_the_store_too(tiny_mixtral: Path, tmp_path: Path) -> None:
     context = made(tiny_mixtral, tmp_path, "losses.nested=true")
     index = load_index(context)
@@ -81,6 +83,7 @@ def test_narrow_codes_are_leading_bits_in_the_store_too(tiny_mixtral: Path, tmp_
             assert wide.scales.equal(narrow.scales)
 
 
+@pytest.mark.full
 def test_other_replicas_take_fewer_bytes(tiny_mixtral: Path, tmp_path: Path) -> None:
     apart, shared = (
         made(tiny_mixtral, tmp_path / nested, f"losses.nested={nested}", "losses.bits=[1, 2, 3, 4]")
@@ -97,6 +100,7 @@ def test_other_replicas_take_fewer_bytes(tiny_mixtral: Path, tmp_path: Path) -> 
     assert sizes[1] - dense < 0.75 * (sizes[0] - dense)
 
 
+@pytest.mark.full
 def test_a_width_alone_is_the_same_as_with_the_others(tiny_mixtral: Path, tmp_path: Path) -> None:
     alone = load_recipe(None, [*SMALL, "losses.nested=true", "losses.bits=[3]", "assign={method: uniform, bits: 3}",
                                "eval.compare=[]"])  # fmt: skip

@@ -117,6 +117,7 @@ def modules_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 LONG = {"granitemoehybrid", "phimoe", "switch_transformers"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "family", [pytest.param(one, marks=pytest.mark.full) if one in LONG else one for one in sorted(FAMILIES)]
 )
@@ -148,6 +149,7 @@ def test_what_is_exported_is_what_was_evaluated(family: str, tmp_path: Path) -> 
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5  # kernels add up in another order
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 def test_codes_in_the_checkpoint_are_those_of_the_numerics(deepseek: Path, tmp_path: Path, method: str) -> None:
     """Hessians from plain hooks on an ordinary forward pass, sequence by sequence, held-out ones and pads left out."""
@@ -230,6 +232,7 @@ def test_errors_in_the_table_are_those_of_held_out_rows(deepseek: Path, tmp_path
         assert row.relative_error == pytest.approx(error, rel=2e-3), row.module
 
 
+@pytest.mark.full
 def test_a_streamed_run_writes_the_same_bytes(deepseek: Path, tmp_path: Path) -> None:
     reads: list[int] = []
     whole = run(deepseek, tmp_path / "whole", ALL, stages=TO_EVAL)
@@ -266,6 +269,7 @@ def test_the_original_stays_the_original(tied: Path, tmp_path: Path) -> None:
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
+@pytest.mark.full
 def test_compared_assignments_have_the_same_rest(deepseek: Path, tmp_path: Path) -> None:
     made = run(deepseek, tmp_path / "run", ALL, "eval.compare=[{name: again, method: uniform, bits: 2}]",
                stages=TO_EVAL)  # fmt: skip
@@ -285,6 +289,7 @@ def test_compared_assignments_have_the_same_rest(deepseek: Path, tmp_path: Path)
     assert not list(plain.directory("losses").glob("others*"))
 
 
+@pytest.mark.full
 def test_neither_touches_what_the_store_has_of_the_other(
     deepseek: Path, tmp_path: Path, modules_made: list[str]
 ) -> None:
@@ -310,6 +315,7 @@ def test_neither_touches_what_the_store_has_of_the_other(
     assert content(back.directory("losses")) == content(run(deepseek, tmp_path / "new", ALL).directory("losses"))
 
 
+@pytest.mark.full
 def test_a_setting_makes_only_what_reads_it(deepseek: Path, tmp_path: Path, modules_made: list[str]) -> None:
     first = run(deepseek, tmp_path / "run", ALL)
     experts = {name: data for name, data in content(first.store).items() if sets(first)["experts"] in name}
@@ -321,6 +327,7 @@ def test_a_setting_makes_only_what_reads_it(deepseek: Path, tmp_path: Path, modu
         assert {name: data for name, data in content(again.store).items() if sets(first)["experts"] in name} == experts
 
 
+@pytest.mark.full
 def test_gc_keeps_what_a_run_names_and_drops_the_rest(deepseek: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     wanted = content(run(deepseek, tmp_path / "new", "others={attention: 4}").store)
@@ -360,6 +367,7 @@ def test_an_interrupted_layer_is_the_only_one_made_again(
     assert content(resumed.store) == content(whole.store)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("damage", ["flipped", pytest.param("truncated", marks=pytest.mark.full), "deleted"])
 def test_a_damaged_store_is_named_and_mended(
     deepseek: Path, tmp_path: Path, damage: str, modules_made: list[str]
@@ -437,6 +445,7 @@ def test_loading_without_moeq_fails_by_these_guards_alone(deepseek: Path, tmp_pa
         type(plain).from_pretrained(folder)
 
 
+@pytest.mark.full
 def test_inspect_finds_a_flipped_bit(deepseek: Path, tmp_path: Path) -> None:
     made = run(deepseek, tmp_path / "run", ALL, stages=tuple(pipeline.BY_NAME))
     assert "What else was packed" in (made.directory("report") / "report.html").read_text()

@@ -16,6 +16,7 @@ from stages.test_reparam_vit import context_of, model_of, reparam
 WANTED = ("reparam.integer.vectors=1", "reparam.integer.schemes=false", "eval.images.images=8")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("tasks", [1, 2])
 def test_every_task_of_a_run_is_a_file(tmp_path: Path, tasks: int) -> None:
     pytest.importorskip("onnx", reason="onnx is not installed: pip install '.[onnx]'")
@@ -30,6 +31,7 @@ def test_every_task_of_a_run_is_a_file(tmp_path: Path, tasks: int) -> None:
     assert files == ({"model.onnx"} if tasks == 1 else {"task-0/model.onnx", "task-1/model.onnx"})
 
 
+@pytest.mark.full
 def test_qonnx_lies_beside(tmp_path: Path) -> None:
     pytest.importorskip("onnx", reason="onnx is not installed: pip install '.[onnx]'")
     model = model_of(tmp_path / "model")

@@ -129,6 +129,7 @@ def edit(context: Context, **change: object) -> None:
     path.write_text(json.dumps(found))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("bits", "widths", "message"),
     [
@@ -152,6 +153,7 @@ def test_hand_edits_that_make_no_sense(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_matrix_left_as_it_is_and_who_made_the_others(tiny_mixtral: Path, tmp_path: Path) -> None:
     """By hand: gate as in the checkpoint, up and down at 3 bits by the best method; not to be refined."""
     context = run(tiny_mixtral, tmp_path, "assign={method: uniform, bits: 2, quantizer: best}", "dtype=float32")
@@ -186,6 +188,7 @@ def predictions(context: Context, model: Any) -> torch.Tensor:
     return torch.cat([forward(model, b.input_ids, b.mask.long()).logits[b.mask] for b in batches])
 
 
+@pytest.mark.full
 def test_refined_at_the_widths_of_matrices(tiny_mixtral: Path, tmp_path: Path) -> None:
     context = run(tiny_mixtral, tmp_path, OPTIMAL, "quantize.refine={iterations: 20}", "dtype=float32")
     changed = 0
@@ -206,6 +209,7 @@ def test_refined_at_the_widths_of_matrices(tiny_mixtral: Path, tmp_path: Path) -
     torch.testing.assert_close(predictions(context, packed), outputs[2], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h"])  # biases; two matrices
 def test_other_kinds_of_experts(family: str, tmp_path: Path) -> None:
     model = family_models.save(family, tmp_path / "model")

@@ -56,6 +56,7 @@ def divergence(context: Context, *, refined: bool) -> float:
     return float((wanted.exp() * (wanted - found)).sum(-1).mean())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("family", "grid"),
     [
@@ -83,6 +84,7 @@ def test_refined_experts_are_nearer_to_the_original_and_in_the_checkpoint(
     assert makers.count("gptq+refined") > len(makers) / 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("family", "links"),
     [
@@ -106,6 +108,7 @@ def test_families_whose_experts_are_not_simply_added(
     assert divergence(context, refined=True) < 0.9 * divergence(context, refined=False)
 
 
+@pytest.mark.full
 def test_streamed_and_loaded_give_the_same_bytes(tiny_mixtral: Path, tmp_path: Path) -> None:
     contexts = [
         run(tiny_mixtral, tmp_path / how, REFINE, f"stream={how}", "quantize.replicas=all", "assign.quantizer=best")
@@ -119,6 +122,7 @@ def test_streamed_and_loaded_give_the_same_bytes(tiny_mixtral: Path, tmp_path: P
     assert first == second
 
 
+@pytest.mark.full
 def test_other_widths_stay_as_stored(tiny_mixtral: Path, tmp_path: Path) -> None:
     plain = run(tiny_mixtral, tmp_path, "quantize.replicas=all")
     before = [load_file(path) for path in quantize.files(plain.directory("quantize"))]
@@ -169,6 +173,7 @@ def test_a_killed_run_goes_on_with_the_next_layer(
     assert digests[0] == digests[1]
 
 
+@pytest.mark.full
 def test_a_damaged_or_changed_layer_is_trained_again(
     tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +202,7 @@ def test_losses_of_other_text_are_refused(tiny_mixtral: Path, tmp_path: Path) ->
         pipeline.run_alone(other, "quantize")
 
 
+@pytest.mark.full
 def test_the_model_is_as_it_was_afterwards(tiny_mixtral: Path, tmp_path: Path) -> None:
     """Refining overwrites the loaded experts; the next stage has the checkpoint's again."""
     context = run(tiny_mixtral, tmp_path, stages=("profile", "losses", "assign"))

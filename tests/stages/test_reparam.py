@@ -118,6 +118,7 @@ def test_zero_points_go_into_the_biases_on_disk(tmp_path: Path) -> None:
     assert {norm.mode for norm in read_reparam(tmp_path / "scales" / "reparam").norms} == {"scale-only"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["gpt_oss", "aria_text", "qwen3_next", "deepseek_v2"])
 def test_families_keep_their_names_on_disk(family: str, tmp_path: Path) -> None:
     model = save(family, tmp_path / "model")
@@ -189,6 +190,7 @@ def test_a_run_goes_on_with_the_folded_model(tiny_mixtral: Path, tmp_path: Path)
     assert torch.equal(norm, tensors(tmp_path / "reparam" / FOLDED)["model.layers.0.input_layernorm.weight"])
 
 
+@pytest.mark.full
 def test_what_changes_in_the_section_is_made_again(tiny_mixtral: Path, tmp_path: Path) -> None:
     stages = ("reparam", "profile")
     pipeline.run(context_of(tiny_mixtral, tmp_path, QUICK), stages)
@@ -217,6 +219,7 @@ def test_without_the_section_its_defaults_are_used(tiny_mixtral: Path, tmp_path:
     assert read_reparam(tmp_path / "reparam").samples == 10  # all that the corpus has
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("family", "overrides", "error", "message"),
     [
@@ -244,6 +247,7 @@ def test_norms_by_pattern(tiny_mixtral: Path, tmp_path: Path) -> None:
     assert report.left["model.layers.0.post_attention_layernorm"] == "not among reparam.norms"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
@@ -289,6 +293,7 @@ def int8_of_the_bundled_model(out: Path, *overrides: str) -> PerplexityRow:
     return report.perplexity
 
 
+@pytest.mark.full
 def test_the_fold_helps_where_activations_are_narrow(tmp_path: Path) -> None:
     found = int8_of_the_bundled_model(
         tmp_path, "corpus.sequence_length=256", "reparam.bits=6", "eval.perplexity.sequences=3"

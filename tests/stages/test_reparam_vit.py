@@ -104,6 +104,7 @@ def test_images_whose_routing_ties_are_counted_and_left_out(tmp_path: Path) -> N
     assert found.error < 1e-5
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_task_has_its_router_folded(biased: bool, tmp_path: Path) -> None:
     model = model_of(tmp_path / "model", num_tasks=3, num_labels=[10, 10, 4], router_bias=biased)

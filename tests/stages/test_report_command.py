@@ -46,6 +46,7 @@ def values_of(path: Path) -> list[float]:
         return [float(row["value"] or "nan") for row in csv.DictReader(file)]
 
 
+@pytest.mark.full
 def test_every_map_is_a_drawing_beside_its_values(finished: Context, tmp_path: Path) -> None:
     arguments = ["report", "--out", str(finished.out), "--maps", str(tmp_path / "maps"), "--json", "--quiet"]
     result = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from moeq import inspection, pipeline
 from moeq.artifacts.manifest import read_manifest
@@ -23,6 +24,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_best_takes_signround_where_it_loses_least(tiny_mixtral: Path, tmp_path: Path) -> None:
     recipe = load_recipe(None, SMALL)
     context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path, reporter=Reporter(quiet=True))

@@ -86,6 +86,7 @@ def store_bytes(context: Context) -> dict[str, bytes]:
     return {name: data for name, data in content(context.store).items() if not name.endswith(".lock")}
 
 
+@pytest.mark.full
 def test_further_widths_are_made_alone(
     tiny_mixtral: Path, tmp_path: Path, calls: list[tuple[int, tuple[str, ...], tuple[int, ...]]]
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_call_makes_replicas_by_one_method_only() -> None:
     assert [[(one.method, one.bits) for one in call] for call in apart] == [[("gptq", 2)], [("rtn", 2), ("rtn", 3)]]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("how", ["recipe", "environment"])
 def test_runs_share_a_store(
     tiny_mixtral: Path,
@@ -201,6 +203,7 @@ def test_runs_share_a_store(
     assert load_recipe(tmp_path / "alone" / "recipe.yaml").store is None
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted", "rows"])
 def test_a_damaged_store_is_named_and_mended(
     tiny_mixtral: Path, tmp_path: Path, damage: str, calls: list[tuple[int, tuple[str, ...], tuple[int, ...]]]
@@ -283,6 +286,7 @@ def test_an_interrupted_layer_is_the_only_one_made_again(
     assert store_bytes(resumed) == store_bytes(whole)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("replicas", ["placed", "all"])
 def test_best_takes_each_experts_replica_from_the_method_that_lost_least(
     tiny_qwen: Path, tmp_path: Path, replicas: str

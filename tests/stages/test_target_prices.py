@@ -37,6 +37,7 @@ def refused(context: Context, name: str, bits: int) -> tuple[str, str] | None:
     return export.refused(context, name, widths, context.recipe.losses.encoding)
 
 
+@pytest.mark.cases(1)
 def test_a_price_is_had_where_the_format_takes_a_width(priced: Context) -> None:
     prices = {price["target"]: price for price in frontier.prices(priced)}
     assert set(prices) == set(targets())

@@ -34,6 +34,7 @@ def qa(tmp_path: Path) -> Path:
     return tmp_path / "qa.jsonl"
 
 
+@pytest.mark.full
 def test_what_a_source_says_decides_the_stages(tiny_mixtral: Path, tmp_path: Path, qa: Path) -> None:
     def skipped(source: Any, *overrides: str) -> bool:
         return pipeline.run(context(tiny_mixtral, tmp_path / "run", source, *overrides), ("profile",))[0].skipped

@@ -58,6 +58,7 @@ def agrees(trace: RoutingTrace, one: Context) -> None:
             assert np.allclose(sequence_scores(trace, layer, tokens), scores, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("stream", ["never", "always"])
 def test_the_trace_says_what_the_profile_says(family: str, stream: str, tmp_path: Path) -> None:
@@ -121,6 +122,7 @@ def test_documents_of_unequal_length_and_growing_text(tiny_mixtral: Path, tmp_pa
     assert trace.domains == one.text.grown_calibration.domains
 
 
+@pytest.mark.full
 def test_switching_it_on_changes_no_other_byte_and_runs_nothing_else(tiny_mixtral: Path, tmp_path: Path) -> None:
     stages = ("profile", "losses", "assign")
     plain = context(tiny_mixtral, tmp_path)
@@ -144,6 +146,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_trace_is_recorded_again(tiny_mixtral: Path, tmp_path: Path, damage: str) -> None:
     one = context(tiny_mixtral, tmp_path, TRACED)

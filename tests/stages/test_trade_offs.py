@@ -46,6 +46,7 @@ def row(point: TradeOff) -> tuple[float, ...]:
     return point.expert_bytes, point.objective, -point.tokens_per_second
 
 
+@pytest.mark.full
 def test_no_point_beats_another_and_the_runs_own_is_among_them(assigned: Context, points: list[TradeOff]) -> None:
     """8x22B at 8 bits does not fit the GPU of 80 GB: both policies stand there."""
     assert [p.tokens_per_second for p in points] == sorted((p.tokens_per_second for p in points), reverse=True)
@@ -62,6 +63,7 @@ def test_no_point_beats_another_and_the_runs_own_is_among_them(assigned: Context
     assert [(p.expert_bytes, p.objective) for p in own] == [(summary["expert_bytes"], summary["objective"])]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["--bits", "--speed"])
 def test_commands_make_their_points(assigned: Context, points: list[TradeOff], tmp_path: Path, kind: str) -> None:
     some = [p for p in points if p.command is not None and ("--speed" in p.command) == (kind == "--speed")]

@@ -73,6 +73,7 @@ def test_inspect_says_how_many_states(run: Context) -> None:
     assert json.loads(shown.output)["trellis_states"] == 1 << STATES
 
 
+@pytest.mark.full
 def test_another_reader_has_the_same_values(run: Context) -> None:
     import moeq
 

@@ -123,6 +123,7 @@ def test_tuned_scales_are_in_the_checkpoint_and_nothing_else_is_changed(plain: C
     assert {"rtn", "rtn+tuned"} <= makers(tuned)
 
 
+@pytest.mark.full
 def test_scales_of_trellis_codes_of_a_trained_model(tmp_path: Path) -> None:
     where = "bundled:tiny-mixtral", tmp_path / "run"
     context = run(*where, *TRELLIS, TUNE, stages=(*BEFORE, "quantize"))
@@ -131,6 +132,7 @@ def test_scales_of_trellis_codes_of_a_trained_model(tmp_path: Path) -> None:
     assert "trellis+tuned" in makers(context)
 
 
+@pytest.mark.full
 def test_what_is_not_better_beyond_chance_leaves_every_byte(tiny_mixtral: Path, out: Path, plain: Context) -> None:
     context = run(tiny_mixtral, out, *GRID, TUNE, "quantize.tune.learning_rate=1e6")
     assert not told(context).is_better
@@ -139,6 +141,7 @@ def test_what_is_not_better_beyond_chance_leaves_every_byte(tiny_mixtral: Path, 
     assert "kept as they were" in told(context).told()
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_and_gives_the_same_bytes(
     tiny_mixtral: Path, out: Path, tuned: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +184,7 @@ def test_a_damaged_state_is_none(tmp_path: Path) -> None:
     assert files.read(torch.zeros(5)) is None
 
 
+@pytest.mark.full
 def test_more_text_than_was_calibrated_on_and_few_logits_of_it(
     tiny_mixtral: Path, out: Path, tuned: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +265,7 @@ def test_what_it_cannot_go_with(change: tuple[str, ...], why: str, tiny_mixtral:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_a_streamed_model_is_tuned_layer_by_layer(tiny_mixtral: Path, tmp_path: Path) -> None:
     """As refining is, but codes stay; what it lost is less, and it goes on where it was killed."""
     streamed = (*TRELLIS, "stream=always")

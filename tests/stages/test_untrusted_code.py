@@ -110,6 +110,7 @@ def untrusted(tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> t
     return run(model, folder / "run")
 
 
+@pytest.mark.full
 def test_without_trust_no_code_of_the_model_is_in_any_checkpoint(
     untrusted: tuple[Context, list[str]], modules_apart: Path
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_folded_model_is_a_copy_like_any_other(untrusted: tuple[Context, list[
     assert sum("left out: modeling_own.py" in line for line in said) == 1
 
 
+@pytest.mark.full
 def test_with_trust_it_goes_along_and_is_listed(tiny_mixtral: Path, tmp_path: Path, modules_apart: Path) -> None:
     model = with_code(tiny_mixtral, tmp_path / "model", model_code=False)
     context, said = run(model, tmp_path / "run", "trust_remote_code=true")

@@ -108,6 +108,7 @@ def test_codes_and_scales_are_those_of_the_folded_weights(tiny_mixtral: Path, tm
     assert set(check_sums(checkpoint).files) >= {"config.json", "model.safetensors.index.json"}
 
 
+@pytest.mark.full
 def test_config_says_how_every_linear_computes(tmp_path: Path) -> None:
     """Routers and their like are named, as vLLM has them as linears; those of experts have a group of their own."""
     model = save("qwen2_moe", tmp_path / "model")
@@ -186,6 +187,7 @@ def test_a_format_names_it_too(tiny_mixtral: Path, tmp_path: Path) -> None:
         stage.wanted(unfolded)
 
 
+@pytest.mark.full
 def test_transformers_and_compressed_tensors_compute_the_simulation(
     dense: Path, tiny_mixtral: Path, tmp_path: Path
 ) -> None:
@@ -212,6 +214,7 @@ def test_transformers_and_compressed_tensors_compute_the_simulation(
         assert got["quantized"] == (14 if job["twin"] is None else 8)
 
 
+@pytest.mark.full
 def test_transformers_refuses_experts_of_their_own(tiny_mixtral: Path, tmp_path: Path) -> None:
     """Why the test above builds such models itself: 5.23 reads no int8 experts, nor plain ones beside int8 linears.
     Notices when it does."""

@@ -73,6 +73,7 @@ def left_in_memory(pid: int | None = None) -> list[Path]:
     return list(SHARED_MEMORY.glob(f"{PREFIX}{pid or os.getpid()}-*"))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["mixtral", "qwen"])
 def test_one_two_and_four_workers_make_the_same_bytes(
     family: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -97,6 +98,7 @@ def test_a_local_ray_cluster_makes_the_same_bytes(tiny_mixtral: Path, tmp_path: 
     assert losses(tiny_mixtral, tmp_path / "ray", f"workers={count}", "engine=ray") == alone
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "section",
     [
@@ -124,6 +126,7 @@ def test_what_workers_made_is_gone_on_with_by_one_process(tiny_mixtral: Path, tm
     assert grown == once
 
 
+@pytest.mark.full
 def test_a_whole_run_differs_in_its_recipe_alone(moeq: ForkServer, tiny_mixtral: Path, tmp_path: Path) -> None:
     corpus = save_short_corpus(tmp_path / "corpus.jsonl")
     recipe = tiny_recipe(tiny_mixtral, corpus, threads=1)

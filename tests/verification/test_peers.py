@@ -73,6 +73,7 @@ def plain_parts(packed: PackedWeight) -> dict[str, Tensor]:
     return handmade.gptq_parts(packed, g_idx=False)
 
 
+@pytest.mark.cases(1)
 def test_auto_round_mixed(model: Path, tmp_path: Path) -> None:
     config = handmade.auto_round_config(rules(""))
     handmade.write(model, tmp_path / "packed", config, plain_parts, widths, rename=long_names)
@@ -112,6 +113,7 @@ def test_gptqmodel_leaves_a_router_that_is_called_otherwise_empty(tmp_path: Path
     assert max(first) < 2e-3
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_compressed_tensors_of_one_width(bits: int, tmp_path: Path) -> None:
     model = handmade.model(tmp_path / "model", "qwen3_moe")
@@ -138,6 +140,7 @@ def test_compressed_tensors_mixed_loads_wrongly(tmp_path: Path) -> None:
     assert sum("(2 of its experts are off)" in problem for problem in verdict.problems) == 2
 
 
+@pytest.mark.full
 @pytest.mark.fresh_process
 def test_compressed_tensors_with_zero_points(tmp_path: Path) -> None:
     model = handmade.model(tmp_path / "model", "qwen3_moe")
@@ -185,6 +188,7 @@ def has(package: str, module: str) -> bool:
     return subprocess.run([peers.interpreter(package), "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("maker", ["auto-round", "gptqmodel", "compressed-tensors"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_peers_write(maker: str, family: str, tmp_path: Path) -> None:

@@ -230,6 +230,7 @@ def found_against(checkpoint: Path, original: Path) -> list[str]:
     return [*weights.problems, *(f"{key} is not as in {source.name}" for key in weights.changed), *settings.problems]
 
 
+@pytest.mark.cases(25)
 @pytest.mark.parametrize("name", CASES)
 def test_digests_find(name: str, checkpoint: Path) -> None:
     CASES[name].change(checkpoint)
@@ -237,6 +238,7 @@ def test_digests_find(name: str, checkpoint: Path) -> None:
         raise ArtifactError(check_native(checkpoint).files)  # what is not listed is named
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_with_digests_written_anew_the_original_finds(name: str, checkpoint: Path, model: Path) -> None:
     CASES[name].change(checkpoint)
@@ -325,6 +327,7 @@ def converted(request: pytest.FixtureRequest, native: Path, tmp_path_factory: py
     return out
 
 
+@pytest.mark.cases(1)
 def test_a_conversion_is_right(converted: Path, native: Path, wide_model: Path) -> None:
     assert not found_against(converted, wide_model)
     assert not found_against(converted, native)
@@ -357,6 +360,7 @@ def some_code(tensor: torch.Tensor) -> torch.Tensor:
     return changed
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("code", [True, False], ids=["one code", "scales negated"])
 def test_a_conversion_that_was_changed(
     code: bool, converted: Path, native: Path, wide_model: Path, tmp_path: Path
@@ -374,6 +378,7 @@ def test_a_conversion_that_was_changed(
     assert [problem.startswith(where) and UNLIKE in problem for problem in found] == [True] * (not code)
 
 
+@pytest.mark.cases(4)
 def test_settings_of_a_conversion_that_were_changed(converted: Path, wide_model: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(converted, tmp_path / "changed"))
     edit_json(folder / "config.json", lambda config: config.update(num_experts_per_tok=1, rms_norm_eps=1e-3))

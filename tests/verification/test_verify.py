@@ -98,6 +98,7 @@ def test_experts_of_the_reference_one_at_a_time(run: Path, monkeypatch: pytest.M
     assert all(layer.worst < 1e-5 and len(layer.expert_errors or ()) == 5 for layer in verdict.layers)
 
 
+@pytest.mark.full
 def test_the_command(moeq: ForkServer, run: Path) -> None:
     """The program in a process of its own, which starts the target's."""
     done = moeq.run("verify", run / "checkpoint", "--json", fresh_probe=True)
@@ -124,6 +125,7 @@ FAMILIES = (
 )  # fmt: skip
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
     verdict = check(save(family, tmp_path / "model", with_tokenizer=False))

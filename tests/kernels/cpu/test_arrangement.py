@@ -32,6 +32,7 @@ def same(one: Matrix, other: Matrix) -> bool:
     return torch.equal(one, other) and one.dtype == other.dtype
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(
     rows=some.integers(1, 40),
@@ -86,6 +87,7 @@ def test_pairs_lie_as_drawn() -> None:
     assert CODES["3"].planes == (2, 1)
 
 
+@pytest.mark.full
 def test_the_description_needs_no_compiler() -> None:
     program = "import sys, moeq_kernels.description; print('numba' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

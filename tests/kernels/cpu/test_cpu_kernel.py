@@ -45,12 +45,14 @@ def check(layer: LayerOfExperts, kernel: CpuKernel, given: list[torch.Tensor]) -
         assert error < TOLERANCE[given[0].dtype]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("tokens", [0, 1, 3, 40])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_a_mixed_layer_is_what_float64_gives(tokens: int, dtype: torch.dtype) -> None:
     check(layer_of(MIXED, 96, 64), CpuKernel(), routed(tokens, len(MIXED), 2, 96, dtype))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("tokens", "dtype"), [(1, BF16), (6, torch.float32)], ids=str)
 def test_every_form_gives_the_same(form: str, tokens: int, dtype: torch.dtype) -> None:
     check(layer_of([4, 3], 96, 64), CpuKernel(form), routed(tokens, 2, 2, 96, dtype))
@@ -62,6 +64,7 @@ def test_vectors_of_any_length_are_the_same_code(monkeypatch: pytest.MonkeyPatch
     check(layer_of([3], 32, 32), CpuKernel("neon"), routed(2, 1, 1, 32, torch.float32))
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("nested", [False, True])
 def test_products_with_bf16_rows_are_exact_but_for_the_last_rounding(bits: int, nested: bool) -> None:
@@ -72,6 +75,7 @@ def test_products_with_bf16_rows_are_exact_but_for_the_last_rounding(bits: int, 
     assert ((result - wanted).abs() <= wanted.abs() * 2.0**-8 + 1e-6 * wanted.abs().max()).all()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("rows", "inputs", "group_size", "bits"),
     [(30, 100, 24, 3), (5, 37, 7, 4), (17, 64, -1, 2), (16, 33, 32, 5), (1, 1, 1, 8), (40, 75, 128, 16)],
@@ -121,6 +125,7 @@ def test_many_rows_go_through_torch(dtype: torch.dtype) -> None:
     check(replace(layer, finish=lambda rows: rows / 2 - 1), CpuKernel(prefill=6), routed(20, len(MIXED), 2, 96, dtype))
 
 
+@pytest.mark.cases(1)
 def test_unpacked_values_are_those_of_the_weight(form: str) -> None:
     for bits, nested in ((3, False), (4, True), (8, False)):
         matrix = matrix_of(40, 72, bits, 24, nested=nested)
@@ -136,6 +141,7 @@ def spinning(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(threads, "_spinning", lambda: spin)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("spinning")
 def test_what_comes_out_does_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moeq_kernels.cpu.layer.WAKING_BYTES", 0)
@@ -148,6 +154,7 @@ def test_what_comes_out_does_not_depend_on_the_threads(monkeypatch: pytest.Monke
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("spinning")
 @pytest.mark.parametrize("bits", [3, 8, 16])
 def test_a_lone_matrix_is_shared_out_with_the_same_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +223,7 @@ def test_torchs_threads_do_the_work_where_they_spin(monkeypatch: pytest.MonkeyPa
         assert asked == [2] * wanted
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("policy", ["ACTIVE", "PASSIVE"])
 def test_a_forked_process_has_threads_of_its_own(policy: str) -> None:
     program = """

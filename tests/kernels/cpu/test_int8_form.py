@@ -67,6 +67,7 @@ def check_linear(matrix: Matrix, rows: Tensor, form: str) -> Tensor:
     return shares
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize(("group_size", "nested"), [(64, False), (128, True), (-1, False)])
 def test_products_are_within_the_bound(form: str, bits: int, group_size: int, nested: bool) -> None:
@@ -77,6 +78,7 @@ def test_products_are_within_the_bound(form: str, bits: int, group_size: int, ne
         assert shares.max() > 0.01, "activations are rounded"
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(
     rows=some.integers(1, 40),

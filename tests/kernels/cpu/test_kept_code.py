@@ -154,6 +154,7 @@ def test_the_digest_reaches_all_that_emits_the_code_of_blocks() -> None:
     assert reached >= {"compiled", "trellis", "trellis_tables", "walks"}
 
 
+@pytest.mark.full
 def test_a_callback_is_kept_too(tmp_path: Path) -> None:
     """In a process of its own, twice: the second finds what the first compiled."""
     script = (

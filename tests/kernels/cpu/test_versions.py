@@ -49,6 +49,7 @@ class Made:
         return self.layer.publish({e: (version, self.starts[version][e]) for e, version in enumerate(versions)})
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", forms())
 @pytest.mark.parametrize(("low", "high"), [(2, 4), (4, 16), (1, 8), (3, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -49,6 +49,7 @@ def layer_of_walks(widths: list[object], state_bits: int) -> LayerOfExperts:
     return LayerOfExperts(matrices=matrices, biases=[{}] * len(widths), gate=silu_gate, activation="silu")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("state_bits", [8, 10])
 def test_what_is_looked_up(bits: int, state_bits: int) -> None:
@@ -56,6 +57,7 @@ def test_what_is_looked_up(bits: int, state_bits: int) -> None:
     check(trellis_of(33, 50, bits, state_bits), 1, forms()[0])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "neon" and not FORMS[form].int8])
 def test_every_form(form: str) -> None:
     if form not in forms():
@@ -67,12 +69,14 @@ def test_float32_rows() -> None:
     check(trellis_of(32, 96, 3, 10), 1, forms()[0], torch.float32)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("bits", "state_bits"), [(1, 16), (2, 11), (3, 16), (4, 12), (2, 9)])
 def test_more_states_than_registers_hold(bits: int, state_bits: int) -> None:
     for form in {forms()[0], *({"avx2"} & set(forms()))}:
         check(trellis_of(17, 64, bits, state_bits), 2, form)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("bits", "state_bits"), [(1, 8), (2, 8), (3, 8), (4, 8), (1, 10), (3, 10), (2, 9), (4, 16)])
 def test_every_way_of_avx2_to_find_values(bits: int, state_bits: int) -> None:
     """Shuffles, tables of two and four steps, and arithmetic; one row alone and several. Unpacked, they are exact."""
@@ -134,6 +138,7 @@ def test_stored_parts_come_back_bit_for_bit(rows: int, inputs: int, bits: int, s
     assert torch.equal(found.scales, matrix.scales)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_a_layer_of_mixed_widths_in_one_call(tokens: int) -> None:
     layer = layer_of_walks([2, 3, {"gate_proj": 3, "up_proj": 2, DOWN: 4}, 16, 8], 10)

@@ -85,6 +85,7 @@ def test_a_row_does_not_depend_on_the_others(form: str) -> None:
     assert all(torch.equal(linear(rows[place : place + 1])[0], together[place]) for place in range(7))
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_largest_codes_and_bytes_fit_into_every_sum(form: str, bits: int, count: int) -> None:

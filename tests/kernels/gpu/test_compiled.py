@@ -137,6 +137,7 @@ def compiled(case: tuple[str, ...], server: ForkServer, folder: Path, script: st
     return found.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(one, marks=pytest.mark.full) for one in LONG)], ids=" ".join)
 def test_it_compiles_for_a_gpu_that_is_not_here(case: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
     compiled(case, server, tmp_path)
@@ -148,6 +149,7 @@ def test_the_programs_of_versions_compile_too(server: ForkServer, tmp_path: Path
     assert all(int(size) > 0 for size in found[1::2])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("bits", MOST)
 def test_few_instructions_a_code(bits: str, server: ForkServer, tmp_path: Path) -> None:
     """In the machine code of the decode form: at 60 % of an H200's memory 2 bits leave room for three, 4 for six.

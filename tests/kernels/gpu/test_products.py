@@ -55,6 +55,7 @@ def _runs(place: str) -> None:
     """Triton is there."""
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("bits", "group", "symmetric", "nested"), CASES)
 def test_a_matrix_alone(place: str, bits: int, group: int, symmetric: bool, nested: bool) -> None:
     maker = Maker(bits, place)
@@ -158,6 +159,7 @@ ROUTINGS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("routing", "dtype"),
     short(
@@ -187,6 +189,7 @@ def test_many_tokens_groups_and_settings(place: str, tokens: int, group: int, se
         check(layer, maker.rows(tokens, 200, dtype=dtype), index, maker.rows(tokens, 3).abs(), settings)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("activation", "gated"),
     short(*((one, True) for one in ACTIVATIONS), ("relu2", False), of=itertools.product(ACTIVATIONS, (True, False))),
@@ -295,6 +298,7 @@ def test_the_form_for_one_token_sorts_nothing(place: str, launches: list[tuple[i
     assert launches == [(1, 2, 1), (1, 2, 1), (1, 1)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("hidden", "block_n", "numbers"), [(72, 64, (1, 5, 60)), pytest.param(128, 32, (1, 5, 300), marks=pytest.mark.full)]
 )
@@ -343,6 +347,7 @@ def test_persistent_programs_share_work_by_bytes(place: str) -> None:
     assert stack.costs((0,)).tolist() == [128 * 2 // 8 + 2, 128 + 2], "bytes of a row: codes and a scale"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("scratch", "dtype"),
     [
@@ -384,6 +389,7 @@ def test_grouped_products_of_torch(dtype: torch.dtype, monkeypatch: pytest.Monke
     torch.testing.assert_close(unpacked.with_torchs_own(rows, weights, [4, 1, 4]), wanted)
 
 
+@pytest.mark.cases(23)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_numbers_of_codes_are_exact(place: str, bits: int, dtype: torch.dtype) -> None:

@@ -37,6 +37,7 @@ def columns(linear: TritonLinear, inputs: int, place: str, settings: Settings = 
     return linear(torch.eye(inputs, device=place)).T
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("bits", TRELLIS_BITS)
 @pytest.mark.parametrize(
     "state_bits", [one if one in (8, 10, 16) else pytest.param(one, marks=pytest.mark.full) for one in STATE_BITS]
@@ -52,6 +53,7 @@ def test_every_value_is_exact(place: str, bits: int, state_bits: int) -> None:
     assert same(linear.matrix(), matrix)
 
 
+@pytest.mark.full
 def test_computed_values_are_those_of_the_table(place: str) -> None:
     """Beside a matrix whose values were trained those of another come from a table too: the same bits."""
     trained, other = walks(place, 16, 128, 2, 8), walks(place, 16, 128, 2, 11, seed=1)
@@ -70,6 +72,7 @@ def test_computed_values_are_those_of_the_table(place: str) -> None:
     assert torch.equal(found, columns(alone, 128, place).T.relu())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("bits", TRELLIS_BITS)
 def test_a_matrix_alone(place: str, bits: int, dtype: torch.dtype) -> None:
@@ -99,6 +102,7 @@ def mixed(maker: Maker, hidden: int, inner: int) -> list[dict[str, Matrix]]:
     return [{name: made(*names[name], kind) for name, kind in zip(names, one, strict=True)} for one in kinds]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_a_layer_of_trellis_codes_and_grids(place: str, routing: str, dtype: torch.dtype) -> None:
@@ -115,6 +119,7 @@ def test_a_layer_of_trellis_codes_and_grids(place: str, routing: str, dtype: tor
         assert error(made(rows, index, weights), reference(layer, rows, index, weights)) < TOLERANCES[dtype]
 
 
+@pytest.mark.full
 def test_persistent_programs_store_the_same(place: str) -> None:
     maker = Maker(11, place)
     layer = layer_of(mixed(maker, 72, 144))
