@@ -175,6 +175,8 @@ def main() -> int:
     said = subprocess.run([sys.executable, "-c", SEEN], capture_output=True, text=True, env=runs.environment).stdout
     torch, triton, *device = said.split(maxsplit=2)
     gpu = bool(device)
+    if gpu:
+        given["MOEQ_CASES"] = "all"
     where = device[0].strip() if gpu else "no CUDA device: Triton's interpreter"
     print(f"torch {torch}, triton {triton}, {where}")
     runs.about = {"torch": torch, "triton": triton, "device": where}

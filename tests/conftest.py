@@ -34,6 +34,7 @@ import pytest
 import torch
 import typer.main
 import typer.testing
+from cases import left_for_long
 from fork_server import LIBRARIES, MOEQ, ForkServer, shared, shared_folder, unsynced
 from tiny_models import FULL, save_tiny
 
@@ -56,25 +57,6 @@ shared_folder()  # of fork servers: before pytest-xdist starts the workers, whic
 probes_apart = False  # whether the test that runs is marked fresh_process
 searched = 0.0  # seconds of this process when the last search for garbage of everything began
 long_search = False  # whether one took long since the last test
-
-
-def left_for_long(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What `make test` leaves to `make test-full`: tests marked full, and all but so many cases of others.
-
-    The cases that stay lie evenly over those that were asked for, the first among them, so that a case that is
-    named on the command line runs.
-    """
-    left = {item for item in items if item.get_closest_marker("full")}
-    tests: dict[tuple[Path, str], list[pytest.Item]] = {}
-    for item in items:
-        if item not in left and item.get_closest_marker("cases"):
-            tests.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
-    for cases in tests.values():
-        mark = cases[0].get_closest_marker("cases")
-        assert mark is not None
-        stay = min(mark.args[0], len(cases))
-        left |= set(cases) - {cases[place * len(cases) // stay] for place in range(stay)}
-    return left
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m

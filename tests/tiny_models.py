@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from moeq.bundled import bundled_path
 
 FULL = os.environ.get("MOEQ_FULL") == "1"
+T = TypeVar("T")
+
+
+def some(cases: Iterable[T], number: int) -> list[T]:
+    """The first of the cases that a whole file of tests runs through; all of them in the long sweeps."""
+    return list(cases)[: None if FULL else number]
 
 
 def save_tiny(folder: Path, family: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Path:

@@ -99,8 +99,8 @@ class Store:
         return data
 
     def follow(self, ranges: Iterable[tuple[RemoteFile, int, int]]) -> None:
-        """What will be read next, in this order: fetched from now on, up to half of the cache before it is read, more
-        as it is read. What was said before is forgotten."""
+        """What will be read next, in this order: fetched from now on, up to three quarters of the cache before it is
+        read, more as it is read. What was said before is forgotten."""
         with self._lock:
             blocks = [
                 (file, number) for file, start, stop in ranges for number in self._numbers(start, min(stop, file.size))
@@ -110,9 +110,9 @@ class Store:
             self._fetch_ahead()
 
     def _fetch_ahead(self) -> None:
-        """Begin to fetch what follows, unless what is not read yet, or comes, fills half of the cache; the lock is
-        held."""
-        most = self.most_bytes // 2 // self.block_bytes
+        """Begin to fetch what follows, unless what is not read yet, or comes, fills three quarters of the cache; the
+        lock is held."""
+        most = self.most_bytes * 3 // 4 // self.block_bytes
         while self._following and len(self._ahead) < most and len(self._coming) < most:
             file, number = self._following.popleft()
             if (file.key, number) not in self._blocks and (file.key, number) not in self._coming:

@@ -22,7 +22,7 @@ def stamp_of(source: ModelSource, files: Mapping[str, str], out: Path) -> ModelS
     if all(path.stat().st_size <= SAMPLED_BYTES for path in source.files):
         return stamp
     records = _records(out)
-    if any(record.model.digest == stamp.digest for record in records):
+    if not records or any(record.model.digest == stamp.digest for record in records):
         return stamp
     older = source.sampled_digest(files)
     of_older = [record for record in records if record.model.digest == older]

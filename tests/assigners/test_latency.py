@@ -42,6 +42,7 @@ def milliseconds(inputs: AssignInputs, bits: list[np.ndarray]) -> float:
     )
 
 
+@pytest.mark.full
 @given(st.integers(0, 10**6), st.sampled_from([(1, 5), (2, 2)]), st.floats(0.1, 1), st.floats(0, 1))
 @settings(max_examples=60, deadline=None)
 def test_optimal_within_a_latency_equals_a_search_over_everything(

@@ -184,7 +184,7 @@ def test_a_run_with_a_bench_shows_it(
         report.measured(context)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("which", ["mixtral", "switch"])
 def test_the_grid_compares_with_and_without_pruning(
     which: str, packed_run: Path, packed_switch: Path, capsys: pytest.CaptureFixture[str]

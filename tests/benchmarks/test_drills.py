@@ -33,7 +33,7 @@ SHORT: list[drill_kinds.Drill] = [drill_kinds.kill, *drill_kinds.SIGNALS, *drill
 SHORT += [drill_kinds.one_directory, drill_kinds.one_target]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("number", range(len(SHORT)))
 def test_short_form(ground: Ground, number: int) -> None:
     if SHORT[number] in drill_kinds.MOUNTED and not drill_kinds.runs.can_mount():

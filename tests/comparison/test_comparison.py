@@ -89,6 +89,7 @@ def test_all_that_is_exact_is_the_original(compared: dict[str, Any]) -> None:
     assert (changed["difference"], changed["items"]) == (0, len(windows(compared)))
 
 
+@pytest.mark.full
 def test_assignments_of_a_run_are_called_as_people_do(
     compared: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,7 +183,7 @@ def test_odd_shapes_and_short_groups_are_carried_or_refused(
     assert caught.value.do == reason[1]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 def test_what_is_packed_beside_the_experts_is_carried_or_refused(
     writer: Runtime, models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -448,6 +448,7 @@ def test_experts_on_the_gpu_may_be_quantized_too() -> None:
     assert moeq(*model, "--gpu-bits", "0.5") == (2, "--gpu-bits: 0.5 bits; give 1 to 16")
 
 
+@pytest.mark.full
 def test_every_headline_has_what_needs_no_near_data_processor_beside_it(tmp_path: Path) -> None:
     """8x7B at the paper's widths fits the GPU whole and is faster there; 8x22B does with all experts at 3 or 2 bits."""
     found = as_json(RECIPE, "--out", tmp_path / "out")

@@ -77,6 +77,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Fit:
     return fit_file(path, load_hardware("paper-ctxmoe"))
 
 
+@pytest.mark.full
 def test_points_of_the_model_itself_give_its_constants_back(exact: Fit):
     assert values(exact.hardware) == pytest.approx(values(other_machine()), rel=1e-4)
     assert {one.key: one.value for one in exact.constants} == pytest.approx(values(other_machine()), rel=1e-4)

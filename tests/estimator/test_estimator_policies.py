@@ -85,7 +85,7 @@ def naive_context_aware_seconds(
     return total
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("dataflow", ["ws", "os"])
 @pytest.mark.parametrize("compute", ["scale", "const"])
 @pytest.mark.parametrize("seed", range(4))
@@ -225,6 +225,7 @@ def test_every_variant_is_estimated_and_compared(preset: Hardware, batch: int) -
         assert all(one.bound_by in {"bytes", "macs", "latency", "none"} for one in terms.values())
 
 
+@pytest.mark.full
 @given(seed=st.integers(0, 50), batch=st.sampled_from([1, 2, 8]))
 @settings(max_examples=20, deadline=None)
 def test_the_cost_optimal_monde_is_the_fastest_monde(seed: int, batch: int) -> None:

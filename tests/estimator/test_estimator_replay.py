@@ -274,7 +274,7 @@ def naive_dynaexq(
     return (total + close()) / len(rows)
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize(("share", "transient"), [(1.0, 4), (0.0, 4), (0.5, 4), (0.0, 1), (0.0, 0)])
 @pytest.mark.parametrize(("period", "overhead"), [(4, 0.33e-3), (4, 0.0), (9, 0.0), (1, 0.0), (1000, 0.0)])

@@ -207,6 +207,7 @@ def test_a_run_measures_original_dequantized_and_packed(finished: Context, proce
     assert alone["seen"] == original.tasks["seen"]
 
 
+@pytest.mark.full
 def test_models_and_checkpoints_side_by_side(
     finished: Context, saved: Path, processor: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

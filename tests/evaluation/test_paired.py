@@ -78,7 +78,7 @@ def losses(rng: np.random.Generator, repeats: int, count: int, mean: float) -> I
         yield items(-64 * (loss + added), tokens, "perplexity", **text), items(-64 * loss, tokens, "perplexity", **text)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("count", "repeats"), [(40, 6000), (100, 4000)])
 def test_intervals_of_perplexities_cover_and_false_positives_are_few(count: int, repeats: int) -> None:
     """The simulation's own error is .3 points of either; tests/numerics/test_inference.py has more, without figures."""

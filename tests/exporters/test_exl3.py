@@ -86,6 +86,7 @@ def test_it_is_measured_and_assigned_as_exllamav3_takes_it(run: Context) -> None
     assert any(not isinstance(layer[0], int) for layer in widths)
 
 
+@pytest.mark.full
 def test_what_is_written_is_what_was_measured(run: Context, model: Path) -> None:
     assert evaluate.load(run).export_logit_error < 1e-5
     assert not verify(run.directory("export"), Options(against=str(model)), QUIET).problems

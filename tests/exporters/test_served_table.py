@@ -65,7 +65,7 @@ def test_no_cell_says_wrong() -> None:
             assert family not in ("mixtral", "qwen3_moe") or cell["verdict"] != FAILS, (name, family, mix)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_moeq_refuses_what_the_table_has_as_refused_by_it(family: str, tmp_path: Path) -> None:
     model = made_model(tmp_path / "model", family)

@@ -118,7 +118,7 @@ def end(name: str) -> str:
     return re.split(r"\.\d+\.", name)[-1]
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", sorted(WANTED))
 def test_modules_are_classed_by_structure(family: str) -> None:
     found: dict[str, set[str]] = {}
@@ -127,12 +127,13 @@ def test_modules_are_classed_by_structure(family: str) -> None:
     assert found == {kind: set(names.split()) for kind, names in WANTED[family].items()}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", sorted(LEFT))
 def test_what_is_used_otherwise_stays_as_it_is(family: str) -> None:
     assert {end(name): reason for name, (_, reason) in others(structure(family)).left.items()} == LEFT[family]
 
 
-@pytest.mark.cases(6)
+@pytest.mark.full
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - REFUSED))
 def test_routers_experts_norms_and_towers_are_never_taken(family: str) -> None:
     model = structure(family)

@@ -278,7 +278,7 @@ def solved_in_little(problem: Problem, effort: int = knapsack.EFFORT) -> knapsac
     return found
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("spread", "row"),
     [
@@ -294,7 +294,7 @@ def test_thousands_of_items_nearly_alike_are_proven(spread: float, row: tuple[in
     assert solved_in_little(Problem(losses=nearly_alike(spread, costs), costs=costs, limit=limit)).proven
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("timed", [False, True])
 def test_a_search_that_does_not_end_takes_little_and_says_how_near_it_came(timed: bool) -> None:
     """These, of nearly the same costs, too, took 1.4 GB; they are not proven, nor called so."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import family_models
 import pytest
+from tiny_models import some
 
 from moeq import pipeline
 from moeq.artifacts.non_experts import read_index
@@ -56,7 +57,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(scope="module", params=some(CASES, 3))
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Context:
     fixture, overrides = CASES[request.param]
     context = Context(
@@ -127,6 +128,7 @@ def test_every_file_of_every_stage_is_named(finished: Context, plan: dict[str, N
         assert set(need.lasting) == found, stage
 
 
+@pytest.mark.cases(1)
 def test_every_file_of_the_store_is_foretold(finished: Context, sizes: Sizes) -> None:
     found = {path.relative_to(finished.store).as_posix(): path.stat().st_size
              for path in finished.store.rglob("*") if path.is_file() and path.name != ".lock"}  # fmt: skip
@@ -145,6 +147,7 @@ def test_every_file_of_the_store_is_foretold(finished: Context, sizes: Sizes) ->
     assert rows[0] == pytest.approx(rows[1], rel=0.03)
 
 
+@pytest.mark.cases(4)
 def test_files_that_follow_from_shapes_are_exact(finished: Context, plan: dict[str, Need]) -> None:
     uniform = finished.recipe.assign.method == "uniform"
     for stage, need in plan.items():

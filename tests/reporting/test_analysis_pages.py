@@ -69,6 +69,7 @@ def test_the_sections_stand_in_their_places(page: str) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_drawings_are_xml_and_their_ids_unique(page: str, inputs: ReportInputs) -> None:
     drawings = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     for drawing in drawings:

@@ -112,6 +112,7 @@ def test_two_renders_give_the_same_bytes(page: str, make: Make) -> None:
     assert render(make()) == page
 
 
+@pytest.mark.full
 def test_the_users_matplotlib_settings_change_nothing(page: str, make: Make) -> None:
     import matplotlib
 
@@ -130,6 +131,7 @@ def test_names_are_escaped(make: Make) -> None:
         ElementTree.fromstring(drawing)
 
 
+@pytest.mark.full
 def test_control_characters_do_not_break_the_drawings(make: Make) -> None:
     page = render(make(name="a\x00b\x1bc"))
     assert "\x00" not in page
@@ -249,6 +251,7 @@ def divergence_of(kl: float, **more: object) -> Divergence:
     return Divergence.model_validate(figures | more)
 
 
+@pytest.mark.full
 def test_divergences_stand_beside_perplexity_and_in_a_table(make: Make, with_rows: Make) -> None:
     rows = make().evaluation.rows
     found = (divergence_of(0.0512), divergence_of(0.131))
@@ -311,6 +314,7 @@ def test_few_evaluation_rows(make: Make, with_rows: Make, kept: list[int]) -> No
     assert all(ElementTree.fromstring(drawing).tag.endswith("svg") for drawing in drawings(page))
 
 
+@pytest.mark.full
 def test_another_geometry_is_said_clearly(make: Make) -> None:
     inputs = make()
     assert "They are not speeds of org/mixed" in render(inputs)
@@ -441,7 +445,7 @@ def test_a_profile_without_decode_tokens(make: Make) -> None:
     assert "their similarity is unknown" in page
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("layers", "experts"), [(94, 128), (61, 256)])
 def test_pages_of_large_models_stay_small(make: Make, with_rows: Make, layers: int, experts: int) -> None:
     inputs = make(layers=layers, experts=experts, gpu=0, widths=(2, 3))
@@ -464,6 +468,7 @@ def renamed(row: EvalRow, name: str) -> Assignment:
     return row.assignment.model_copy(update={"name": name, "method": "mopeq", "parameters": {"metric": "hessian"}})
 
 
+@pytest.mark.full
 def test_outlined_maps_of_large_models_stay_small(make: Make) -> None:
     for drawing in drawings(render(make(layers=94, experts=128, gpu=40, widths=(2,)))):
         ElementTree.fromstring(drawing)
@@ -483,6 +488,7 @@ def test_every_assignment_has_a_map_with_its_bits_and_bytes(make: Make, with_row
     assert sum("open" in attributes for attributes in folded) == 2  # of small models, nothing but the recipe is folded
 
 
+@pytest.mark.full
 def test_measures_have_a_map_each_and_unknown_ones_none(make: Make) -> None:
     inputs = make()
     titles = ["Activation frequency", "Routing mass", "Hessian trace", "Hybrid importance",
@@ -531,6 +537,7 @@ def test_matrices_of_several_widths_have_their_mean(make: Make) -> None:
     assert "the mean of its matrices' code bits" in parsed(render(inputs)).text
 
 
+@pytest.mark.full
 def test_the_header_says_what_calibration_reached_and_what_was_refined(make: Make, page: str) -> None:
     inputs = make()
     text = parsed(page).text.replace("\N{NARROW NO-BREAK SPACE}", " ")
@@ -574,6 +581,7 @@ def other_row(module: str, kind: str, error: float | None, **more: object) -> Ot
     return OtherRow(**values | more)
 
 
+@pytest.mark.full
 def test_other_modules_have_a_section_where_they_are_packed(make: Make, page: str) -> None:
     rows = (
         other_row("layers.0.q", "attention", 0.01),
@@ -618,6 +626,7 @@ def test_what_other_sizes_would_cost(make: Make) -> None:
     assert render(replace(make(), around=exact)) == render(make()), "nothing costs anything"
 
 
+@pytest.mark.full
 def test_size_quality_and_speed_stand_together_with_what_makes_them(make: Make, traded: list[TradeOff]) -> None:
     inputs, points = make(), traded
     shown = render(replace(inputs, trade_offs=points))

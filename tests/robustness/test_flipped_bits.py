@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[Callable[[Context], Path], str, str]] = {  # the file, 
 }
 
 
-@pytest.mark.cases(6)
+@pytest.mark.full
 @TIMES
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_a_stage_command_refuses_what_an_earlier_stage_did_not_write(run: Context, name: str, mtime: str) -> None:

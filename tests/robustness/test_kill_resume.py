@@ -35,7 +35,7 @@ from moeq.artifacts.tensor_files import write_tensors
 KILLS = 20
 KILLS_A_DIRECTORY = 5
 SEED = 2026
-STEP = 1 if FULL else 5
+STEP = 1 if FULL else 12
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def test_killed_at_random_moments(moeq: ForkServer, reference: Reference, tmp_pa
 def test_killed_at_every_write(moeq: ForkServer, quick_reference: Reference, tmp_path: Path) -> None:
     """Dies before each rename of a finished file: one rename later every time, from the start in the next stage.
 
-    `make test` goes on by five renames at a time.
+    `make test` goes on by twelve renames at a time.
     """
     run, attempts, rename, finished_stages = tmp_path / "run", 0, 1, 0
     while True:
@@ -147,6 +147,7 @@ def test_a_finished_run_is_left_alone(moeq: ForkServer, quick_reference: Referen
     assert after == before
 
 
+@pytest.mark.full
 def test_a_changed_key_reruns_what_depends_on_it(moeq: ForkServer, recipe: Path, run_copy: Path) -> None:
     before = digests(run_copy)
     running = moeq.start("run", recipe, "--out", run_copy, "--set", "assign.code_bits=3")

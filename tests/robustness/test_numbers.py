@@ -152,6 +152,7 @@ def test_a_model_of_zeros_is_named_at_profile(moeq: ForkServer, recipe: Path, mo
     assert not any((out / stage).exists() for stage in ("profile", "losses", "checkpoint"))
 
 
+@pytest.mark.full
 def test_a_head_of_zeros_is_no_bug(moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path) -> None:
     """Logits that are all 0 are equal to the checkpoint's: 0/0 is no difference."""
     model = changed(models, times(r"^lm_head\.weight$", 0))

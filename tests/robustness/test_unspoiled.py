@@ -132,6 +132,7 @@ def stands(run: Path) -> set[str]:
     return found
 
 
+@pytest.mark.full
 def test_killed_at_every_rename_of_a_second_run(moeq: ForkServer, recipe: Path, run_copy: Path) -> None:
     """Every stage that was finished stands, as it was before or as it is now."""
     again = (

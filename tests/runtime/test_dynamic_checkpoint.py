@@ -114,6 +114,7 @@ def test_a_copying_reader_reads_what_the_mapping_one_does(exported: Path) -> Non
                     assert all(torch.equal(parts[part], others[part]) for part in parts)
 
 
+@pytest.mark.full
 def test_a_checkpoint_opens_in_the_form_of_a_gpu(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter where there is no GPU; its own bytes hold the tables of the kernel too."""
     here = open_dynamic(exported, copies="between", policy="fixed")

@@ -78,6 +78,7 @@ def test_trusted_code_loads_it_where_nobody_imports_moeq(family: str, exported: 
         assert torch.equal(torch.load(tmp_path / "logits.pt", weights_only=True), wanted)
 
 
+@pytest.mark.full
 def test_without_moeq_no_kind_of_experts_loads(exported: Exported, tmp_path: Path) -> None:
     """Trusted or not: never with experts made up."""
     places = [f"{exported(family)}={family}=unsaid" for family in KINDS]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from manifest_reader import read_expert, read_tensor
 from safetensors import safe_open
+from tiny_models import some
 from transformers import AutoModelForCausalLM
 
 from moeq import inspection, pipeline, results
@@ -76,7 +77,7 @@ def run(model: Path, out: Path, overrides: tuple[str, ...]) -> Context:
     return context
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(scope="module", params=some(CASES, 2))
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Context:
     fixture, overrides = CASES[request.param]
     return run(request.getfixturevalue(fixture), tmp_path_factory.mktemp("run") / request.param, overrides)
@@ -152,7 +153,7 @@ def test_everything_but_the_experts_is_untouched(finished: Context) -> None:
     assert config != source.config == unhooked(config)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 def test_saving_again_keeps_weights_and_the_guard(finished: Context, tmp_path: Path) -> None:
     ids = torch.arange(3, 33)[None]
     first = AutoModelForCausalLM.from_pretrained(finished.directory("export"))

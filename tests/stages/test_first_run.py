@@ -101,7 +101,7 @@ def test_the_bundled_model_in_one_line_and_what_it_says_to_do_next(empty: Path) 
     assert run("recipe", "moeq-out/tiny-mixtral/recipe.yaml")["corpus"] == recipe["corpus"]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_model_of_any_family(family: str, empty: Path) -> None:
     family_models.save(family, empty / family)
@@ -144,7 +144,7 @@ def test_the_trained_models_beside_the_repository(name: str, empty: Path) -> Non
     follow(finished["next"])
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("preset", preset_names())
 def test_every_preset_fits_language_models_or_image_classifiers(preset: str, empty: Path) -> None:
     """As far as the plan of a run looks: keys that the model cannot have, budgets, text, positions."""

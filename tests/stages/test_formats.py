@@ -69,6 +69,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "stage.json"}
 
 
+@pytest.mark.full
 def test_dequantized_holds_the_values_in_the_models_type(finished: Path) -> None:
     reader = NativeReader(finished / "checkpoint")
     plain = load_model(open_source(str(format_directory(finished, "dequantized"))), torch.float32, CPU)
@@ -154,6 +155,7 @@ def test_a_format_is_written_once_and_again_when_it_is_damaged(model: Path, tmp_
     assert differ <= {"README.md", "provenance.json", "SHA256SUMS"}, "only what it was made of"
 
 
+@pytest.mark.full
 def test_what_cannot_be_carried_is_said_before_anything_is_written(model: Path, tmp_path: Path) -> None:
     one = ("assign.method=uniform", "assign.code_bits=null", "assign.bits=1", "others.head=null")
     with pytest.raises(FormatError, match=r"export\.formats: auto-round: .*expert 0: 1 bits.*--widen"):

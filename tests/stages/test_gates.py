@@ -138,7 +138,7 @@ def test_gates_are_in_no_stages_key(finished: Context) -> None:
         assert stage.own_inputs(finished) == stage.own_inputs(with_gates), stage.name
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["run", "report"])
 def test_a_failed_gate_ends_the_command_after_everything_is_written(finished: Context, command: str) -> None:
     done = invoke(finished, command, "kl=1e-9", "bytes=1GiB")

@@ -83,6 +83,7 @@ def test_the_ends_are_the_original_and_the_uniform_assignment(finished: Context)
     assert len({curve.points[1].perplexity for curve in first.curves}) > 1
 
 
+@pytest.mark.full
 def test_points_between_are_what_the_assignment_alone_gives(finished: Context) -> None:
     counted = profile.load(finished)
     order = [counted.total(layer)[0].argsort(kind="stable").tolist() for layer in range(2)]

@@ -22,7 +22,7 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
 def test_runs_and_loads_back(kind: str, tmp_path: Path) -> None:
     made = save_mxfp4(tmp_path, torch.bfloat16) if kind == "gpt_oss" else save_fp8(tmp_path, kind, torch.bfloat16)

@@ -56,6 +56,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Context:
     return run(bundled_path("tiny-mixtral"), tmp_path_factory.mktemp("run"), OPTIMAL, stages=tuple(pipeline.BY_NAME))
 
 
+@pytest.mark.full
 def test_the_bundled_model_at_two_bits(finished: Context) -> None:
     assignment = assign.load(finished)
     summary = pipeline.read_record(finished.directory("assign"), "assign").summary

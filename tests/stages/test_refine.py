@@ -84,7 +84,7 @@ def test_refined_experts_are_nearer_to_the_original_and_in_the_checkpoint(
     assert makers.count("gptq+refined") > len(makers) / 2
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "links"),
     [

@@ -70,6 +70,7 @@ def test_every_map_is_a_drawing_beside_its_values(finished: Context, tmp_path: P
         assert values_of(tmp_path / "maps" / f"widths-{name}.csv") == bits.tolist()
 
 
+@pytest.mark.full
 def test_maps_into_what_is_no_folder(finished: Context, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     arguments = ["report", "--out", str(finished.out), "--maps", str(tmp_path / "file"), "--quiet"]

@@ -118,6 +118,7 @@ def test_a_further_method_is_made_alone(
     assert load_losses(both).listed_methods() == ["rtn", "gptq"]
 
 
+@pytest.mark.full
 def test_what_decides_no_codes_keeps_the_replicas(tiny_mixtral: Path, tmp_path: Path) -> None:
     first = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2]")
     name = load_index(first).set

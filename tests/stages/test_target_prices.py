@@ -57,6 +57,7 @@ def test_a_price_is_had_where_the_format_takes_a_width(priced: Context) -> None:
             assert price["refusal"] is not None
 
 
+@pytest.mark.full
 def test_a_reason_names_a_width_a_matrix_and_what_is_in_the_way(priced: Context) -> None:
     for price in frontier.prices(priced):
         target, reason = targets()[price["target"]], price["refusal"]

@@ -73,7 +73,7 @@ def plain_parts(packed: PackedWeight) -> dict[str, Tensor]:
     return handmade.gptq_parts(packed, g_idx=False)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 def test_auto_round_mixed(model: Path, tmp_path: Path) -> None:
     config = handmade.auto_round_config(rules(""))
     handmade.write(model, tmp_path / "packed", config, plain_parts, widths, rename=long_names)
@@ -87,6 +87,7 @@ def test_gptqmodel_mixed(tmp_path: Path) -> None:
     sound(check(tmp_path / "packed", "gptqmodel"))
 
 
+@pytest.mark.full
 def test_gptq_loaded_by_auto_round(tmp_path: Path) -> None:
     model = handmade.model(tmp_path / "model", "qwen3_moe")
     handmade.write(model, tmp_path / "packed", handmade.gptq_config(rules("+:")), plain_parts, widths)

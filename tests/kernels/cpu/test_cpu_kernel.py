@@ -223,7 +223,7 @@ def test_torchs_threads_do_the_work_where_they_spin(monkeypatch: pytest.MonkeyPa
         assert asked == [2] * wanted
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["ACTIVE", "PASSIVE"])
 def test_a_forked_process_has_threads_of_its_own(policy: str) -> None:
     program = """

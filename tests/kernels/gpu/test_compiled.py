@@ -137,12 +137,13 @@ def compiled(case: tuple[str, ...], server: ForkServer, folder: Path, script: st
     return found.stdout
 
 
-@pytest.mark.full
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(one, marks=pytest.mark.full) for one in LONG)], ids=" ".join)
 def test_it_compiles_for_a_gpu_that_is_not_here(case: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
     compiled(case, server, tmp_path)
 
 
+@pytest.mark.cases(0)
 def test_the_programs_of_versions_compile_too(server: ForkServer, tmp_path: Path) -> None:
     found = compiled((), server, tmp_path, VERSIONS).split()
     assert found[::2] == ["join_planes", "part_planes", "add_choices"]

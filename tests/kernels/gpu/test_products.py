@@ -298,7 +298,7 @@ def test_the_form_for_one_token_sorts_nothing(place: str, launches: list[tuple[i
     assert launches == [(1, 2, 1), (1, 2, 1), (1, 1)]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0)
 @pytest.mark.parametrize(
     ("hidden", "block_n", "numbers"), [(72, 64, (1, 5, 60)), pytest.param(128, 32, (1, 5, 300), marks=pytest.mark.full)]
 )

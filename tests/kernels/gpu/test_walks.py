@@ -53,7 +53,7 @@ def test_every_value_is_exact(place: str, bits: int, state_bits: int) -> None:
     assert same(linear.matrix(), matrix)
 
 
-@pytest.mark.full
+@pytest.mark.cases(0)
 def test_computed_values_are_those_of_the_table(place: str) -> None:
     """Beside a matrix whose values were trained those of another come from a table too: the same bits."""
     trained, other = walks(place, 16, 128, 2, 8), walks(place, 16, 128, 2, 11, seed=1)
@@ -119,7 +119,7 @@ def test_a_layer_of_trellis_codes_and_grids(place: str, routing: str, dtype: tor
         assert error(made(rows, index, weights), reference(layer, rows, index, weights)) < TOLERANCES[dtype]
 
 
-@pytest.mark.full
+@pytest.mark.cases(0)
 def test_persistent_programs_store_the_same(place: str) -> None:
     maker = Maker(11, place)
     layer = layer_of(mixed(maker, 72, 144))
