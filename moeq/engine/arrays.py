@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +42,17 @@ class Encoded:
     head: bytes
     blocks: list[tuple[int, Tensor]]
 
+    def pieces(self) -> Iterator[tuple[int, Any]]:
+        """Where each piece begins, and its bytes, one after the other."""
+        yield 0, len(self.head).to_bytes(LENGTH, "little") + self.head
+        for begin, block in self.blocks:
+            yield begin, block.numpy()
+
     def write(self, memory: memoryview) -> None:
         """Write it to memory of that size."""
-        memory[:LENGTH] = len(self.head).to_bytes(LENGTH, "little")
-        memory[LENGTH : LENGTH + len(self.head)] = self.head
         whole = np.frombuffer(memory, np.uint8)
-        for begin, block in self.blocks:
-            whole[begin : begin + len(block)] = block.numpy()
+        for begin, piece in self.pieces():
+            whole[begin : begin + len(piece)] = np.frombuffer(piece, np.uint8)
 
 
 def encode(value: Any, tensors: Mapping[str, Tensor]) -> Encoded:

@@ -9,6 +9,7 @@ import errno
 import mmap
 import os
 import shutil
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from moeq.scratch import Scratch
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "moeq-engine-"
 FULL = (errno.ENOSPC, errno.EDQUOT)
-ATTEMPTS = 100  # to remove a folder: each fails where a file is written meanwhile
+ATTEMPTS = 100  # to remove a folder: one fails where a file was being made or others remove it
 
 
 class Folders:
@@ -36,10 +37,11 @@ class Folders:
         for folder in self.folders:
             path = folder / name
             try:
-                with path.open("w+b") as stream:
-                    os.posix_fallocate(stream.fileno(), 0, encoded.nbytes)  # or a full memory would be a signal later
-                    with mmap.mmap(stream.fileno(), encoded.nbytes) as memory, memoryview(memory) as view:
-                        encoded.write(view)
+                with path.open("wb") as stream:  # not through a mapping: a full memory would be a signal
+                    for begin, piece in encoded.pieces():
+                        stream.seek(begin)
+                        stream.write(piece)
+                    stream.truncate(encoded.nbytes)
                 return path
             except OSError as error:
                 path.unlink(missing_ok=True)
@@ -58,9 +60,12 @@ class Folders:
     def remove(self) -> None:
         """Remove all of it, though tasks still write to it and others remove it, too."""
         for folder in self.folders:
+            going = folder.with_name(f"{folder.name}-going")
+            with suppress(OSError):  # another process did
+                folder.rename(going)  # what is written from now on finds no folder
             for _ in range(ATTEMPTS):
-                shutil.rmtree(folder, ignore_errors=True)
-                if not folder.exists():
+                shutil.rmtree(going, ignore_errors=True)
+                if not going.exists():
                     break
 
 

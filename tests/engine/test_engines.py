@@ -21,10 +21,10 @@ import torch
 from tiny_models import FULL
 
 from moeq.engine import processes, worker
-from moeq.engine.arrays import decode, encode
+from moeq.engine.arrays import Encoded, decode, encode
 from moeq.engine.processes import ProcessEngine
 from moeq.engine.serial import SerialEngine
-from moeq.engine.spool import PREFIX, SHARED_MEMORY, Folders, Spool
+from moeq.engine.spool import PREFIX, SHARED_MEMORY, Folders, Spool, read
 from moeq.engine.task import Resources, Task, TaskError, bounded, groups
 from moeq.engine.worker import VISIBLE
 from moeq.errors import PlanError, QuantizationError, StorageError
@@ -217,25 +217,35 @@ def test_driver_memory_is_flat_in_the_number_of_tasks(process_engine: ProcessEng
     assert (state.pending, list(state.queue), state.done) == ({}, [], {})
 
 
+def open_files() -> list[str]:
+    """Of this process."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return found
+
+
 def test_what_shared_memory_does_not_take_goes_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spool = Spool(tmp_path)
-    real = os.posix_fallocate
+    spool, filled = Spool(tmp_path), {str(SHARED_MEMORY)}
 
-    def full(descriptor: int, *more: int) -> None:
-        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(SHARED_MEMORY)):
+    def pieces(encoded: Encoded) -> Iterator[tuple[int, Any]]:
+        """As many as there is room for."""
+        yield from list(given(encoded))[:1]
+        if any(path.startswith(f"{folder}/{PREFIX}") and "/put-" in path for path in open_files() for folder in filled):
             raise OSError(28, "No space left on device")
-        real(descriptor, *more)
+        yield from list(given(encoded))[1:]
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    path = spool.write("put", encode(1, {}))
+    given = Encoded.pieces
+    monkeypatch.setattr(Encoded, "pieces", pieces)
+    path = spool.write("put", encode(1, {"a": torch.arange(5)}))
     assert path.is_relative_to(tmp_path)
-
-    def none(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", none)
+    assert torch.equal(read(path)[1]["a"], torch.arange(5))
+    path.unlink()
+    filled.add(str(tmp_path))
     with pytest.raises(StorageError, match="no room for"):
         spool.write("put", encode(1, {}))
+    assert not any(path.name.startswith("put") for folder in spool.folders for path in folder.iterdir())
     spool.remove()
     assert list(tmp_path.iterdir()) == []
 
