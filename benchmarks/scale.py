@@ -1,13 +1,14 @@
 """How `losses` scales with workers, what the engine costs, and what a simulator makes of clusters.
 
-    python benchmarks/scale.py [--rounds 3] [--tasks 1000000] [--experts 32] [--hidden 384] [--intermediate 512]
-                               [--layers 4] [--workers 1 2 4] [--only runs|tasks|clusters]
+    python benchmarks/scale.py [--rounds 3] [--pairs 7] [--tasks 1000000] [--experts 32] [--hidden 384]
+                               [--intermediate 512] [--layers 4] [--workers 1 2 4] [--only runs|tasks|clusters]
 
 runs: a random Mixtral whose losses take most of a run, one thread a process, every run in a process of its own.
 Efficiency of 2 workers: half of the time that two runs without an engine take side by side, divided by the time of one
 run with 2 workers: what two cores can do of this work is the measure, not what one can do while the other is idle.
 Overhead of one worker: the time of its run over that of a run without an engine, less 1, both held to one core, where
-neither gains by going on beside the other. Medians of rounds; the order within a round is turned.
+neither gains by going on beside the other. Medians of rounds, of the overhead of so many pairs, whose times differ by
+more than it; the order within a round is turned.
 tasks: the driver's memory after so many empty tasks in windows of 256, over that after a tenth of them.
 clusters: the simulator (moeq/engine/simulation.py) fed with what one run without an engine took, beside the measured
 runs; then with DeepSeek-V3's and Kimi-K2's shapes on 1 to 64 GPUs, eight a node, from the rates named in CLUSTER, which
@@ -35,6 +36,7 @@ import figures
 from memory import copy_tokenizer
 
 WINDOW = 256
+ON_ONE = ("core", "worker on a core")  # runs that are held to one core
 SETTINGS = [
     "threads=1", "corpus.sequences=32", "corpus.sequence_length=128", "losses.bits=[2,3,4]", "losses.methods=[gptq]",
     "losses.group_size=64", "assign={method: uniform, bits: 2}", "eval.compare=[]",
@@ -133,18 +135,18 @@ def measure_runs(model: Path, options: Any, scratch: Path) -> dict[str, list[flo
     """Seconds of every kind of run, one a round: alone, beside another one, held to a core, by workers."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     seconds: dict[str, list[float]] = {}
-    kinds = ["pair", "alone", "core", "worker on a core", *(f"{count} workers" for count in options.workers)]
-    for number in range(options.rounds):
-        for kind in kinds if number % 2 == 0 else reversed(kinds):
+    kinds = ["pair", "alone", *ON_ONE, *(f"{count} workers" for count in options.workers)]
+    for number in range(max(options.rounds, options.pairs)):
+        now = [kind for kind in kinds if number < (options.pairs if kind in ON_ONE else options.rounds)]
+        for kind in now if number % 2 == 0 else reversed(now):
             where = [scratch / f"{number}-{kind.replace(' ', '-')}-{place}" for place in range(2)]
             if kind == "pair":
                 both = taken([begin(model, out, None, cores) for out in where])
                 seconds.setdefault(kind, []).append(statistics.fmean(both))
                 continue
-            on_one = kind in ("core", "worker on a core")
             workers = {"alone": None, "core": None, "worker on a core": 1}.get(kind, 0)
             workers = int(kind.split()[0]) if workers == 0 else workers
-            run = begin(model, where[0], workers, cores[:1] if on_one else cores)
+            run = begin(model, where[0], workers, cores[:1] if kind in ON_ONE else cores)
             seconds.setdefault(kind, []).extend(taken([run]))
         print(f"round {number}", {kind: round(found[-1], 1) for kind, found in seconds.items()}, flush=True)
     return seconds
@@ -313,6 +315,7 @@ def main() -> int:
     parser = figures.parser(
         __doc__,
         rounds=(3, 1),
+        pairs=(7, 1),
         tasks=(1_000_000, 20_000),
         experts=(32, 8),
         hidden=(384, 192),
