@@ -1,23 +1,27 @@
 """A copy of a run directory in an object store: brought at the start, sent as stages end and replicas are made.
 
 ADDRESS/PATH          every file of the run but what is half-written, under its own name
-ADDRESS/mirror.json   names, sizes and SHA-256s of the files that are whole; written last
+ADDRESS/mirror.json   names, sizes and SHA-256s of the files that are whole, and who works on them; written last
 
 A file counts once the list names it, and its bytes are checked against the list when they are brought; before a file is
 replaced or removed, a list without it is written. So a sender that is killed leaves what was there before, or more.
+Whoever works on it says so in the list again and again; one that fell silent is gone.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import BEGUN, PARTIAL, canonical_json, make_directory, write_atomically
@@ -25,20 +29,41 @@ from moeq.artifacts.reading import RelativeName, parse_json
 from moeq.artifacts.remote import AT_ONCE, file_system, insist, is_remote, not_allowed
 from moeq.artifacts.run import STORE
 from moeq.artifacts.stage import FileStamp, Frozen
-from moeq.errors import ArtifactError, MissingError, MoeqError, RecipeError
+from moeq.errors import ArtifactError, MissingError, MoeqError, RecipeError, StorageError
 from moeq.progress import Reporter
 
 LIST = "mirror.json"
 SCHEMA_VERSION = 1
-SECONDS = 30.0  # between two looks at the store while a stage runs
+SECONDS = 30.0  # between two looks at the store, and two words, while a stage runs
+SILENCES = 3  # of so many seconds, after which who works on it is gone
 LOCAL = ("file", "memory")  # schemes whose folders have to be made
 
 
+class Holder(Frozen):
+    """A command that works on a mirror. words: how often it has said so."""
+
+    host: Annotated[str, Field(max_length=256)]
+    pid: Annotated[int, Field(ge=0, lt=2**63)]
+    words: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    @property
+    def is_gone(self) -> bool | None:
+        """Whether its process has ended; None where that cannot be seen from here."""
+        if self.host != platform.node():
+            return None
+        return self.pid == os.getpid() or not Path(f"/proc/{self.pid}").exists()
+
+    @property
+    def who(self) -> str:
+        return f"a command on {self.host!r} (process {self.pid})"
+
+
 class MirrorList(Frozen):
-    """mirror.json: the files that are whole, by their paths."""
+    """mirror.json: the files that are whole, by their paths, and who works on them."""
 
     schema_version: int = SCHEMA_VERSION
     files: dict[RelativeName, FileStamp]
+    holder: Holder | None = None
 
 
 class Mirror:
@@ -50,7 +75,45 @@ class Mirror:
         self._system, self._root, scheme = file_system(self.url)
         self._makes_folders = scheme in LOCAL
         self._lock = threading.Lock()
-        self.files = self._read_list()
+        self._own: Holder | None = None
+        self.files = self._read_list().files
+
+    def take(self) -> None:
+        """Have it say that this process works on it; StorageError where another one does.
+
+        One of another machine that says nothing more for a while is gone.
+        """
+        there = self._read_list()
+        if there.holder is not None and there.holder.is_gone is None:
+            self._reporter.say(f"  {self.url}: waiting for a word of {there.holder.who}, which may be gone")
+            time.sleep(SILENCES * SECONDS)
+            before, there = there, self._read_list()
+            if there.holder == before.holder:
+                there = there.model_copy(update={"holder": None})
+        if there.holder is not None and not there.holder.is_gone:
+            do = "wait until it ends, or give another address"
+            raise StorageError(f"{there.holder.who} works on it", where=self.url, do=do)
+        self._own = Holder(host=platform.node(), pid=os.getpid())
+        self._write_list(there.files)
+
+    def tell(self) -> None:
+        """Have it say so again."""
+        with self._lock:
+            self._check_own()
+            self._write_list(self.files)
+
+    def _check_own(self) -> None:
+        """StorageError where another command has taken it meanwhile: both began at once, or this one was silent."""
+        own, holder = self._own, self._read_list().holder
+        if own is not None and holder is not None and (holder.host, holder.pid) != (own.host, own.pid):
+            raise StorageError(f"{holder.who} has taken it", where=self.url, do="end one, or give another address")
+
+    def leave(self) -> None:
+        """Have it say that nobody works on it."""
+        with self._lock:
+            self._check_own()
+            self._own = None
+            self._write_list(self.files)
 
     def fetch(self) -> None:
         """Bring what lies there and not here: folders of stages whole, files of the replica store one by one. What
@@ -72,6 +135,7 @@ class Mirror:
     def send(self, *, only_store: bool = False) -> None:
         """Have there what lies here. only_store: what the replica store has more, while stages write other files."""
         with self._lock:
+            self._check_own()
             there = {name: stamp for name in self._here(only_store) if (stamp := self._stamp(name)) is not None}
             known = self.files
             gone = set[str]() if only_store else known.keys() - there.keys()
@@ -154,19 +218,22 @@ class Mirror:
         with suppress(MissingError):
             self._ask(lambda: self._system.rm_file(self._at(name)), name, "cannot be removed")
 
-    def _read_list(self) -> dict[str, FileStamp]:
+    def _read_list(self) -> MirrorList:
         where = f"{self.url}/{LIST}"
         try:
             data = self._ask(lambda: self._system.cat_file(self._at(LIST)), LIST, "cannot be read")
         except MissingError:
-            return {}
+            return MirrorList(files={})
         try:
-            return MirrorList.model_validate(parse_json(data.decode())).files
+            return MirrorList.model_validate(parse_json(data.decode()))
         except (ValidationError, ValueError):
             raise ArtifactError("is no list of a run's files", where=where, do="give a folder of its own") from None
 
     def _write_list(self, files: dict[str, FileStamp]) -> None:
-        data = canonical_json(MirrorList(files=dict(sorted(files.items()))).model_dump(mode="json")).encode()
+        if self._own is not None:
+            self._own = self._own.model_copy(update={"words": self._own.words + 1})
+        listed = MirrorList(files=dict(sorted(files.items())), holder=self._own)
+        data = canonical_json(listed.model_dump(mode="json")).encode()
         if self._makes_folders:
             self._system.makedirs(self._root, exist_ok=True)
         self._ask(lambda: self._system.pipe_file(self._at(LIST), data), LIST, "cannot be written")
@@ -193,16 +260,18 @@ def mirrored(url: str | None, out: Path, reporter: Reporter) -> Iterator[Callabl
         raise RecipeError(f"not an address: {url[:200]!r}", where="mirror", do="give one such as s3://BUCKET/FOLDER")
     make_directory(out)
     mirror, done = Mirror(url, out, reporter), threading.Event()
-    mirror.fetch()
+    mirror.take()
 
     def send_replicas() -> None:
         while not done.wait(SECONDS):
             with suppress(MoeqError):  # the end of the stage says it
+                mirror.tell()
                 mirror.send(only_store=True)
 
     thread = threading.Thread(target=send_replicas, name="moeq-mirror", daemon=True)
     thread.start()
     try:
+        mirror.fetch()
         yield mirror.send
     except Exception:
         with suppress(MoeqError):
@@ -211,3 +280,5 @@ def mirrored(url: str | None, out: Path, reporter: Reporter) -> Iterator[Callabl
     finally:
         done.set()
         thread.join()
+        with suppress(MoeqError):
+            mirror.leave()

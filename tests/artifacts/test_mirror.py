@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import platform
 import random
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,7 +20,7 @@ import pytest
 from buckets import bucket
 
 from moeq.artifacts import mirror, remote
-from moeq.artifacts.mirror import LIST, Mirror, mirrored
+from moeq.artifacts.mirror import LIST, Holder, Mirror, mirrored
 from moeq.errors import ArtifactError, ModelError, MoeqError, RecipeError, StorageError
 from moeq.progress import Reporter
 
@@ -274,3 +277,74 @@ def test_what_is_no_address_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises((StorageError, ModelError)):
         opened(f"file://{tmp_path}/file/below", run).send()
+
+
+def held(url: str, out: Path, holder: Holder) -> None:
+    """Have a mirror say that somebody works on it."""
+    one = opened(url, out)
+    one._own = holder
+    one._write_list(one.files)
+
+
+def holder_of(tmp_path: Path) -> Any:
+    return json.loads((tmp_path / "far" / "away" / LIST).read_bytes())["holder"]
+
+
+def test_one_command_works_on_it_and_leaves_it(run: Path, url: str, tmp_path: Path) -> None:
+    with mirrored(url, run, Reporter(quiet=True)) as send:
+        assert (holder_of(tmp_path)["host"], holder_of(tmp_path)["pid"]) == (platform.node(), os.getpid())
+        send()
+        assert holder_of(tmp_path)["words"] >= 2
+    assert holder_of(tmp_path) is None
+    assert listed(tmp_path) == whole(run)
+
+
+def test_a_command_of_this_machine_that_lives_is_in_the_way(run: Path, url: str, tmp_path: Path) -> None:
+    held(url, run, Holder(host=platform.node(), pid=os.getppid()))
+    with pytest.raises(StorageError, match="works on it"), mirrored(url, run, Reporter(quiet=True)):
+        pass
+    assert holder_of(tmp_path)["pid"] == os.getppid()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    held(url, run, Holder(host=platform.node(), pid=ended.pid))
+    with mirrored(url, run, Reporter(quiet=True)) as send:
+        send()
+    assert listed(tmp_path) == whole(run)
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_one_of_another_machine_is_waited_for(
+    run: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speaks: bool
+) -> None:
+    """Whatever the clocks say: who said nothing for a while is gone."""
+    other = Holder(host="elsewhere", pid=1)
+    held(url, run, other)
+    waited: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        if speaks:
+            held(url, run, other.model_copy(update={"words": 5}))
+
+    monkeypatch.setattr(mirror.time, "sleep", wait)
+    if speaks:
+        with pytest.raises(StorageError, match=r"'elsewhere' \(process 1\) works on it"):
+            opened(url, run).take()
+        assert holder_of(tmp_path)["host"] == "elsewhere"
+    else:
+        with mirrored(url, run, Reporter(quiet=True)) as send:
+            send()
+        assert holder_of(tmp_path) is None
+        assert listed(tmp_path) == whole(run)
+    assert waited == [90]
+
+
+def test_who_was_silent_and_lost_it_undoes_nothing(run: Path, url: str, tmp_path: Path) -> None:
+    with mirrored(url, run, Reporter(quiet=True)) as send:
+        send()
+        held(url, run, Holder(host="elsewhere", pid=1))
+        (run / "recipe.yaml").write_bytes(b"model: other")
+        with pytest.raises(StorageError, match="has taken it"):
+            send()
+    assert holder_of(tmp_path)["host"] == "elsewhere"
+    assert listed(tmp_path)["recipe.yaml"] == b"model: m"

@@ -159,7 +159,6 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.engine.arrays.Encoded.write": WRITTEN,
     "moeq.engine.arrays.decode": OWN,
     "moeq.engine.processes.ProcessEngine._take": OWN,
-    "moeq.engine.spool.Folders.write": WRITTEN,
     "moeq.engine.spool.read": OWN,
     "moeq.engine.worker._done": OWN,
     "moeq.engine.worker._work": OWN,
