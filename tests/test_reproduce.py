@@ -302,6 +302,7 @@ def write_images(path: Path, first: int) -> None:
     write_tensors(path, tensors | {"train": torch.arange(16), "test": torch.arange(16, 24)})
 
 
+@pytest.mark.full
 def test_images_and_a_model_whose_norms_are_folded(home: Path, tmp_path: Path) -> None:
     """Sets of images, which have no digest of a file, are known by their name and compared when they are read."""
     for folder, first in (("a", 0), ("b", 24)):

@@ -43,7 +43,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Context:
     return context
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", runtimes())
 def test_what_is_assigned_is_what_the_runtime_loads(measured: Context, name: str) -> None:
     target = runtimes()[name].target

@@ -50,6 +50,7 @@ def test_layers_of_different_sizes_at_once() -> None:
         assert together[layer].tolist() == alone[0].tolist()
 
 
+@pytest.mark.full
 @given(st.lists(st.integers(0, 128), min_size=1, max_size=20), st.fractions(1, 4, max_denominator=60))
 @settings(max_examples=300, deadline=None)
 def test_increments_spend_the_budget_exactly(counts: list[int], average: Fraction) -> None:

@@ -130,6 +130,7 @@ def test_tables_fit_eighty_columns(found: dict[str, Any], capsys: pytest.Capture
     assert "aten int4: takes no matrix" in text
 
 
+@pytest.mark.full
 def test_the_points_fit_a_hardware_file(found: dict[str, Any], packed_run: Path, tmp_path: Path) -> None:
     """`moeq estimate --fit` reads measured.csv as it is, the checkpoint's placement by --model."""
     path = found["out"] / measure.POINTS
@@ -209,6 +210,7 @@ def test_the_grid_compares_with_and_without_pruning(
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.full
 def test_an_encoder_decoder_is_timed(packed_switch: Path) -> None:
     """A decode step reads the decoder alone."""
     found = moeq.bench(packed_switch, batches=(2,), peers=False, **SHORT)

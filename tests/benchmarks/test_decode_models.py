@@ -25,6 +25,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_packed_and_dense_are_one_model(made: Path) -> None:
     ids = torch.arange(3, 35)[None]
     dense: Any = load_model(open_source(str(made / "model")), torch.float32, CPU)

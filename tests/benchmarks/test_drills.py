@@ -16,6 +16,8 @@ import pytest
 from drill_subjects import MADE, Ground, Lost
 from fork_server import Finished, ForkServer
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def ground(moeq: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Ground:

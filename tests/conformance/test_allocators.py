@@ -149,6 +149,7 @@ def outcome(inputs: AssignInputs) -> Assignment | AssignmentError | FormatError:
         return error
 
 
+@pytest.mark.cases(3)
 def test_it_says_what_it_is(allocator: Allocator) -> None:
     assert allocator.help
     assert "\n" not in allocator.help
@@ -240,7 +241,7 @@ def test_a_budget_of_nothing_names_the_least(allocator: Allocator) -> None:
             check_kept(mine, assign(mine))
 
 
-@pytest.mark.cases(46)
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("alike", [False, True], ids=["different", "alike"])
 def test_layers_of_any_size_ties_and_dead_experts(allocator: Allocator, shape: tuple[int, ...], alike: bool) -> None:
@@ -279,6 +280,7 @@ def test_the_most_important_experts_are_on_the_gpu_in_full(allocator: Allocator,
         assign(replace(inputs, config=config, memo={}))
 
 
+@pytest.mark.cases(3)
 def test_bytes_do_not_depend_on_when_or_in_what_order(allocator: Allocator, tmp_path: Path) -> None:
     """The same file twice; experts in another order have the same widths, where no two are alike."""
     inputs = inputs_of(5, 2, 9)

@@ -210,7 +210,7 @@ def test_writing_twice_gives_the_same_bytes(writer: Runtime, models: dict[str, P
     assert first == second
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 def test_every_file_has_a_digest(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
     write(writer.name, source_of(models["even"], writer), tmp_path / "out", WriteOptions())
     files = {path.name for path in (tmp_path / "out").iterdir()} - {SUMS, "README.md"}
@@ -237,7 +237,7 @@ class Spoiled(MadeSource):
         return matrices, biases
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 def test_what_is_no_number_is_refused_by_its_place(writer: Runtime, models: dict[str, Path], tmp_path: Path) -> None:
     exl3 = bool(source_of(models["even"], writer).encoding.codebook)
     source = Spoiled(models["even"], lambda *place: 4, group_size=GROUP, exl3=exl3)

@@ -213,6 +213,7 @@ def check_conserved(hardware: Hardware, terms: list[TermRow], seconds: float, le
         assert need <= there * (1 + 1e-9), (terms[0].policy, terms[0].phase, name)
 
 
+@pytest.mark.full
 @given(hardware=hardwares(), seed=st.integers(0, 500), batch=st.sampled_from([1, 2]), traced=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_no_result_beats_a_bandwidth_or_a_rate(hardware: Hardware, seed: int, batch: int, traced: bool) -> None:
@@ -277,6 +278,7 @@ def test_more_bandwidth_never_makes_a_policy_slower(
         assert its.migration_seconds <= mine.migration_seconds * (1 + 1e-9)
 
 
+@pytest.mark.full
 @given(hardware=hardwares(), seed=st.integers(0, 500), batch=st.sampled_from([1, 2]), traced=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_fewer_bits_never_make_a_policy_slower(hardware: Hardware, seed: int, batch: int, traced: bool) -> None:

@@ -87,6 +87,7 @@ def test_it_runs_from_the_recipe_to_the_report(
     assert "by way of the recipe" in page
 
 
+@pytest.mark.full
 def test_the_command_line_knows_it_and_what_it_cannot_do(package: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
     run = ("export", "--model", str(tiny_mixtral), "--out", str(tmp_path / "run"), "--format")
     assert "did you mean 'strangers-runtime'?" in started(package, *run, "stranger").stderr

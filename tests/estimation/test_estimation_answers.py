@@ -405,6 +405,7 @@ def test_a_fit_that_cannot_be_made(tmp_path: Path) -> None:
     assert moeq("--fit", tmp_path / "none.csv", *SMALL)[0] == 13
 
 
+@pytest.mark.full
 def test_several_hardware_are_compared(tmp_path: Path) -> None:
     both = ("--hardware", "h100-ndp-cxl", "--hardware", "h200-host-pcie5", "--replicas", "3")
     found = as_json("--model", "mixtral-8x7b", *ONE, *both, "--out", tmp_path / "out")
@@ -478,6 +479,7 @@ def test_a_cache_of_fewer_bits_takes_less_and_is_read_faster() -> None:
     assert moeq(*model, "--cache-bits", "0") == (2, "--cache-bits: 0 bits; give 1 to 32")
 
 
+@pytest.mark.full
 def test_a_recipe_may_have_the_sizes_themselves(tmp_path: Path) -> None:
     named = load_geometry("mixtral-8x7b").sizes()
     sizes = {key: value for key, value in named.items() if key not in ("name", "max_positions")}

@@ -57,6 +57,7 @@ def test_every_way_to_say_it_gives_the_same_estimate(finished: Path, tiny_mixtra
         assert other["estimate"]["zero_points"]
 
 
+@pytest.mark.full
 def test_bytes_are_those_of_the_assignment(finished: Path, tiny_mixtral: Path) -> None:
     found, geometry = case("--model", finished / "checkpoint"), read_model(str(tiny_mixtral)).geometry
     assignment = read_assignment(finished / "assign" / "assignment.json")

@@ -88,6 +88,7 @@ def test_points_of_the_model_itself_give_its_constants_back(exact: Fit):
     assert exact.folds == 5
 
 
+@pytest.mark.full
 def test_nothing_but_efficiencies_and_latencies_is_touched(exact: Fit):
     fitted = {one.key for one in exact.constants}
     old = load_hardware("paper-ctxmoe")

@@ -27,6 +27,7 @@ def test_a_prompt_of_one_token_reaches_top_k_whole_experts() -> None:
     assert point.prefill_seconds == pytest.approx(point.decode_seconds_per_token, rel=0.05)
 
 
+@pytest.mark.full
 def test_a_prompt_of_many_tokens_takes_little_longer_than_a_drawn_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds() -> float:
         made = of_qwen(Grid(inputs=(256,), outputs=(1,)), policies=())

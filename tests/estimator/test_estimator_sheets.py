@@ -16,6 +16,8 @@ from moeq.estimator.sheets.fpga import (
     linear_traffic_bytes,
 )
 
+pytestmark = pytest.mark.full
+
 
 def table(name: str, title: str) -> Table:
     return next(table for table in sheet(name) if table.title.startswith(title))

@@ -220,6 +220,7 @@ def test_models_and_checkpoints_side_by_side(
     assert values == [{name: row.tasks[name]["acc"] for name in ("seen", "read")} for row in (original, packed, packed)]
 
 
+@pytest.mark.full
 def test_precision_follows_a_context_of_text_only(finished: Context, folder: Path) -> None:
     def asked(tasks: str) -> EvalOptions:
         options = ["gpu_experts=3,code_bits=2,selector=false", "gpu_experts=7"]

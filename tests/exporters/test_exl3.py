@@ -93,6 +93,7 @@ def test_what_is_written_is_what_was_measured(run: Context, model: Path) -> None
     assert len(list(alike(run.directory("export"), exported(run)))) > 0
 
 
+@pytest.mark.full
 def test_readers_that_know_no_moeq_have_the_same_values(run: Context) -> None:
     """One expert of EXL3's layout and of the native one, to the bit."""
     tensors = load_file(exported(run) / "model-experts-001.safetensors")

@@ -95,7 +95,7 @@ def all_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 def test_one_knapsack_over_4_and_8_bits(run: Context) -> None:
     """All experts of a layer have one width; rows of the table state the bytes that are stored."""
     layer, own = run.model.layers[0], encoding(run)

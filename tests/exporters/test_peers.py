@@ -251,7 +251,7 @@ FORCED = {
 }
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", list(FORCED))
 def test_what_the_table_refuses_fails_or_lies(
     name: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

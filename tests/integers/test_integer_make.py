@@ -56,6 +56,7 @@ def test_log_sqrt2_at_4_bits_keeps_the_digits_and_beats_log2_and_uniform(bundled
     assert mine.logit_error < found["uniform"].logit_error
 
 
+@pytest.mark.full
 def test_at_65_tokens_the_code_that_calibration_chooses_turns_the_order_of_the_printed_forms() -> None:
     model = AutoModelForImageClassification.from_pretrained(bundled_path("tiny-moe-vit-65")).float().eval()
     task = ImageTask.of(model, bundled_path("tiny-moe-vit-65"))

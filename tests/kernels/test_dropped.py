@@ -112,6 +112,7 @@ def test_a_matrix_of_no_bits() -> None:
             replace(nothing, codes=codes).dequantize()
 
 
+@pytest.mark.full
 def test_runtimes_that_hand_tensors_over_hand_none_over_of_dropped_experts() -> None:
     """As vLLM and SGLang load a layer: what is dropped is not waited for, and a tensor of it is refused."""
     given = layer({0, 4})

@@ -121,7 +121,7 @@ def test_memory_does_not_follow_the_size_of_the_file(tmp_path: Path) -> None:
     assert max(peaks) - peaks[3] < 32 << 20
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
 def test_how_many_tokens_there_are_is_known_from_a_sample(name: str, tmp_path: Path, counting: Counting) -> None:
     path = write(tmp_path / name, 2 << 20)

@@ -175,6 +175,7 @@ def test_what_is_prefetched_is_asked_for_once(sharded: Path, monkeypatch: pytest
     assert store.fetched - before <= header.bytes + 2 * store.block_bytes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("step", "seconds"), [(100, 0.001), (10, 0.0)])
 def test_what_follows_is_fetched_before_it_is_read_within_three_quarters_of_the_cache(
     sharded: Path, monkeypatch: pytest.MonkeyPatch, step: int, seconds: float

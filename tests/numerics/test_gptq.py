@@ -195,7 +195,7 @@ def clipped_in_torch(weight: Tensor, ends: list[Tensor], bits: Any, symmetric: A
     return scale, grids.inverse_scale(scale), zero
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("group", [32, 128, -1])

@@ -57,7 +57,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=some(CASES, 3))
+@pytest.fixture(scope="module", params=some(CASES, 1))
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Context:
     fixture, overrides = CASES[request.param]
     context = Context(
@@ -83,7 +83,7 @@ def plan(sizes: Sizes) -> dict[str, Need]:
 FAMILIES = ("gpt_oss", "nemotron_h", "switch_transformers")  # biases, two matrices, experts by number
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_kinds_of_experts_take_the_foretold_bytes(family: str, tmp_path: Path) -> None:
     overrides = (*SMALL, "losses.group_size=16", "assign={method: uniform, bits: 3}", "quantize.replicas=all")
@@ -147,7 +147,7 @@ def test_every_file_of_the_store_is_foretold(finished: Context, sizes: Sizes) ->
     assert rows[0] == pytest.approx(rows[1], rel=0.03)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 def test_files_that_follow_from_shapes_are_exact(finished: Context, plan: dict[str, Need]) -> None:
     uniform = finished.recipe.assign.method == "uniform"
     for stage, need in plan.items():

@@ -62,6 +62,7 @@ def need(stage: str, ram: int = 1, gpu: int = 0, size: int = 0, temporary: int =
     )
 
 
+@pytest.mark.full
 def test_a_217_gib_model_is_planned_from_its_headers(
     sparse_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def test_matrices_of_several_widths_lose_less_together_than_rounded() -> None:
         trained(tokens, weights, other, start=found)
 
 
+@pytest.mark.full
 def test_what_earlier_layers_left_behind_is_made_up_for() -> None:
     weights, tokens = problem()
     bits = [4] * EXPERTS

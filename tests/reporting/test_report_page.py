@@ -305,7 +305,7 @@ def test_what_was_not_measured_is_said(make: Make, with_rows: Make, missing: dic
     assert [attributes["id"] for tag, attributes in found.tags if tag == "section"] == ANCHORS
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kept", [[0], [1], [2], []])
 def test_few_evaluation_rows(make: Make, with_rows: Make, kept: list[int]) -> None:
     inputs = make()
@@ -421,6 +421,7 @@ def test_domains_whose_file_stems_say_nothing_have_their_sources_name(make: Make
     assert "test" not in heads
 
 
+@pytest.mark.full
 def test_assumptions_and_sensitivity_are_printed_in_full(make: Make) -> None:
     inputs = make()
     one = inputs.speed.estimates[0]
@@ -430,6 +431,7 @@ def test_assumptions_and_sensitivity_are_printed_in_full(make: Make) -> None:
     assert all(named(constant.source) in text for constant in one.hardware_constants)
 
 
+@pytest.mark.full
 def test_fallbacks_and_unreached_experts_are_counted(make: Make) -> None:
     text = parsed(render(make(layers=3, experts=5))).text
     assert "3 experts of 15: too few calibration tokens, so part of the layer's Hessian stood in" in text
@@ -475,6 +477,7 @@ def test_outlined_maps_of_large_models_stay_small(make: Make) -> None:
         assert len(drawing.encode()) < 150_000
 
 
+@pytest.mark.full
 def test_every_assignment_has_a_map_with_its_bits_and_bytes(make: Make, with_rows: Make) -> None:
     inputs = make()
     other = inputs.evaluation.rows[-1]

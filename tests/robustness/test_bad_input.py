@@ -470,7 +470,7 @@ def _hardware(path: Path, section: str, key: str, constant: Any) -> Path:
     return path
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("section", "key", "constant", "message"),
     [
@@ -492,7 +492,7 @@ def test_hardware_file(
     assert partials(run_copy) == []
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("key", "value", "messages"),
     [
@@ -589,7 +589,7 @@ VERSIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
 }
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", VERSIONS)
 def test_another_schema_version(moeq: ForkServer, run_copy: Path, case: str) -> None:
     edit, stage, name = VERSIONS[case]
@@ -606,7 +606,7 @@ def test_another_manifest_version(moeq: ForkServer, run_copy: Path) -> None:
     assert_refused(moeq.run("inspect", run_copy / "checkpoint"), ARTIFACT, "placement.json", "99")
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -641,7 +641,7 @@ def _edit_assignment(run: Path, **changes: Any) -> None:
     path.write_text(json.dumps(assignment))
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({"bits": 5}, "bits must be one of"), ({"tier": "moon"}, "tier"), ({"importance": -1}, "importance")],
@@ -789,6 +789,7 @@ def test_out_is_a_file(moeq: ForkServer, recipe: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "mine"
 
 
+@pytest.mark.full
 def test_files_of_the_user_are_left_alone(moeq: ForkServer, recipe: Path, finished_run: Path, tmp_path: Path) -> None:
     """--out may be a directory in which other things lie."""
     out = tmp_path / "out"
@@ -801,7 +802,7 @@ def test_files_of_the_user_are_left_alone(moeq: ForkServer, recipe: Path, finish
     assert [path for path in mine if not path.exists()] == []
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("limit", [0, 1000, 20_000, 400_000])
 def test_files_that_may_not_grow(
     moeq: ForkServer, recipe: Path, finished_run: Path, tmp_path: Path, limit: int

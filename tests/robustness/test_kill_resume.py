@@ -117,6 +117,7 @@ def test_killed_at_random_moments(moeq: ForkServer, reference: Reference, tmp_pa
     assert len(landed.keys() & set(STAGES)) >= 5, landed
 
 
+@pytest.mark.full
 def test_killed_at_every_write(moeq: ForkServer, quick_reference: Reference, tmp_path: Path) -> None:
     """Dies before each rename of a finished file: one rename later every time, from the start in the next stage.
 
@@ -175,7 +176,7 @@ DAMAGED = {
 }
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "damage"),
     [

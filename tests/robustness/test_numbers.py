@@ -200,7 +200,7 @@ def test_too_few_sequences_are_said_before_the_first_stage(
     assert not out.exists()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "says"), [(1e-6, "scale_underflow"), (1e5, "scale_overflow")])
 def test_experts_at_the_ends_of_float16_reach_the_checkpoint(
     moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path, size: float, says: str

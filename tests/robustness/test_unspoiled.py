@@ -114,7 +114,7 @@ def test_force_makes_an_edited_assignment_anew(run_copy: Path, finished_run: Pat
     assert (run_copy / ASSIGNMENT).read_bytes() == (finished_run / ASSIGNMENT).read_bytes()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["run", "assign"])
 def test_an_edit_without_a_record_is_kept(run_copy: Path, command: str) -> None:
     edited = edit(run_copy)

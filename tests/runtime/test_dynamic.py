@@ -219,6 +219,7 @@ def test_promotions_and_demotions_lose_no_block(nested: bool) -> None:
     nothing_lost(dynamic)
 
 
+@pytest.mark.full
 def test_nested_promotions_bring_the_missing_bits_only() -> None:
     """The same decisions and bits as whole copies, with less than half the bytes, and nothing read for a demotion."""
     results = []

@@ -65,7 +65,7 @@ def python(code: str, *arguments: str, folder: Path) -> Finished:
     return shared(*TRANSFORMERS).run(*arguments, program=program, cwd=folder, env=own)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "switch_transformers"])
 def test_trusted_code_loads_it_where_nobody_imports_moeq(family: str, exported: Exported, tmp_path: Path) -> None:
     folder = shutil.copytree(exported(family), tmp_path / f"{family}-copy")

@@ -184,7 +184,7 @@ def test_moves_that_change_nothing_leave_the_kernel_what_it_has() -> None:
     assert experts.reason is None
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "cohere2_moe", "llama4_text", "dbrx",
                                     "jetmoe", "switch_transformers"])  # fmt: skip
 def test_a_loaded_model_gives_the_same_tokens(
@@ -247,6 +247,7 @@ def test_a_wrong_kernel_is_told_before_anything_is_read(exported: Exported, monk
         load_checkpoint(exported("mixtral"), torch.float32, CPU)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["gpt_oss", "cohere2_moe"])
 def test_no_file_of_packed_weights_stays_in_memory(family: str, exported: Exported, tmp_path: Path) -> None:
     """What is left of what was read, guards and biases, would keep all of its file mapped."""

@@ -21,6 +21,8 @@ from moeq.stages.context import Context
 from moeq.tables import human_size
 from moeq.terminal import print_final
 
+pytestmark = pytest.mark.full
+
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=48", "losses.group_size=16", "losses.methods=[rtn]",
     "assign.quantizer=rtn", "eval.perplexity.sequences=2", "eval.perplexity.sequence_length=32", "eval.tasks=[]",

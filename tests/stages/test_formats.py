@@ -86,6 +86,7 @@ def test_dequantized_holds_the_values_in_the_models_type(finished: Path) -> None
     assert "base_model" not in card, "a local name is none of the hub's"
 
 
+@pytest.mark.full
 def test_the_reader_gives_what_the_runtime_computes_with(finished: Path) -> None:
     reader = NativeReader(finished / "checkpoint")
     native = load_checkpoint(finished / "checkpoint", torch.float32, CPU)

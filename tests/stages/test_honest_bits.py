@@ -27,6 +27,8 @@ from moeq import cli
 from moeq.recipe import load_recipe
 from moeq.recipe.labels import AS_TRAINED, labels
 
+pytestmark = pytest.mark.full
+
 GROUP = 16
 NAME = "own-mix"
 WIDE, NARROW = "200", "76"

@@ -20,6 +20,7 @@ from stages.test_reparam_vit import context_of, model_of, reparam
 WANTED = ("reparam.integer.vectors=1", "reparam.integer.schemes=false", "eval.images.images=12")
 
 
+@pytest.mark.full
 def test_the_integer_forward_lies_beside_the_folded_checkpoint(tmp_path: Path) -> None:
     model, run = model_of(tmp_path / "model"), tmp_path / "run"
     reparam(model, run, *WANTED)

@@ -95,6 +95,7 @@ def test_points_between_are_what_the_assignment_alone_gives(finished: Context) -
     assert second.curves[0].points[0].perplexity == alone(finished, cold, 2, 4)
 
 
+@pytest.mark.full
 def test_the_page_shows_the_curves(finished: Context) -> None:
     page = (finished.directory("report") / "report.html").read_text("utf-8")
     assert "Share of experts at a low width" in page

@@ -63,7 +63,7 @@ def test_the_reader_knows_nothing_of_moeq() -> None:
     assert found == {"__future__", "base64", "hashlib", "json", "pathlib", "typing", "numpy"}
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 def test_every_replica_of_every_expert_is_rebuilt_bit_for_bit(made: Context, tiny_mixtral: Path) -> None:
     """Widths of the store as the store has them, 16 bits as the model has them, whichever matrix has which."""
     folder = made.directory("export")

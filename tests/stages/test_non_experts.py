@@ -149,7 +149,7 @@ def test_what_is_exported_is_what_was_evaluated(family: str, tmp_path: Path) -> 
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5  # kernels add up in another order
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 def test_codes_in_the_checkpoint_are_those_of_the_numerics(deepseek: Path, tmp_path: Path, method: str) -> None:
     """Hessians from plain hooks on an ordinary forward pass, sequence by sequence, held-out ones and pads left out."""
@@ -344,6 +344,7 @@ def test_gc_keeps_what_a_run_names_and_drops_the_rest(deepseek: Path, tmp_path: 
     assert not (none.store / name).exists()
 
 
+@pytest.mark.full
 def test_an_interrupted_layer_is_the_only_one_made_again(
     deepseek: Path, tmp_path: Path, modules_made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

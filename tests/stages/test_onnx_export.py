@@ -70,6 +70,7 @@ def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "run" / "onnx").exists()
 
 
+@pytest.mark.full
 def test_a_run_writes_it_behind_its_checkpoint(tmp_path: Path) -> None:
     """export.formats names it, of a run with experts; what is there is not written again, what was damaged is."""
     pytest.importorskip("onnx", reason="onnx is not installed: pip install '.[onnx]'")

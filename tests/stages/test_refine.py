@@ -146,6 +146,7 @@ def test_other_widths_stay_as_stored(tiny_mixtral: Path, tmp_path: Path) -> None
     assert not (again.directory("quantize") / refine.PROGRESS).exists()
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_with_the_next_layer(
     tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_maps_into_what_is_no_folder(finished: Context, tmp_path: Path) -> None:
     assert str(tmp_path / "file") in str(result.exception)
 
 
+@pytest.mark.full
 def test_the_header_counts_the_refined_experts(finished: Context) -> None:
     page = (finished.directory("report") / report.NAME).read_text("utf-8")
     made = quantize.quantizers(finished.directory("quantize"))

@@ -235,6 +235,7 @@ def test_a_damaged_store_is_named_and_mended(
     assert {stage: content(made.directory(stage)) for stage in STAGES[2:]} == before
 
 
+@pytest.mark.full
 def test_a_store_that_lost_its_mark_has_it_again(tiny_mixtral: Path, tmp_path: Path) -> None:
     """Without it neither `moeq gc` nor `moeq inspect` would know the folder."""
     made = run(tiny_mixtral, tmp_path / "run", stages=STAGES)
@@ -247,6 +248,7 @@ def test_a_store_that_lost_its_mark_has_it_again(tiny_mixtral: Path, tmp_path: P
     assert any("store.json: missing or damaged" in line for line in said)
 
 
+@pytest.mark.full
 def test_damaged_rows_are_seen_by_inspect_and_with_check(tiny_mixtral: Path, tmp_path: Path) -> None:
     """They are read when a table is made of them; a run that skips its losses does not, unless it is told to."""
     made = run(tiny_mixtral, tmp_path / "run", stages=STAGES)
@@ -262,6 +264,7 @@ def test_damaged_rows_are_seen_by_inspect_and_with_check(tiny_mixtral: Path, tmp
     assert inspect(made.store)["kind"] == "moeq replica store"
 
 
+@pytest.mark.full
 def test_an_interrupted_layer_is_the_only_one_made_again(
     tiny_mixtral: Path,
     tmp_path: Path,
@@ -336,6 +339,7 @@ def stored_as_said(context: Context) -> bool:
     return True
 
 
+@pytest.mark.full
 def test_a_width_edited_by_hand_takes_the_best_method(tiny_qwen: Path, tmp_path: Path) -> None:
     made = run(tiny_qwen, tmp_path / "run", "losses.heldout_fraction=0.5",
                "assign={method: uniform, bits: 2, quantizer: best}", stages=STAGES)  # fmt: skip
@@ -353,6 +357,7 @@ def test_a_width_edited_by_hand_takes_the_best_method(tiny_qwen: Path, tmp_path:
     assert [one[2] for one in found[names[1]]] == best[1][2].tolist()
 
 
+@pytest.mark.full
 def test_rtn_alone_keeps_no_replicas(tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = run(tiny_mixtral, tmp_path / "run", "losses.methods=[rtn]", "losses.bits=[2]",
                "assign={method: uniform, bits: 2, quantizer: rtn}", stages=STAGES)  # fmt: skip

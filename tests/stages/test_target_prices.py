@@ -77,6 +77,7 @@ def test_a_reason_names_a_width_a_matrix_and_what_is_in_the_way(priced: Context)
         assert found[1] in reason
 
 
+@pytest.mark.cases(1)
 def test_llama_cpp_says_which_grid_it_lacks(priced: Context) -> None:
     reason = {price["target"]: price["refusal"] for price in frontier.prices(priced)}["llama.cpp"]
     section = priced.recipe.losses

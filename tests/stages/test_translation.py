@@ -23,6 +23,8 @@ from moeq.stages import evaluate
 from moeq.stages.context import Context
 from moeq.terminal import print_final
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "paper-002-table2.yaml"
 STEPS, SENTENCES, TOKENS = 120, 24, 8

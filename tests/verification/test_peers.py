@@ -189,7 +189,7 @@ def has(package: str, module: str) -> bool:
     return subprocess.run([peers.interpreter(package), "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("maker", ["auto-round", "gptqmodel", "compressed-tensors"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_peers_write(maker: str, family: str, tmp_path: Path) -> None:

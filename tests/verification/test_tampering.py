@@ -68,6 +68,7 @@ def checkpoint(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "checkpoint"))
 
 
+@pytest.mark.full
 def test_the_checkpoint_as_it_is(made: Path, model: Path) -> None:
     verdict = verify(made, Options(against=str(model)), QUIET)
     assert not verdict.problems

@@ -330,6 +330,7 @@ def test_a_format_whose_package_is_not_installed(gptq: Path, monkeypatch: pytest
         check(gptq / "packed", target="transformers")
 
 
+@pytest.mark.full
 def test_an_export_whose_target_is_not_installed_says_so(
     tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
