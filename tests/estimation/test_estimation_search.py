@@ -37,6 +37,7 @@ def test_what_is_printed_fits_the_window(columns: int) -> None:
     assert "measured" in flat
 
 
+@pytest.mark.full
 def test_what_is_written(tmp_path: Path) -> None:
     code, text = moeq(*SEARCH, "--hardware", "all", "--cost", "h100-ndp-cxl=3", "--out", tmp_path / "out", "--json")
     assert code == 0

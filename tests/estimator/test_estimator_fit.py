@@ -99,6 +99,7 @@ def test_nothing_but_efficiencies_and_latencies_is_touched(exact: Fit):
                 assert getattr(getattr(exact.hardware, section), name) == value
 
 
+@pytest.mark.full
 def test_the_written_file_is_hardware_that_estimates_the_points(exact: Fit, tmp_path: Path):
     write_hardware(tmp_path / "mine.yaml", exact)
     found = load_hardware(tmp_path / "mine.yaml")

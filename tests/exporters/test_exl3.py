@@ -107,6 +107,7 @@ def test_readers_that_know_no_moeq_have_the_same_values(run: Context) -> None:
         assert np.array_equal(read(*parts, "mul1")[1], native[name].astype(np.float32))
 
 
+@pytest.mark.full
 def test_config_json_says_what_exllamav3s_converter_says(run: Context) -> None:
     config = json.loads((exported(run) / "config.json").read_text())
     block = config["quantization_config"]

@@ -85,7 +85,7 @@ def test_the_table_has_what_is_loaded_here(name: str) -> None:
     assert {symmetric for _, symmetric in mixes} == ({True} if target.symmetric_only else {True, False})
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "mix"), [(name, mix) for name in CARRIED for mix in CARRIED[name][2]])
 def test_what_the_table_carries_loads_right(name: str, mix: str, models: dict[str, Path], tmp_path: Path) -> None:
     package, loader, mixes = CARRIED[name]

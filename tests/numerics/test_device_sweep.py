@@ -67,6 +67,7 @@ def interpreted() -> tuple[list[str], str]:
     return run("cpu", *CASES, TRITON_INTERPRET="1")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_equals_the_compiled_loop(case: str, interpreted: tuple[list[str], str]) -> None:
     equal, said = interpreted

@@ -120,6 +120,7 @@ def test_the_compiled_loop_equals_the_one_in_torch(group: int, clip: bool, monke
         assert torch.equal(whole.zero, other.zero)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_without_feedback_every_code_is_the_best_for_all_widths(symmetric: bool) -> None:
     weight, _ = problem(40, 9)

@@ -152,6 +152,7 @@ def test_a_stage_command_refuses_what_an_earlier_stage_did_not_write(run: Contex
             inspect(run.out)
 
 
+@pytest.mark.full
 @TIMES
 def test_a_model_that_changed_between_two_stages_is_not_the_same(run: Context, model: Path, mtime: str) -> None:
     path = model / "model.safetensors"

@@ -136,6 +136,7 @@ def test_killed_at_every_write(moeq: ForkServer, quick_reference: Reference, tmp
     assert_as_unbroken(run, quick_reference)
 
 
+@pytest.mark.full
 def test_a_finished_run_is_left_alone(moeq: ForkServer, quick_reference: Reference) -> None:
     before = snapshot(quick_reference.out)
     running = moeq.start("run", quick_reference.recipe, "--out", quick_reference.out)
@@ -207,6 +208,7 @@ def test_a_damaged_output_is_remade(
         assert (run_copy / name).read_bytes() == (finished_run / name).read_bytes(), name
 
 
+@pytest.mark.full
 def test_a_damaged_assignment_is_refused_until_made_again(
     moeq: ForkServer, recipe: Path, finished_run: Path, run_copy: Path
 ) -> None:

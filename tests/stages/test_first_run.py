@@ -79,6 +79,7 @@ def check(finished: Any, out: str, bits: str = "2.5") -> None:
     assert (Path(out) / "report" / "report.html").is_file()
 
 
+@pytest.mark.full
 def test_the_bundled_model_in_one_line_and_what_it_says_to_do_next(empty: Path) -> None:
     finished = first_run("bundled:tiny-mixtral")
     check(finished, "moeq-out/tiny-mixtral")
@@ -101,7 +102,7 @@ def test_the_bundled_model_in_one_line_and_what_it_says_to_do_next(empty: Path) 
     assert run("recipe", "moeq-out/tiny-mixtral/recipe.yaml")["corpus"] == recipe["corpus"]
 
 
-@pytest.mark.full
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_model_of_any_family(family: str, empty: Path) -> None:
     family_models.save(family, empty / family)

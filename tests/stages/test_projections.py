@@ -85,6 +85,7 @@ def test_the_bundled_model_at_two_bits(finished: Context) -> None:
     assert file["experts_by_code_bits"] == summary["experts_by_code_bits"]
 
 
+@pytest.mark.full
 def test_the_checkpoint_is_the_dequantized_model(finished: Context, tmp_path: Path) -> None:
     ids = torch.arange(3, 63).reshape(2, 30)
     folder = finished.directory("export")

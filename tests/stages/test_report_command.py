@@ -90,6 +90,7 @@ def test_the_header_counts_the_refined_experts(finished: Context) -> None:
     assert "Calibration reached " in page
 
 
+@pytest.mark.full
 def test_other_sizes_stand_around_the_runs_own(finished: Context) -> None:
     section = finished.recipe.assign
     points = around(assign.inputs_of(finished, section, finished.recipe.name), assign.load(finished))

@@ -93,6 +93,7 @@ def test_llama_cpp_says_which_grid_it_lacks(priced: Context) -> None:
         assert reason is None  # 1 bit in groups of 128
 
 
+@pytest.mark.full
 def test_a_target_of_none_of_the_widths_says_so(priced: Context) -> None:
     reason = {price["target"]: price["refusal"] for price in frontier.prices(priced)}["vllm"]
     assert (reason == "losses.bits are 1, 3; vllm loads 4, 16") == (priced.recipe.losses.bits == [1, 3])

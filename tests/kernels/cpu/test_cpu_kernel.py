@@ -154,7 +154,7 @@ def test_what_comes_out_does_not_depend_on_the_threads(monkeypatch: pytest.Monke
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.usefixtures("spinning")
 @pytest.mark.parametrize("bits", [3, 8, 16])
 def test_a_lone_matrix_is_shared_out_with_the_same_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
