@@ -158,6 +158,7 @@ def test_one_row_leaves_nothing_to_hold_out(tmp_path: Path):
     assert any("nothing can be held out" in note for table in fit_tables(found) for note in table.notes)
 
 
+@pytest.mark.full
 def test_tables_hold_every_constant_and_point(exact: Fit):
     errors, constants, points = fit_tables(exact)
     assert [row[0] for row in errors.rows][:2] == ["as the file has it", "fitted"]
