@@ -26,10 +26,11 @@ from moeq.conversion import convert
 from moeq.errors import ArtifactError, ModelError
 from moeq.generation import generate
 from moeq.inspection import inspect
-from moeq.models.source import open_source
+from moeq.models.source import SAMPLED_BYTES, open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
+from moeq.stages.recorded import stamp_of
 from moeq.verification.verify import Options, verify
 
 STAGES = ("profile", "losses", "assign", "quantize", "export")
@@ -397,3 +398,14 @@ def test_a_run_of_an_older_moeq_is_known_again(run: Context, model: Path) -> Non
     finally:
         for path, text in records.items():
             path.write_text(text, "utf-8")
+
+
+def test_samples_are_read_for_a_run_that_is_there_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an object store every one would be a request."""
+    source = open_source(str(model))
+    monkeypatch.setattr(type(source), "sampled_digest", lambda *_: pytest.fail("samples were read"))
+    assert max(path.stat().st_size for path in source.files) > SAMPLED_BYTES
+    files = source.file_digests()
+    assert stamp_of(source, files, tmp_path) == source.stamp(files)
