@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,7 +75,7 @@ class Mirror:
         self.url, self.out, self._reporter = url.rstrip("/"), out, reporter
         self._system, self._root, scheme = file_system(self.url)
         self._makes_folders = scheme in LOCAL
-        self._lock = threading.Lock()
+        self._sending, self._writing = threading.Lock(), threading.RLock()  # files, and the list
         self._own: Holder | None = None
         self.files = self._read_list().files
 
@@ -97,8 +98,8 @@ class Mirror:
         self._write_list(there.files)
 
     def tell(self) -> None:
-        """Have it say so again."""
-        with self._lock:
+        """Have it say so again, also while files are sent."""
+        with self._writing:
             self._check_own()
             self._write_list(self.files)
 
@@ -110,7 +111,7 @@ class Mirror:
 
     def leave(self) -> None:
         """Have it say that nobody works on it."""
-        with self._lock:
+        with self._sending, self._writing:
             self._check_own()
             self._own = None
             self._write_list(self.files)
@@ -134,7 +135,7 @@ class Mirror:
 
     def send(self, *, only_store: bool = False) -> None:
         """Have there what lies here. only_store: what the replica store has more, while stages write other files."""
-        with self._lock:
+        with self._sending:
             self._check_own()
             there = {name: stamp for name in self._here(only_store) if (stamp := self._stamp(name)) is not None}
             known = self.files
@@ -230,14 +231,23 @@ class Mirror:
             raise ArtifactError("is no list of a run's files", where=where, do="give a folder of its own") from None
 
     def _write_list(self, files: dict[str, FileStamp]) -> None:
-        if self._own is not None:
-            self._own = self._own.model_copy(update={"words": self._own.words + 1})
-        listed = MirrorList(files=dict(sorted(files.items())), holder=self._own)
-        data = canonical_json(listed.model_dump(mode="json")).encode()
-        if self._makes_folders:
-            self._system.makedirs(self._root, exist_ok=True)
-        self._ask(lambda: self._system.pipe_file(self._at(LIST), data), LIST, "cannot be written")
-        self.files = files
+        with self._writing:
+            if self._own is not None:
+                self._own = self._own.model_copy(update={"words": self._own.words + 1})
+            listed = MirrorList(files=dict(sorted(files.items())), holder=self._own)
+            data = canonical_json(listed.model_dump(mode="json")).encode()
+            self._ask(lambda: self._put_list(data), LIST, "cannot be written")
+            self.files = files
+
+    def _put_list(self, data: bytes) -> None:
+        """Replace the list at once: others read it meanwhile. Stores do, folders by a rename."""
+        at = self._at(LIST)
+        if not self._makes_folders:
+            self._system.pipe_file(at, data)
+            return
+        self._system.makedirs(self._root, exist_ok=True)
+        self._system.pipe_file(f"{at}{PARTIAL}", data)
+        self._system.mv(f"{at}{PARTIAL}", at)
 
     def _ask(self, work: Callable[[], Any], name: str, what: str) -> Any:
         where = f"{self.url}/{name}"
@@ -251,8 +261,8 @@ def _is_unfinished(part: str) -> bool:
 
 @contextmanager
 def mirrored(url: str | None, out: Path, reporter: Reporter) -> Iterator[Callable[[], None]]:
-    """While the block runs, a run directory's replicas are sent every half a minute; yields what sends all of it, for
-    the end of a stage. Without an address nothing is done. RecipeError for what is no address."""
+    """While the block runs, a run directory's replicas are sent every half a minute, and said who does; yields what
+    sends all of it, for the end of a stage. Without an address nothing is done. RecipeError for what is no address."""
     if url is None:
         yield lambda: None
         return
@@ -262,14 +272,15 @@ def mirrored(url: str | None, out: Path, reporter: Reporter) -> Iterator[Callabl
     mirror, done = Mirror(url, out, reporter), threading.Event()
     mirror.take()
 
-    def send_replicas() -> None:
+    def again_and_again(work: Callable[[], None]) -> None:
         while not done.wait(SECONDS):
             with suppress(MoeqError):  # the end of the stage says it
-                mirror.tell()
-                mirror.send(only_store=True)
+                work()
 
-    thread = threading.Thread(target=send_replicas, name="moeq-mirror", daemon=True)
-    thread.start()
+    works = (mirror.tell, partial(mirror.send, only_store=True))
+    threads = [threading.Thread(target=again_and_again, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
     try:
         mirror.fetch()
         yield mirror.send
@@ -279,6 +290,7 @@ def mirrored(url: str | None, out: Path, reporter: Reporter) -> Iterator[Callabl
         raise
     finally:
         done.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
         with suppress(MoeqError):
             mirror.leave()

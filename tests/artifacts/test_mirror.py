@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -338,6 +339,27 @@ def test_one_of_another_machine_is_waited_for(
         assert holder_of(tmp_path) is None
         assert listed(tmp_path) == whole(run)
     assert waited == [90]
+
+
+def test_it_is_said_while_a_large_file_is_sent(
+    run: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or another machine would take it for gone; whoever reads the list finds a whole one."""
+    monkeypatch.setattr(mirror, "SECONDS", 0.01)
+    system: Any = fsspec.filesystem("file")
+    real = system.put_file
+
+    def slow(*given: Any) -> Any:
+        before = holder_of(tmp_path)["words"]
+        until = time.monotonic() + 20
+        while holder_of(tmp_path)["words"] < before + 3:
+            assert time.monotonic() < until
+        return real(*given)
+
+    with mirrored(url, run, Reporter(quiet=True)) as send:
+        monkeypatch.setattr(system, "put_file", slow)
+        send()
+    assert listed(tmp_path) == whole(run)
 
 
 def test_who_was_silent_and_lost_it_undoes_nothing(run: Path, url: str, tmp_path: Path) -> None:
