@@ -34,6 +34,8 @@ from moeq.verification.written import check_written
 from moeq_kernels.packed import packed_bytes
 from moeq_kernels.widths import Encoding
 
+pytestmark = pytest.mark.full
+
 QUIET = Reporter(quiet=True)
 SIZES = {
     "hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 2, "num_experts_per_tok": 1,

@@ -47,7 +47,7 @@ def many(draw: st.DrawFn, multiple: int, deep: bool, widths: tuple[int, ...]) ->
     return found
 
 
-@pytest.mark.cases(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("package", "packer", "multiple", "deep", "widths"),
     [

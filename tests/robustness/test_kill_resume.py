@@ -226,7 +226,7 @@ def test_a_damaged_assignment_is_refused_until_made_again(
     assert digests(run_copy) == digests(finished_run)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_damaged_record_is_remade(
     moeq: ForkServer, recipe: Path, finished_run: Path, run_copy: Path, stage: str

@@ -105,6 +105,7 @@ def test_the_checkpoint_is_the_dequantized_model(finished: Context, tmp_path: Pa
     assert "the mean of its matrices&#x27; code bits" in page
 
 
+@pytest.mark.full
 def test_every_matrix_is_the_stores_of_its_width(finished: Context) -> None:
     """A reader without moeq finds in the checkpoint what the store has at each matrix's own width."""
     folder, index = finished.directory("export"), load_index(finished)

@@ -108,6 +108,7 @@ def test_other_sizes_stand_around_the_runs_own(finished: Context) -> None:
     assert 'id="frontier"' in (finished.directory("report") / report.NAME).read_text("utf-8")
 
 
+@pytest.mark.full
 def test_a_lost_table_of_sensitivities_is_made_again(finished: Context, tmp_path: Path) -> None:
     path = finished.directory("assign") / SENSITIVITIES
     before = path.read_bytes()
