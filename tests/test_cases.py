@@ -11,6 +11,8 @@ from cases import left_for_long
 
 
 class Item(SimpleNamespace):
+    """Is itself alone, as pytest's are."""
+
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
@@ -18,9 +20,7 @@ class Item(SimpleNamespace):
 def item(name: str, **marks: tuple[int, ...]) -> Any:
     """A test of a file, with marks {name: arguments}."""
     found = {mark: SimpleNamespace(args=arguments) for mark, arguments in marks.items()}
-    return type(
-        "Item", (), {"path": Path("a.py"), "name": name, "get_closest_marker": lambda _, mark: found.get(mark)}
-    )()
+    return Item(path=Path("a.py"), name=name, get_closest_marker=found.get)
 
 
 def left(*items: Any) -> list[str]:

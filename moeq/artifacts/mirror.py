@@ -30,6 +30,7 @@ from moeq.artifacts.reading import RelativeName, parse_json
 from moeq.artifacts.remote import AT_ONCE, file_system, insist, is_remote, not_allowed
 from moeq.artifacts.run import STORE
 from moeq.artifacts.stage import FileStamp, Frozen
+from moeq.artifacts.status import Count, lives
 from moeq.errors import ArtifactError, MissingError, MoeqError, RecipeError, StorageError
 from moeq.progress import Reporter
 
@@ -44,15 +45,14 @@ class Holder(Frozen):
     """A command that works on a mirror. words: how often it has said so."""
 
     host: Annotated[str, Field(max_length=256)]
-    pid: Annotated[int, Field(ge=0, lt=2**63)]
-    words: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    pid: Count
+    words: Count = 0
 
     @property
     def is_gone(self) -> bool | None:
         """Whether its process has ended; None where that cannot be seen from here."""
-        if self.host != platform.node():
-            return None
-        return self.pid == os.getpid() or not Path(f"/proc/{self.pid}").exists()
+        there = lives(self.host, self.pid)
+        return None if there is None else not there or self.pid == os.getpid()
 
     @property
     def who(self) -> str:

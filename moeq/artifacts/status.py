@@ -65,9 +65,13 @@ class Status(Frozen):
     @property
     def is_alive(self) -> bool:
         """Whether its process is there; of one on another machine, whether it has said something lately."""
-        if self.host != platform.node():
-            return time.time() - self.said < SILENT_SECONDS
-        return Path(f"/proc/{self.pid}").exists()
+        here = lives(self.host, self.pid)
+        return time.time() - self.said < SILENT_SECONDS if here is None else here
+
+
+def lives(host: str, pid: int) -> bool | None:
+    """Whether a process is there; None where it is another machine's and cannot be seen."""
+    return Path(f"/proc/{pid}").exists() if host == platform.node() else None
 
 
 @contextmanager

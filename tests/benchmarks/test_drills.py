@@ -35,7 +35,6 @@ SHORT: list[drill_kinds.Drill] = [drill_kinds.kill, *drill_kinds.SIGNALS, *drill
 SHORT += [drill_kinds.one_directory, drill_kinds.one_target]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("number", range(len(SHORT)))
 def test_short_form(ground: Ground, number: int) -> None:
     if SHORT[number] in drill_kinds.MOUNTED and not drill_kinds.runs.can_mount():
@@ -43,7 +42,6 @@ def test_short_form(ground: Ground, number: int) -> None:
     assert SHORT[number](ground, random.Random(f"short-{number}"), ground.place()).total() >= 1
 
 
-@pytest.mark.full
 def test_flips(finished: drill_flips.Finishable) -> None:
     """A model's weights, experts, a configuration and a record, in a run that goes on from one to the next."""
     chance, kinds = random.Random(3), finished.kinds(large=False)

@@ -23,7 +23,6 @@ def table(name: str, title: str) -> Table:
     return next(table for table in sheet(name) if table.title.startswith(title))
 
 
-@pytest.mark.full
 def test_every_sheet_is_found_and_made_of_tables():
     assert known_sheets() == ["paper-002", "paper-004", "published"]
     for name in known_sheets():

@@ -69,7 +69,6 @@ def exported(run: Context) -> Path:
     return run.out / "checkpoint-exl3"
 
 
-@pytest.mark.full
 def test_it_is_measured_and_assigned_as_exllamav3_takes_it(run: Context) -> None:
     """Each projection of a layer has one width; rows of the table state the bytes that are stored."""
     layer = run.model.layers[0]
@@ -88,14 +87,12 @@ def test_it_is_measured_and_assigned_as_exllamav3_takes_it(run: Context) -> None
     assert any(not isinstance(layer[0], int) for layer in widths)
 
 
-@pytest.mark.full
 def test_what_is_written_is_what_was_measured(run: Context, model: Path) -> None:
     assert evaluate.load(run).export_logit_error < 1e-5
     assert not verify(run.directory("export"), Options(against=str(model)), QUIET).problems
     assert len(list(alike(run.directory("export"), exported(run)))) > 0
 
 
-@pytest.mark.full
 def test_readers_that_know_no_moeq_have_the_same_values(run: Context) -> None:
     """One expert of EXL3's layout and of the native one, to the bit."""
     tensors = load_file(exported(run) / "model-experts-001.safetensors")
@@ -109,7 +106,6 @@ def test_readers_that_know_no_moeq_have_the_same_values(run: Context) -> None:
         assert np.array_equal(read(*parts, "mul1")[1], native[name].astype(np.float32))
 
 
-@pytest.mark.full
 def test_config_json_says_what_exllamav3s_converter_says(run: Context) -> None:
     config = json.loads((exported(run) / "config.json").read_text())
     block = config["quantization_config"]

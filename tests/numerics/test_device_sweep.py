@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from tiny_models import FULL
 
 pytest.importorskip("triton", reason="the gpu extra is not installed")
 
@@ -49,9 +48,7 @@ for case in sys.argv[2:]:
     except AssertionError as error:
         print(f"{case} differs: {error}", file=sys.stderr)
 """
-SHORT = ("32:ordered",)  # the interpreter takes ten seconds for one
-LONG = ("-1:ordered", "128:plain", "32:plain", "128:ordered", "-1:plain")
-CASES = SHORT + LONG if FULL else SHORT
+CASES = ("32:ordered", "128:plain", "-1:ordered", "32:plain", "128:ordered", "-1:plain")
 
 
 def run(device: str, *cases: str, **environment: str) -> tuple[list[str], str]:

@@ -57,7 +57,6 @@ def spare(context: Context) -> int:
     return SPARE_FILES + SPARE_BYTES * sum(layer.num_experts for layer in context.model.layers)
 
 
-@pytest.mark.full
 def test_the_table_shows_what_the_directory_has(finished: Context, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {row["name"]: row for row in results.final_rows(finished)}
     own, written = rows[finished.recipe.name]["checkpoint_bytes"], directory_bytes(finished)
@@ -88,7 +87,6 @@ def test_a_report_of_an_earlier_version_has_its_sizes_too(finished: Context, tmp
     assert evaluate.load(older) == evaluate.load(finished)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -117,7 +115,6 @@ def objective(context: Context, assignment: Assignment, section: AssignSection) 
     return sensitivity.objective(assign.inputs_of(context, section, "o"), assignment)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("granularity", ["expert", "projection"])
 def test_a_size_of_the_table_is_taken_as_a_limit(finished: Context, granularity: str) -> None:
     """Exactly as it is in JSON, and as it is printed: what comes out is as good, and within it."""

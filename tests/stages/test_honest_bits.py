@@ -207,7 +207,6 @@ def check_words(text: str, figures: Figures) -> None:
         assert is_one_of(number.rstrip(".,"), known), f"{number} bits in {text!r}"
 
 
-@pytest.mark.full
 def test_tables_on_the_terminal(made: Made, figures: Figures) -> None:
     folder, tables, _ = made
     looked = json.loads((folder / "run" / "assign" / "frontier.json").read_text("utf-8"))

@@ -78,7 +78,6 @@ def bleu(one: Context, model: torch.nn.Module, beams: int) -> float:
     return float(sacrebleu.corpus_bleu(texts, [references]).score)
 
 
-@pytest.mark.full
 def test_every_variant_is_scored_as_its_model_translates(finished: Context) -> None:
     found = {(one.name, one.beams): one for one in scores(finished).scores}
     assert set(found) == {(name, beams) for name in ("original", "int4", "int8") for beams in (1, 2)}
@@ -129,7 +128,6 @@ def test_the_end_of_a_run_prints_the_scores(finished: Context, capsys: pytest.Ca
     assert any(line.startswith("original, beam 1: BLEU") and "(" not in line for line in lines)
 
 
-@pytest.mark.full
 def test_other_text_is_translated_again_and_moved_text_is_not(finished: Context) -> None:
     folder = Path(finished.model_name).parent
     (folder / "moved.txt").write_bytes((folder / "source.txt").read_bytes())
