@@ -24,7 +24,7 @@ MOST = (1 << 15) - 1  # of an int16
 MOST_ACTIVATION = 128  # of a byte of activations, without its sign
 HALF, LOW_HALVES = 4, 0x0F0F0F0F  # bits of one of two parts of a code, and the mask of four of them
 SUMS, UNPACKING_SUMS = 12, 8  # of 16 bits that registers hold, and beside what unpacks codes
-TOGETHER = {1: 4, 2: 2}  # blocks whose codes are read in turn, by rows
+TOGETHER = {1: 2, 2: 2}  # blocks whose codes are read in turn, by rows
 
 
 def most_products(largest: int) -> int:

@@ -5,6 +5,7 @@ A block is compiled when it is first used, in one or two seconds, for the CPU of
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -80,6 +81,20 @@ def call_work(typing: Any, address: Any, numbers: Any) -> Any:
     return types.void(types.int64, types.int64), code
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def call_parallel(typing: Any, address: Any, work: Any, numbers: Any, threads: Any) -> Any:
+    """Call `GOMP_parallel` at an address: work, of `entry`, with the address of its numbers, in so many threads."""
+    whole, count = ir.IntType(64), ir.IntType(32)
+    native = ir.FunctionType(ir.VoidType(), [whole, whole, count, count])
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+        function = builder.inttoptr(given[0], native.as_pointer())
+        builder.call(function, [given[1], given[2], builder.trunc(given[3], count), ir.Constant(count, 0)])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), code
+
+
 @cache
 def entry(work: Callable[[int], None]) -> int:
     """Where the compiled code of work lies, a function of the address of its numbers; for `threads.together`."""
@@ -90,11 +105,13 @@ def entry(work: Callable[[int], None]) -> int:
 
 
 @cache
-def call(work: Callable[[int, int, int, int], None]) -> Callable[[int, int, int, int], None]:
-    """Work compiled as a function of addresses and a count, to be called from Python at the least cost."""
-    compiled = callback(types.void(*[types.int64] * 4), work)
+def call(work: Callable[..., int]) -> Callable[..., int]:
+    """Work of whole numbers, addresses or counts, that gives one, compiled; to be called from Python at the least cost.
+
+    Python's lock is not held while it runs."""
+    compiled = callback(types.int64(*[types.int64] * len(inspect.signature(work).parameters)), work)
     _entries.append(compiled)
-    function: Callable[[int, int, int, int], None] = compiled.ctypes
+    function: Callable[..., int] = compiled.ctypes
     return function
 
 

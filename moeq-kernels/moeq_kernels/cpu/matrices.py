@@ -145,6 +145,18 @@ class Matrices:
             self._layouts[form.name] = np.array(found)
         return self._layouts[form.name]
 
+    def bound(self, form: Form) -> Integers:
+        """The numbers of `schedule.bound`, of arrays that are kept here."""
+        functions, layouts = self.functions(form), self.layouts(form)
+        return np.array(
+            [
+                self.table.ctypes.data, *self.table.shape[:2], functions.ctypes.data, *functions.shape,
+                layouts.ctypes.data, self.grids.ctypes.data, self.biases.ctypes.data, len(self.biases),
+                self.held.data_ptr(), form.ahead, self.inputs, self.rows,
+            ],
+            np.int64,
+        )  # fmt: skip
+
     def compile(self, form: Form, tiles: Integers) -> None:
         """Have the blocks that the tiles need."""
         slots = self.table[tiles[:, columns.EXPERT], :, columns.SLOT]

@@ -23,6 +23,17 @@ def add_at(typing: Any, address: Any, more: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def swap_at(typing: Any, address: Any, number: Any) -> Any:
+    """Put an int64 at an address, at once for all threads; what was there before."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+        place = builder.inttoptr(given[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("xchg", place, context.cast(builder, given[1], number, types.int64), "seq_cst")
+
+    return types.int64(address, number), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def look_at(typing: Any, address: Any) -> Any:
     """The int64 at an address as another thread last put it there, and what that thread wrote before."""
 

@@ -42,10 +42,19 @@ from moeq_kernels.cpu.emit import LINE_BYTES, TOGETHER
 from moeq_kernels.cpu.finish import PRODUCTS, finish
 from moeq_kernels.cpu.kept_code import compiler
 from moeq_kernels.cpu.memory import add_at, ask_for, float32s, int64s, look_at, uint16s, uint32s
+from moeq_kernels.cpu.tiles import SIDE
 
 MOST_ROWS = 32  # of a tile
 MOST_TOGETHER = max(TOGETHER.values())  # blocks
 MOST_BLOCKS = 16  # of an item, whose products stay in the first level of cache
+ITEMS = 4  # of a thread, at least, where there are many rows
+BF16_BYTES = 2
+# numbers of a form: address of its rows, see `Form.rows`; rows from which on an expert is unpacked, and from which on
+# tiles multiply; blocks that items are a multiple of, and about how many bytes they have; bytes of matrices, and as
+# many again for four rows, from which on threads are woken, and from which on one matrix is shared out where they are
+# awake; the compiled code that threads do; and what is done with the products of the first stage
+(HOW_SIZES, HOW_WHOLE, HOW_TILES, HOW_MULTIPLE, HOW_ITEM_BYTES, HOW_WAKING, HOW_DIVIDED, HOW_WORK, HOW_END) = range(9)
+HOW = 9
 PATIENCE = 1000  # looks at a counter before the core is given to another thread
 LINE = 8  # int64 of a cache line: every counter has its own
 
@@ -54,14 +63,30 @@ _compile = compiler()
 
 
 @_compile  # type: ignore[untyped-decorator]
-def plan(tiles, table, functions, layouts, by_block, item_bytes, multiple, most_blocks):  # type: ignore[no-untyped-def]
+def item_of(by_block, rows, experts, threads, inputs, outputs, how):  # type: ignore[no-untyped-def]
+    """About how many bytes of matrices an item has, what its blocks are a multiple of, and at most how many.
+
+    Tiles are as fast as bytes come, so that items need not be smaller for many rows; all blocks of an item share the
+    activations, and every thread has some items. how: [HOW] as `layer` makes it."""
+    each = rows / max(1, experts)  # rows of an expert that has some, in the mean, at most
+    if how[HOW_TILES] == 0 or each < how[HOW_TILES]:
+        return int(how[HOW_ITEM_BYTES] / max(1.0, each / 4)), how[HOW_MULTIPLE], MOST_BLOCKS
+    given = rows * inputs * BF16_BYTES if by_block else 0
+    blocks = outputs // LANES * (1 if by_block else experts)
+    most = blocks // (ITEMS * threads) if threads > 1 else MOST_BLOCKS
+    return max(how[HOW_ITEM_BYTES], given), SIDE, min(max(SIDE, most), MOST_BLOCKS)
+
+
+@_compile  # type: ignore[untyped-decorator]
+def plan(tiles, table, functions, layouts, by_block, item):  # type: ignore[no-untyped-def]
     """How a stage goes: starts [S, C, 2] of each tile in layout and sums, the lengths of these, items [I, 4] of work,
     bytes of matrices that are read, and whether all functions that are needed are there. layouts: [slots, sizes]
     how activations are laid out, see `Form.layout`.
 
-    An item is some blocks, about item_bytes of matrices but not more than most_blocks, and a multiple of some where
-    there are as many: of one expert, or, by block, of all experts.
+    An item is some blocks, about so many bytes of matrices but not more than so many blocks, and a multiple of some
+    where there are as many, as `item` says: of one expert, or, by block, of all experts.
     """
+    item_bytes, multiple, most_blocks = item
     matrices = table.shape[1]
     starts = np.empty((tiles.shape[0], matrices, 2), np.int64)
     layout, sums, nbytes, spans, blocks, block_bytes = 0, 0, 0, 0, 0, 0
@@ -208,44 +233,52 @@ def _work(stage, counters, source, layout, sums, items, functions, grids, end, w
     _wait(first + 192, most)
 
 
-NUMBERS, UNPACKING = 35, 25  # that describe a stage, and the unpacking of a matrix
+NUMBERS, UNPACKING = 23, 25  # that describe a stage, and the unpacking of a matrix
+BOUND = 14  # those of a stage's matrices and a form, which do not change from call to call, and some of them
+BOUND_EXPERTS, BOUND_MATRICES, BOUND_SIZES, BOUND_INPUTS, BOUND_ROWS = 1, 2, 5, 12, 13
+
+
+@_compile  # type: ignore[untyped-decorator]
+def bound(address):  # type: ignore[no-untyped-def]
+    """What the numbers of `Matrices.bound` at an address say: table, functions, layouts, grids, biases, address of the
+    buffer, bytes that are asked for ahead, inputs, and rows of the matrices."""
+    n = carray(int64s(address), BOUND)
+    return (
+        carray(int64s(n[0]), (n[1], n[2], COLUMNS)), carray(int64s(n[3]), (n[4], n[5])),
+        carray(int64s(n[6]), (n[4], n[5])), carray(float32s(n[7]), (n[1], n[2], 3)), carray(float32s(n[8]), n[9]),
+        n[10], n[11], n[12], n[13],
+    )  # fmt: skip
 
 
 @_compile  # type: ignore[untyped-decorator]
 def describe(  # type: ignore[no-untyped-def]
-    stage, counters, source, layout, sums, items, functions, grids, end, weights, per_token, out, biased, into
+    address, tiles, order, starts, per_row, counters, source, layout, sums, items, end, weights, per_token, out, into
 ):
-    """The arguments of a stage's `_work` as numbers into [NUMBERS], addresses and shapes; whose arrays need to stay."""
-    table, tiles, order, starts, per_row, layouts, base, ahead = stage
-    into[0], into[1], into[2] = table.ctypes.data, table.shape[0], table.shape[1]
-    into[3], into[4], into[5], into[6] = tiles.ctypes.data, tiles.shape[0], order.ctypes.data, order.shape[0]
-    into[7], into[8], into[9], into[10], into[11] = starts.ctypes.data, per_row, layouts.ctypes.data, base, ahead
-    into[12], into[13], into[14], into[15] = counters.ctypes.data, source.ctypes.data, source.shape[0], source.shape[1]
-    into[16], into[17], into[18], into[19] = layout.ctypes.data, layout.shape[0], sums.ctypes.data, sums.shape[0]
-    into[20], into[21] = items.ctypes.data, items.shape[0]
-    into[22], into[23], into[24] = functions.ctypes.data, functions.shape[0], functions.shape[1]
-    into[25], into[26], into[27], into[28] = grids.ctypes.data, end, weights.ctypes.data, weights.shape[0]
-    into[29], into[30] = per_token, out.ctypes.data
-    into[31], into[32] = out.shape[1], out.shape[2]
-    into[33], into[34] = biased.ctypes.data, biased.shape[0]
+    """The arguments of a stage's `_work` as numbers into [NUMBERS], addresses and shapes; whose arrays need to stay.
+    address: of the numbers of `Matrices.bound`."""
+    into[0], into[1], into[2] = address, tiles.ctypes.data, tiles.shape[0]
+    into[3], into[4], into[5], into[6] = order.ctypes.data, order.shape[0], starts.ctypes.data, per_row
+    into[7], into[8], into[9] = counters.ctypes.data, source.ctypes.data, source.shape[0]
+    into[10], into[11], into[12], into[13] = layout.ctypes.data, layout.shape[0], sums.ctypes.data, sums.shape[0]
+    into[14], into[15], into[16] = items.ctypes.data, items.shape[0], end
+    into[17], into[18], into[19] = weights.ctypes.data, weights.shape[0], per_token
+    into[20], into[21], into[22] = out.ctypes.data, out.shape[1], out.shape[2]
 
 
 @_compile  # type: ignore[untyped-decorator]
 def _described(address):  # type: ignore[no-untyped-def]
     """One thread's part of the stage that numbers at an address describe."""
     n = carray(int64s(address), NUMBERS)
-    experts, matrices, tiles = n[1], n[2], n[4]
+    table, functions, layouts, grids, biased, base, ahead, inputs, _ = bound(n[0])
+    matrices = table.shape[1]
     stage = (
-        carray(int64s(n[0]), (experts, matrices, COLUMNS)), carray(int64s(n[3]), (tiles, 5)),
-        carray(int64s(n[5]), n[6]), carray(int64s(n[7]), (tiles, matrices, 2)),
-        n[8], carray(int64s(n[9]), (n[23], n[24])), n[10], n[11],
+        table, carray(int64s(n[1]), (n[2], 5)), carray(int64s(n[3]), n[4]), carray(int64s(n[5]), (n[2], matrices, 2)),
+        n[6], layouts, base, ahead,
     )  # fmt: skip
     _work(
-        stage, carray(int64s(n[12]), 4 * LINE), carray(float32s(n[13]), (n[14], n[15])),
-        carray(uint32s(n[16]), n[17]), carray(float32s(n[18]), n[19]), carray(int64s(n[20]), (n[21], 4)),
-        carray(int64s(n[22]), (n[23], n[24])), carray(float32s(n[25]), (experts, matrices, 3)), n[26],
-        carray(float32s(n[27]), n[28]), n[29], carray(float32s(n[30]), (matrices, n[31], n[32])),
-        carray(float32s(n[33]), n[34]),
+        stage, carray(int64s(n[7]), 4 * LINE), carray(float32s(n[8]), (n[9], inputs)), carray(uint32s(n[10]), n[11]),
+        carray(float32s(n[12]), n[13]), carray(int64s(n[14]), (n[15], 4)), functions, grids, n[16],
+        carray(float32s(n[17]), n[18]), n[19], carray(float32s(n[20]), (matrices, n[21], n[22])), biased,
     )  # fmt: skip
 
 
@@ -274,22 +307,21 @@ def _put(made, short, into, first):  # type: ignore[no-untyped-def]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _alone(counters, step, source, into, count, n):  # type: ignore[no-untyped-def]
+def work_alone(counter, step, address, place, size, short, source, into, count):  # type: ignore[no-untyped-def]
     """One thread's part of what `_work` does for one matrix and a single tile, without what that costs to prepare:
-    `step` blocks of the matrix at a time, as counters [1] hand them out. The rows every thread lays out for itself.
-    n: numbers as in `alone`."""
-    counter = counters.ctypes.data
-    place, size, inputs, outputs, short = n[0], n[1], n[11], n[12], n[13]
-    table, functions = carray(int64s(n[4]), (1, 1, COLUMNS)), carray(int64s(n[5]), (1, n[2]))
-    layouts, grids = carray(int64s(n[3]), (1, n[2])), carray(float32s(n[6]), (1, 1, 3))
-    biased, how = carray(float32s(n[7]), n[8]), table[0, 0]
+    `step` blocks of the matrix at a time, as the counter at an address hands them out. The rows every thread lays out
+    for itself. address: of the numbers of `Matrices.bound`; size: of the rows that are compiled, and
+    their place; short: whether rows
+    [count, K] at `source`, and [count, N] at `into`, are bf16, 0 for float32."""
+    table, functions, layouts, grids, biased, base, ahead, inputs, outputs = bound(address)
+    how = table[0, 0]
     high = (how[ROWS] + LANES - 1) // LANES
     first = add_at(counter, step)
     if first >= high:
         return
     tiles = np.zeros((1, 5), np.int64)
     tiles[0, COUNT], tiles[0, SIZE], tiles[0, PLACE] = count, size, place
-    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, layouts, n[9], n[10])
+    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, layouts, base, ahead)
     item = np.array((0, 1, first, min(first + step, high)))
     _ask_for_first(stage, item)
     given, out = np.empty((count, inputs), np.float32), np.empty((1, count, outputs), np.float32)
@@ -304,34 +336,13 @@ def _alone(counters, step, source, into, count, n):  # type: ignore[no-untyped-d
     while first < high:
         item[2], item[3] = first, min(first + step, high)
         after = add_at(counter, step)
-        following = _place(stage, 0, 0, after) if after < high else n[9]
+        following = _place(stage, 0, 0, after) if after < high else base
         _multiply(
             stage, item, following, functions, grids, layout, sums, products, PRODUCTS, sums, 1, out, biased
         )  # fmt: skip
         begin, end = first * LANES, min(item[3] * LANES, outputs)
         _put(out[0, :, begin:end], short, (into, outputs), begin)
         first = after
-
-
-ALONE = 14  # numbers that describe a matrix alone
-TOGETHER_ALONE = LINE + 5  # and those of a call of it that threads share
-
-
-def alone(address, source, into, count):  # type: ignore[no-untyped-def]
-    """Rows [count, K] at `source` times a matrix, [count, N] to `into`, in this thread; for `compiled.call`.
-
-    The numbers: the place of the rows that are compiled, and how many these are; how many such places there are,
-    addresses of layouts, table, functions, grids, biases and how many of these; address of the buffer, bytes that are
-    asked for ahead, K, N, and whether rows are bf16, 0 for float32."""
-    _alone(np.zeros(1, np.int64), MOST_BLOCKS, source, into, count, carray(int64s(address), ALONE))
-
-
-def alone_together(address):  # type: ignore[no-untyped-def]
-    """One thread's part of the same; for `compiled.entry`. The numbers: a counter, 0, on a line of its own, address of
-    the numbers of `alone`, blocks that a thread takes at a time, and source, into and count as there."""
-    n = carray(int64s(address), TOGETHER_ALONE)
-    how = carray(int64s(n[LINE]), ALONE)
-    _alone(n[:1], n[LINE + 1], n[LINE + 2], n[LINE + 3], n[LINE + 4], how)
 
 
 def unpack(address):  # type: ignore[no-untyped-def]

@@ -21,6 +21,7 @@ from moeq_kernels.cpu.layer import PackedLayer, in_order
 from moeq_kernels.cpu.matrices import Matrices, biases_of
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 
+MADE = ("_fused", "_stages")  # of a view from where its matrices lie
 BEGIN = ALIGNED  # the first bytes of the buffer stay zeros: the zero points of grids without stored ones
 
 
@@ -79,7 +80,7 @@ class _View(PackedLayer):
     def moved(self, places: Mapping[int, tuple[Block, int]]) -> _View:
         """The same with some experts in other blocks."""
         made = object.__new__(_View)
-        made.__dict__.update(self.__dict__)
+        made.__dict__.update({name: held for name, held in self.__dict__.items() if name not in MADE})
         for stage, names in (("first", self.projections), ("second", (DOWN,))):
             there = {expert: block.places(names, offset) for expert, (block, offset) in places.items()}
             setattr(made, stage, getattr(self, stage).with_places(there))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from packed_layers import layer_of, matrix_of, reference, routed, silu_gate, val
 from torch import nn
 
 from moeq_kernels import measured
-from moeq_kernels.cpu import layer, threads
+from moeq_kernels.cpu import threads
 from moeq_kernels.cpu.forms import FORMS, Form, forms, host_features
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.description import DOWN, LayerOfExperts
@@ -132,11 +134,17 @@ def test_unpacked_values_are_those_of_the_weight(form: str) -> None:
         assert torch.equal(CpuKernel(form, prefill=0).linear(matrix)(torch.eye(72)), matrix.dequantize().T)
 
 
-@pytest.fixture(params=["torch's threads", "a crew"])
-def spinning(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def teams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Teams of threads that no other test has."""
+    monkeypatch.setattr(threads, "_teams", cache(threads._Team))
+
+
+@pytest.fixture(params=["torch's threads", "our own"])
+def spinning(request: pytest.FixtureRequest, teams: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who does the work: torch's threads where they spin."""
     spin = request.param == "torch's threads"
-    if spin and threads._parallel() is None:
+    if spin and not threads._parallel():
         pytest.skip("torch has no OpenMP with GOMP_parallel here")
     monkeypatch.setattr(threads, "_spinning", lambda: spin)
 
@@ -154,37 +162,50 @@ def test_what_comes_out_does_not_depend_on_the_threads(monkeypatch: pytest.Monke
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("spinning")
-@pytest.mark.parametrize("bits", [3, 8, 16])
+def posted(count: int) -> int:
+    """How much work the threads of our own of a team have been given."""
+    return ctypes.c_int64.from_address(threads._teams(count)._posts[0] + threads.TICKET).value
+
+
+def asleep(count: int) -> bool:
+    first, posts = threads._teams(count)._posts
+    places = range(first, first + posts * threads.POST_BYTES, threads.POST_BYTES)
+    return all(ctypes.c_int64.from_address(place + threads.ASLEEP).value for place in places)
+
+
+@pytest.mark.usefixtures("teams")
+@pytest.mark.parametrize("bits", [3, pytest.param(8, marks=pytest.mark.full), pytest.param(16, marks=pytest.mark.full)])
 def test_a_lone_matrix_is_shared_out_with_the_same_bits(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To threads that are awake, and, of many bytes, to those that sleep; whatever rows, of which some are compiled."""
+    monkeypatch.setattr(threads, "_spinning", lambda: False)
     monkeypatch.setattr("moeq_kernels.cpu.layer.DIVIDED_BYTES", 0)
-    linear, random = CpuKernel().linear(matrix_of(328, 96, bits), torch.arange(328.0)), torch.Generator().manual_seed(0)
-    shared: list[int] = []
-    together = layer.together
-    monkeypatch.setattr(layer, "together", lambda work, numbers: shared.append(work) or together(work, numbers))  # type: ignore[func-returns-value]
-    for rows, dtype in ((1, BF16), (3, torch.float32), (5, torch.float16)):
-        given = torch.randn(rows, 96, generator=random).to(dtype)
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-        wanted = linear(given)
-        assert not shared
-        for waking in (0, 2**60):
-            monkeypatch.setattr("moeq_kernels.cpu.layer.WAKING_BYTES", waking)
+    matrix, random = matrix_of(328, 96, bits), torch.Generator().manual_seed(0)
+    for waking in (0, 2**60):
+        monkeypatch.setattr("moeq_kernels.cpu.layer.WAKING_BYTES", waking)
+        linear = CpuKernel().linear(matrix, torch.arange(328.0))
+        for rows, dtype in ((1, BF16), (3, torch.float32), (5, torch.float16)):
+            given = torch.randn(rows, 96, generator=random).to(dtype)
+            monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+            wanted, before = linear(given), posted(3)
             monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+            while waking and posted(3) == before:  # those that slept are awake after some calls
+                assert torch.equal(linear(given), wanted)
+            before = posted(3)
             assert all(torch.equal(linear(given), wanted) for _ in range(20))
-            assert len(shared) == 20 if not waking else shared
-            shared.clear()
+            assert waking or posted(3) == before + 20
 
 
+@pytest.mark.usefixtures("teams")
 def test_a_little_matrix_is_left_to_the_thread_that_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_spinning", lambda: False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(layer, "together", lambda *_: pytest.fail("it is shared out"))
-    linear = CpuKernel().linear(matrix_of(64, 96, 4))
-    assert linear(torch.ones(1, 96)).shape == (1, 64)
+    assert CpuKernel().linear(matrix_of(64, 96, 4))(torch.ones(1, 96)).shape == (1, 64)
+    assert not posted(2)
     monkeypatch.setattr("moeq_kernels.cpu.layer.DIVIDED_BYTES", 0)
-    monkeypatch.setattr(layer, "awake", lambda: False)
-    assert linear(torch.ones(1, 96)).shape == (1, 64)
+    while not asleep(2):
+        time.sleep(0.001)
+    assert CpuKernel().linear(matrix_of(64, 96, 4))(torch.ones(1, 96)).shape == (1, 64)
+    assert not posted(2)  # it was woken for what comes next
 
 
 @pytest.mark.usefixtures("spinning")
@@ -201,23 +222,28 @@ def test_threads_are_woken_again_and_callers_do_not_wait_for_each_other(monkeypa
         assert all(torch.equal(result, wanted) for result in results)
 
 
+@pytest.mark.usefixtures("teams")
 def test_torchs_threads_do_the_work_where_they_spin(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    parallel = threads._parallel()
-    if parallel is None:
+    if not threads._parallel():
         pytest.skip("torch has no OpenMP with GOMP_parallel here")
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel = kind(threads._parallel())
 
+    @kind
     def counted(work: int, numbers: int, count: int, flags: int) -> None:
         asked.append(count)
         parallel(work, numbers, count, flags)
 
+    address = ctypes.cast(counted, ctypes.c_void_p).value
     monkeypatch.setattr("moeq_kernels.cpu.layer.WAKING_BYTES", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(threads, "_parallel", lambda: counted)
+    monkeypatch.setattr(threads, "_parallel", lambda: address)
     monkeypatch.setattr(threads, "_spinning", threads._spinning.__wrapped__)  # which looks at every call
     layer, given = layer_of(MIXED, 96, 64), routed(9, 5, 3, 96, torch.float32)
     for policy, wanted in (("PASSIVE", 0), ("active", 1), ("", 1)):
         monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+        monkeypatch.setattr(threads, "_teams", cache(threads._Team))
         asked.clear()
         check(layer, CpuKernel(), given)
         assert asked == [2] * wanted
