@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,8 +37,9 @@ def test_products_do_not_depend_on_it(default: torch.dtype) -> None:
         matrices=[{"up_proj": first, DOWN: second}], biases=[{}], gate=lambda parts: parts["up_proj"].relu(),
         activation="relu",
     )  # fmt: skip
-    layer, _ = prepared_layer(given, DEVICE, "fixed")
-    assert layer is not None
-    found = layer(rows, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1, dtype=torch.float32))
-    assert found.dtype == torch.float32
-    assert torch.allclose(found, (rows @ first.dequantize().mT).relu() @ second.dequantize().mT, atol=1e-3)
+    for activation in ("relu", None):  # which the kernel knows, and which is Python's
+        layer, _ = prepared_layer(replace(given, activation=activation), DEVICE, "fixed")
+        assert layer is not None
+        found = layer(rows, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1, dtype=torch.float32))
+        assert found.dtype == torch.float32
+        assert torch.allclose(found, (rows @ first.dequantize().mT).relu() @ second.dequantize().mT, atol=1e-3)

@@ -176,16 +176,14 @@ class PackedLayer:
         if self.activation is not None and self.finish is None:
             out = self._sum(hidden, index, weights, torch.float32)
         else:
-            out = torch.zeros(len(hidden), self.second.rows)
+            out = torch.zeros(len(hidden), self.second.rows, dtype=torch.float32)
             if len(routed.tiles):
                 self._apart(hidden, index, form, routed, share, out)
         for expert in routed.whole(self.prefill):
             self._unpacked(hidden, expert, routed, share, index.shape[1], out)
         return out.to(hidden.dtype)
 
-    def _apart(
-        self, hidden: Tensor, index: Tensor, form: Form, routed: _Routed, share: Tensor, out: Tensor
-    ) -> None:  # fmt: skip
+    def _apart(self, hidden: Tensor, index: Tensor, form: Form, routed: _Routed, share: Tensor, out: Tensor) -> None:
         """The gate, or what finishes rows, is Python's: a call before it and one after it."""
         last, top_k = int(routed.tiles[:, columns.FIRST : columns.SIZE].sum(1).max()), index.shape[1]
         self.first.compile(form, routed.tiles)

@@ -80,7 +80,8 @@ class _View(PackedLayer):
     def moved(self, places: Mapping[int, tuple[Block, int]]) -> _View:
         """The same with some experts in other blocks."""
         made = object.__new__(_View)
-        made.__dict__.update({name: held for name, held in self.__dict__.items() if name not in MADE})
+        held = self.__dict__.copy()  # at once: a call in another thread may make more
+        made.__dict__.update({name: one for name, one in held.items() if name not in MADE})
         for stage, names in (("first", self.projections), ("second", (DOWN,))):
             there = {expert: block.places(names, offset) for expert, (block, offset) in places.items()}
             setattr(made, stage, getattr(self, stage).with_places(there))
