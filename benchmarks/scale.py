@@ -1,9 +1,10 @@
 """How `losses` scales with workers, what the engine costs, and what a simulator makes of clusters.
 
-    python benchmarks/scale.py [--rounds 3] [--pairs 7] [--tasks 1000000] [--experts 32] [--hidden 384]
+    python benchmarks/scale.py [--rounds 3] [--pairs 7] [--tasks 1000000] [--experts 16] [--hidden 384]
                                [--intermediate 512] [--layers 4] [--workers 1 2 4] [--only runs|tasks|clusters]
 
-runs: a random Mixtral whose losses take most of a run, one thread a process, every run in a process of its own.
+runs: a random Mixtral whose losses, in trellis codes as the default preset makes them, take most of a run, one thread a
+process, every run in a process of its own.
 Efficiency of 2 workers: half of the time that two runs without an engine take side by side, divided by the time of one
 run with 2 workers: what two cores can do of this work is the measure, not what one can do while the other is idle.
 Overhead of one worker: the time of its run over that of a run without an engine, less 1, both held to one core, where
@@ -38,7 +39,8 @@ from memory import copy_tokenizer
 WINDOW = 256
 ON_ONE = ("core", "worker on a core")  # runs that are held to one core
 SETTINGS = [
-    "threads=1", "corpus.sequences=32", "corpus.sequence_length=128", "losses.bits=[2,3,4]", "losses.methods=[gptq]",
+    "threads=1", "corpus.sequences=32", "corpus.sequence_length=128", "losses.bits=[2,3,4]",
+    "losses.methods=[trellis]", "losses.trellis_states=256", "losses.act_order=true", "losses.clip=mse",
     "losses.group_size=64", "assign={method: uniform, bits: 2}", "eval.compare=[]",
     "eval.perplexity.sequence_length=128",
 ]  # fmt: skip
@@ -317,7 +319,7 @@ def main() -> int:
         rounds=(3, 1),
         pairs=(7, 1),
         tasks=(1_000_000, 20_000),
-        experts=(32, 8),
+        experts=(16, 8),
         hidden=(384, 192),
         intermediate=512,
         layers=(4, 2),
