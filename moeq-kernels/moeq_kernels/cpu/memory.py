@@ -11,26 +11,21 @@ from numba import types
 from numba.extending import intrinsic
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def add_at(typing: Any, address: Any, more: Any) -> Any:
-    """Add to the int64 at an address, at once for all threads; what it was before."""
+def _at_once(operation: str) -> Any:
+    """A change of the int64 at an address by a number, at once for all threads, that gives what it was before."""
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
-        place = builder.inttoptr(given[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", place, context.cast(builder, given[1], more, types.int64), "seq_cst")
+    @intrinsic  # type: ignore[untyped-decorator]
+    def change(typing: Any, address: Any, number: Any) -> Any:
+        def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+            place = builder.inttoptr(given[0], ir.IntType(64).as_pointer())
+            return builder.atomic_rmw(operation, place, context.cast(builder, given[1], number, types.int64), "seq_cst")
 
-    return types.int64(address, more), code
+        return types.int64(address, number), code
+
+    return change
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def swap_at(typing: Any, address: Any, number: Any) -> Any:
-    """Put an int64 at an address, at once for all threads; what was there before."""
-
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
-        place = builder.inttoptr(given[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("xchg", place, context.cast(builder, given[1], number, types.int64), "seq_cst")
-
-    return types.int64(address, number), code
+add_at, swap_at = _at_once("add"), _at_once("xchg")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
