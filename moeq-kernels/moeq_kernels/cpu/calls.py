@@ -13,11 +13,10 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from moeq_kernels.cpu.activations import from_short, to_short
 from moeq_kernels.cpu.columns import LANES
 from moeq_kernels.cpu.finish import PRODUCTS, WEIGHTED
 from moeq_kernels.cpu.kept_code import compiler
-from moeq_kernels.cpu.memory import float32s, int64s, uint16s
+from moeq_kernels.cpu.memory import float32s, int64s
 from moeq_kernels.cpu.routing import route
 from moeq_kernels.cpu.schedule import (
     BOUND,
@@ -40,8 +39,10 @@ from moeq_kernels.cpu.schedule import (
     NUMBERS,
     bound,
     describe,
+    floats_at,
     item_of,
     plan,
+    put,
     work_alone,
 )
 from moeq_kernels.cpu.threads import ALONE, ALWAYS, WHERE_AWAKE, divide, threads_of
@@ -51,17 +52,6 @@ SHORT_HIDDEN, SHORT_WEIGHTS, SHORT_OUT = 1, 2, 4  # what is bf16, float32 else
 WORD = 8  # bytes of a number
 
 _compile = compiler()
-
-
-@_compile  # type: ignore[untyped-decorator]
-def _floats(address, count, short):  # type: ignore[no-untyped-def]
-    """float32 [n] of what lies at an address."""
-    made = np.empty(count, np.float32)
-    if short:
-        from_short(carray(uint16s(address), count), made)
-    else:
-        made[:] = carray(float32s(address), count)
-    return made
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -102,8 +92,8 @@ def experts(static, hidden, tokens, index, top_k, weights, out, short, team):  #
         return INCOMPLETE
     first, second = static + WORD * HOW, static + WORD * (HOW + BOUND)
     sizes = carray(int64s(first), BOUND), carray(int64s(second), BOUND)
-    source = _floats(hidden, tokens * sizes[0][BOUND_INPUTS], short & SHORT_HIDDEN).reshape(tokens, -1)
-    shares = _floats(weights, rows, short & SHORT_WEIGHTS)
+    source = floats_at(hidden, tokens * sizes[0][BOUND_INPUTS], short & SHORT_HIDDEN).reshape(tokens, -1)
+    shares = floats_at(weights, rows, short & SHORT_WEIGHTS)
     inner = np.empty((1, rows, sizes[0][BOUND_ROWS]), np.float32)
     result = np.zeros((1, tokens, sizes[1][BOUND_ROWS]), np.float32)
     numbers = np.empty(2 * NUMBERS, np.int64)
@@ -117,11 +107,7 @@ def experts(static, hidden, tokens, index, top_k, weights, out, short, team):  #
     )  # fmt: skip
     if tiles.shape[0]:
         divide(team, _by(how, nbytes + more, rows, tiled), how[HOW_WORK], numbers.ctypes.data)
-    if short & SHORT_OUT:
-        to_short(result.reshape(-1), carray(uint16s(out), result.size))
-    else:
-        into = carray(float32s(out), result.size)
-        into[:] = result.reshape(-1)
+    put(result[0], short & SHORT_OUT, (out, result.shape[2]), 0)
     # what threads were given the addresses of is kept until here
     kept = order.size + tiles.size + starts.size + items.size + starts_down.size + items_down.size + numbers.size
     kept += source.size + shares.size + inner.size + space[0].size + space[1].size + space[2].size

@@ -294,7 +294,18 @@ def two_stages(address):  # type: ignore[no-untyped-def]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _put(made, short, into, first):  # type: ignore[no-untyped-def]
+def floats_at(address, count, short):  # type: ignore[no-untyped-def]
+    """float32 [n] of what lies at an address, bf16 or float32."""
+    made = np.empty(count, np.float32)
+    if short:
+        from_short(carray(uint16s(address), count), made)
+    else:
+        made[:] = carray(float32s(address), count)
+    return made
+
+
+@_compile  # type: ignore[untyped-decorator]
+def put(made, short, into, first):  # type: ignore[no-untyped-def]
     """Some columns of products [R, n] into [R, N] at an address, `first` the place of the first: bf16 or float32."""
     count, outputs = made.shape[0], into[1]
     for row in range(count):
@@ -324,12 +335,8 @@ def work_alone(counter, step, address, place, size, short, source, into, count):
     stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, layouts, base, ahead)
     item = np.array((0, 1, first, min(first + step, high)))
     _ask_for_first(stage, item)
-    given, out = np.empty((count, inputs), np.float32), np.empty((1, count, outputs), np.float32)
-    flat = given.reshape(-1)
-    if short:
-        from_short(carray(uint16s(source), count * inputs), flat)
-    else:
-        flat[:] = carray(float32s(source), count * inputs)
+    given = floats_at(source, count * inputs, short).reshape(count, inputs)
+    out = np.empty((1, count, outputs), np.float32)
     layout = np.zeros(how[FILLED] // 2 * size * (layouts[0, place] & WORDS) // 2, np.uint32)
     sums, products = np.zeros(2 * how[GROUPS] * size, np.float32), np.empty((1, MOST_BLOCKS * size * LANES), np.float32)
     lay_out_tile(stage, 0, 0, given, layout, sums)
@@ -341,7 +348,7 @@ def work_alone(counter, step, address, place, size, short, source, into, count):
             stage, item, following, functions, grids, layout, sums, products, PRODUCTS, sums, 1, out, biased
         )  # fmt: skip
         begin, end = first * LANES, min(item[3] * LANES, outputs)
-        _put(out[0, :, begin:end], short, (into, outputs), begin)
+        put(out[0, :, begin:end], short, (into, outputs), begin)
         first = after
 
 
