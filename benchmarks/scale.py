@@ -11,8 +11,10 @@ Overhead of one worker: the time of its run over that of a run without an engine
 neither gains by going on beside the other. Medians of rounds, of the overhead of so many pairs, whose times differ by
 more than it; the order within a round is turned.
 tasks: the driver's memory after so many empty tasks in windows of 256, over that after a tenth of them.
-clusters: the simulator (moeq/engine/simulation.py) fed with what one run without an engine took, beside the measured
-runs; then with DeepSeek-V3's and Kimi-K2's shapes on 1 to 64 GPUs, eight a node, from the rates named in CLUSTER, which
+The simulator (moeq/engine/simulation.py) is fed with what tasks of a recorded run took, one after the other in one
+process, beside every measured run of the same round, so that a machine that becomes slower does so for both; for two
+workers and more two runs are recorded side by side, as tasks will be. Medians of the rounds' ratios.
+clusters: the simulator with DeepSeek-V3's and Kimi-K2's shapes on 1 to 64 GPUs, eight a node, from the rates named in CLUSTER, which
 are not this machine's: what binds, and the efficiency from 1 GPU on; once more with experts ten times as fast.
 --quick: one round of a small model, in which processes that load compiled code take much of the time; 20,000 tasks.
 Goals: efficiency at least 0.9, overhead at most 3 %, memory that grows by 4 MiB at most, the simulator within 10 %,
@@ -77,22 +79,28 @@ def make(folder: Path, options: Any) -> Path:
     return folder
 
 
-def begin(model: Path, out: Path, workers: int | None, cores: Sequence[int]) -> subprocess.Popen[str]:
+def begin(
+    model: Path, out: Path, workers: int | None, cores: Sequence[int], how: str = "--one"
+) -> subprocess.Popen[str]:
     """Start a run of profile and losses in a process of its own, on these cores."""
     more = [] if workers is None else [f"workers={workers}"]
-    command = [sys.executable, __file__, "--one", str(model), str(out), ",".join(map(str, cores)), *more]
+    command = [sys.executable, __file__, how, str(model), str(out), ",".join(map(str, cores)), *more]
     environment = os.environ | {"PYTHONPATH": figures.SOURCES, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def one(model: str, out: str, cores: str, more: list[str]) -> None:
-    """In this process: profile, then losses by the clock, from which the start of workers is told apart."""
+def one(model: str, out: str, cores: str, more: list[str], *, recorded: bool) -> None:
+    """In this process: profile, then losses by the clock, from which the start of workers is told apart; recorded:
+    what the simulator makes of them instead."""
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     from moeq import pipeline
     from moeq.stages import losses_tasks
 
     context = figures.context(model, Path(out), [*SETTINGS, *more], None)
     pipeline.run(context, ("profile",))
+    if recorded:
+        print(json.dumps({"seconds": simulated_here(*record(context), context.recipe.workers)}))
+        return
     started: list[float] = []
     real = losses_tasks.open_engine
 
@@ -123,7 +131,7 @@ def rest(seconds: float, tensors: Mapping[str, Any]) -> tuple[None, dict[str, An
 
 
 def taken(running: Sequence[subprocess.Popen[str]]) -> list[float]:
-    """Seconds of losses in processes that were begun."""
+    """Seconds of losses, measured or simulated, in processes that were begun."""
     found = []
     for process in running:
         output, _ = process.communicate()
@@ -134,29 +142,32 @@ def taken(running: Sequence[subprocess.Popen[str]]) -> list[float]:
 
 
 def measure_runs(model: Path, options: Any, scratch: Path) -> dict[str, list[float]]:
-    """Seconds of every kind of run, one a round: alone, beside another one, held to a core, by workers."""
+    """Seconds of every kind of run, one a round: alone, beside another one, held to a core, by workers, simulated."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     seconds: dict[str, list[float]] = {}
-    kinds = ["pair", "alone", *ON_ONE, *(f"{count} workers" for count in options.workers)]
+    by_workers = {f"{count} workers": count for count in options.workers}
+    kinds = ["pair", "alone", *ON_ONE, *(name for kind in by_workers for name in (kind, f"{kind}, simulated"))]
     for number in range(max(options.rounds, options.pairs)):
         now = [kind for kind in kinds if number < (options.pairs if kind in ON_ONE else options.rounds)]
         for kind in now if number % 2 == 0 else reversed(now):
-            where = [scratch / f"{number}-{kind.replace(' ', '-')}-{place}" for place in range(2)]
-            if kind == "pair":
-                both = taken([begin(model, out, None, cores) for out in where])
-                seconds.setdefault(kind, []).append(statistics.fmean(both))
-                continue
-            workers = {"alone": None, "core": None, "worker on a core": 1}.get(kind, 0)
-            workers = int(kind.split()[0]) if workers == 0 else workers
-            run = begin(model, where[0], workers, cores[:1] if kind in ON_ONE else cores)
-            seconds.setdefault(kind, []).extend(taken([run]))
+            workers = {"worker on a core": 1, **by_workers}.get(kind.partition(",")[0])
+            recorded = kind.endswith("simulated")
+            beside = 2 if kind == "pair" or (recorded and workers != 1) else 1
+            runs = [
+                begin(
+                    model, scratch / f"{number}-{kind.replace(' ', '-')}-{place}", workers,
+                    cores[:1] if kind in ON_ONE else cores, "--record" if recorded else "--one",
+                )
+                for place in range(beside)
+            ]  # fmt: skip
+            seconds.setdefault(kind, []).append(statistics.fmean(taken(runs)))
         print(f"round {number}", {kind: round(found[-1], 1) for kind, found in seconds.items()}, flush=True)
     return seconds
 
 
-def record(model: Path, scratch: Path, workers: int) -> tuple[list[Any], float]:
-    """The task graph of a run by so many workers, and what its tasks and the rest take one after the other in this
-    process; and its seconds."""
+def record(context: Any) -> tuple[list[Any], float]:
+    """The task graph of a run by its recipe's workers, and what its tasks and the rest take one after the other in
+    this process; and its seconds."""
     from moeq import pipeline
     from moeq.engine.serial import SerialEngine
     from moeq.engine.simulation import LayerWork
@@ -177,7 +188,7 @@ def record(model: Path, scratch: Path, workers: int) -> tuple[list[Any], float]:
             marks["seconds"].append(time.perf_counter() - begun)
             return ticket
 
-    Recorder.workers = workers
+    Recorder.workers = context.recipe.workers
     real = losses_tasks.Ahead.add
 
     def add(self: Any, *given: Any) -> None:
@@ -196,20 +207,10 @@ def record(model: Path, scratch: Path, workers: int) -> tuple[list[Any], float]:
         )
         marks["since"] = time.perf_counter()
 
-    opened, losses_tasks.open_engine, losses_tasks.Ahead.add = (
-        losses_tasks.open_engine,
-        lambda *_, **__: Recorder(),
-        add,
-    )
-    try:
-        context = figures.context(str(model), scratch / f"record-{workers}", [*SETTINGS, f"workers={workers}"], None)
-        pipeline.run(context, ("profile",))
-        begun = marks["since"] = time.perf_counter()
-        pipeline.run(context, ("losses",))
-        seconds = time.perf_counter() - begun
-    finally:
-        losses_tasks.open_engine, losses_tasks.Ahead.add = opened, real
-    return layers, seconds
+    losses_tasks.open_engine, losses_tasks.Ahead.add = lambda *_, **__: Recorder(), add
+    begun = marks["since"] = time.perf_counter()
+    pipeline.run(context, ("losses",))
+    return layers, time.perf_counter() - begun
 
 
 def simulated_here(layers: list[Any], whole: float, workers: int) -> float:
@@ -306,11 +307,11 @@ def add_runs(report: figures.Figures, model: Path, options: Any, scratch: Path) 
     for kind in ("alone", "pair"):
         report.row(kind, f"{middle[kind]:.1f}", "")
     for count in options.workers:
-        found = simulated_here(*record(model, scratch, count), count)
-        measured = middle[f"{count} workers"]
-        report.row(f"{count} workers", f"{measured:.1f}", f"{found:.1f}")
-        off = 100 * abs(found / measured - 1)
-        report.add(f"simulator off, {count} workers", off, "%", at_most=10, digits=1)
+        kind = f"{count} workers"
+        simulated = seconds[f"{kind}, simulated"]
+        report.row(kind, f"{middle[kind]:.1f}", f"{statistics.median(simulated):.1f}")
+        off = statistics.median(found / took for found, took in zip(simulated, seconds[kind], strict=True)) - 1
+        report.add(f"simulator off, {count} workers", 100 * abs(off), "%", at_most=10, digits=1)
 
 
 def main() -> int:
@@ -327,10 +328,11 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--only", choices=("runs", "tasks", "clusters"))
     parser.add_argument("--one", nargs="+", metavar="MODEL OUT CORES", help="measure in this process")
+    parser.add_argument("--record", nargs="+", metavar="MODEL OUT CORES", help="simulate what is recorded in it")
     options = figures.parsed(parser)
-    if options.one:
-        model, out, cores, *more = options.one
-        one(model, out, cores, more)
+    if options.one or options.record:
+        model, out, cores, *more = options.one or options.record
+        one(model, out, cores, more, recorded=bool(options.record))
         return 0
     report = figures.Figures(options)
     if options.only in (None, "runs"):
