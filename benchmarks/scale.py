@@ -14,8 +14,9 @@ tasks: the driver's memory after so many empty tasks in windows of 256, over tha
 The simulator (moeq/engine/simulation.py) is fed with what tasks of a recorded run took, one after the other in one
 process, beside every measured run of the same round, so that a machine that becomes slower does so for both; for two
 workers and more two runs are recorded side by side, as tasks will be. Medians of the rounds' ratios.
-clusters: the simulator with DeepSeek-V3's and Kimi-K2's shapes on 1 to 64 GPUs, eight a node, from the rates named in CLUSTER, which
-are not this machine's: what binds, and the efficiency from 1 GPU on; once more with experts ten times as fast.
+clusters: the simulator with DeepSeek-V3's and Kimi-K2's shapes on 1 to 64 GPUs, eight a node, from the rates named in
+CLUSTER, which are not this machine's: what binds, and the efficiency from 1 GPU on; once more with experts ten times as
+fast.
 --quick: one round of a small model, in which processes that load compiled code take much of the time; 20,000 tasks.
 Goals: efficiency at least 0.9, overhead at most 3 %, memory that grows by 4 MiB at most, the simulator within 10 %,
 efficiency of 64 GPUs at least 0.8.

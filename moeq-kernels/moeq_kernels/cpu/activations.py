@@ -48,6 +48,7 @@ from moeq_kernels.cpu.tile_rows import lay_out_units
 
 WORDS = TILED - 1  # what a layout has of its number of words
 VECTOR = 16  # activations that become whole numbers at once
+SIZE_BITS = 0x7FFFFFFF  # of a float32, without its sign
 ORDER = 0, 2, 1, 3  # of four in a word
 DIGITS = 0x808080  # added, and taken as bits that differ, it makes the bytes of a number signed digits
 TO_WHOLE = 1.5 * 2**23  # added, it leaves a whole number in the low bits of a float32, moved by those of itself
@@ -137,8 +138,10 @@ def _split(typing: Any, slices: Any, source: Any, units: Any, factor: Any, into:
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
         whole, long = ir.IntType(32), ir.IntType(64)
-        words, floats, longs = (ir.VectorType(kind, VECTOR) for kind in (whole, ir.FloatType(), long))
-        quads, flat = ir.VectorType(ir.IntType(8), VECTOR), ir.VectorType(ir.IntType(8), 4 * VECTOR)
+        words, floats = (ir.VectorType(kind, VECTOR) for kind in (whole, ir.FloatType()))
+        sums = words if count == 1 else ir.VectorType(long, VECTOR)  # of single bytes no group is long enough
+        quads = ir.VectorType(ir.IntType(8), VECTOR)
+        places = [four + one for four in range(0, VECTOR, 4) for one in ORDER]
 
         def all_of(kind: ir.VectorType, value: float) -> Value:
             return ir.Constant(kind, [value] * VECTOR)
@@ -148,7 +151,7 @@ def _split(typing: Any, slices: Any, source: Any, units: Any, factor: Any, into:
 
         first = builder.insert_element(ir.Constant(floats, ir.Undefined), given[3], ir.Constant(whole, 0))
         factors = builder.shuffle_vector(first, first, all_of(words, 0))
-        totals = cgutils.alloca_once_value(builder, all_of(longs, 0))
+        totals = cgutils.alloca_once_value(builder, all_of(sums, 0))
         with cgutils.for_range(builder, given[2]) as loop:
             at = builder.add(given[1], builder.mul(loop.index, ir.Constant(long, 4 * FULL_UNIT)))
             to = builder.add(given[4], builder.mul(loop.index, ir.Constant(long, FULL_UNIT * count)))
@@ -157,21 +160,41 @@ def _split(typing: Any, slices: Any, source: Any, units: Any, factor: Any, into:
                 loaded.align = 4
                 moved = builder.fadd(builder.fmul(loaded, factors), all_of(floats, TO_WHOLE))
                 value = builder.sub(builder.bitcast(moved, words), all_of(words, TO_WHOLE_BITS))
-                builder.store(builder.add(builder.load(totals), builder.sext(value, longs)), totals)
+                added = value if sums is words else builder.sext(value, sums)
+                builder.store(builder.add(builder.load(totals), added), totals)
                 if count > 1:
                     digits = all_of(words, DIGITS)
                     value = builder.xor(builder.add(value, digits), digits)
-                parts = builder.bitcast(value, flat)
                 for slice_ in range(count):
-                    places = [4 * (four + one) + count - 1 - slice_ for four in range(0, VECTOR, 4) for one in ORDER]
-                    mask = ir.Constant(ir.VectorType(whole, VECTOR), places)
-                    stored = builder.shuffle_vector(parts, parts, mask)
+                    byte = builder.trunc(builder.lshr(value, all_of(words, 8 * (count - 1 - slice_))), quads)
+                    stored = builder.shuffle_vector(byte, byte, ir.Constant(words, places))
                     builder.store(stored, pointer(to, slice_ * FULL_UNIT + part, quads)).align = 1
-        kind, name = ir.FunctionType(long, [longs]), f"llvm.vector.reduce.add.v{VECTOR}i64"
+        kind, name = ir.FunctionType(sums.element, [sums]), f"llvm.vector.reduce.add.v{VECTOR}{sums.element}"
         function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        return builder.call(function, [builder.load(totals)])
+        return builder.sext(builder.call(function, [builder.load(totals)]), long)
 
     return types.int64(slices, types.int64, types.int64, types.float32, types.int64), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _largest(typing: Any, source: Any, vectors: Any) -> Any:
+    """The bits of the largest size among the float32 at an address, so many vectors of them."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+        whole, long = ir.IntType(32), ir.IntType(64)
+        words = ir.VectorType(whole, VECTOR)
+        most = cgutils.alloca_once_value(builder, ir.Constant(words, [0] * VECTOR))
+        with cgutils.for_range(builder, given[1]) as loop:
+            at = builder.add(given[0], builder.mul(loop.index, ir.Constant(long, 4 * VECTOR)))
+            loaded = builder.load(builder.inttoptr(at, words.as_pointer()))
+            loaded.align = 4
+            size, held = builder.and_(loaded, ir.Constant(words, [SIZE_BITS] * VECTOR)), builder.load(most)
+            builder.store(builder.select(builder.icmp_unsigned(">", size, held), size, held), most)
+        kind, name = ir.FunctionType(whole, [words]), f"llvm.vector.reduce.umax.v{VECTOR}i32"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        return builder.call(function, [builder.load(most)])
+
+    return types.uint32(types.int64, types.int64), code
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -181,9 +204,10 @@ def _scale_of(given, slices):  # type: ignore[no-untyped-def]
     What is not finite makes the scale so. In one byte, a group whose largest is below 2**-120 counts as zeros; in
     three, the scale is not below 2**-126.
     """
-    top = np.uint32(0)
-    for k in range(given.shape[0]):
-        top = max(top, bits_of(given[k]) & np.uint32(0x7FFFFFFF))
+    vectors = given.shape[0] // VECTOR
+    top = _largest(given.ctypes.data, vectors)
+    for k in range(vectors * VECTOR, given.shape[0]):
+        top = max(top, bits_of(given[k]) & np.uint32(SIZE_BITS))
     if top >= np.uint32(0x7F800000):
         return np.float32(0), np.float32(np.nan)
     if slices > 1:

@@ -273,7 +273,7 @@ class PackedLinear:
         if known is None:
             return self._of_many(rows.detach())
         given = rows if known.as_they_lie and rows.is_contiguous() else _as_it_lies(rows)
-        out = torch.empty(known.size, dtype=known.dtype)
+        out = torch.empty(*known.size, dtype=known.dtype)  # of two numbers: in half the time of a pair's
         call(calls.matrix)(known.address, given.data_ptr(), out.data_ptr(), team())
         return out if known.as_they_lie else out.to(rows.dtype)
 

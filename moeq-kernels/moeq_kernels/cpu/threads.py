@@ -7,7 +7,9 @@ they sleep, threads of our own do it, beside the thread that calls.
 Work is compiled code at an address, which takes the address of int64 numbers that say what is to be done, shares it out
 with all threads that have the same numbers, and returns when all of it is done. A thread of ours that has nothing to do
 looks for more for a while, letting every other program go first, before it sleeps: to wake one takes as long as some MB
-of packed matrices. One that has not begun when the calling one has finished is told that it need not.
+of packed matrices. One that has not begun when the calling one has finished is told that it need not. One that is woken
+would often go on on the core of the thread that woke it, for some milliseconds, though another one is idle; so it is
+told to go on on any other core that it may run on.
 
 All of this is compiled: what Python does between two calls is not in the caches any more after a layer's matrices.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import sys
 import threading
 from functools import cache
 from pathlib import Path
@@ -24,19 +27,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import types
+from numba import carray, types
 from numpy.typing import NDArray
 
 from moeq_kernels.cpu.compiled import call, call_parallel, call_work
 from moeq_kernels.cpu.kept_code import compiler
-from moeq_kernels.cpu.memory import add_at, look_at, put_at, swap_at
+from moeq_kernels.cpu.memory import add_at, int64s, look_at, put_at, swap_at
 
 PATIENCE = 1000  # looks for more work before a thread sleeps, some tenths of a millisecond
 LINE = 64  # bytes of a cache line
 # where the numbers of a post lie: which one it is, how often it was claimed, whether it is done, whether its thread
-# sleeps, the addresses of code and numbers; then what it sleeps with: pthread_mutex_t and pthread_cond_t
-TICKET, CLAIMED, DONE, ASLEEP, WORK, MUTEX, CONDITION = (LINE * place for place in (0, 1, 2, 3, 4, 5, 7))
-POST_BYTES = 9 * LINE
+# sleeps, the addresses of code and numbers, its own number and whether it was told where to go on; then what it sleeps
+# with, pthread_mutex_t and pthread_cond_t, and a cpu_set_t of where it may run and one of where it is to go on
+TICKET, CLAIMED, DONE, ASLEEP, WORK, MUTEX, CONDITION, CORES = (LINE * place for place in (0, 1, 2, 3, 4, 5, 7, 9))
+THREAD, TOLD = WORK + 16, WORK + 24
+CORES_BYTES = 128
+POST_BYTES = CORES + 2 * CORES_BYTES
+MOVABLE = sys.platform == "linux"  # whether threads can be told where to run
 STOP = -1  # the last ticket
 # where those of a team lie: whether it has work, how many threads it is with the one that calls, GOMP_parallel or 0,
 # and how many posts there are, and where
@@ -55,7 +62,28 @@ _make_lock, _make_condition = (
     types.ExternalFunction(name, types.int32(types.int64, types.int64))
     for name in ("pthread_mutex_init", "pthread_cond_init")
 )
+_core = types.ExternalFunction("sched_getcpu", types.int32())
+_cores, _set_cores = (
+    types.ExternalFunction(name, types.int32(types.int32, types.int64, types.int64))
+    for name in ("sched_getaffinity", "sched_setaffinity")
+)
 _compile = compiler()
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _tell(post):  # type: ignore[no-untyped-def]
+    """Have the thread of a post, which sleeps, go on on another core than this one's, if it may."""
+    thread, core, own, others = look_at(post + THREAD), _core(), post + CORES, post + CORES + CORES_BYTES
+    if thread == 0 or not 0 <= core < 8 * CORES_BYTES or _cores(thread, CORES_BYTES, own) != 0:
+        return
+    left, numbers = 0, CORES_BYTES // 8
+    without = carray(int64s(others), numbers)
+    without[:] = carray(int64s(own), numbers)
+    without[core // 64] &= ~(1 << core % 64)
+    for place in range(numbers):
+        left |= without[place]
+    if left != 0 and _set_cores(thread, CORES_BYTES, others) == 0:
+        put_at(post + TOLD, 1)
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -72,6 +100,9 @@ def _rest(post, seen):  # type: ignore[no-untyped-def]
     while look_at(post + ASLEEP) != 0 and look_at(post + TICKET) == seen:
         _sleep(post + CONDITION, post + MUTEX)
     put_at(post + ASLEEP, 0)
+    if MOVABLE and look_at(post + TOLD) != 0:
+        put_at(post + TOLD, 0)
+        _set_cores(0, CORES_BYTES, post + CORES)
     _unlock(post + MUTEX)
 
 
@@ -104,6 +135,8 @@ def _wake(first, count):  # type: ignore[no-untyped-def]
         if look_at(post + ASLEEP) != 0:
             were = False
             _lock(post + MUTEX)
+            if MOVABLE and look_at(post + ASLEEP) != 0:
+                _tell(post)
             put_at(post + ASLEEP, 0)
             _signal(post + CONDITION)
             _unlock(post + MUTEX)
@@ -176,8 +209,9 @@ class _Team:
         self._threads = [
             threading.Thread(target=_serve, args=(post,), name="moeq-kernel", daemon=True) for post in addresses
         ]
-        for thread in self._threads:
+        for number, thread in enumerate(self._threads):
             thread.start()
+            self._put(TEAM_BYTES + number * POST_BYTES + THREAD, thread.native_id or 0)
         atexit.register(self.stop)
 
     def _put(self, place: int, number: int) -> None:

@@ -223,6 +223,40 @@ def test_threads_are_woken_again_and_callers_do_not_wait_for_each_other(monkeypa
 
 
 @pytest.mark.usefixtures("teams")
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are told where to run on Linux")
+def test_a_woken_thread_goes_on_on_another_core_and_may_run_where_it_could(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two cores the one that the caller is not on; of one core that one."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        pytest.skip("there is one core")
+    monkeypatch.setattr("moeq_kernels.cpu.layer.WAKING_BYTES", 0)
+    monkeypatch.setattr(threads, "_spinning", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    prepared, given = CpuKernel().layer(layer_of(MIXED, 96, 64)), routed(9, 5, 3, 96, BF16)
+    wanted, (thread,) = prepared(*given), threads._teams(2)._threads
+    assert thread.native_id is not None
+
+    def told() -> int:
+        """Where it was told to go on, as bits of cores, by the last that woke it."""
+        at = threads._teams(2)._posts[0] + threads.CORES + threads.CORES_BYTES
+        return int.from_bytes(ctypes.string_at(at, threads.CORES_BYTES), "little")
+
+    for may, caller in (([allowed[0], allowed[1]], allowed[0]), ([allowed[1]], allowed[1])):
+        while not asleep(2):
+            time.sleep(0.001)
+        os.sched_setaffinity(thread.native_id, may)
+        os.sched_setaffinity(0, {caller})
+        try:
+            assert torch.equal(prepared(*given), wanted)
+        finally:
+            os.sched_setaffinity(0, allowed)
+        while not asleep(2):
+            time.sleep(0.001)
+        assert os.sched_getaffinity(thread.native_id) == set(may)
+        assert told() == (1 << allowed[1] if len(may) > 1 else 0)
+
+
+@pytest.mark.usefixtures("teams")
 def test_torchs_threads_do_the_work_where_they_spin(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     if not threads._parallel():
