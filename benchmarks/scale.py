@@ -63,7 +63,7 @@ FASTER = 10  # an expert in a tenth of the published time, to see what binds the
 FP8, BITS = 1.0, 2.25  # bytes of a stored weight, and bits of a replica's with its scales
 
 
-def make(folder: Path, options: Any) -> Path:
+def make(folder: Path, options: Any, layers: int, experts: int) -> Path:
     """A random Mixtral of the options' sizes with the bundled tokenizer."""
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -71,7 +71,7 @@ def make(folder: Path, options: Any) -> Path:
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=2048, hidden_size=options.hidden, intermediate_size=options.intermediate,
-        num_local_experts=options.experts, num_experts_per_tok=2, num_hidden_layers=options.layers,
+        num_local_experts=experts, num_experts_per_tok=2, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
         bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
@@ -95,39 +95,50 @@ def one(model: str, out: str, cores: str, more: list[str], *, recorded: bool) ->
     what the simulator makes of them instead."""
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     from moeq import pipeline
-    from moeq.stages import losses_tasks
+    from moeq.stages import workers
 
+    warm(model, {})
     context = figures.context(model, Path(out), [*SETTINGS, *more], None)
     pipeline.run(context, ("profile",))
     if recorded:
         print(json.dumps({"seconds": simulated_here(*record(context), context.recipe.workers)}))
         return
     started: list[float] = []
-    real = losses_tasks.open_engine
+    real = workers.open_engine
 
     def opened(*given: Any, **settings: Any) -> Any:
-        """An engine whose workers are ready: on a large model their start is nothing, here it would be most."""
+        """An engine whose workers are ready."""
         begun = time.perf_counter()
         engine = real(*given, **settings)
-        tickets = [engine.submit(empty_task(0.3)) for _ in range(engine.workers)]
-        list(engine.gather(tickets))
+        for function, what in ((rest, 0.3), (warm, model)):
+            list(engine.gather([engine.submit(task(function, what)) for _ in range(engine.workers)]))
         started.append(time.perf_counter() - begun)
         return engine
 
-    losses_tasks.open_engine = opened
+    workers.open_engine = opened
     begun = time.perf_counter()
     pipeline.run(context, ("losses",))
     print(json.dumps({"seconds": time.perf_counter() - begun - sum(started), "start": sum(started)}))
 
 
-def empty_task(seconds: float = 0.0) -> Any:
+def task(function: Any, arguments: Any) -> Any:
     from moeq.engine.task import Task
 
-    return Task(name="empty", function=rest, arguments=seconds)
+    return Task(name=function.__name__, function=function, arguments=arguments)
 
 
 def rest(seconds: float, tensors: Mapping[str, Any]) -> tuple[None, dict[str, Any]]:
     time.sleep(seconds)
+    return None, {}
+
+
+def warm(model: str, tensors: Mapping[str, Any]) -> tuple[None, dict[str, Any]]:
+    """Have this process load what losses need, by those of a little model of the same sizes beside the model."""
+    from moeq import pipeline
+
+    with tempfile.TemporaryDirectory() as out:
+        settings = [*SETTINGS, "corpus.sequences=4"]
+        pipeline.run(figures.context(f"{model}-little", Path(out) / "run", settings, None), ("profile", "losses"))
     return None, {}
 
 
@@ -172,7 +183,7 @@ def record(context: Any) -> tuple[list[Any], float]:
     from moeq import pipeline
     from moeq.engine.serial import SerialEngine
     from moeq.engine.simulation import LayerWork
-    from moeq.stages import losses_tasks
+    from moeq.stages import losses_tasks, workers
 
     layers: list[LayerWork] = []
     marks: dict[str, Any] = {"since": 0.0, "seconds": [], "own": 0, "common": 0}
@@ -208,7 +219,7 @@ def record(context: Any) -> tuple[list[Any], float]:
         )
         marks["since"] = time.perf_counter()
 
-    losses_tasks.open_engine, losses_tasks.Ahead.add = lambda *_, **__: Recorder(), add
+    workers.open_engine, losses_tasks.Ahead.add = lambda *_, **__: Recorder(), add
     begun = marks["since"] = time.perf_counter()
     pipeline.run(context, ("losses",))
     return layers, time.perf_counter() - begun
@@ -282,7 +293,7 @@ def add_tasks(report: figures.Figures, count: int) -> None:
     with tempfile.TemporaryDirectory() as folder, ProcessEngine(1, threads=1, beside=Path(folder)) as engine:
 
         def memory(tasks: int) -> int:
-            for _ in bounded(engine, (empty_task() for _ in range(tasks)), WINDOW):
+            for _ in bounded(engine, (task(rest, 0.0) for _ in range(tasks)), WINDOW):
                 pass
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
@@ -341,7 +352,9 @@ def main() -> int:
             report.left_out("runs", "there is one core")
         else:
             with tempfile.TemporaryDirectory() as scratch:
-                add_runs(report, make(Path(scratch) / "model", options), options, Path(scratch))
+                model = make(Path(scratch) / "model", options, options.layers, options.experts)
+                make(Path(scratch) / "model-little", options, 1, 2)
+                add_runs(report, model, options, Path(scratch))
     if options.only in (None, "tasks"):
         add_tasks(report, options.tasks)
     if options.only in (None, "clusters"):

@@ -23,7 +23,7 @@ from torch import Tensor
 from moeq.artifacts.evaluation import Divergence
 from moeq.errors import EvaluationError
 from moeq.evaluation.paired import standard_error
-from moeq.evaluation.reference_logits import Key, ReferenceLogits, Scored, Stored
+from moeq.evaluation.reference_logits import Key, ReferenceLogits, Scored, Seen, Stored
 from moeq.evaluation.results import items_of_text
 from moeq.numerics.divergence import Kept, kl_bounds, kl_divergence
 
@@ -163,6 +163,18 @@ class Reference:
     ) -> None:
         if self._logits is not None:
             self._logits.close()
+
+    def seen(self) -> tuple[str, Seen] | None:
+        """The first model as another process of this machine compares with it; None where none was scored."""
+        return None if self._logits is None else (self._base, self._logits.seen())
+
+    @classmethod
+    def again(cls, seen: tuple[str, Seen] | None) -> Reference:
+        """The same in that process."""
+        made = cls(None)
+        if seen is not None:
+            made._base, made._logits = seen[0], ReferenceLogits.again(seen[1])
+        return made
 
     def scorer(self, name: str, tokens: int) -> Scorer:
         """What scores the next model on a text of so many tokens that count."""

@@ -72,6 +72,19 @@ def _record(kept: int, vocabulary: int, width: int) -> int:
     return kept * (width + (4 if kept < vocabulary else 0)) + 8 * FLOATS + 4 * (2 + min(TOP, vocabulary))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What another process reads a `ReferenceLogits` by; path: of the file, which has no name of its own."""
+
+    path: Path
+    folder: Path
+    tokens: int
+    starts: dict[Key, tuple[int, int]]
+    vocabulary: int
+    dtype: torch.dtype
+    kept: int
+
+
 class ReferenceLogits:
     """Logits of all windows of a text, written once and read for every other model."""
 
@@ -86,6 +99,24 @@ class ReferenceLogits:
         self._starts: dict[Key, tuple[int, int]] = {}  # where a window begins, and its tokens
         self._end = 0
         self.vocabulary, self.dtype, self.kept = 0, torch.float32, 0
+
+    def seen(self) -> Seen:
+        """What another process of this machine reads the file by while this one has it open."""
+        path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
+        return Seen(
+            path=path, folder=self.folder, tokens=self.tokens, starts=dict(self._starts), vocabulary=self.vocabulary,
+            dtype=self.dtype, kept=self.kept,
+        )  # fmt: skip
+
+    @classmethod
+    def again(cls, seen: Seen) -> ReferenceLogits:
+        """The same in another process, to be read."""
+        made = cls.__new__(cls)
+        made.folder, made.tokens, made._starts, made._end = seen.folder, seen.tokens, seen.starts, 0
+        made.vocabulary, made.dtype, made.kept = seen.vocabulary, seen.dtype, seen.kept
+        with storage_errors(seen.folder, "read"):
+            made._file = seen.path.open("rb")
+        return made
 
     def close(self) -> None:
         self._file.close()

@@ -26,9 +26,9 @@ from moeq.quantizers.layer import quantize_layer
 from moeq.quantizers.layer_data import SAMPLE_TOKENS, heldout_stride
 from moeq.recipe import LossesSection
 from moeq.registry import QUANTIZERS
-from moeq.stages.losses_tasks import worker_count, worker_threads
 from moeq.stages.needs import Rates, Sizes
 from moeq.stages.needs_losses import expert_tokens, losses_operations
+from moeq.stages.workers import worker_count, worker_threads
 
 SECONDS = 0.4  # of each measurement, about
 SLICE_BYTES = 64 << 20  # read of the checkpoint and written beside the run

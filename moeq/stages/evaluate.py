@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,26 +16,24 @@ from moeq.artifacts.evaluation import NAME, SAMPLES, Change, EvalReport, EvalRow
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
 from moeq.evaluation import result_file as document
-from moeq.evaluation.divergence import TOKEN_BYTES, Reference, slice_bytes
+from moeq.evaluation.divergence import Reference
 from moeq.evaluation.harness import BUNDLED_TASK
-from moeq.evaluation.reference_logits import kept_logits, stored_bytes
 from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
 from moeq.models.non_experts import OtherModule
 from moeq.recipe import DynamicSection
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.swapping import ExpertPlace, Place, Replacement
-from moeq.stages import assign, export, following, judges, quantize, refine
+from moeq.stages import assign, export, following, judges, needs_evaluate, quantize, refine, workers
 from moeq.stages import non_experts as others
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_weights, total_bytes
 from moeq.stages.low_precision import write_curves
 from moeq.stages.model import Overlay
-from moeq.stages.needs import LIBRARY, PACKED_CALLS, Moment, Needs, Rates, Sizes
+from moeq.stages.needs import Sizes
 from moeq.stages.non_experts import Stored
 from moeq.stages.replicas import Experts, Replicas
-from moeq.stages.text_sizes import Text
 from moeq.stages.translation import Translating, check_translation, figures, text_digests
 from moeq.verification.reference import relative
 
@@ -62,19 +61,24 @@ def _measured(context: Context, reference: Reference) -> tuple[_Variants, float]
     compared = [assign.make(context, other, other.name) for other in context.recipe.eval.compare]
     variants = _Variants(context, judges.judge_of(context, reference), Translating(context))
     followed = context.recipe.eval.dynamic
+    several = workers.several(context.recipe, context.model.device)
+    opened = needs_evaluate.openers(Sizes(context)) if several else None
     with context.reporter.bar("eval", (2 + len(compared) + len(followed)) * variants.steps) as advance:
         with context.model.overlay() as overlay:
             variants.measure(ORIGINAL, None, overlay.set(), advance)
             expected = _logits(context, replaced(context, overlay, own, exported=True))
-        checkpoint, error = _exported(context, expected)
-        variants.measure(own.name, own, checkpoint, advance, exported=True)
-        del checkpoint
-        if compared:
-            with context.model.overlay() as overlay:
-                for assignment in compared:
-                    model = replaced(context, overlay, assignment)
-                    variants.measure(assignment.name, assignment, model, advance)
-                    del model
+        if opened is not None:
+            error = variants.measure_apart(opened.count, [own, *compared], expected, advance)
+        else:
+            checkpoint, error = _exported(context, expected)
+            variants.measure(own.name, own, checkpoint, advance, exported=True)
+            del checkpoint
+            if compared:
+                with context.model.overlay() as overlay:
+                    for assignment in compared:
+                        model = replaced(context, overlay, assignment)
+                        variants.measure(assignment.name, assignment, model, advance)
+                        del model
         for section in followed:
             variants.follow(section, own, advance)
     return variants, error
@@ -100,8 +104,36 @@ class _Variants:
         exported: bool = False,
     ) -> None:
         """Measure the model, which has an assignment's experts, None: its own; exported: it is the checkpoint."""
+        measured = self.judge.measure(name, model, None if exported else self.context.model.streamed, advance)
+        self.translating.add(name, model, advance)
+        self._keep(name, assignment, measured, exported=exported)
+
+    def measure_apart(
+        self, count: int, assignments: Sequence[Assignment], expected: torch.Tensor, advance: Callable[[], None]
+    ) -> float:
+        """Measure the checkpoint, which has the first assignment, and the others, each by one of some workers; the
+        error of the checkpoint's logits. expected: what these should be."""
+        opened, seen, wanted = workers.Opened.of(self.context), self.judge.seen(), expected.cpu()
+        parts = [
+            (f"eval of {one.name}", _Asked(opened=opened, place=place, seen=seen, expected=None if place else wanted))
+            for place, one in enumerate(assignments)
+        ]
+
+        def measured() -> None:
+            for _ in range(self.steps):
+                advance()
+
+        found = workers.in_parts(self.context, count, _measure_in_worker, parts, measured)
+        for place, (one, (result, translations, _)) in enumerate(zip(assignments, found, strict=True)):
+            self.translating.take(one.name, translations)
+            self._keep(one.name, one, result, exported=place == 0)
+        return float(found[0][2])
+
+    def _keep(
+        self, name: str, assignment: Assignment | None, measured: judges.Measured, *, exported: bool = False
+    ) -> None:
+        """The row of a variant that was measured."""
         context = self.context
-        measured = self.judge.measure(name, model, None if exported else context.model.streamed, advance)
         self.items.append(measured.items)
         if assignment is None:
             size, codes = export.original_expert_bytes(context), None
@@ -120,7 +152,6 @@ class _Variants:
                 **measured.figures,
             )
         )
-        self.translating.add(name, model, advance)
 
     def follow(self, section: DynamicSection, own: Assignment, advance: Callable[[], None]) -> None:
         """Measure the checkpoint with precision that follows the workload; its experts take what its pools do."""
@@ -143,6 +174,43 @@ class _Variants:
                 **measured.figures,
             )
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A variant that a worker measures. place: 0 of the exported checkpoint, from 1 on that of eval.compare; seen:
+    what the original's judge gave; expected: what the checkpoint's logits should be."""
+
+    opened: workers.Opened
+    place: int
+    seen: Any
+    expected: torch.Tensor | None
+
+
+def _measure_in_worker(asked: _Asked, tensors: Any) -> tuple[tuple[judges.Measured, Any, float], dict[str, Any]]:
+    """The task: what was measured, the translations, and the error of the checkpoint's logits, 0 where it is another
+    variant."""
+    context = asked.opened.context()
+    translating, error = Translating(context), 0.0
+    with judges.judging(context, asked.seen) as judge:
+        if asked.expected is not None:
+            name = assign.load(context).name
+            checkpoint, error = _exported(context, asked.expected.to(context.model.device))
+            measured = judge.measure(name, checkpoint, None, _no_bar)
+            translating.add(name, checkpoint, _no_bar)
+        else:
+            section = context.recipe.eval.compare[asked.place - 1]
+            assignment = assign.make(context, section, section.name)
+            with context.model.overlay() as overlay:
+                model = replaced(context, overlay, assignment)
+                measured = judge.measure(assignment.name, model, context.model.streamed, _no_bar)
+                translating.add(assignment.name, model, _no_bar)
+                del model
+    return (measured, translating.last(), error), {}
+
+
+def _no_bar() -> None:
+    """A worker shows none."""
 
 
 def _with_samples(
@@ -302,102 +370,3 @@ def load(context: Context) -> EvalReport:
         sizes = CheckpointSize(context)
         rows = tuple(row.model_copy(update={"checkpoint_bytes": sizes.of(row.assignment)}) for row in rows)
     return report.model_copy(update={"rows": rows})
-
-
-CHECKED = Text(sequences=2, length=32, batch=2, whole=64)  # on which the exported checkpoint is compared
-LOADING = 0.7  # seconds of building and filling a model, whatever its size
-REQUEST_OBJECTS = 6000  # bytes of a request as objects
-CHANGE, SCORES, ROW, EXPERT = 370, 180, 750, 14  # bytes of eval.json beside assignments, an expert's indentation last
-DIVERGENCE, CELLS, SUMS = 1400, 500, 98  # bytes of one, of its cells in the table, and of what is summed of a sequence
-RECORDED, COMPARED = {True: 60, False: 200}, {True: 110, False: 280}  # bytes that pass for each logit, by whether all
-# are kept: of the original, and of what is compared with it
-SAMPLE_ROW, SEQUENCE, REQUEST, CHARACTER = 4000, 39, 375, 1.45  # bytes of samples.json, of which for every assignment
-
-
-def needs(sizes: Sizes) -> Needs:
-    """The model with what is swapped in it, then the exported checkpoint, with logits in float32."""
-    text, tasks, section = sizes.evaluation, sizes.tasks, sizes.recipe.eval
-    given, count = [part for part in (text, tasks) if part is not None], len(sizes.placed)
-    rows = count + len(section.dynamic)
-    reference = 0 if text is None or sizes.images else stored_bytes(text.tokens, sizes.vocabulary, sizes.dtype.itemsize)
-    walks = (text is not None) + (0 if tasks is None else tasks.batches)  # of a streamed model, for one assignment
-    changes = len(section.tasks) + (len(section.tasks) > 1) + (text is not None)
-    row = ROW + SCORES * len(section.tasks) + assign.assignment_bytes(sizes) + EXPERT * sizes.experts
-    items = SAMPLE_ROW + sum((SEQUENCE if part is text else REQUEST) * part.sequences for part in given)
-    files = {NAME: ROW + rows * row}
-    if not sizes.images:
-        characters = sum(part.characters for part in given)
-        divergence = 0 if text is None else DIVERGENCE
-        sums = 0 if text is None else CELLS + SUMS * text.sequences
-        files = {
-            NAME: ROW + rows * (row + CHANGE * changes + divergence),
-            SAMPLES: int((1 + rows) * (items + CHARACTER * characters) + rows * (divergence + sums)),
-        }
-
-    def seconds(rates: Rates) -> float:
-        forwards = sum(sizes.forward(rates, part.mean_tokens, part.batches, head=True) for part in given)
-        swaps = 1 + sum(part.batches for part in given) + (count - 1) * (max(1, walks) if sizes.streams else 1)
-        loads = (1 if sizes.streams else 2 + (count > 1)) + len(section.dynamic)
-        readings = (walks * count + 1 + len(section.dynamic) if sizes.streams else loads) * sizes.reading(
-            rates, sizes.disk
-        )
-        fixed = loads * LOADING + (0 if tasks is None else LIBRARY)
-        swapping = swaps * _swapping(sizes, rates) + _curves(sizes, rates)
-        kept = reference / rates.write_bytes + rows * reference / rates.cached_bytes
-        if reference and text is not None:
-            whole = kept_logits(text.tokens, sizes.vocabulary, sizes.dtype.itemsize) == sizes.vocabulary
-            passes = RECORDED[whole] + rows * COMPARED[whole]
-            kept += text.tokens * sizes.vocabulary * passes / rates.elementwise_bytes
-        return fixed + readings + (rows + 1) * forwards + swapping + kept
-
-    read = sizes.disk * (walks * count + 1 if sizes.streams else 2 + count) + sum(sizes.placed)
-    read += count * (sizes.others.packed + reference) + sum(sizes.checkpoint.files(sizes.widths[0]).values())
-    return Needs(moments=_moments(sizes, given), files=files, read=read, temporary=reference, seconds=seconds)
-
-
-def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
-    """Beside a loaded model the experts that replicas stand in for, until it is dropped for the exported one."""
-    text, tasks, width = sizes.evaluation, sizes.tasks, sizes.dtype.itemsize
-    replaced = (sizes.expert_parameters + sizes.others.parameters) * width
-    exported = {"exported checkpoint": sizes.whole - replaced + sizes.others.packed + 1.02 * sizes.placed[0]}
-    once = {
-        "one expert, dequantized": 12 * max(layer.parameters_per_expert for layer in sizes.layers),
-        "requests": 0 if tasks is None else tasks.sequences * REQUEST_OBJECTS,
-        **sizes.tables(),
-    }
-    loaded: Moment = {}
-    swapped = {"experts that were replaced": sizes.expert_parameters * width}
-    moments: list[Moment] = [{**sizes.loading(), **once}]
-    if sizes.streams:
-        loaded, swapped = sizes.model(), {"stopped texts": 0 if text is None else text.tokens * 2 * sizes.token}
-        reading = {"being read": 0.1 * sizes.placed[0]}
-        moments = [{**sizes.loading(), **swapped, **once}, {**loaded, **exported, **reading, **once}]
-    for part in (CHECKED, *given):
-        all_logits = part.batch_tokens * sizes.vocabulary
-        logits: Moment = {"logits of tasks" if part is tasks else "logits": all_logits * (width + 12)}
-        if part is text and not sizes.images:
-            some, scored = slice_bytes(part.length, sizes.vocabulary), TOKEN_BYTES * part.tokens
-            logits = {"logits": all_logits * width, "logits in float64": some, "scored tokens": scored}
-        running = {**sizes.running(part.batch_tokens), **logits, **once}
-        moments += [{**sizes.held(), **swapped, **running}, {**loaded, **exported, **running}]
-        moments += following.moments(sizes, {**loaded, **running})
-    return moments
-
-
-def _swapping(sizes: Sizes, rates: Rates) -> float:
-    """Seconds of dequantizing all that is packed."""
-    weights = sizes.expert_parameters + sizes.others.parameters
-    return weights / rates.dequantized_weights + sizes.experts * PACKED_CALLS
-
-
-def _curves(sizes: Sizes, rates: Rates) -> float:
-    """Seconds of the curves: a pass for every point, and in every order every expert replaced about once."""
-    text, swapping, seconds = sizes.evaluation, _swapping(sizes, rates), 0.0
-    if text is None:
-        return seconds
-    for section in sizes.recipe.eval.low_precision:
-        share = min(1.0, (section.sequences or text.sequences) / text.sequences)
-        point = share * sizes.forward(rates, text.batch_tokens, text.batches, head=True)
-        point += sizes.reading(rates, sizes.disk) + swapping if sizes.streams else 0.0
-        seconds += (2 + section.seeds) * (len(section.shares) * point + swapping)
-    return seconds

@@ -57,10 +57,14 @@ def _name_the_largest(context: Context, error: AllZeroError | NotFiniteError) ->
 
 def say_left_out(context: Context, inputs: LayerInputs) -> None:
     """Warn of the tokens of a layer that were left out."""
-    if inputs.left_out:
-        total = inputs.left_out + len(inputs.hidden)
+    say_left_out_of(context, inputs.layer, inputs.left_out, inputs.left_out + len(inputs.hidden))
+
+
+def say_left_out_of(context: Context, layer: ExpertLayer, left_out: int, total: int) -> None:
+    """The same of so many tokens in all."""
+    if left_out:
         context.reporter.say(
-            f"  [yellow]{escape(inputs.layer.name)}: {inputs.left_out:,} of {total:,} tokens left out, their "
+            f"  [yellow]{escape(layer.name)}: {left_out:,} of {total:,} tokens left out, their "
             "activations are not finite (dtype: float32 may help)[/yellow]"
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,10 +42,26 @@ class Judge(Protocol):
         """The variant called `name`; the original comes first."""
         ...
 
+    def seen(self) -> Any:
+        """What another process compares with the original by, see `judging`."""
+        ...
+
 
 def judge_of(context: Context, reference: Reference) -> Judge:
     """What measures the recipe's model; reference: what compares variants of a language model with the first."""
     return ImageJudge(context) if context.model.takes_images else TextJudge(context, reference)
+
+
+@contextmanager
+def judging(context: Context, seen: Any) -> Iterator[Judge]:
+    """What measures variants in another process than the original; seen: what `Judge.seen` gave there."""
+    if context.model.takes_images:
+        judge = ImageJudge(context)
+        judge.wanted = seen
+        yield judge
+        return
+    with Reference.again(seen) as reference:
+        yield TextJudge(context, reference)
 
 
 class TextJudge:
@@ -91,6 +108,9 @@ class TextJudge:
                 "cut_requests": cut,
             },
         )
+
+    def seen(self) -> Any:
+        return self.reference.seen()
 
     def _tasks(self, name: str, model: Any) -> tuple[dict[str, Any], dict[str, int]]:
         """lm-eval's results with every sample, and how many requests were cut, by their kind.
@@ -139,3 +159,6 @@ class ImageJudge:
             "logit_error": logit_error(answers.logits, self.wanted),
         }
         return Measured(figures=figures, items=None)
+
+    def seen(self) -> Any:
+        return self.wanted

@@ -18,25 +18,23 @@ import torch
 from torch import Tensor
 
 from moeq.artifacts.replicas import Made
-from moeq.engine.choice import open_engine
 from moeq.engine.task import Engine, Resources, Shared, Task, groups, named
 from moeq.errors import ModelError, RecipeError
 from moeq.models.experts import ExpertLayer, ExpertMath, expert_math, stacked_biases, stacked_weights
-from moeq.models.loading import memory_bytes
 from moeq.models.walk import LayerInputs
 from moeq.quantizers.layer import LayerResult, expert_batches, quantize_experts
 from moeq.quantizers.layer_data import RoutedTokens
-from moeq.recipe import LossesSection, Recipe
+from moeq.recipe import LossesSection
 from moeq.registry import QUANTIZERS
+from moeq.stages import workers
 from moeq.stages.context import Context
 from moeq_kernels.packed import PackedWeight, joined
 from moeq_kernels.widths import Encoding
 
-ANY_GPU = ("auto", "cuda")  # devices of a recipe that choose no GPU
 PARTS_A_WORKER = 4  # tasks of a layer for each worker: the last ones of a layer leave little idle
 WEIGHTS, BIASES, TOKENS = "weights.", "biases.", "tokens."  # names of what is put
 SHARED = "shared"  # mean of x x^T over the layer's calibration tokens
-PRELOAD = (__name__, "moeq.models.kinds", "numba")
+PRELOAD = (__name__, *workers.PRELOAD)
 Keep = Callable[[int, Sequence[Made], LayerResult], None]  # stores what was made of a layer
 
 
@@ -54,23 +52,6 @@ class Group:
     left_out: int
 
 
-def worker_threads(recipe: Recipe) -> int:
-    """Threads of one worker: those of the recipe, else one, however many workers there are."""
-    return recipe.threads or 1
-
-
-def gpus(device: torch.device) -> int:
-    """GPUs among which workers are divided where the model is on one; 0 where it is not."""
-    return torch.cuda.device_count() if device.type == "cuda" else 0
-
-
-def worker_count(recipe: Recipe, device: torch.device) -> int | None:
-    """Workers of a run: those of the recipe, else one a GPU where there are several and none is chosen; None: none."""
-    if recipe.workers is None and recipe.device in ANY_GPU and gpus(device) > 1:
-        return gpus(device)
-    return recipe.workers
-
-
 def section_of(section: LossesSection, made: Sequence[Made]) -> LossesSection:
     """The section for what one call makes."""
     return section.model_copy(
@@ -82,13 +63,13 @@ def section_of(section: LossesSection, made: Sequence[Made]) -> LossesSection:
 
 
 def split(
-    layer: ExpertLayer, section: LossesSection, workers: int, device: torch.device | str = "cpu"
+    layer: ExpertLayer, section: LossesSection, count: int, device: torch.device | str = "cpu"
 ) -> list[tuple[range, LossesSection]]:
     """Groups of experts, as many as keep the workers busy and as small as their working memory wants; where experts are
     fewer than workers, by width too, unless the codes of one width are those of another."""
     first = next(expert_batches(layer, section, device))
-    experts = groups(layer.num_experts, PARTS_A_WORKER * workers, most=first.stop - first.start)
-    apart = len(experts) < workers and len(section.bits) > 1 and not section.nested
+    experts = groups(layer.num_experts, PARTS_A_WORKER * count, most=first.stop - first.start)
+    apart = len(experts) < count and len(section.bits) > 1 and not section.nested
     widths = [section.model_copy(update={"bits": [bits]}) for bits in section.bits] if apart else [section]
     return list(product(experts, widths))
 
@@ -96,35 +77,19 @@ def split(
 @contextmanager
 def working(context: Context, keep: Keep, ahead: int) -> Iterator[Ahead | None]:
     """The workers that a recipe asks for, ended with the block; None without. ahead: see `Ahead`."""
-    recipe, device = context.recipe, context.model.device
-    workers = worker_count(recipe, device)
-    if workers is None:
+    device = context.model.device
+    count = workers.worker_count(context.recipe, device)
+    if count is None:
         yield None
         return
-    threads = worker_threads(recipe)
-    engine = open_engine(
-        recipe.engine,
-        workers,
-        threads=threads,
-        beside=context.out,
-        preload=PRELOAD,
-        ram_bytes=memory_bytes(torch.device("cpu")),
-        gpus=gpus(device),
-    )
-    try:
-        own = "a GPU each" if gpus(device) else f"{threads} threads each"
-        context.reporter.say(f"  {workers} workers ({recipe.engine}), {own}")
-        context.reporter.workers = engine.doing
-        yield Ahead(engine, recipe.losses, keep, ahead, device)
-    finally:
-        context.reporter.workers = list
-        engine.close()
+    with workers.working(context, count, PRELOAD) as engine:
+        yield Ahead(engine, context.recipe.losses, keep, ahead, device)
 
 
 def check(context: Context) -> None:
     """RecipeError for more workers of this machine than it has GPUs, where the model is on one."""
-    recipe, there = context.recipe, gpus(context.model.device)
-    if there and recipe.workers is not None and recipe.workers > there and recipe.engine == "processes":
+    recipe, there = context.recipe, workers.gpus(context.model.device)
+    if there and recipe.workers is not None and recipe.workers > there and recipe.engine == workers.PROCESSES:
         what = f"{recipe.workers} workers for {there} {'GPU' if there == 1 else 'GPUs'}, and each has one to itself"
         raise RecipeError(what, where="workers", do=f"use at most {there}, or set device: cpu")
 

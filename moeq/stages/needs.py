@@ -59,6 +59,7 @@ LEVERS = ON_DEVICE | {  # and of what lies in the machine's memory, wherever the
     "text": "a smaller corpus", "heap of activations": "a smaller batch_size", APART: "export.verify: false",
     "experts beside the device": "a smaller host in eval.dynamic",
     "batches of experts of workers": "fewer workers, or a smaller losses.working_memory", "workers": "fewer workers",
+    "models of workers": "fewer workers",
     "layers handed to workers": "fewer corpus.sequences", "reference in float32": "export.verify: false",
     "scored tokens": "fewer eval.perplexity.sequences", "images": "fewer eval.images.images",
 }  # fmt: skip

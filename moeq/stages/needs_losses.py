@@ -26,6 +26,7 @@ from moeq.stages.expert_bytes import store_bytes
 from moeq.stages.expert_effects import AT_ONCE
 from moeq.stages.needs import CAPTURED, PACKED_CALLS, STATES, Moment, Needs, Rates, Sizes
 from moeq.stages.replicas import entries
+from moeq.stages.workers import MEMORY_SHARE, SERVER, WORKER, worker_count, worker_threads
 from moeq_kernels.packed import packed_shapes
 
 SET = "0" * 64  # stands for the digest that names a set in the store
@@ -35,8 +36,6 @@ COMPARED = 5  # effects: two outputs as logarithmic probabilities and what is be
 COMPARING = 6  # passes over the logits in which two outputs are compared
 TABLE, TABLE_ROW = 5320, 21.6  # bytes of losses.parquet
 ROWS, ROWS_ROW, ROWS_TRACE = 110, 408, 14  # bytes of a file of rows in the store, beside the layer's name
-WORKER, SERVER = 80 << 20, 420 << 20  # bytes of a worker process of its own, and of what all are forked from
-MEMORY_SHARE = 0.8  # of the machine's memory, for a layer more than needs be
 INDEX, INDEX_MADE, INDEX_LAYER, INDEX_ENTRY = 90, 112, 8, 97  # bytes of replicas.json
 
 
@@ -114,7 +113,7 @@ def needs(sizes: Sizes) -> Needs:
     """A walk over the calibration text, which stops in every layer while its experts are quantized; the effects."""
     section, text, hidden = sizes.recipe.losses, sizes.calibration, sizes.geometry.hidden_size
     routed = _routed(sizes)
-    count = losses_tasks.worker_count(sizes.recipe, sizes.device)
+    count = worker_count(sizes.recipe, sizes.device)
     workers = None if count is None else Workers.of(sizes, count, routed)
     batch, packed = max(batch_moments(sizes.largest, section, routed, gpu=sizes.gpu), key=sum)
     rows, made, store = sizes.loss_rows(), entries(section), _store(sizes)
@@ -192,7 +191,7 @@ class Workers:
             held = {} if elsewhere else {"batch of experts of a worker": batch + floats}
             room = MEMORY_SHARE * memory_bytes(torch.device("cpu")) - count * WORKER - SERVER
             return cls(held=held, ahead=int(2 * (given + made) <= room), at_once=count)
-        cores = len(os.sched_getaffinity(0)) / losses_tasks.worker_threads(recipe)
+        cores = len(os.sched_getaffinity(0)) / worker_threads(recipe)
         at_once = count if elsewhere else max(1.0, min(count, cores))
         for ahead in (1, 0):
             held = own | {"layers handed to workers": (1 + ahead) * given, "packed replicas of a layer": 2 * made}
@@ -209,7 +208,7 @@ class Workers:
 
 def layers_ahead(context: Context) -> int:
     """How many layers are with the workers while the model runs on: 1, or 0 where memory has no room for two."""
-    count = losses_tasks.worker_count(context.recipe, context.model.device)
+    count = worker_count(context.recipe, context.model.device)
     if count is None:
         return 0
     sizes = Sizes(context)

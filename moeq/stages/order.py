@@ -21,6 +21,7 @@ from moeq.stages import (
     frontier,
     gates,
     losses,
+    needs_evaluate,
     needs_losses,
     profile,
     quantize,
@@ -177,7 +178,7 @@ STAGES = (
     Stage(
         name="eval",
         run=evaluate.run,
-        needs=evaluate.needs,
+        needs=needs_evaluate.needs,
         sections=("eval", "seed"),
         after=("profile", "losses", "assign", "export"),
         text=("evaluation",),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,15 @@ from moeq.artifacts.trace import (
     write_trace,
 )
 from moeq.artifacts.trace import NAME as TRACE
+from moeq.engine.task import groups
 from moeq.errors import ArtifactError
 from moeq.models.corpus import Sequences, join
 from moeq.models.corpus.images import image_tokens
 from moeq.models.walk import LayerInputs
 from moeq.quantizers.layer_data import heldout_stride
+from moeq.stages import workers
 from moeq.stages.context import Context
-from moeq.stages.finite import check_output, may_overflow, naming_the_file, say_left_out
+from moeq.stages.finite import check_output, may_overflow, naming_the_file, say_left_out_of
 from moeq.stages.needs import CAPTURED, LIBRARY, STATES, Moment, Needs, Rates, Sizes
 from moeq.stages.recorder import Recorder
 
@@ -40,15 +42,11 @@ def run(context: Context) -> dict[str, Any]:
     """
     growth = context.recipe.corpus.until_covered
     chunks: list[Sequences] = []
-    parts: list[ExpertProfile] = []
-    traces: list[RoutingTrace] = []
+    parts: list[Counted] = []
     for chunk in [context.text.calibration] if growth is None else context.text.calibration_chunks():
         chunks.append(chunk)
-        recorder = _recorder(context, chunk) if context.recipe.profile.trace else None
-        parts.append(_count(context, chunk, recorder))
-        if recorder is not None:
-            traces.append(recorder.trace())
-        profile = _joined(parts)
+        parts += _counted(context, chunk)
+        profile = _joined([part.profile for part in parts])
         coverage = profile.coverage(**coverage_settings(context))
         covered = growth is None or coverage.share_covered >= growth.share
         context.reporter.say(
@@ -64,16 +62,47 @@ def run(context: Context) -> dict[str, Any]:
         context.reporter.say("  [yellow]not covered: the maximum or the end of the text is reached[/yellow]")
     profile = replace(profile, text=join(chunks).digest(), corpus=context.text.corpus_names)
     write_profile(context.directory("profile"), profile, coverage)
-    _write_trace(context, traces, profile.text)
+    _write_trace(context, [part.trace for part in parts if part.trace is not None], profile.text)
     return summarize(profile, coverage)
 
 
-def _recorder(context: Context, chunk: Sequences) -> Recorder:
-    """What records the trace of some sequences; says so where it cannot tell image tokens from others."""
-    known = image_tokens(context.model.skeleton.config)
-    if chunk.extra is not None and not known:
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What one pass over some sequences saw: its profile, of every layer the tokens left out and all of them, and the
+    trace where it is wanted."""
+
+    profile: ExpertProfile
+    left_out: tuple[tuple[int, int], ...]
+    trace: RoutingTrace | None
+
+
+def _counted(context: Context, sequences: Sequences) -> list[Counted]:
+    """One pass over some sequences, or one by each of several workers over some of them, in their order: a batch goes
+    through the model as it does in one pass."""
+    if context.recipe.profile.trace and sequences.extra is not None and not image_tokens(context.model.skeleton.config):
         context.reporter.say("  [yellow]trace: the configuration does not say which tokens are of images[/yellow]")
-    return Recorder(chunk, _prefill(context, chunk), known)
+    batches = sequences.batches(context.recipe.corpus.batch_size)
+    several = workers.several(context.recipe, context.model.device)
+    opened = openers(Sizes(context), len(batches)) if several else None
+    if opened is None:
+        with context.reporter.bar("profile", len(context.model.layers)) as advance:
+            parts = [count_part(context, sequences, advance)]
+    else:
+        given = []
+        for some in groups(len(batches), opened.count):
+            first, last = int(batches[some.start].sequences[0]), int(batches[some.stop - 1].sequences[-1])
+            part = workers.Opened.of(context), sequences.part(first, last + 1)
+            given.append((f"profile, sequences {first} to {last}", part))
+        with context.reporter.bar("profile", len(given)) as advance:
+            parts = workers.in_parts(context, opened.count, _count_in_worker, given, advance)
+    for layer, each in zip(context.model.layers, zip(*(part.left_out for part in parts), strict=True), strict=True):
+        say_left_out_of(context, layer, *(sum(numbers) for numbers in zip(*each, strict=True)))
+    return parts
+
+
+def _count_in_worker(given: tuple[workers.Opened, Sequences], tensors: Any) -> tuple[Counted, dict[str, torch.Tensor]]:
+    opened, sequences = given
+    return count_part(opened.context(), sequences), {}
 
 
 def _write_trace(context: Context, parts: Sequence[RoutingTrace], text: str) -> None:
@@ -115,14 +144,16 @@ def _prefill(context: Context, sequences: Sequences) -> torch.Tensor:
     return torch.tensor([math.ceil(fraction * int(length)) for length in sequences.mask.sum(1)])
 
 
-def _count(context: Context, sequences: Sequences, recorder: Recorder | None = None) -> ExpertProfile:
-    """One pass over some sequences; the recorder is given every layer too."""
+def count_part(context: Context, sequences: Sequences, advance: Callable[[], None] = lambda: None) -> Counted:
+    """One pass over some sequences in this process."""
     lengths, prefill = sequences.mask.sum(1), _prefill(context, sequences)
-    counts, scores, top_k, tried = [], [], [], False
+    known = image_tokens(context.model.skeleton.config)
+    recorder = Recorder(sequences, prefill, known) if context.recipe.profile.trace else None
+    counts, scores, top_k, left_out, tried = [], [], [], [], False
     batches = sequences.batches(context.recipe.corpus.batch_size)
-    with naming_the_file(context), context.reporter.bar("profile", len(context.model.layers)) as advance:
+    with naming_the_file(context):
         for inputs in context.model.walk(batches):
-            say_left_out(context, inputs)
+            left_out.append((inputs.left_out, inputs.left_out + len(inputs.hidden)))
             layer_counts, layer_scores = count_routing(inputs, len(sequences), prefill)
             counts.append(layer_counts)
             scores.append(layer_scores)
@@ -134,13 +165,14 @@ def _count(context: Context, sequences: Sequences, recorder: Recorder | None = N
             del inputs  # before the next layer's are gathered
         if tried:
             check_output(context, sequences)
-    return ExpertProfile(
+    profile = ExpertProfile(
         layers=tuple(layer.name for layer in context.model.layers),
         top_k=tuple(top_k),
         counts=tuple(counts),
         scores=tuple(scores),
         tokens=torch.stack([prefill, lengths - prefill], 1).numpy(),
     )
+    return Counted(profile=profile, left_out=tuple(left_out), trace=None if recorder is None else recorder.trace())
 
 
 def _joined(parts: Sequence[ExpertProfile]) -> ExpertProfile:
@@ -198,6 +230,14 @@ JSON, JSON_LAYER, JSON_EXPERT = 291, 229, 16  # bytes of profile.json
 TRACE_HEADER, TRACE_LAYER = 1_000, 110  # bytes of the trace beside its tokens
 
 
+def openers(sizes: Sizes, batches: int) -> workers.Openers | None:
+    """Workers among which the text is divided; None: the run itself counts."""
+    text = sizes.calibration
+    walk = {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens)}
+    model = max(sum(walk.values()), sum(sizes.loading().values()))
+    return workers.Openers.of(sizes.recipe, sizes.device, batches, model)
+
+
 def needs(sizes: Sizes) -> Needs:
     """The text, and a walk over it with the counts of every sequence."""
     text, count = sizes.calibration, len(sizes.layers)
@@ -215,14 +255,18 @@ def needs(sizes: Sizes) -> Needs:
         counts += choices * (3 if sizes.recipe.corpus.until_covered is None else 4) // 2
         files[TRACE] = TRACE_HEADER + TRACE_LAYER * count + choices + text.sequences * BYTES_PER_SEQUENCE
     tables = {"routing counts": counts, "heap of the text": TOKENIZED_KEPT * read["text"]}
+    opened = openers(sizes, int(text.batches))
 
     def seconds(rates: Rates) -> float:
         walk = sizes.forward(rates, text.batch_tokens, text.batches, head=False)
+        walk /= 1 if opened is None else opened.at_once
         return LIBRARY / 3 + TOKENIZING * sum(there) + sizes.reading(rates, sizes.disk, first=True) + walk
 
-    moments: list[Moment] = [
-        read,
+    walking: list[Moment] = [
         {**sizes.loading(), **sizes.stopped(2, 1), **tables},
         {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens), **tables},
     ]
+    if opened is not None:  # whose models are theirs
+        walking = [{**(moment if sizes.gpu else tables), **opened.held} for moment in walking]
+    moments: list[Moment] = [read, *walking]
     return Needs(moments=moments, files=files, read=sizes.disk, seconds=seconds)

@@ -44,6 +44,15 @@ class Translating:
                 model, context.model.tokenizer, self.pairs.sources, self.section, context.model.device, advance
             )
 
+    def last(self) -> dict[int, list[str]] | None:
+        """What the last variant made of it, by beams; None where nothing is translated."""
+        return next(reversed(self._translated.values()), None)
+
+    def take(self, name: str, translated: dict[int, list[str]] | None) -> None:
+        """Have what another process made of it with a variant."""
+        if translated is not None:
+            self._translated[name] = translated
+
     def result(self, baseline: str) -> Translation | None:
         """The scores of all variants, None where nothing was translated; the translations go beside the evaluation."""
         path = self.context.directory("eval") / NAME

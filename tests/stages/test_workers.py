@@ -32,7 +32,7 @@ from moeq.models.source import open_source
 from moeq.planning.plan import make_plan
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import losses_tasks, needs_losses
+from moeq.stages import losses_tasks, needs_losses, workers
 from moeq.stages.context import Context
 from moeq.stages.needs import Sizes
 
@@ -114,7 +114,7 @@ def test_every_kind_of_codes_in_tasks(
 ) -> None:
     """In this process, so that it is quick: groups and joins are those of workers."""
     alone = losses(tiny_mixtral, tmp_path / "alone", *section)
-    monkeypatch.setattr(losses_tasks, "open_engine", lambda *_, **__: SerialEngine())
+    monkeypatch.setattr(workers, "open_engine", lambda *_, **__: SerialEngine())
     monkeypatch.setattr(SerialEngine, "workers", 8)
     assert losses(tiny_mixtral, tmp_path / "tasks", *section, "workers=8") == alone
 
@@ -180,7 +180,7 @@ def killing(kills: int, seed: int) -> Iterator[list[int]]:
                     landed.append(pid)
 
     with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(losses_tasks, "open_engine", opening)
+        changed.setattr(workers, "open_engine", opening)
         killer = threading.Thread(target=kill)
         killer.start()
         try:
@@ -260,7 +260,7 @@ def test_every_gpu_has_a_worker_unless_one_is_named(tiny_mixtral: Path, tmp_path
     ):  # fmt: skip
         made = context(tiny_mixtral, tmp_path, *asked)
         made.model.__dict__["device"] = torch.device(device)
-        assert losses_tasks.worker_count(made.recipe, made.model.device) == wanted
+        assert workers.worker_count(made.recipe, made.model.device) == wanted
         losses_tasks.check(made)
 
 
@@ -276,9 +276,9 @@ def test_more_workers_than_gpus_are_refused(tiny_mixtral: Path, tmp_path: Path) 
 def test_a_plan_on_gpus_counts_one_workers_batch(tiny_mixtral: Path, tmp_path: Path) -> None:
     made = context(tiny_mixtral, tmp_path)
     made.model.__dict__["device"] = torch.device("cuda")
-    workers = needs_losses.Workers.of(Sizes(made), 2, 100)
-    assert list(workers.held) == ["batch of experts of a worker"]
-    assert (workers.at_once, workers.ahead) == (2, 1)
+    counted = needs_losses.Workers.of(Sizes(made), 2, 100)
+    assert list(counted.held) == ["batch of experts of a worker"]
+    assert (counted.at_once, counted.ahead) == (2, 1)
 
 
 @pytest.mark.cuda

@@ -6,8 +6,8 @@ import hashlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -51,6 +51,11 @@ class Sequences:
             ids, mask = (part[start:stop, :width] for part in (self.ids, self.mask))
             batches.append(Batch(input_ids=ids, mask=mask, sequences=torch.arange(start, stop), extra=extras[start]))
         return batches
+
+    def part(self, start: int, stop: int) -> Self:
+        """Those from `start` to before `stop`."""
+        every: dict[str, Any] = {name: own for name, own in vars(self).items() if isinstance(own, Tensor | tuple)}
+        return replace(self, **{name: own[start:stop] for name, own in every.items()})
 
     def digest(self) -> str:
         """Digest of tokens, mask, domains and, where there are, images."""
