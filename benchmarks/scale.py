@@ -8,8 +8,9 @@ process, every run in a process of its own.
 Efficiency of 2 workers: half of the time that two runs without an engine take side by side, divided by the time of one
 run with 2 workers: what two cores can do of this work is the measure, not what one can do while the other is idle.
 Overhead of one worker: the time of its run over that of a run without an engine, less 1, both held to one core, where
-neither gains by going on beside the other. Medians of rounds, of the overhead of so many pairs, whose times differ by
-more than it; the order within a round is turned.
+neither gains by going on beside the other; of short runs of one layer, in turn in one process whose worker stays, since
+this machine's times of the same work differ by more than it. Medians, of the efficiency of so many pairs; the order
+within a round is turned.
 tasks: the driver's memory after so many empty tasks in windows of 256, over that after a tenth of them.
 The simulator (moeq/engine/simulation.py) is fed with what tasks of a recorded run took, one after the other in one
 process, beside every measured run of the same round, so that a machine that becomes slower does so for both; for two
@@ -27,6 +28,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -40,7 +42,9 @@ import figures
 from memory import copy_tokenizer
 
 WINDOW = 256
-ON_ONE = ("core", "worker on a core")  # runs that are held to one core
+COMPARED = ("pair", "2 workers")  # runs of which there are as many as pairs
+LITTLE, SHORT = "little", "short"  # models beside the one that is measured: to load code by, and for the overhead
+SHORT_EXPERTS, SHORT_RUNS = 8, 4  # experts of the latter, and runs of it for each of the pairs
 SETTINGS = [
     "threads=1", "corpus.sequences=32", "corpus.sequence_length=128", "losses.bits=[2,3,4]",
     "losses.methods=[trellis]", "losses.trellis_states=256", "losses.act_order=true", "losses.clip=mse",
@@ -85,7 +89,12 @@ def begin(
 ) -> subprocess.Popen[str]:
     """Start a run of profile and losses in a process of its own, on these cores."""
     more = [] if workers is None else [f"workers={workers}"]
-    command = [sys.executable, __file__, how, str(model), str(out), ",".join(map(str, cores)), *more]
+    return measuring(how, [str(model), str(out), ",".join(map(str, cores)), *more])
+
+
+def measuring(how: str, given: Sequence[str]) -> subprocess.Popen[str]:
+    """This program in a process of its own that measures."""
+    command = [sys.executable, __file__, how, *given]
     environment = os.environ | {"PYTHONPATH": figures.SOURCES, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -138,12 +147,48 @@ def warm(model: str, tensors: Mapping[str, Any]) -> tuple[None, dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as out:
         settings = [*SETTINGS, "corpus.sequences=4"]
-        pipeline.run(figures.context(f"{model}-little", Path(out) / "run", settings, None), ("profile", "losses"))
+        pipeline.run(figures.context(f"{model}-{LITTLE}", Path(out) / "run", settings, None), ("profile", "losses"))
     return None, {}
 
 
-def taken(running: Sequence[subprocess.Popen[str]]) -> list[float]:
-    """Seconds of losses, measured or simulated, in processes that were begun."""
+def overhead(model: str, out: str, core: str, pairs: str) -> None:
+    """In this process, held to a core: losses of the short model with a worker that stays over losses without, less 1,
+    of so many pairs of runs."""
+    os.sched_setaffinity(0, {int(core)})
+    from moeq import pipeline
+    from moeq.stages import workers
+
+    short, first = f"{model}-{SHORT}", Path(out) / "first"
+    warm(model, {})
+    pipeline.run(figures.context(short, first, SETTINGS, None), ("profile",))
+    with workers.open_engine("processes", 1, threads=1, beside=Path(out), preload=losses_tasks_preload()) as engine:
+        list(engine.gather([engine.submit(task(warm, model))]))
+        end, engine.close = engine.close, lambda: None
+        workers.open_engine = lambda *_, **__: engine
+        ratios = []
+        for number in range(int(pairs)):
+            seconds = {}
+            for kind in ([], ["workers=1"]) if number % 2 else (["workers=1"], []):
+                folder = Path(out) / f"{number}-{len(kind)}"
+                shutil.copytree(first, folder)
+                context = figures.context(short, folder, [*SETTINGS, *kind], None)
+                begun = time.perf_counter()
+                pipeline.run(context, ("losses",))
+                seconds[len(kind)] = time.perf_counter() - begun
+                shutil.rmtree(folder)
+            ratios.append(seconds[1] / seconds[0] - 1)
+        end()
+    print(json.dumps({"seconds": ratios}))
+
+
+def losses_tasks_preload() -> Sequence[str]:
+    from moeq.stages import losses_tasks
+
+    return losses_tasks.PRELOAD
+
+
+def taken(running: Sequence[subprocess.Popen[str]]) -> list[Any]:
+    """Seconds of losses, measured or simulated, or ratios, of processes that were begun."""
     found = []
     for process in running:
         output, _ = process.communicate()
@@ -154,21 +199,21 @@ def taken(running: Sequence[subprocess.Popen[str]]) -> list[float]:
 
 
 def measure_runs(model: Path, options: Any, scratch: Path) -> dict[str, list[float]]:
-    """Seconds of every kind of run, one a round: alone, beside another one, held to a core, by workers, simulated."""
+    """Seconds of every kind of run, one a round: alone, beside another one, by workers, simulated."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     seconds: dict[str, list[float]] = {}
     by_workers = {f"{count} workers": count for count in options.workers}
-    kinds = ["pair", "alone", *ON_ONE, *(name for kind in by_workers for name in (kind, f"{kind}, simulated"))]
+    kinds = ["alone", "pair", *(name for kind in by_workers for name in (kind, f"{kind}, simulated"))]
     for number in range(max(options.rounds, options.pairs)):
-        now = [kind for kind in kinds if number < (options.pairs if kind in ON_ONE else options.rounds)]
+        now = [kind for kind in kinds if number < (options.pairs if kind in COMPARED else options.rounds)]
         for kind in now if number % 2 == 0 else reversed(now):
-            workers = {"worker on a core": 1, **by_workers}.get(kind.partition(",")[0])
+            workers = by_workers.get(kind.partition(",")[0])
             recorded = kind.endswith("simulated")
             beside = 2 if kind == "pair" or (recorded and workers != 1) else 1
             runs = [
                 begin(
                     model, scratch / f"{number}-{kind.replace(' ', '-')}-{place}", workers,
-                    cores[:1] if kind in ON_ONE else cores, "--record" if recorded else "--one",
+                    cores, "--record" if recorded else "--one",
                 )
                 for place in range(beside)
             ]  # fmt: skip
@@ -310,11 +355,15 @@ def add_runs(report: figures.Figures, model: Path, options: Any, scratch: Path) 
     middle = {kind: statistics.median(found) for kind, found in seconds.items()}
     if "2 workers" in middle:
         pairs = zip(seconds["pair"], seconds["2 workers"], strict=True)
-        ratio = statistics.median(pair / 2 / workers for pair, workers in pairs)
-        report.add("efficiency of 2 workers", ratio, at_least=0.9)
-    cores = zip(seconds["worker on a core"], seconds["core"], strict=True)
-    overhead = statistics.median(worker / core - 1 for worker, core in cores)
-    report.add("overhead of one worker on one core", 100 * overhead, "%", at_most=3, digits=1)
+        ratios = [pair / 2 / workers for pair, workers in pairs]
+        report.add("efficiency of 2 workers", statistics.median(ratios), at_least=0.9, digits=3)
+    core = sorted(os.sched_getaffinity(0))[0]
+    asked = [str(model), str(scratch / "overhead"), str(core), str(SHORT_RUNS * options.pairs)]
+    (ratios,) = taken([measuring("--overhead", asked)])
+    report.add("overhead of one worker on one core", 100 * statistics.median(ratios), "%", at_most=3, digits=1)
+    spread = statistics.quantiles(ratios, n=4)
+    report.add("its quarters, lower", 100 * spread[0], "%", digits=1)
+    report.add("its quarters, upper", 100 * spread[2], "%", digits=1)
     report.table(["losses", "seconds", "simulated"])
     for kind in ("alone", "pair"):
         report.row(kind, f"{middle[kind]:.1f}", "")
@@ -322,7 +371,7 @@ def add_runs(report: figures.Figures, model: Path, options: Any, scratch: Path) 
         kind = f"{count} workers"
         simulated = seconds[f"{kind}, simulated"]
         report.row(kind, f"{middle[kind]:.1f}", f"{statistics.median(simulated):.1f}")
-        off = statistics.median(found / took for found, took in zip(simulated, seconds[kind], strict=True)) - 1
+        off = statistics.median(found / took for found, took in zip(simulated, seconds[kind], strict=False)) - 1
         report.add(f"simulator off, {count} workers", 100 * abs(off), "%", at_most=10, digits=1)
 
 
@@ -341,10 +390,16 @@ def main() -> int:
     parser.add_argument("--only", choices=("runs", "tasks", "clusters"))
     parser.add_argument("--one", nargs="+", metavar="MODEL OUT CORES", help="measure in this process")
     parser.add_argument("--record", nargs="+", metavar="MODEL OUT CORES", help="simulate what is recorded in it")
+    parser.add_argument(
+        "--overhead", nargs=4, metavar=("MODEL", "OUT", "CORE", "PAIRS"), help="compare in this process"
+    )
     options = figures.parsed(parser)
     if options.one or options.record:
         model, out, cores, *more = options.one or options.record
         one(model, out, cores, more, recorded=bool(options.record))
+        return 0
+    if options.overhead:
+        overhead(*options.overhead)
         return 0
     report = figures.Figures(options)
     if options.only in (None, "runs"):
@@ -353,7 +408,8 @@ def main() -> int:
         else:
             with tempfile.TemporaryDirectory() as scratch:
                 model = make(Path(scratch) / "model", options, options.layers, options.experts)
-                make(Path(scratch) / "model-little", options, 1, 2)
+                make(Path(scratch) / f"model-{LITTLE}", options, 1, 2)
+                make(Path(scratch) / f"model-{SHORT}", options, 1, SHORT_EXPERTS)
                 add_runs(report, model, options, Path(scratch))
     if options.only in (None, "tasks"):
         add_tasks(report, options.tasks)

@@ -113,10 +113,11 @@ class _Variants:
     ) -> float:
         """Measure the checkpoint, which has the first assignment, and the others, each by one of some workers; the
         error of the checkpoint's logits. expected: what these should be."""
-        opened, seen, wanted = workers.Opened.of(self.context), self.judge.seen(), expected.cpu()
+        opened, seen = workers.Opened.of(self.context), self.judge.seen()
+        wanted = [expected.cpu(), *[None] * (len(assignments) - 1)]
         parts = [
-            (f"eval of {one.name}", _Asked(opened=opened, place=place, seen=seen, expected=None if place else wanted))
-            for place, one in enumerate(assignments)
+            (f"eval of {one.name}", _Asked(opened=opened, seen=seen, assignment=one, expected=logits))
+            for one, logits in zip(assignments, wanted, strict=True)
         ]
 
         def measured() -> None:
@@ -178,33 +179,30 @@ class _Variants:
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """A variant that a worker measures. place: 0 of the exported checkpoint, from 1 on that of eval.compare; seen:
-    what the original's judge gave; expected: what the checkpoint's logits should be."""
+    """A variant that a worker measures, by its assignment; expected: of the exported checkpoint, what its logits should
+    be; seen: what the original's judge gave."""
 
     opened: workers.Opened
-    place: int
     seen: Any
+    assignment: Assignment
     expected: torch.Tensor | None
 
 
 def _measure_in_worker(asked: _Asked, tensors: Any) -> tuple[tuple[judges.Measured, Any, float], dict[str, Any]]:
     """The task: what was measured, the translations, and the error of the checkpoint's logits, 0 where it is another
     variant."""
-    context = asked.opened.context()
+    context, name = asked.opened.context(), asked.assignment.name
     translating, error = Translating(context), 0.0
     with judges.judging(context, asked.seen) as judge:
         if asked.expected is not None:
-            name = assign.load(context).name
-            checkpoint, error = _exported(context, asked.expected.to(context.model.device))
-            measured = judge.measure(name, checkpoint, None, _no_bar)
-            translating.add(name, checkpoint, _no_bar)
+            model, error = _exported(context, asked.expected.to(context.model.device))
+            measured = judge.measure(name, model, None, _no_bar)
+            translating.add(name, model, _no_bar)
         else:
-            section = context.recipe.eval.compare[asked.place - 1]
-            assignment = assign.make(context, section, section.name)
             with context.model.overlay() as overlay:
-                model = replaced(context, overlay, assignment)
-                measured = judge.measure(assignment.name, model, context.model.streamed, _no_bar)
-                translating.add(assignment.name, model, _no_bar)
+                model = replaced(context, overlay, asked.assignment)
+                measured = judge.measure(name, model, context.model.streamed, _no_bar)
+                translating.add(name, model, _no_bar)
                 del model
     return (measured, translating.last(), error), {}
 

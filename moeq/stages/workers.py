@@ -9,7 +9,6 @@ not have the run's files, so there the run itself does such a stage.
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,14 +99,12 @@ class Opened:
 
     def context(self) -> Context:
         """The run in this worker, which keeps its model for further parts."""
-        key = pickle.dumps(self)
-        if key not in _opened:
-            _opened.clear()
-            _opened[key] = Context(reporter=Reporter(quiet=True), **vars(self))
-        return _opened[key]
+        if not _opened or _opened[0][0] != self:
+            _opened[:] = [(self, Context(reporter=Reporter(quiet=True), **vars(self)))]
+        return _opened[0][1]
 
 
-_opened: dict[bytes, Context] = {}
+_opened: list[tuple[Opened, Context]] = []  # the one that this worker has done a part of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,7 +88,7 @@ def test_growth_in_passes_counts_what_one_pass_does(tiny_mixtral: Path, tmp_path
     grown = context(tiny_mixtral, tmp_path / "grown", *GROW)
     pipeline.run(grown, ("profile",))
     found = profile.load(grown)
-    whole = profile._count(grown, grown.text.grown_calibration)
+    whole = profile.count_part(grown, grown.text.grown_calibration).profile
     assert (found.tokens == whole.tokens).all()
     for mine, wanted in zip(found.counts, whole.counts, strict=True):
         assert (mine == wanted).all()

@@ -186,6 +186,7 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.artifacts.files.sync": WRITTEN,
     "moeq.artifacts.sealed.seal": WRITTEN,
     "moeq.evaluation.reference_logits.ReferenceLogits.read": WRITTEN,
+    "moeq.evaluation.reference_logits.ReferenceLogits.again": WRITTEN,
     "moeq.exporters.gguf_writer.Writer._header": WRITTEN,
     "moeq.exporters.gguf_writer._contents": WRITTEN,
     "moeq.exporters.native_conversion.write": WRITTEN,
