@@ -103,7 +103,9 @@ class RunOptions:
     )
     device: DeviceOption = field(default=None, metadata={"sets": "device"})
     workers: int | None = option(
-        "Processes that quantize experts side by side in losses, while the model runs on.", sets="workers"
+        "Processes that quantize experts side by side in losses, while the model runs on, and that share the text of "
+        "profile and the variants of eval.",
+        sets="workers",
     )
     widen: WidenOption = field(default=False, metadata={"sets": "export.widen"})
     quantizer: QuantizerOrBest | None = option(

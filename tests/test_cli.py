@@ -26,7 +26,7 @@ BUILD = BUDGET | {"--group-size", "--text", "--eval-text", "--quality", "--prese
 FLAGS = {
     "run": STAGE | DEVICE | BUILD | {"--for", "--verify", "--force", "--workers"},
     "reparam": STAGE | DEVICE,
-    "profile": STAGE | DEVICE | {"--imatrix"},
+    "profile": STAGE | DEVICE | {"--imatrix", "--workers"},
     "eval": RUN
     | {"recipe"}
     | {"--tasks", "--include-path", "--num-fewshot", "--limit", "--batch-size", "--text", "--window", "--stride"}

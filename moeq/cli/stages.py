@@ -41,7 +41,7 @@ class ProfileOptions(StageOptions):
     )
 
 
-@takes_options("device")
+@takes_options("device", "workers")
 def profile(asked: ProfileOptions) -> None:
     """Count what the routers choose on calibration text."""
     if asked.imatrix is None:
