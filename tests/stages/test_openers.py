@@ -71,12 +71,11 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_text_is_counted_and_variants_are_measured_with_the_bytes_of_one_process(
     tiny_mixtral: Path, tmp_path: Path, parts: list[list[str]]
 ) -> None:
-    """Of 14 sequences in batches of 4 two workers have 8 and 6; tasks of lm-eval too."""
-    more = ("eval.tasks=[moeq_continuation]", "eval.limit=3")
-    alone = run(context(str(tiny_mixtral), tmp_path / "alone", *more))
+    """Of 14 sequences in batches of 4 two workers have 8 and 6."""
+    alone = run(context(str(tiny_mixtral), tmp_path / "alone"))
     assert parts == []
     assert {"profile, trace.safetensors", "eval, eval.json", "eval, samples.json"} <= set(alone)
-    assert run(context(str(tiny_mixtral), tmp_path / "two", *more, "workers=2")) == alone
+    assert run(context(str(tiny_mixtral), tmp_path / "two", "workers=2")) == alone
     assert parts == [
         ["profile, sequences 0 to 7", "profile, sequences 8 to 13"],
         ["eval of run", "eval of three", "eval of plain"],
@@ -85,10 +84,10 @@ def test_text_is_counted_and_variants_are_measured_with_the_bytes_of_one_process
 
 @pytest.mark.full
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_streamed_model_and_text_that_grows(tiny_qwen: Path, tmp_path: Path, count: int) -> None:
+def test_a_streamed_model_text_that_grows_and_tasks(tiny_qwen: Path, tmp_path: Path, count: int) -> None:
     more = (
         "stream=always", "dtype=bfloat16", "profile.min_tokens=40", "corpus.sequences=4",
-        "corpus.until_covered={share: 1.0, max_sequences: 16}",
+        "corpus.until_covered={share: 1.0, max_sequences: 16}", "eval.tasks=[moeq_continuation]", "eval.limit=3",
     )  # fmt: skip
     alone = run(context(str(tiny_qwen), tmp_path / "alone", *more))
     assert run(context(str(tiny_qwen), tmp_path / "workers", *more, f"workers={count}")) == alone
