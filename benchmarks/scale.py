@@ -156,12 +156,12 @@ def overhead(model: str, out: str, core: str, pairs: str) -> None:
     of so many pairs of runs."""
     os.sched_setaffinity(0, {int(core)})
     from moeq import pipeline
-    from moeq.stages import workers
+    from moeq.stages import losses_tasks, workers
 
     short, first = f"{model}-{SHORT}", Path(out) / "first"
     warm(model, {})
     pipeline.run(figures.context(short, first, SETTINGS, None), ("profile",))
-    with workers.open_engine("processes", 1, threads=1, beside=Path(out), preload=losses_tasks_preload()) as engine:
+    with workers.open_engine("processes", 1, threads=1, beside=Path(out), preload=losses_tasks.PRELOAD) as engine:
         list(engine.gather([engine.submit(task(warm, model))]))
         end, engine.close = engine.close, lambda: None
         workers.open_engine = lambda *_, **__: engine
@@ -179,12 +179,6 @@ def overhead(model: str, out: str, core: str, pairs: str) -> None:
             ratios.append(seconds[1] / seconds[0] - 1)
         end()
     print(json.dumps({"seconds": ratios}))
-
-
-def losses_tasks_preload() -> Sequence[str]:
-    from moeq.stages import losses_tasks
-
-    return losses_tasks.PRELOAD
 
 
 def taken(running: Sequence[subprocess.Popen[str]]) -> list[Any]:

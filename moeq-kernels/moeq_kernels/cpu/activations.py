@@ -130,6 +130,15 @@ def _whole(value):  # type: ignore[no-untyped-def]
     return np.int32(bits_of(value + np.float32(TO_WHOLE))) - np.int32(TO_WHOLE_BITS)
 
 
+def _reduced(builder: ir.IRBuilder, operation: str, vector: Value) -> Value:
+    """One number of all of a vector's."""
+    element, name = vector.type.element, f"llvm.vector.reduce.{operation}.v{VECTOR}{vector.type.element}"
+    function = builder.module.globals.get(name) or ir.Function(
+        builder.module, ir.FunctionType(element, [vector.type]), name
+    )
+    return builder.call(function, [vector])
+
+
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _split(typing: Any, slices: Any, source: Any, units: Any, factor: Any, into: Any) -> Any:
     """The float32 at an address, so many units of 32 of them, times a factor as whole numbers of `slices` bytes to an
@@ -169,9 +178,7 @@ def _split(typing: Any, slices: Any, source: Any, units: Any, factor: Any, into:
                     byte = builder.trunc(builder.lshr(value, all_of(words, 8 * (count - 1 - slice_))), quads)
                     stored = builder.shuffle_vector(byte, byte, ir.Constant(words, places))
                     builder.store(stored, pointer(to, slice_ * FULL_UNIT + part, quads)).align = 1
-        kind, name = ir.FunctionType(sums.element, [sums]), f"llvm.vector.reduce.add.v{VECTOR}{sums.element}"
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        return builder.sext(builder.call(function, [builder.load(totals)]), long)
+        return builder.sext(_reduced(builder, "add", builder.load(totals)), long)
 
     return types.int64(slices, types.int64, types.int64, types.float32, types.int64), code
 
@@ -190,9 +197,7 @@ def _largest(typing: Any, source: Any, vectors: Any) -> Any:
             loaded.align = 4
             size, held = builder.and_(loaded, ir.Constant(words, [SIZE_BITS] * VECTOR)), builder.load(most)
             builder.store(builder.select(builder.icmp_unsigned(">", size, held), size, held), most)
-        kind, name = ir.FunctionType(whole, [words]), f"llvm.vector.reduce.umax.v{VECTOR}i32"
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        return builder.call(function, [builder.load(most)])
+        return _reduced(builder, "umax", builder.load(most))
 
     return types.uint32(types.int64, types.int64), code
 
