@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from moeq.stages.context import Context
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = os.pathsep.join([str(ROOT), str(ROOT / "moeq-kernels")])  # PYTHONPATH of this tree
+SOURCES = os.pathsep.join(  # PYTHONPATH of this tree, then what was in it: wheels that are not installed
+    [str(ROOT), str(ROOT / "moeq-kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 SHARED = ROOT.parent / "shared"  # trained checkpoints and texts that are not moeq's, where there are some
 
 

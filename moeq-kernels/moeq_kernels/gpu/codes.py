@@ -234,28 +234,75 @@ def joined(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def scale_of(halves, n, here, group, rows, scales, grid):  # type: ignore[no-untyped-def]
+def place_of(n, FRAGMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a row's scale and zero point lie among those of its group: of 16 rows as the words do, 8 * s + r at
+    2 * r + s."""
+    return n // 16 * 16 + n % 8 * 2 + n // 8 % 2 if FRAGMENTS else n
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_of(halves, n, here, group, rows, scales, factor, FRAGMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scales of rows n in groups, float32; here: which there are."""
-    return tl.load(halves + scales + group * rows + n, mask=here, other=0.0).to(tl.float32) * tl.load(grid)
+    at = halves + scales + group * rows + place_of(n, FRAGMENTS)
+    return tl.load(at, mask=here, other=0.0).to(tl.float32) * factor
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def zero_bits_of(bits: int) -> int:
+    """Of a stored zero point that is not nested."""
+    return 8 if bits > 4 else (4 if bits > 2 else 2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def moved(raw, factor, shift, BITS: tl.constexpr, NESTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stored zero points as those of the codes as they are: float32 where NESTED, else int32 in units of 2**-least."""
+    if NESTED:
+        return raw.to(tl.float32) * factor + shift
+    else:
+        return raw + (shift * 2 ** least(BITS, NESTED)).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def zero_of(  # type: ignore[no-untyped-def]
-    words, n, here, group, rows, zeros, zero_bits, grid, BITS: tl.constexpr, NESTED: tl.constexpr,
+    words, n, here, group, rows, zeros, zero_bits, factor, shift, BITS: tl.constexpr, NESTED: tl.constexpr,
     FRAGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Zero points of rows n in groups: float32 where NESTED, else int32 in units of 2**-least; here: which there are.
-
-    FRAGMENTS: of 16 rows they lie as the words do, 8 * s + r at 2 * r + s.
-    """
-    stored_bits = zero_bits if NESTED else (8 if BITS > 4 else (4 if BITS > 2 else 2))
-    bit = (n // 16 * 16 + n % 8 * 2 + n // 8 % 2 if FRAGMENTS else n) * stored_bits
+    """Zero points of rows n in groups, as `moved`; here: which there are."""
+    stored_bits = zero_bits if NESTED else zero_bits_of(BITS)
+    bit = place_of(n, FRAGMENTS) * stored_bits
     at = words + zeros + group * ((rows * stored_bits + 31) // 32) + bit // 32
     raw = (tl.load(at, mask=here & (zero_bits > 0), other=0) >> (bit % 32)) & ((1 << stored_bits) - 1)
-    if NESTED:
-        return raw.to(tl.float32) * tl.load(grid + 1) + tl.load(grid + 2)
-    else:
-        return raw + (tl.load(grid + 2) * 2 ** least(BITS, NESTED)).to(tl.int32)
+    return moved(raw, factor, shift, BITS, NESTED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def half_of(word):  # type: ignore[no-untyped-def]
+    """The float16 in the low half of a word, as float32."""
+    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def grid_of(  # type: ignore[no-untyped-def]
+    words, pair, here, group, rows, scales, zeros, zero_bits, factor, zero_factor, zero_shift, BITS: tl.constexpr,
+    NESTED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Scales [2 N, 2] of the rows r and r + 8 of each thread in a group, and their zero points [2 N] each.
+
+    pair: [2 N], which pair of rows it is; rows are a multiple of 16. A pair's scales are one word, and its zero points
+    lie in one. What the product needs only after it, the scales, is bound to what it needs before: the compiler brings
+    ahead of a loop what tensor cores are given, and everything else when it is asked for.
+    """
+    stored_bits = zero_bits if NESTED else zero_bits_of(BITS)
+    both = tl.load(words + scales // 2 + group * (rows // 2) + pair, mask=here, other=0)
+    bit = 2 * pair * stored_bits
+    at = words + zeros + group * ((rows * stored_bits + 31) // 32) + bit // 32
+    raw = tl.load(at, mask=here & (zero_bits > 0), other=0)
+    if ASM:
+        raw = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [raw, both], tl.int32, True, 1)
+    raw = raw >> (bit % 32)
+    zero0 = moved(raw & ((1 << stored_bits) - 1), zero_factor, zero_shift, BITS, NESTED)
+    zero1 = moved((raw >> stored_bits) & ((1 << stored_bits) - 1), zero_factor, zero_shift, BITS, NESTED)
+    return tl.join(half_of(both) * factor, half_of(both >> 16) * factor), zero0, zero1
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -280,55 +327,87 @@ def together(value, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def words_of(  # type: ignore[no-untyped-def]
+    words, shorts, start, rows, inputs, number, base, BITS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The words of a whole tile of rows from `start` on, as tensor cores hold numbers: thread 4r + q of a warp has rows
+    r and r + 8 of 16."""
+    flat = start * 8 + tl.arange(0, BLOCK_N * 8)
+    two = start * 4 + tl.arange(0, BLOCK_N * 4)
+    done = tl.cast(rows, tl.int64) * 8 * number
+    every = tl.cast(rows, tl.int64) * ((inputs + 15) // 16)
+    return loaded(
+        words, shorts, base, flat, flat < rows * 8, two, two < rows * 4, rows * 8, done, every, BITS, True
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def tile(  # type: ignore[no-untyped-def]
-    words, shorts, halves, x, token, exists, start, rows, inputs, number, base, scales, zeros, zero_bits, group, grid,
+    words, shorts, x, token, exists, start, rows, inputs, number, base, scales, zeros, zero_bits, groups, factor,
+    zero_factor, zero_shift,
     BITS: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr, NESTED: tl.constexpr, ASM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The product of a whole tile with rows from `start` on, float32 [N, M]: nothing of a weight is rounded.
 
-    STEP: inputs of a product: 128, or 64, 32 or 16 where groups are multiples of no more than that. Words, zero points
-    and scales are loaded as tensor cores hold numbers: thread 4r + q of a warp has rows r and r + 8 of 16.
+    STEP: inputs of a product: 128, or 64, 32 or 16 where groups are multiples of no more than that; groups: a step's.
     """
-    flat = tl.arange(0, BLOCK_N * 8)
-    two = tl.arange(0, BLOCK_N * 4)
-    thread = tl.arange(0, BLOCK_N * 2)
-    upper = start + thread // 32 * 16 + thread // 4 % 8
-    here = upper < rows  # and so is upper + 8
-    done = tl.cast(rows, tl.int64) * 8 * number
-    every = tl.cast(rows, tl.int64) * ((inputs + 15) // 16)
-    loads = loaded(
-        words, shorts, base, start * 8 + flat, start * 8 + flat < rows * 8, start * 4 + two, start * 4 + two < rows * 4,
-        rows * 8, done, every, BITS, True,
-    )  # fmt: skip
+    pair = start // 2 + tl.arange(0, BLOCK_N * 2) // 4
+    loads = words_of(words, shorts, start, rows, inputs, number, base, BITS, BLOCK_N)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for part in tl.static_range(128 // STEP):
         k = 128 * number + STEP * part + tl.arange(0, STEP)
-        its_group = (128 * number + STEP * part) // group
-        zero0 = zero_of(words, upper, here, its_group, rows, zeros, zero_bits, grid, BITS, NESTED, True)
-        zero1 = zero_of(words, upper + 8, here, its_group, rows, zeros, zero_bits, grid, BITS, NESTED, True)
+        scale, zero0, zero1 = grid_of(
+            words, pair, pair < rows // 2, group_at(number, part, groups, STEP), rows, scales, zeros, zero_bits, factor,
+            zero_factor, zero_shift, BITS, NESTED, ASM,
+        )  # fmt: skip
         made = joined(
             loads, zero0, zero1, STEP // 8 * part, STEP, BITS,
             DTYPE, NESTED, ASM,
         )  # fmt: skip
-        made = tl.reshape(made, (BLOCK_N // 16, 8, 4, 2, 2, STEP // 16, 2))
-        made = tl.permute(made, (0, 3, 1, 5, 4, 2, 6))  # 16 rows: 2 * 8; 16 inputs: 2 * 4 * 2
-        value = tl.reshape(made, (BLOCK_N, STEP))
-        value = together(value, ASM)
+        value = together(in_rows(made, STEP, BLOCK_N), ASM)
         some = tl.load(x + token[None, :] + k[:, None], mask=exists[None, :], other=0.0).to(DTYPE)
-        made_of = tl.join(
-            scale_of(halves, upper, here, its_group, rows, scales, grid),
-            scale_of(halves, upper + 8, here, its_group, rows, scales, grid),
-        )  # [2 N, 2]
-        made_of = tl.permute(tl.reshape(made_of, (BLOCK_N // 16, 8, 4, 2)), (0, 3, 1, 2))
+        made_of = tl.permute(tl.reshape(scale, (BLOCK_N // 16, 8, 4, 2)), (0, 3, 1, 2))
         made_of = tl.broadcast_to(tl.reshape(made_of, (BLOCK_N, 1, 4, 1)), (BLOCK_N, BLOCK_M // 8, 4, 2))
         total += tl.dot(value, some, input_precision="ieee") * tl.reshape(made_of, (BLOCK_N, BLOCK_M))
     return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def group_at(number, part, groups, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The group of a part of a tile; groups: of a step of inputs, float32, exact as far as a matrix reaches."""
+    return ((number * (128 // STEP) + part + 0.5) * groups).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def in_rows(made, STEP: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What `joined` made of `words_of`, as [N, STEP]."""
+    made = tl.reshape(made, (BLOCK_N // 16, 8, 4, 2, 2, STEP // 16, 2))
+    made = tl.permute(made, (0, 3, 1, 5, 4, 2, 6))  # 16 rows: 2 * 8; 16 inputs: 2 * 4 * 2
+    return tl.reshape(made, (BLOCK_N, STEP))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def part_of(  # type: ignore[no-untyped-def]
+    words, loads, start, rows, number, scales, zeros, zero_bits, groups, factor, zero_factor, zero_shift,
+    PART: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr, NESTED: tl.constexpr,
+    ASM: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Weights [N, STEP] of a part of a whole tile, each rounded once."""
+    pair = start // 2 + tl.arange(0, BLOCK_N * 2) // 4
+    scale, zero0, zero1 = grid_of(
+        words, pair, pair < rows // 2, group_at(number, PART, groups, STEP), rows, scales, zeros, zero_bits, factor,
+        zero_factor, zero_shift, BITS, NESTED, ASM,
+    )  # fmt: skip
+    made = joined(loads, zero0, zero1, STEP // 8 * PART, STEP, BITS, DTYPE, NESTED, ASM).to(tl.float32)
+    made = tl.reshape(made, (BLOCK_N * 2, 2, STEP // 8)) * tl.reshape(scale, (BLOCK_N * 2, 2, 1))
+    return in_rows(made, STEP, BLOCK_N).to(DTYPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def weights_of(  # type: ignore[no-untyped-def]
-    words, shorts, halves, n, rows, inputs, number, base, scales, zeros, zero_bits, group, grid, BITS: tl.constexpr,
+    words, shorts, halves, n, rows, inputs, number, base, scales, zeros, zero_bits, group, factor, zero_factor,
+    zero_shift, BITS: tl.constexpr,
     DTYPE: tl.constexpr, NESTED: tl.constexpr, ASM: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Weights [N, 128] of a tile of any number of columns and any groups, the inputs [128] they are of, which exist."""
@@ -352,20 +431,24 @@ def weights_of(  # type: ignore[no-untyped-def]
     inside = (i % 16 < 2 * columns) & (k < inputs)
     there = (n < rows)[:, None] & inside[None, :]
     of = (k // group)[None, :]
-    zero = zero_of(words, n[:, None], there, of, rows, zeros, zero_bits, grid, BITS, NESTED, FRAGMENTS)
+    zero = zero_of(
+        words, n[:, None], there, of, rows, zeros, zero_bits, zero_factor, zero_shift, BITS, NESTED, FRAGMENTS
+    )  # fmt: skip
     zero = zero.to(tl.float32) * (1.0 if NESTED else 0.5 ** least(BITS, NESTED))
-    weight = (value - zero) * scale_of(halves, n[:, None], there, of, rows, scales, grid)
+    weight = (value - zero) * scale_of(
+        halves, n[:, None], there, of, rows, scales, factor, FRAGMENTS
+    )  # fmt: skip
     return weight.to(DTYPE), k, inside
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def uneven(  # type: ignore[no-untyped-def]
-    words, shorts, halves, x, token, exists, n, rows, inputs, number, base, scales, zeros, zero_bits, group, grid,
-    BITS: tl.constexpr, DTYPE: tl.constexpr, NESTED: tl.constexpr, ASM: tl.constexpr, FRAGMENTS: tl.constexpr,
+    words, shorts, halves, x, token, exists, n, rows, inputs, number, base, scales, zeros, zero_bits, group, factor,
+    zero_factor, zero_shift, BITS: tl.constexpr, DTYPE: tl.constexpr, NESTED: tl.constexpr, ASM: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):  # fmt: skip
     """The product of such a tile, float32 [N, M]."""
     weight, k, inside = weights_of(
-        words, shorts, halves, n, rows, inputs, number, base, scales, zeros, zero_bits, group, grid, BITS, DTYPE,
-        NESTED, ASM, FRAGMENTS,
+        words, shorts, halves, n, rows, inputs, number, base, scales, zeros, zero_bits, group, factor, zero_factor,
+        zero_shift, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
     )  # fmt: skip
     return tl.dot(weight, inputs_of(x, k, inside, token, exists, DTYPE), input_precision="ieee")

@@ -143,7 +143,8 @@ class Stack:
         grid = (triton.cdiv(rows, 64), triton.cdiv(inputs, TILE), len(experts))
         unpack[grid](
             *self.pointers[:4], self.stored.table, self.stored.grids, experts, out, len(self.stored.shapes), rows,
-            inputs, SLOT=slot, WIDTHS=self.stored.widths((slot,)), NESTED=self.stored.nested((slot,)),
+            inputs, SLOT=slot, WIDTHS=self.stored.widths((slot,)), STEP=self.stored.step((slot,)),
+            NESTED=self.stored.nested((slot,)),
             COMPUTED=self.stored.computed, FRAGMENTS=rows % FRAGMENT == 0, DTYPE=names[computed],
             ASM=not interpreted(), BLOCK_N=64,
         )  # fmt: skip

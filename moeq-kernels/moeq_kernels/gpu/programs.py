@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moeq_kernels.gpu.codes import inputs_of, scale_of, tile, uneven, weights_of
+from moeq_kernels.gpu.codes import inputs_of, part_of, scale_of, tile, uneven, weights_of, words_of
 from moeq_kernels.gpu.walks import KINDS, LAST_KIND, bits_of, walked, walked_product
 
 
@@ -60,6 +60,12 @@ def dense_product(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def groups_of(group, inputs, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Groups in a step of inputs, float32: one in a matrix has no end (`codes.group_at`)."""
+    return 1.0 / tl.where(group < inputs, group // STEP, 1 << 20).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def product(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last,
     WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr,
@@ -78,28 +84,32 @@ def product(  # type: ignore[no-untyped-def]
     zero_bits = tl.load(row + 4).to(tl.int32)
     group = tl.load(row + 5).to(tl.int32)
     bias = tl.load(row + 6)
+    factor, zero_factor, zero_shift = tl.load(grid), tl.load(grid + 1), tl.load(grid + 2)
     n = start + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     full = inputs // 128
+    if STEP:
+        groups = groups_of(group, inputs, STEP)
     for BITS in tl.static_range(1, 9):
         if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
             if width == BITS:
                 for number in range(first, tl.minimum(last, full)):
                     if STEP:
                         total += tile(
-                            words, shorts, halves, x, token, exists, start, rows, inputs, number, base, scales,
-                            zeros, zero_bits, group, grid, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N, BLOCK_M,
+                            words, shorts, x, token, exists, start, rows, inputs, number, base, scales, zeros,
+                            zero_bits, groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N,
+                            BLOCK_M,
                         )  # fmt: skip
                     else:
                         total += uneven(
                             words, shorts, halves, x, token, exists, n, rows, inputs, number, base, scales, zeros,
-                            zero_bits, group, grid, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
+                            zero_bits, group, factor, zero_factor, zero_shift, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
                         )  # fmt: skip
                 if TAIL:
                     for number in range(tl.maximum(first, full), last):
                         total += uneven(
                             words, shorts, halves, x, token, exists, n, rows, inputs, number, base, scales, zeros,
-                            zero_bits, group, grid, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
+                            zero_bits, group, factor, zero_factor, zero_shift, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
                         )  # fmt: skip
     for KIND in tl.static_range(KINDS, LAST_KIND):
         if (WIDTHS >> KIND) & 1:  # noqa: SIM102
@@ -116,7 +126,7 @@ def product(  # type: ignore[no-untyped-def]
                             words, shorts, x, token, exists, start, rows, inputs, number, base, zeros, state_bits,
                             bits_of(KIND), COMPUTED, False, DTYPE, ASM, BLOCK_N,
                         )  # fmt: skip
-                total *= scale_of(halves, n, n < rows, 0, rows, scales, grid)[:, None]
+                total *= scale_of(halves, n, n < rows, 0, rows, scales, factor, False)[:, None]
     if WIDTHS >= 1 << 16:  # noqa: SIM102
         if width >= 16:
             total = dense_product(total, dense, x, token, exists, n, rows, inputs, first, last, base, DTYPE)
@@ -294,35 +304,50 @@ def weighted_sum(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def unpack(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, table, grids, which, out, slots, rows, inputs, SLOT: tl.constexpr,
-    WIDTHS: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr, FRAGMENTS: tl.constexpr,
+    WIDTHS: tl.constexpr, STEP: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr, FRAGMENTS: tl.constexpr,
     DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One projection of some experts, which [e], as dense matrices: out [e, N, K]. Programs: blocks of N, tiles, e."""
     at = tl.load(which + tl.program_id(2)).to(tl.int64) * slots + SLOT
     row = table + at * 8
     width = tl.load(row)
-    base = tl.load(row + 1)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    base = tl.multiple_of(tl.load(row + 1), 4)
+    scales, zeros, zero_bits = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4).to(tl.int32)
+    group = tl.load(row + 5).to(tl.int32)
+    grid = grids + at * 3
+    factor, zero_factor, zero_shift = tl.load(grid), tl.load(grid + 1), tl.load(grid + 2)
+    start = tl.program_id(0) * BLOCK_N
+    n = start + tl.arange(0, BLOCK_N)
     number = tl.program_id(1)
     place = out + (tl.program_id(2).to(tl.int64) * rows + n)[:, None] * inputs
     for BITS in tl.static_range(1, 9):
         if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
             if width == BITS:
-                weight, k, inside = weights_of(
-                    words, shorts, halves, n, rows, inputs, number, base, tl.load(row + 2), tl.load(row + 3),
-                    tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32), grids + at * 3, BITS, DTYPE, NESTED,
-                    ASM, FRAGMENTS,
-                )  # fmt: skip
-                there = (n < rows)[:, None] & inside[None, :]
-                tl.store(place + k[None, :], weight.to(out.dtype.element_ty), mask=there)
+                if STEP > 0 and number < inputs // 128:
+                    loads = words_of(words, shorts, start, rows, inputs, number, base, BITS, BLOCK_N)
+                    groups = groups_of(group, inputs, STEP)
+                    for part in tl.static_range(128 // STEP):
+                        k = 128 * number + STEP * part + tl.arange(0, STEP)
+                        weight = part_of(
+                            words, loads, start, rows, number, scales, zeros, zero_bits, groups, factor, zero_factor,
+                            zero_shift, part, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N,
+                        )  # fmt: skip
+                        tl.store(place + k[None, :], weight.to(out.dtype.element_ty), mask=(n < rows)[:, None])
+                else:
+                    weight, k, inside = weights_of(
+                        words, shorts, halves, n, rows, inputs, number, base, scales, zeros, zero_bits, group, factor,
+                        zero_factor, zero_shift, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
+                    )  # fmt: skip
+                    there = (n < rows)[:, None] & inside[None, :]
+                    tl.store(place + k[None, :], weight.to(out.dtype.element_ty), mask=there)
     for KIND in tl.static_range(KINDS, LAST_KIND):
         if (WIDTHS >> KIND) & 1:  # noqa: SIM102
             if width == KIND:
                 weight = walked(
-                    words, shorts, tl.program_id(0) * BLOCK_N, rows, inputs, number, base, tl.load(row + 3),
+                    words, shorts, start, rows, inputs, number, base, zeros,
                     tl.load(row + 7).to(tl.int32), bits_of(KIND), COMPUTED, False, DTYPE, ASM, BLOCK_N,
                 )  # fmt: skip
-                scale = scale_of(halves, n, n < rows, 0, rows, tl.load(row + 2), grids + at * 3)
+                scale = scale_of(halves, n, n < rows, 0, rows, scales, factor, False)
                 weight = (weight.to(tl.float32) * scale[:, None]).to(DTYPE)
                 k = 128 * number + tl.arange(0, 128)
                 there = (n < rows)[:, None] & (k < inputs)[None, :]

@@ -244,12 +244,13 @@ class Stored:
         scales = self._bytes(place.scales, 2 * groups * rows).view(like.scales.dtype).view(groups, rows).T
         if place.walk is not None:
             return _walked(like, words, scales, index)
-        zeros = None
+        back = _grid_order(rows).argsort()
+        scales, zeros = scales[back], None
         if place.zeros is not None:
             row = place.zero_row_bytes
             packed = self._bytes(place.zeros, groups * row).view(groups, row)
             zeros = unpack(packed[:, : packed_row_bytes(rows, place.zero_bits)], place.zero_bits, rows)
-            zeros = zeros[:, _zero_order(rows).argsort()].T
+            zeros = zeros[:, back].T
         if index is not None:
             words = rows_of(words, rows, inputs, like.bits, index)
             scales, rows = scales.index_select(0, index), len(index)
@@ -280,10 +281,11 @@ def put(buffer: Tensor, matrix: Matrix, bias: Tensor | None, place: Place) -> No
         else:
             write(buffer, place.codes, swizzle(unpack(matrix.codes, matrix.bits, matrix.inputs), matrix.bits))
         assert place.scales is not None
-        write(buffer, place.scales, matrix.scales.T)
+        order = _grid_order(place.rows)
+        write(buffer, place.scales, matrix.scales.T if place.walk is not None else matrix.scales.T[:, order])
         if place.zeros is not None and matrix.zeros is not None:
             zeros = unpack(matrix.zeros, matrix.encoding.grid_bits(matrix.bits), matrix.scales.shape[-1])
-            packed = pack(zeros.T[:, _zero_order(place.rows)].contiguous(), place.zero_bits)
+            packed = pack(zeros.T[:, order].contiguous(), place.zero_bits)
             missing = place.zero_row_bytes - packed.shape[1]
             write(buffer, place.zeros, torch.nn.functional.pad(packed, (0, missing)) if missing else packed)
     if bias is not None and place.bias is not None:
@@ -332,8 +334,9 @@ def _walked(like: PackedWeight, words: Tensor, scales: Tensor, index: Tensor | N
     return some_rows(some, place * TILE + index % TILE)
 
 
-def _zero_order(rows: int) -> Tensor:
-    """Rows in the order in which a group's zero points lie: r and r + 8 of 16 beside each other where words do so."""
+def _grid_order(rows: int) -> Tensor:
+    """Rows in the order in which a group's scales and zero points lie: r and r + 8 of 16 beside each other where words
+    do so."""
     order = torch.arange(rows)
     return order.view(-1, 2, FRAGMENT // 2).transpose(1, 2).flatten() if rows % FRAGMENT == 0 else order
 

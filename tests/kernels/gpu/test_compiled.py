@@ -88,7 +88,7 @@ if shape == "count":
 else:
     compiled(programs.sort_rows, kinds, BLOCK=64, EVERY=64)
     compiled(programs.weighted_sum, kinds | {"rows": "*fp32"}, BLOCK=256)
-    compiled(programs.unpack, kinds, SLOT=0, **common)
+    compiled(programs.unpack, kinds, SLOT=0, STEP=step, **common)
 """
 VERSIONS = """
 import triton
