@@ -117,10 +117,11 @@ def number(  # type: ignore[no-untyped-def]
             total = (hashed & 255) + ((hashed >> 8) & 255) + ((hashed >> 16) & 255) + ((hashed >> 24) & 255) + 2
         quarters = onto(total, 1020, 0x4A000000, ASM)
         return quarters.to(tl.float32, bitcast=True) - 2097280.0  # 2**21 + 128
-    elif tl.bfloat16 == DTYPE:
-        return tl.load(shorts + values + (1 << state_bits) + state).to(tl.bfloat16, bitcast=True)
     else:
-        return tl.load(shorts + values + state).to(tl.float16, bitcast=True)
+        pattern = tl.load(shorts + values + ((1 << state_bits) if tl.bfloat16 == DTYPE else 0) + state)
+        if ASM:  # no instruction: what a look-up needs is brought ahead of the loop only where the product needs it, too
+            pattern = tl.inline_asm_elementwise("mov.b16 $0, $1;", "=h,h,r", [pattern, window], tl.int16, True, 1)
+        return pattern.to(tl.bfloat16 if tl.bfloat16 == DTYPE else tl.float16, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
