@@ -1,6 +1,7 @@
 """The nearest walk of a trellis to each tile of weights in plain torch: trellis.py for GPUs and other devices.
 
-The same walks up to ties: costs are summed in the same order, without the marks in their lowest bits.
+The same walks up to ties: costs are summed in the same order, without the marks in their lowest bits. The Triton kernel
+of device_walks.py takes over where it runs, for up to 2**14 states.
 
 Letters: T tiles, L bits of a state, k bits of a step, p what two states in a row share, 2**(L-k) of them.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moeq.numerics.gptq_device import has_kernel
 from moeq.numerics.trellis import FAR, SEAM, STEPS
 
 BACK_BYTES = 256 << 20  # of the ways back of the tiles that are worked on at once
@@ -17,6 +19,11 @@ BACK_BYTES = 256 << 20  # of the ways back of the tiles that are worked on at on
 
 def walks(tiles: Tensor, values: Tensor, bits: int, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes uint8 [T, 256] and values float32 [T, 256] of the walks nearest to tiles [T, 256]; as `trellis.walks`."""
+    if has_kernel(tiles):
+        from moeq.numerics import device_walks  # imports Triton, which is large and not for every machine
+
+        if device_walks.fits(values):
+            return device_walks.walks(tiles, values, bits, importance)
     wanted = tiles.float()
     counts = torch.ones_like(wanted[:1]) if importance is None else importance.float().sqrt()
     weight = counts.repeat_interleave(len(tiles) // len(counts), 0)

@@ -109,6 +109,31 @@ for name, fixed in dict(
     source = ASTSource(fn=function, signature=signature, constexprs=constants)
     print(name, len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]))
 """
+WALKS = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moeq.numerics import device_walks
+
+function, states, bits = device_walks._walk, 1 << int(sys.argv[1]), int(sys.argv[2])
+kinds = dict(
+    tiles="*fp32", roots="*fp32", table="*fp32", back="*i32", codes="*u8", nearest="*fp32", first="i32", each="i32"
+)
+fixed = dict(
+    K=bits, W=1 << bits, M=states >> 2 * bits, IN_WORD=32 >> (bits - 1).bit_length(), STEPS=256, SEAM=64, FAR=1e30
+)
+names = function.arg_names
+constants = {(names.index(name),): value for name, value in fixed.items()}
+even = [name for name, kind in kinds.items() if kind[0] == "*" and name != "table"]  # as it is launched
+aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in even}
+source = ASTSource(
+    fn=function, signature={name: kinds.get(name, "constexpr") for name in names}, constexprs=constants, attrs=aligned
+)
+options = {"num_warps": device_walks.warps(states, bits)}
+made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+print(len(made.asm["cubin"]), made.metadata.shared)
+"""
 CASES = [("4", "fp16", "one", "128", "one row", "80")]  # the assembler works for a minute or two on each of the others
 LONG = [
     ("3+16", "bf16", "sorted", "128", "tail", "90"), ("t3+t8+4", "bf16", "sorted", "128", "tail", "90"),
@@ -158,3 +183,11 @@ def test_few_instructions_a_code(bits: str, server: ForkServer, tmp_path: Path) 
     Trellis codes take more: five of a look-up are its address and itself, seven of a computed value are arithmetic.
     """
     assert float(compiled((bits, "bf16", "rows", "128", "count", "90"), server, tmp_path)) <= MOST[bits]
+
+
+@pytest.mark.cases(0)
+@pytest.mark.parametrize("case", [("8", "4"), ("10", "3"), ("12", "2"), ("14", "1"), ("14", "7")], ids=" ".join)
+def test_the_walks_of_trellis_codes_compile_too(case: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
+    size, shared_bytes = map(int, compiled(case, server, tmp_path, WALKS).split())
+    assert size > 0
+    assert shared_bytes <= 8 << (int(case[0]) - int(case[1]))  # a cost and a word of each p: what a step exchanges
