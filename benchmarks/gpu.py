@@ -4,11 +4,12 @@
 
 Needs torch and, for the kernels, Triton; what else moeq imports comes from the folder of wheels, if there is one (see
 gpu_wheels.py), which is unpacked beside the tables: nothing is fetched, nothing is installed. The last lines say what
-failed and what was not run, with the time of each part. Without a GPU the kernels' tests and their benchmark run in
-Triton's interpreter, and the rest is named. Benchmarks write JSON with the GPU's name to --to, and summary.json there
-is written after every part: what was finished is kept when the rest is stopped, as every part is that is not done
---seconds after the start. --tune: first find the fastest settings of this GPU (moeq_kernels/gpu/tuned, and a copy in
---to). Exit code 1 where something failed.
+failed and what was not run, with the time of each part. Most of the time is compilation: tests run side by side where
+pytest-xdist is installed, and the benchmark of the kernels has them compiled by as many processes first. Without a GPU
+the kernels' tests and their benchmark run in Triton's interpreter, and the rest is named. Benchmarks write JSON with
+the GPU's name to --to, and summary.json there is written after every part: what was finished is kept when the rest is
+stopped, as every part is that is not done --seconds after the start. --tune: first find the fastest settings of this
+GPU (moeq_kernels/gpu/tuned, and a copy in --to). Exit code 1 where something failed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ MARK = "pytest.mark.cuda"
 KERNELS = "tests/kernels/gpu"
 TUNING_SECONDS = 200
 LEAST_SECONDS = 5
+BESIDE = max(1, min(14, (os.cpu_count() or 1) - 1))  # processes that compile
 NONE = "there is no CUDA device"
 NEEDS = ("numba", "pyarrow")  # of moeq beside its GPU kernels; see gpu_wheels.py
 TAKES_ARRAYS = "import numpy; int(numpy.array([1]))"  # what the interpreter of Triton 3.6 wants of NumPy
@@ -57,8 +59,8 @@ class Runs:
     failed: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
 
-    def run(self, name: str, *words: str) -> None:
-        """One program of this Python in the repository's folder."""
+    def run(self, name: str, *words: str, **more: str) -> None:
+        """One program of this Python in the repository's folder; more: of its environment."""
         print(f"\n== {name}: {' '.join(words)}", flush=True)
         started = time.monotonic()
         left = self.started + self.seconds - started
@@ -66,7 +68,9 @@ class Runs:
             self.leave_out(name, f"{self.seconds:.0f} s are over")
             return
         try:
-            code = subprocess.run([sys.executable, *words], cwd=ROOT, env=self.environment, timeout=left).returncode
+            code = subprocess.run(
+                [sys.executable, *words], cwd=ROOT, env=self.environment | more, timeout=left
+            ).returncode
         except subprocess.TimeoutExpired:
             code = -1
         taken = time.monotonic() - started
@@ -119,12 +123,16 @@ def unpacked(wheels: Path, site: Path) -> str | None:
 
 def tests(runs: Runs, gpu: bool) -> None:
     """The kernels' tests, then what else is marked."""
-    pytest = ("-m", "pytest", "-p", "no:cacheprovider")
-    runs.run("the kernels' tests", *pytest, KERNELS)
+    pytest = ["-m", "pytest", "-p", "no:cacheprovider"]
+    more = {}
+    if gpu and importlib.util.find_spec("xdist") is not None:
+        pytest += ["-n", str(BESIDE), "--dist", "load"]
+        more["OMP_NUM_THREADS"] = "1"
+    runs.run("the kernels' tests", *pytest, KERNELS, **more)
     lacking = lacked(runs)
     if gpu and not lacking:
-        runs.run("other CUDA tests", *pytest, "-m", "cuda", *marked())
-        runs.run("dynamic precision", *pytest, DYNAMIC)
+        runs.run("other CUDA tests", *pytest, "-m", "cuda", *marked(), **more)
+        runs.run("dynamic precision", *pytest, DYNAMIC, **more)
         return
     for name in (DYNAMIC, *marked()) if gpu else (KERNELS, DYNAMIC, *marked()):
         runs.leave_out(f"CUDA tests of {name}", lacking if gpu else NONE)
@@ -139,7 +147,7 @@ def lacked(runs: Runs) -> str:
 
 def benchmarks(runs: Runs, gpu: bool, folder: Path, tune: bool) -> None:
     """The benchmarks that say something of a GPU."""
-    here = [] if gpu else ["--interpret"]
+    here = ["--ahead", str(BESIDE)] if gpu else ["--interpret"]
     here += ["--tune", "--tune-seconds", str(TUNING_SECONDS)] if tune else []
     runs.run("gpu_kernels", "benchmarks/gpu_kernels.py", *here, "--json", str(folder / "gpu_kernels.json"))
     for table in (ROOT / "moeq-kernels/moeq_kernels/gpu/tuned").glob("*.json"):

@@ -1,19 +1,22 @@
 """Packed experts on a GPU: paper 002's Table 1, decode shapes of two models, 2 against 4 bits, mixed against uniform.
 
-    python benchmarks/gpu_kernels.py [--batches 1 4 16 64] [--models mixtral qwen3] [--tune] [--interpret]
+    python benchmarks/gpu_kernels.py [--batches 1 4 16 64] [--models mixtral qwen3] [--tune] [--interpret] [--ahead 12]
 
 Everything runs in CUDA graphs whose calls go to other copies of the weights in turn, so that none finds them in the L2
-cache; times are the median of replays. Table 1: throughput over the faster of torch's grouped product and a loop of
-matrix products, both 16 bits wide, 32 experts of 1024 x 4096, 40 tokens; int4 and int8 symmetric, a scale a row.
+cache; times are the median of replays. Table 1: throughput over the faster of torch's grouped product of bfloat16 and
+a loop of matrix products of float16, 32 experts of 1024 x 4096, 40 tokens; int4 and int8 symmetric, a scale a row.
 Decode: whole expert layers, random routing, group 128 with zero points; the share of the rate at which this GPU copies
-memory (bytes read and written, measured in the same run) counts each active expert once. Mixed: half of the experts
-with 2 bits and half with 4 beside all with 3: bytes a second over those of the uniform layer.
+memory (bytes read and written, measured in the same run, the faster of a copy and a kernel) counts each active expert
+once. Mixed: half of the experts with 2 bits and half with 4 beside all with 3: bytes a second over those of the uniform
+layer.
 
 Trellis codes: the same layers at 2, 3 and 4 bits with 2^8 states, at 2 bits with 2^10 (values from a table) and 2^12
 (computed), and of 2 and 4 bits mixed: beside their share of the copy's rate, how many times faster they are than this
 rate reads the same experts in 16 bits, which no product of 16 bits can beat.
 
 Prefill: many rows an expert, fused, unpacked first, and 16 bits throughout.
+
+--ahead: so many processes compile the layers' programs first, beside each other; nothing of it is timed.
 
 --tune first writes moeq_kernels/gpu/tuned/DEVICE.json: what was fastest for these shapes, in --tune-seconds, and the
 rows an expert from which on unpacking pays. Figures are written to --json after every part. --interpret
@@ -24,9 +27,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +62,7 @@ COLD = 4 * 60e6  # bytes that a graph goes through before it comes back: four ti
 SHARE, CLEARLY, MIXED = 0.60, 1.25, 0.90
 TRELLIS = 1.5  # times as fast as 16 bits are read, with 2^8 states and one token
 WALKS = (([2], 8), ([3], 8), ([4], 8), ([2], 10), ([2], 12), ([2, 4], 8))  # widths in turn, bits of a state
+GRIDS = ([2], [3], [4], [2, 4])
 REPLAYS = 15
 PEERS = ("gemlite", "humming")
 
@@ -157,10 +163,14 @@ class Bench:
         return scores.topk(model.each).indices
 
     def copy_rate(self) -> float:
-        """Bytes a second, read and written, of copying memory."""
+        """Bytes a second, read and written, of copying memory; the faster of a copy and of a kernel that does it.
+
+        In a graph a copy may be the work of another engine than the multiprocessors, which reach more.
+        """
         size = 1 << (20 if self.interpreted else 31)
-        here, there = (torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2))
-        return 2 * size / self.seconds([lambda: there.copy_(here)])
+        here, there = (torch.zeros(size // 8, dtype=torch.int64, device=self.device) for _ in range(2))
+        ways = (lambda: there.copy_(here)), (lambda: torch.add(here, 1, out=there))
+        return 2 * size / min(self.seconds([way]) for way in ways)
 
 
 def another(layer: TritonLayer) -> TritonLayer:
@@ -197,7 +207,8 @@ def decode(bench: Bench, results: figures.Figures, models: Sequence[Model], batc
     results.table(["layer", *(f"batch {tokens}, us (share)" for tokens in batches)])
     for model in models:
         speed: dict[tuple[str, int], tuple[float, float]] = {}
-        for name, bits in (("2", [2]), ("3", [3]), ("4", [4]), ("2 and 4", [2, 4])):
+        for bits in GRIDS:
+            name = " and ".join(map(str, bits))
             layers = copies_of(bench, bench.layer(model, bits), model)
             for tokens in batches:
                 speed[name, tokens] = layer_seconds(bench, layers, model, tokens)
@@ -239,8 +250,11 @@ def groups(pairs: int, active: int, device: torch.device) -> Tensor:
     return torch.arange(pairs, device=device) % active
 
 
-def full_precision(bench: Bench, x: Tensor, weights: Tensor, index: Tensor, shift: int) -> list[Callable[[], object]]:
-    """Ways to multiply sorted rows x [P, K] with 16-bit matrices [E, K, N] of their experts, `shift` further on."""
+def full_precision(
+    bench: Bench, x: Tensor, weights: Tensor, narrow: tuple[Tensor, Tensor], index: Tensor, shift: int
+) -> list[Callable[[], object]]:
+    """Ways to multiply sorted rows x [P, K] with 16-bit matrices [E, K, N] of their experts, `shift` further on;
+    narrow: both in bfloat16, the matrices as the transposed of [E, N, K]."""
     experts = len(weights)
     counts = torch.bincount(index, minlength=experts).roll(shift).tolist()
     ends = torch.tensor(counts, device=x.device).cumsum(0).to(torch.int32)
@@ -254,8 +268,8 @@ def full_precision(bench: Bench, x: Tensor, weights: Tensor, index: Tensor, shif
 
     ways: list[Callable[[], object]] = [loop]
     product = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-    if product is not None and not bench.interpreted:
-        ways.append(lambda: product(x, weights, offs=ends))
+    if product is not None and not bench.interpreted:  # of bfloat16 alone
+        ways.append(lambda: product(narrow[0], narrow[1], offs=ends))
     return ways
 
 
@@ -266,16 +280,17 @@ def table1(bench: Bench, results: figures.Figures, experts: int, inputs: int, ro
     results.table(["paper 002, Table 1", *(f"{count} active" for count in active)])
     weights = torch.randn(experts, inputs, rows, device=bench.device).to(dtype)
     x = torch.randn(pairs, inputs, device=bench.device).to(dtype)
+    narrow = x.bfloat16(), weights.bfloat16().transpose(1, 2).contiguous().transpose(1, 2)
     usual_seconds = []
     for count in active:
         index = groups(pairs, count, bench.device)
         shifts = range(0, experts, count) if experts // count > 1 else range(2)
         fastest = math.inf
-        for way in range(len(full_precision(bench, x, weights, index, 0))):
+        for way in range(len(full_precision(bench, x, weights, narrow, index, 0))):
             try:
-                calls = [full_precision(bench, x, weights, index, shift)[way] for shift in shifts]
+                calls = [full_precision(bench, x, weights, narrow, index, shift)[way] for shift in shifts]
                 fastest = min(fastest, bench.seconds(calls))
-            except RuntimeError as error:  # this torch's grouped product has no float16
+            except RuntimeError as error:
                 results.left_out(f"16 bits, way {way}", str(error).splitlines()[0])
         usual_seconds.append(fastest)
     results.row("16 bits, us", *(f"{1e6 * one:.1f}" for one in usual_seconds))
@@ -378,6 +393,26 @@ def prefill(bench: Bench, results: figures.Figures, models: Sequence[Model], tun
         results.add("rows an expert from which on unpacking is faster", found or math.nan, digits=0)
 
 
+def compile_share(bench: Bench, models: Sequence[Model], batches: Sequence[int], share: str) -> None:
+    """Call the layers of decode once; share: "1/12" the second, the 14th.. of them."""
+    number, of = map(int, share.split("/"))
+    layers = itertools.product(models, [*((bits, 0) for bits in GRIDS), *WALKS])
+    for model, (bits, state_bits) in itertools.islice(layers, number, None, of):
+        layer = bench.layer(model, bits, state_bits)
+        for tokens in batches:
+            hidden = torch.zeros(tokens, model.hidden, device=bench.device, dtype=torch.bfloat16)
+            layer(hidden, bench.routing(model, tokens), torch.ones(tokens, model.each, device=bench.device))
+    torch.cuda.synchronize()
+
+
+def compile_ahead(processes: int) -> None:
+    """Such processes for all of them; what one cannot do is found again where it is timed."""
+    given = [sys.executable, *sys.argv]
+    running = [subprocess.Popen([*given, "--share", f"{one}/{processes}"]) for one in range(processes)]
+    for one in running:
+        one.wait()
+
+
 def peers(results: figures.Figures) -> None:
     """Other libraries' kernels: named where they are not installed."""
     for name in PEERS:
@@ -393,6 +428,8 @@ def main() -> int:
         tune=False,
         tune_seconds=240.0,
         interpret=False,
+        ahead=0,
+        share="",
     )
     if not options.interpret and not torch.cuda.is_available():
         return figures.skipped(options, "there is no CUDA device")
@@ -400,6 +437,11 @@ def main() -> int:
     bench = Bench(device=device, generator=torch.Generator(device).manual_seed(0))
     models = [TINY] if options.interpret else [MODELS[name] for name in options.models]
     batches = [1, 2] if options.interpret else options.batches
+    if options.share:
+        compile_share(bench, models, batches, options.share)
+        return 0
+    if options.ahead and not options.interpret:
+        compile_ahead(options.ahead)
     if options.tune:
         tune(
             None if options.interpret else torch.cuda.get_device_name(device),

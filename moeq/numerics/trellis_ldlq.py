@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moeq.numerics import trellis, trellis_device
 from moeq.numerics.factor import Factor, feedback
+from moeq.numerics.gptq_device import unit_inverse
 from moeq_kernels.grids import SCALE_DTYPE
 from moeq_kernels.threads import side_by_side
 from moeq_kernels.trellis import TILE, UNIT, WALKED, TrellisWeight, pack, packed_shapes, tiles_along, values
@@ -112,6 +113,11 @@ def first_scale(weight: Tensor, bits: int, state_bits: int) -> Tensor:
     return weight.float().square().mean(-1).sqrt() / normal
 
 
+def by_launches(device: torch.device) -> bool:
+    """Whether every operation is a launch, so that of all blocks at once is prepared what can be."""
+    return device.type != "cpu"
+
+
 class Walked:
     """Some experts' weights [E, N, K] as walks of a code at several widths, their errors made up for.
 
@@ -129,6 +135,7 @@ class Walked:
         self._values = [None if one is None else one.to(upper.device) for one in code.values.values()]
         along = tiles_along(rows), tiles_along(inputs), TILE * TILE
         self.codes = [torch.empty(experts, *along, dtype=torch.uint8, device=upper.device) for _ in scales]
+        self._blocks = self._solved(*self._diagonal()) if by_launches(upper.device) else None
         self._run()
 
     def rounded(self, width: int) -> Tensor:
@@ -148,27 +155,55 @@ class Walked:
                     part = torch.baddbmm(part, self._upper[:, far:start, start:stop].mT, self._residual[:, far:start])
                 self._block(start, stop, part)
 
+    def _diagonal(self) -> tuple[Tensor, Tensor]:
+        """The whole blocks on the diagonal of the factor, [E, C, b, b], and their pivots, [E, C, b]."""
+        experts, inputs, _ = self._upper.shape
+        count = inputs // TILE
+        apart, down, right = self._upper.stride()
+        own = self._upper.as_strided((experts, count, TILE, TILE), (apart, TILE * (down + right), down, right))
+        return own, self._pivots[:, : count * TILE].unflatten(1, (count, TILE))
+
+    def _solved(self, own: Tensor, pivots: Tensor) -> tuple[Tensor, Tensor]:
+        """Of blocks [.., b, b] the inverses of M_b^T, and how much errors count: [.., 256], as a walk takes them."""
+        lower = own.mT.flatten(0, -3)
+        inverse = unit_inverse(lower).view(own.shape)
+        return inverse, self._counts(own, pivots)
+
+    def _counts(self, own: Tensor, pivots: Tensor) -> Tensor:
+        """How much errors in a block count, relative to each other: [.., b, b] and [.., b] as [.., 256]."""
+        counts = (own * pivots.unsqueeze(-2).to(own.dtype) * own).sum(-1)
+        counts = counts / counts.mean(-1, keepdim=True)
+        counts = torch.nn.functional.pad(counts, (0, TILE - counts.shape[-1]))
+        counts = counts.repeat(*[1] * (counts.dim() - 1), TILE)
+        return counts if self._order is None else counts[..., self._order]
+
     def _block(self, start: int, stop: int, given: Tensor) -> None:
         """Round the columns from start to stop; given [E, b, B*N]: what those before give to them."""
-        own = self._upper[:, start:stop, start:stop]
-        moved = torch.linalg.solve_triangular(own.mT, given, upper=False, unitriangular=True)
-        counts = (own * self._pivots[:, None, start:stop].to(own.dtype) * own).sum(-1)
+        place = start // TILE
+        if self._blocks is not None and stop - start == TILE:
+            inverse, counts = (part[:, place] for part in self._blocks)
+            moved = torch.bmm(inverse, given)
+        else:
+            own = self._upper[:, start:stop, start:stop]
+            moved = torch.linalg.solve_triangular(own.mT, given, upper=False, unitriangular=True)
+            counts = self._counts(own, self._pivots[:, start:stop])
         columns = self._columns[:, start:stop].unsqueeze(2)
         target = (columns + moved.unflatten(2, (len(self._bits), -1))) / self._scales
-        values = self._walks(target.permute(2, 0, 3, 1), counts, start // TILE).permute(1, 3, 0, 2) * self._scales
+        values = self._walks(target.permute(2, 0, 3, 1), counts, place).permute(1, 3, 0, 2) * self._scales
         into = self._residual[:, start:stop].unflatten(2, (len(self._bits), -1))
         torch.sub(columns, values, out=into)
 
     def _walks(self, target: Tensor, counts: Tensor, column: int) -> Tensor:
-        """Values [B, E, N, b] nearest to a target [B, E, N, b] in units of the scales; keeps the codes of the tiles."""
+        """Values [B, E, N, b] nearest to a target [B, E, N, b] in units of the scales; keeps the codes of the tiles.
+
+        counts: how much errors count, [E, 256].
+        """
         _, experts, rows, size = target.shape
         edges = (0, TILE - size, 0, -rows % TILE)
         whole = torch.nn.functional.pad(target, edges) if any(edges) else target
         tiles = whole.reshape(len(self._bits), -1, TILE * TILE)
-        counts = counts / counts.mean(1, keepdim=True)
-        counts = torch.nn.functional.pad(counts, edges[:2]).repeat(1, TILE)
         if self._order is not None:
-            tiles, counts = tiles[..., self._order], counts[:, self._order]
+            tiles = tiles[..., self._order]
         form = trellis if target.device.type == "cpu" else trellis_device
         found: list[Tensor] = []
         for own, bits, value, codes in zip(tiles, self._bits, self._values, self.codes, strict=True):

@@ -1,5 +1,7 @@
 """Trellis codes against references that go bit by bit and walk by walk; LDLQ against its own loss."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -169,6 +171,19 @@ def test_feedback_pays_and_widths_do_not_disturb_each_other(monkeypatch: pytest.
     alone = trellis_ldlq.quantize(weight, factor, hessian, [2], 9)[0]
     assert torch.equal(alone.codes, found[1].codes)
     assert torch.equal(alone.scales, found[1].scales)
+
+
+def test_blocks_prepared_at_once_give_the_same_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: by inverses of all whole blocks, here of a factor that is part of another one; but for rounding."""
+    weight, hessian = problem(32, 72)
+    factor = factorize(torch.cat([hessian.flip(0), hessian]))
+    factor = replace(factor, unit_upper=factor.unit_upper[2:], pivots=factor.pivots[2:])
+    wanted = trellis_ldlq.quantize(weight, factor, hessian, [2, 4], 8)
+    monkeypatch.setattr(trellis_ldlq, "by_launches", lambda _device: True)
+    for one, other in zip(wanted, trellis_ldlq.quantize(weight, factor, hessian, [2, 4], 8), strict=True):
+        losses = [loss(weight, part.dequantize(), hessian) for part in (one, other)]
+        assert losses[0] == pytest.approx(losses[1], rel=0.02)
+        assert (one.codes == other.codes).float().mean() > 0.8
 
 
 def test_fitted_scales_are_least_squares() -> None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moeq_kernels.gpu.codes import inputs_of, part_of, scale_of, tile, uneven, weights_of, words_of
+from moeq_kernels.gpu.codes import inputs_at, inputs_of, part_of, tile, uneven, weights_of, words_of
+from moeq_kernels.gpu.grid import scale_of
+from moeq_kernels.gpu.strips import FIRST_KIND
 from moeq_kernels.gpu.walks import KINDS, LAST_KIND, bits_of, walked, walked_product
 
 
@@ -96,7 +98,7 @@ def product(  # type: ignore[no-untyped-def]
                 for number in range(first, tl.minimum(last, full)):
                     if STEP:
                         total += tile(
-                            words, shorts, x, token, exists, start, rows, inputs, number, base, scales, zeros,
+                            words, shorts, x, token, exists, start, rows, inputs, number, None, base, scales, zeros,
                             zero_bits, groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N,
                             BLOCK_M,
                         )  # fmt: skip
@@ -136,9 +138,56 @@ def product(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def product_of_two(  # type: ignore[no-untyped-def]
+    words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
+    WIDTHS: tl.constexpr, STEP: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Two matrices of one width times tokens in one loop, float32 [N, M] each: as `product` of each where inputs are
+    whole tiles, with twice as much to do between two of x."""
+    width = tl.load(row)
+    base, base2 = tl.multiple_of(tl.load(row + 1), 4), tl.multiple_of(tl.load(row2 + 1), 4)
+    scales, scales2 = tl.load(row + 2), tl.load(row2 + 2)
+    zeros, zeros2 = tl.load(row + 3), tl.load(row2 + 3)
+    zero_bits, zero_bits2 = tl.load(row + 4).to(tl.int32), tl.load(row2 + 4).to(tl.int32)
+    bias, bias2 = tl.load(row + 6), tl.load(row2 + 6)
+    factor, zero_factor, zero_shift = tl.load(grid), tl.load(grid + 1), tl.load(grid + 2)
+    factor2, zero_factor2, zero_shift2 = tl.load(grid2), tl.load(grid2 + 1), tl.load(grid2 + 2)
+    groups = groups_of(tl.load(row + 5).to(tl.int32), inputs, STEP)
+    groups2 = groups_of(tl.load(row2 + 5).to(tl.int32), inputs, STEP)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    total2 = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for BITS in tl.static_range(1, 9):
+        if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
+            if width == BITS:
+                for number in range(first, last):
+                    given = None
+                    if STEP == 128:
+                        given = inputs_at(x, token, exists, 128 * number, STEP, DTYPE)
+                    total += tile(
+                        words, shorts, x, token, exists, start, rows, inputs, number, given, base, scales, zeros,
+                        zero_bits, groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N,
+                        BLOCK_M,
+                    )  # fmt: skip
+                    total2 += tile(
+                        words, shorts, x, token, exists, start, rows, inputs, number, given, base2, scales2, zeros2,
+                        zero_bits2, groups2, factor2, zero_factor2, zero_shift2, BITS, STEP, DTYPE, NESTED, ASM,
+                        BLOCK_N, BLOCK_M,
+                    )  # fmt: skip
+    n = start + tl.arange(0, BLOCK_N)
+    if (bias >= 0) & (first == 0):
+        total += tl.load(singles + bias + n, mask=n < rows, other=0.0)[:, None]
+    if (bias2 >= 0) & (first == 0):
+        total2 += tl.load(singles + bias2 + n, mask=n < rows, other=0.0)[:, None]
+    return total, total2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def activated(value, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
-    """An activation by its name in transformers, of float32."""
-    if NAME == "silu":
+    """An activation by its name in transformers, of float32; no name: none."""
+    if NAME == "":
+        return value
+    elif NAME == "silu":
         return value * tl.sigmoid(value)
     elif NAME == "gelu":
         return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
@@ -151,6 +200,18 @@ def activated(value, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         tl.static_assert(NAME == "relu")
         return tl.maximum(value, 0.0)
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def may_be_together(second: int, widths: int, step: int, tail: bool) -> bool:
+    """Whether two matrices of an expert may have one loop (`product_of_two`): if both are packed in one width."""
+    return second >= 0 and step > 0 and not tail and bool(widths & ((1 << FIRST_KIND) - 1))
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def are_together(may_be: bool, widths: int) -> bool:
+    """Whether all of them have."""
+    return may_be and widths & (widths - 1) == 0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -168,19 +229,30 @@ def one_item(  # type: ignore[no-untyped-def]
     last = tl.minimum(first + share, tiles)
     start = block * BLOCK_N
     at = (expert * slots).to(tl.int64)
-    result = product(
-        words, shorts, halves, dense, singles, table + (at + FIRST) * 8, grids + (at + FIRST) * 3, x, token,
-        exists, start, rows, inputs, first, last, WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM,
-        BLOCK_N, BLOCK_M,
-    )  # fmt: skip
-    if ACTIVATION != "":
-        result = activated(result, ACTIVATION)
-    if SECOND >= 0:
-        result *= product(
-            words, shorts, halves, dense, singles, table + (at + SECOND) * 8, grids + (at + SECOND) * 3, x,
-            token, exists, start, rows, inputs, first, last, WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE,
-            ASM, BLOCK_N, BLOCK_M,
+    row, grid = table + (at + FIRST) * 8, grids + (at + FIRST) * 3
+    row2, grid2 = table + (at + SECOND) * 8, grids + (at + SECOND) * 3
+    TOGETHER: tl.constexpr = may_be_together(SECOND, WIDTHS, STEP, TAIL)
+    together = False
+    if TOGETHER:
+        width = tl.load(row)
+        together = (width == tl.load(row2)) & (width < KINDS)
+    if together or are_together(TOGETHER, WIDTHS):
+        result, other = product_of_two(
+            words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last, WIDTHS,
+            STEP, NESTED, DTYPE, ASM, BLOCK_N, BLOCK_M,
         )  # fmt: skip
+        result = activated(result, ACTIVATION) * other
+    else:
+        result = product(
+            words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last,
+            WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+        )  # fmt: skip
+        result = activated(result, ACTIVATION)
+        if SECOND >= 0:
+            result *= product(
+                words, shorts, halves, dense, singles, row2, grid2, x, token, exists, start, rows, inputs, first, last,
+                WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+            )  # fmt: skip
     n = start + tl.arange(0, BLOCK_N)
     place = (split * pairs + pair).to(tl.int64) * rows
     kept = (n < rows)[:, None] & exists[None, :]

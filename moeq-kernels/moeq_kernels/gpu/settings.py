@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from moeq_kernels.gpu.strips import name_of
+from moeq_kernels.gpu.strips import FIRST_KIND, name_of
 from moeq_kernels.gpu.swizzle import FRAGMENT, TILE
 
 TUNED = Path(__file__).with_name("tuned")
@@ -69,10 +69,22 @@ def usual(shape: Shape) -> Settings:
     block_m = LEAST_ROWS
     while block_m < 64 and block_m < average:
         block_m *= 2
-    block_n = 64 if block_m < 64 else 128
-    warps = 2 if block_m == LEAST_ROWS else (4 if block_m < 64 else 8)  # more sums than 4 warps have registers for
+    block_n, warps, stages = 64, 4, 3
+    if block_m == LEAST_ROWS:
+        block_n, warps, stages = _decode(shape, active)
+    elif block_m == 64:
+        block_n, warps = 128, 8  # more sums than 4 warps have registers for
     splits = _splits(shape, active, block_n)
-    return Settings(sort=average > 1, block_n=block_n, block_m=block_m, warps=warps, splits=splits)
+    return Settings(
+        sort=average > 1, block_n=block_n, block_m=block_m, warps=warps, stages=stages, splits=splits
+    )  # fmt: skip
+
+
+def _decode(shape: Shape, active: int) -> tuple[int, int, int]:
+    """Rows of a matrix, warps and stages where few rows are multiplied: what was fastest of nine on an H200."""
+    if shape.two:  # a warp a program waits for no other, and what it is given serves both matrices
+        return (32, 1, 4) if active * -(-shape.rows // 32) >= PROGRAMS else (16, 1, 6)
+    return (64, 4, 6) if shape.widths & ((1 << FIRST_KIND) - 1) else (32, 2, 6)  # trellis codes take more registers
 
 
 def _splits(shape: Shape, active: int, block_n: int) -> int:
@@ -89,9 +101,9 @@ def candidates(shape: Shape) -> list[Settings]:
     average = shape.pairs / max(1, min(shape.experts, shape.pairs))
     return [
         replace(usual(shape), block_n=block_n, block_m=block_m, warps=warps, stages=stages)
-        for block_n, warps in ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8))
+        for block_n, warps in ((16, 1), (32, 1), (32, 2), (64, 1), (64, 2), (64, 4), (128, 4), (128, 8))
         for block_m in (8, 16, 32, 64, 128)
-        for stages in ((2, 4) if block_m <= 16 else (3,))
+        for stages in ((4, 6) if block_m <= 16 else (3,))
         if average / 2 < block_m <= max(16, 2 * average) or block_m == usual(shape).block_m
     ]
 

@@ -295,7 +295,7 @@ def test_the_form_for_one_token_sorts_nothing(place: str, launches: list[tuple[i
     maker = Maker(8, place)
     made = TritonKernel().layer(layer_of(mixed(maker, 64, 32)))
     made(maker.rows(1, 64), torch.tensor([[3, 0]], device=place), torch.ones(1, 2, device=place))
-    assert launches == [(1, 2, 1), (1, 2, 1), (1, 1)]
+    assert launches == [(2, 2, 1), (1, 2, 1), (1, 1)]
 
 
 @pytest.mark.cases(0)
@@ -436,7 +436,7 @@ def test_settings_by_shape_and_from_a_tuned_table(tmp_path: object, monkeypatch:
     assert usual(Shape(experts=8, rows=1024, inputs=14336, widths=4, pairs=2, two=False)).splits == 8
     assert usual(Shape(experts=8, rows=4096, inputs=1024, widths=4, pairs=512, two=False)).block_m == 64
     assert choose(shape, "NVIDIA H200") == usual(shape)
-    other = Settings(sort=False, block_n=32, block_m=8, warps=2, stages=2)
+    other = Settings(sort=False, block_n=32, block_m=8, warps=2, stages=4)
     assert write("NVIDIA H200", {shape.key: other}).name == "nvidia-h200.json"
     assert choose(shape, "NVIDIA H200") == other
     assert choose(shape, "NVIDIA H100") == choose(shape, None) == usual(shape)
