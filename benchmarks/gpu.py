@@ -36,9 +36,9 @@ NEEDS = ("numba", "pyarrow")  # of moeq beside its GPU kernels; see gpu_wheels.p
 TAKES_ARRAYS = "import numpy; int(numpy.array([1]))"  # what the interpreter of Triton 3.6 wants of NumPy
 DYNAMIC = "tests/runtime/test_dynamic_on_gpu.py"  # of which all tests say something of a GPU
 ON_CUDA = {  # benchmarks that need a GPU
-    "dynamic": ("--parts", "overhead", "switching", "--vocabulary", "32768", "--rounds", "48"),
     "gptq_model": ("--layers", "1"),
     "gptq": ("--no-peers", "--no-large"),
+    "dynamic": ("--parts", "overhead", "switching", "--vocabulary", "32768", "--rounds", "48"),
 }
 SEEN = """
 import torch, triton

@@ -379,3 +379,23 @@ def uneven(  # type: ignore[no-untyped-def]
         zero_shift, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
     )  # fmt: skip
     return tl.dot(weight, inputs_of(x, k, inside, token, exists, DTYPE), input_precision="ieee")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def activated(value, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
+    """An activation by its name in transformers, of float32; no name: none."""
+    if NAME == "":
+        return value
+    elif NAME == "silu":
+        return value * tl.sigmoid(value)
+    elif NAME == "gelu":
+        return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    elif NAME == "gelu_tanh":
+        return value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+    elif NAME == "quick_gelu":
+        return value * tl.sigmoid(1.702 * value)
+    elif NAME == "relu2":
+        return tl.maximum(value, 0.0) * tl.maximum(value, 0.0)
+    else:
+        tl.static_assert(NAME == "relu")
+        return tl.maximum(value, 0.0)

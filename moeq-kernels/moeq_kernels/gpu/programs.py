@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moeq_kernels.gpu.codes import inputs_at, inputs_of, part_of, tile, uneven, weights_of, words_of
+from moeq_kernels.gpu.codes import activated, inputs_at, inputs_of, part_of, tile, uneven, weights_of, words_of
 from moeq_kernels.gpu.grid import scale_of
 from moeq_kernels.gpu.strips import FIRST_KIND
 from moeq_kernels.gpu.walks import KINDS, LAST_KIND, bits_of, walked, walked_product
@@ -138,13 +138,13 @@ def product(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def product_of_two(  # type: ignore[no-untyped-def]
+def together(  # type: ignore[no-untyped-def]
     words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
-    WIDTHS: tl.constexpr, STEP: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr,
+    ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Two matrices of one width times tokens in one loop, float32 [N, M] each: as `product` of each where inputs are
-    whole tiles, with twice as much to do between two of x."""
+    """act(first) * second of two matrices of one width in one loop, float32 [N, M]: as `apart` where inputs are whole
+    tiles, each of which is loaded once for both."""
     width = tl.load(row)
     base, base2 = tl.multiple_of(tl.load(row + 1), 4), tl.multiple_of(tl.load(row2 + 1), 4)
     scales, scales2 = tl.load(row + 2), tl.load(row2 + 2)
@@ -179,39 +179,42 @@ def product_of_two(  # type: ignore[no-untyped-def]
         total += tl.load(singles + bias + n, mask=n < rows, other=0.0)[:, None]
     if (bias2 >= 0) & (first == 0):
         total2 += tl.load(singles + bias2 + n, mask=n < rows, other=0.0)[:, None]
-    return total, total2
+    return activated(total, ACTIVATION) * total2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def activated(value, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
-    """An activation by its name in transformers, of float32; no name: none."""
-    if NAME == "":
-        return value
-    elif NAME == "silu":
-        return value * tl.sigmoid(value)
-    elif NAME == "gelu":
-        return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
-    elif NAME == "gelu_tanh":
-        return value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
-    elif NAME == "quick_gelu":
-        return value * tl.sigmoid(1.702 * value)
-    elif NAME == "relu2":
-        return tl.maximum(value, 0.0) * tl.maximum(value, 0.0)
-    else:
-        tl.static_assert(NAME == "relu")
-        return tl.maximum(value, 0.0)
+def apart(  # type: ignore[no-untyped-def]
+    words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
+    SECOND: tl.constexpr, ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
+    NESTED: tl.constexpr, COMPUTED: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """act(first) of one matrix or, where there are two, times second, float32 [N, M]."""
+    result = product(
+        words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last, WIDTHS,
+        STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+    )  # fmt: skip
+    result = activated(result, ACTIVATION)
+    if SECOND >= 0:
+        result *= product(
+            words, shorts, halves, dense, singles, row2, grid2, x, token, exists, start, rows, inputs, first, last,
+            WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+        )  # fmt: skip
+    return result
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def are_together(second: int, widths: int, step: int, tail: bool) -> bool:
+    """Whether the two matrices of each expert have one loop (`together`): all are packed in one width."""
+    return second >= 0 and step > 0 and not tail and widths < 1 << FIRST_KIND and widths & (widths - 1) == 0
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def may_be_together(second: int, widths: int, step: int, tail: bool) -> bool:
-    """Whether two matrices of an expert may have one loop (`product_of_two`): if both are packed in one width."""
-    return second >= 0 and step > 0 and not tail and bool(widths & ((1 << FIRST_KIND) - 1))
-
-
-@triton.constexpr_function  # type: ignore[untyped-decorator]
-def are_together(may_be: bool, widths: int) -> bool:
-    """Whether all of them have."""
-    return may_be and widths & (widths - 1) == 0
+    """Whether those of some experts may have, where both are packed in one of several widths: of no more than three,
+    since both ways are compiled then."""
+    grids = bin(widths & ((1 << FIRST_KIND) - 1)).count("1")
+    return second >= 0 and step > 0 and not tail and 0 < grids <= 3 and widths & (widths - 1) != 0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -231,28 +234,31 @@ def one_item(  # type: ignore[no-untyped-def]
     at = (expert * slots).to(tl.int64)
     row, grid = table + (at + FIRST) * 8, grids + (at + FIRST) * 3
     row2, grid2 = table + (at + SECOND) * 8, grids + (at + SECOND) * 3
-    TOGETHER: tl.constexpr = may_be_together(SECOND, WIDTHS, STEP, TAIL)
-    together = False
-    if TOGETHER:
+    ALWAYS: tl.constexpr = are_together(SECOND, WIDTHS, STEP, TAIL)
+    SOMETIMES: tl.constexpr = may_be_together(SECOND, WIDTHS, STEP, TAIL)
+    if ALWAYS:
+        result = together(
+            words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
+            ACTIVATION, WIDTHS, STEP, NESTED, DTYPE, ASM, BLOCK_N, BLOCK_M,
+        )  # fmt: skip
+    elif SOMETIMES:
         width = tl.load(row)
-        together = (width == tl.load(row2)) & (width < KINDS)
-    if together or are_together(TOGETHER, WIDTHS):
-        result, other = product_of_two(
-            words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last, WIDTHS,
-            STEP, NESTED, DTYPE, ASM, BLOCK_N, BLOCK_M,
-        )  # fmt: skip
-        result = activated(result, ACTIVATION) * other
-    else:
-        result = product(
-            words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last,
-            WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
-        )  # fmt: skip
-        result = activated(result, ACTIVATION)
-        if SECOND >= 0:
-            result *= product(
-                words, shorts, halves, dense, singles, row2, grid2, x, token, exists, start, rows, inputs, first, last,
-                WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+        if (width == tl.load(row2)) & (width < KINDS):
+            result = together(
+                words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
+                ACTIVATION, WIDTHS, STEP, NESTED, DTYPE, ASM, BLOCK_N, BLOCK_M,
             )  # fmt: skip
+        else:
+            result = apart(
+                words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs,
+                first, last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N,
+                BLOCK_M,
+            )  # fmt: skip
+    else:
+        result = apart(
+            words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first,
+            last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+        )  # fmt: skip
     n = start + tl.arange(0, BLOCK_N)
     place = (split * pairs + pair).to(tl.int64) * rows
     kept = (n < rows)[:, None] & exists[None, :]
