@@ -69,6 +69,7 @@ class Stack:
         views = (torch.int32, torch.int16, torch.float16, stored.dense or torch.float16)
         self.pointers = [*(stored.view(dtype) for dtype in views), stored.singles(), stored.table, stored.grids]
         self._costs: dict[tuple[int, ...], Tensor] = {}
+        self._fitting: dict[tuple[object, ...], Settings] = {}  # in place of those that need more than the GPU has
         for slots in stored.launches():
             self.costs(slots)  # here, since a graph that is captured cannot copy from the host
 
@@ -102,6 +103,32 @@ class Stack:
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """[splits, P, N] of x [P / each, K]: slots' one matrix, or act(first) * second; rows by `routing`."""
+        from triton.runtime.errors import OutOfResources
+
+        given = tuple(slots), routing[0], activation, x.dtype, settings
+        while True:
+            try:
+                return self._launched(
+                    x, slots, pairs, each, routing, self._fitting.get(given, settings), activation, dtype
+                )
+            except OutOfResources as error:  # found before anything is launched
+                smaller = self._fitting.get(given, settings).smaller()
+                if smaller is None:
+                    raise ValueError(f"this GPU has no room for the kernel: {error}") from None
+                self._fitting[given] = smaller
+
+    def _launched(
+        self,
+        x: Tensor,
+        slots: Sequence[int],
+        pairs: int,
+        each: int,
+        routing: tuple[str, Tensor, Tensor, Tensor],
+        settings: Settings,
+        activation: str,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The same with these settings, whether or not they fit the GPU."""
         import triton
         import triton.language as tl
 
@@ -123,7 +150,7 @@ class Stack:
             FIRST=slots[0], SECOND=slots[1] if len(slots) > 1 else -1, ACTIVATION=activation, ROUTING=how,
             OWNERS=triton.next_power_of_2(owners), WIDTHS=self.stored.widths(slots), STEP=self.stored.step(slots),
             TAIL=inputs % TILE != 0, NESTED=self.stored.nested(slots), COMPUTED=self.stored.computed,
-            FRAGMENTS=rows % FRAGMENT == 0,
+            AHEAD=settings.ahead, FRAGMENTS=rows % FRAGMENT == 0,
             DTYPE=names[computed], ASM=not interpreted(), PERSISTENT=settings.persistent > 0,
             BLOCK_N=settings.block_n, BLOCK_M=settings.block_m, num_warps=settings.warps, num_stages=settings.stages,
         )  # fmt: skip

@@ -71,6 +71,7 @@ def groups_of(group, inputs, STEP: tl.constexpr):  # type: ignore[no-untyped-def
 def product(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last,
     WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr,
+    AHEAD: tl.constexpr,
     FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """A matrix's rows from `start` on times tokens, float32 [N, M]; the bias is added by the part of K that begins it.
@@ -120,13 +121,13 @@ def product(  # type: ignore[no-untyped-def]
                 for number in range(first, tl.minimum(last, full)):
                     total += walked_product(
                         words, shorts, x, token, exists, start, rows, inputs, number, base, zeros, state_bits,
-                        bits_of(KIND), COMPUTED, True, DTYPE, ASM, BLOCK_N,
+                        bits_of(KIND), COMPUTED, AHEAD, True, DTYPE, ASM, BLOCK_N,
                     )  # fmt: skip
                 if TAIL:
                     for number in range(tl.maximum(first, full), last):
                         total += walked_product(
                             words, shorts, x, token, exists, start, rows, inputs, number, base, zeros, state_bits,
-                            bits_of(KIND), COMPUTED, False, DTYPE, ASM, BLOCK_N,
+                            bits_of(KIND), COMPUTED, AHEAD, False, DTYPE, ASM, BLOCK_N,
                         )  # fmt: skip
                 total *= scale_of(halves, n, n < rows, 0, rows, scales, factor, False)[:, None]
     if WIDTHS >= 1 << 16:  # noqa: SIM102
@@ -186,19 +187,20 @@ def together(  # type: ignore[no-untyped-def]
 def apart(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
     SECOND: tl.constexpr, ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
-    NESTED: tl.constexpr, COMPUTED: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+    NESTED: tl.constexpr, COMPUTED: tl.constexpr, AHEAD: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """act(first) of one matrix or, where there are two, times second, float32 [N, M]."""
     result = product(
         words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last, WIDTHS,
-        STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+        STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
     )  # fmt: skip
     result = activated(result, ACTIVATION)
     if SECOND >= 0:
         result *= product(
             words, shorts, halves, dense, singles, row2, grid2, x, token, exists, start, rows, inputs, first, last,
-            WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+            WIDTHS, STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
         )  # fmt: skip
     return result
 
@@ -222,6 +224,7 @@ def one_item(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, table, grids, x, out, pairs, slots, rows, inputs, x_step, each,
     splits, expert, pair, exists, block, split, FIRST: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr,
     WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr,
+    AHEAD: tl.constexpr,
     FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One block of N of one expert for one block of rows, over one of the splits of K."""
@@ -251,13 +254,15 @@ def one_item(  # type: ignore[no-untyped-def]
         else:
             result = apart(
                 words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs,
-                first, last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N,
+                first, last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM,
+                BLOCK_N,
                 BLOCK_M,
             )  # fmt: skip
     else:
         result = apart(
             words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first,
-            last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+            last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, BLOCK_N,
+            BLOCK_M,
         )  # fmt: skip
     n = start + tl.arange(0, BLOCK_N)
     place = (split * pairs + pair).to(tl.int64) * rows
@@ -303,7 +308,8 @@ def grouped(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, table, grids, x, index, order, starts, costs, out, pairs, experts,
     slots, rows, inputs, x_step, each, splits, FIRST: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr,
     ROUTING: tl.constexpr, OWNERS: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
-    NESTED: tl.constexpr, COMPUTED: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+    NESTED: tl.constexpr, COMPUTED: tl.constexpr, AHEAD: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
     PERSISTENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Products of rows with their experts' matrices, [splits, P, N]; of two, act(first) * second.
@@ -353,7 +359,7 @@ def grouped(  # type: ignore[no-untyped-def]
         one_item(
             words, shorts, halves, dense, singles, table, grids, x, out, pairs, slots, rows, inputs, x_step, each,
             splits, expert, pair, exists, block, split, FIRST, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED,
-            COMPUTED, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+            COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
         )  # fmt: skip
 
 
@@ -423,7 +429,7 @@ def unpack(  # type: ignore[no-untyped-def]
             if width == KIND:
                 weight = walked(
                     words, shorts, start, rows, inputs, number, base, zeros,
-                    tl.load(row + 7).to(tl.int32), bits_of(KIND), COMPUTED, False, DTYPE, ASM, BLOCK_N,
+                    tl.load(row + 7).to(tl.int32), bits_of(KIND), COMPUTED, False, False, DTYPE, ASM, BLOCK_N,
                 )  # fmt: skip
                 scale = scale_of(halves, n, n < rows, 0, rows, scales, factor, False)
                 weight = (weight.to(tl.float32) * scale[:, None]).to(DTYPE)

@@ -42,6 +42,19 @@ class Settings:
         if self.block_m < LEAST_ROWS or self.block_n % FRAGMENT:
             raise ValueError(f"blocks of {self.block_n} x {self.block_m} are not made of {FRAGMENT} x {LEAST_ROWS}")
 
+    @property
+    def ahead(self) -> bool:
+        """Whether what look-ups of trellis codes need is brought ahead, through shared memory."""
+        return self.stages > 3
+
+    def smaller(self) -> Settings | None:
+        """Settings that need less shared memory, None where there are none: fewer stages, then fewer rows."""
+        if self.stages > 2:
+            return replace(self, stages=max(2, self.stages // 2))
+        if self.block_n > FRAGMENT:
+            return replace(self, block_n=self.block_n // 2, warps=max(1, self.warps // 2))
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -63,7 +76,7 @@ class Shape:
 
 
 def usual(shape: Shape) -> Settings:
-    """Settings that no measurement chose: as many rows a block as an expert has on average, enough programs."""
+    """Settings where no table has any: as many rows a block as an expert has on average, enough programs."""
     average = shape.pairs / max(1, min(shape.experts, shape.pairs))
     active = min(shape.experts, shape.pairs)
     block_m = LEAST_ROWS
@@ -82,9 +95,13 @@ def usual(shape: Shape) -> Settings:
 
 def _decode(shape: Shape, active: int) -> tuple[int, int, int]:
     """Rows of a matrix, warps and stages where few rows are multiplied: what was fastest of nine on an H200."""
+    grids = (1 << FIRST_KIND) - 1
+    if shape.widths & ((1 << 16) - 1 - grids):  # trellis codes: ahead where so few programs leave shared memory unused
+        few = active * -(-shape.rows // 64) <= PROGRAMS
+        return ((16, 1, 6) if shape.two else (32, 2, 6)) if few else (64, 2, 3)
     if shape.two:  # a warp a program waits for no other, and what it is given serves both matrices
         return (32, 1, 4) if active * -(-shape.rows // 32) >= PROGRAMS else (16, 1, 6)
-    return (64, 4, 6) if shape.widths & ((1 << FIRST_KIND) - 1) else (32, 2, 6)  # trellis codes take more registers
+    return 64, 4, 6
 
 
 def _splits(shape: Shape, active: int, block_n: int) -> int:

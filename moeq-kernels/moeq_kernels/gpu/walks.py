@@ -99,12 +99,14 @@ def onto(bits, MASK: tl.constexpr, ONES: tl.constexpr, ASM: tl.constexpr):  # ty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def number(  # type: ignore[no-untyped-def]
-    window, shorts, values, state_bits, BITS: tl.constexpr, COMPUTED: tl.constexpr, DTYPE: tl.constexpr,
+    window, shorts, values, state_bits, BITS: tl.constexpr, COMPUTED: tl.constexpr, AHEAD: tl.constexpr,
+    DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """The value, in units of 1/32, of the state in the lowest bits of a window: float32 where it is computed.
 
-    values: where the table begins.
+    values: where the table begins; AHEAD: the windows of the next tiles are brought through shared memory, which pays
+    where so few programs run that it is large enough for all, and else leaves room for fewer.
     """
     state = window & (((1 << state_bits) - 1) & 65535)  # which tells the compiler that it has no sign
     if BITS == 8:
@@ -129,20 +131,22 @@ def number(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def four_tiles(  # type: ignore[no-untyped-def]
     words, shorts, base, at, before, here, every, q, values, state_bits, BITS: tl.constexpr, COMPUTED: tl.constexpr,
+    AHEAD: tl.constexpr,
     DTYPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The numbers of a row of tiles as [.., columns 2q or 2q + 8, the first or the second of two]."""
     first, second = windows(words, shorts, base, at, before, here, every, q, state_bits, BITS)
-    a0 = number(first, shorts, values, state_bits, BITS, COMPUTED, DTYPE, ASM)
-    a1 = number(first >> BITS, shorts, values, state_bits, BITS, COMPUTED, DTYPE, ASM)
-    b0 = number(second, shorts, values, state_bits, BITS, COMPUTED, DTYPE, ASM)
-    b1 = number(second >> BITS, shorts, values, state_bits, BITS, COMPUTED, DTYPE, ASM)
+    a0 = number(first, shorts, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM)
+    a1 = number(first >> BITS, shorts, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM)
+    b0 = number(second, shorts, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM)
+    b1 = number(second >> BITS, shorts, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM)
     return tl.join(tl.join(a0, b0), tl.join(a1, b1))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def walked(  # type: ignore[no-untyped-def]
     words, shorts, start, rows, inputs, block, base, values, state_bits, BITS: tl.constexpr, COMPUTED: tl.constexpr,
+    AHEAD: tl.constexpr,
     WHOLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Values [N, 128] of a block of tiles in units of 1/32, rows from `start` on; WHOLE: it has 8 tiles.
@@ -165,16 +169,17 @@ def walked(  # type: ignore[no-untyped-def]
     last = at + (r + 15) % 16 * columns + tile
     middle = at + (r + 7) * columns + tile
     a = four_tiles(
-        words, shorts, base, upper, last, there, every, q, values, state_bits, BITS, COMPUTED, DTYPE, ASM
+        words, shorts, base, upper, last, there, every, q, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM
     )  # fmt: skip
     b = four_tiles(
-        words, shorts, base, upper + 4, last + 4, then, every, q, values, state_bits, BITS, COMPUTED, DTYPE, ASM
+        words, shorts, base, upper + 4, last + 4, then, every, q, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM
     )  # fmt: skip
     c = four_tiles(
-        words, shorts, base, lower, middle, there, every, q, values, state_bits, BITS, COMPUTED, DTYPE, ASM
+        words, shorts, base, lower, middle, there, every, q, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM
     )  # fmt: skip
     d = four_tiles(
-        words, shorts, base, lower + 4, middle + 4, then, every, q, values, state_bits, BITS, COMPUTED, DTYPE, ASM
+        words, shorts, base, lower + 4, middle + 4, then, every, q, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE,
+        ASM
     )  # fmt: skip
     made = tl.join(tl.join(a, b), tl.join(c, d))  # [.., 2, 2, half of the tiles, rows r or r + 8]
     made = tl.reshape(made, (BLOCK_N // 16, 8, 4, 4, 2, 2, 2, 2))
@@ -185,11 +190,13 @@ def walked(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def walked_product(  # type: ignore[no-untyped-def]
     words, shorts, x, token, exists, start, rows, inputs, block, base, values, state_bits, BITS: tl.constexpr,
-    COMPUTED: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr,
+    COMPUTED: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The product of a block of tiles before its rows' scales, float32 [N, M]."""
     value = walked(
-        words, shorts, start, rows, inputs, block, base, values, state_bits, BITS, COMPUTED, WHOLE, DTYPE, ASM, BLOCK_N
+        words, shorts, start, rows, inputs, block, base, values, state_bits, BITS, COMPUTED, AHEAD, WHOLE, DTYPE, ASM,
+        BLOCK_N
     )  # fmt: skip
     k = 128 * block + tl.arange(0, 128)
     if WHOLE:

@@ -73,7 +73,7 @@ def compiled(function, kinds, **fixed):
 
 common = dict(
     WIDTHS=sum(1 << (kind_of(int(w[1:])) if w[0] in "tc" else int(w)) for w in widths), NESTED=shape == "nested",
-    COMPUTED=widths[0][0] == "c",  # c2: trellis codes of 2 bits, values computed; t2: from a table
+    AHEAD=True, COMPUTED=widths[0][0] == "c",  # c2: trellis codes of 2 bits, values computed; t2: from a table
     FRAGMENTS=True, ASM=True, BLOCK_N=BLOCK_N,
     DTYPE={"fp16": tl.float16, "bf16": tl.bfloat16}[dtype],
 )

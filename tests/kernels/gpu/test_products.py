@@ -19,6 +19,7 @@ from moeq_kernels.description import DOWN, LayerOfExperts
 from moeq_kernels.gpu import kernel, unpacked
 from moeq_kernels.gpu.kernel import TritonKernel, TritonLayer, sort_by_expert
 from moeq_kernels.gpu.settings import Settings, Shape, candidates, choose, rows_to_unpack, usual, variants, write
+from moeq_kernels.gpu.stored import Stored
 from moeq_kernels.packing import unpack
 
 # the interpreter's sigmoid of rows that are no token's
@@ -435,6 +436,10 @@ def test_settings_by_shape_and_from_a_tuned_table(tmp_path: object, monkeypatch:
     assert usual(shape).splits == 1, "an activation needs whole sums"
     assert usual(Shape(experts=8, rows=1024, inputs=14336, widths=4, pairs=2, two=False)).splits == 8
     assert usual(Shape(experts=8, rows=4096, inputs=1024, widths=4, pairs=512, two=False)).block_m == 64
+    walks, mixtral = 1 << 10, Shape(experts=8, rows=14336, inputs=4096, widths=4, pairs=2, two=True)
+    assert (usual(mixtral).block_n, usual(mixtral).warps) == (32, 1)
+    assert not usual(replace(mixtral, widths=walks)).ahead
+    assert usual(replace(mixtral, widths=walks, rows=768)).ahead
     assert choose(shape, "NVIDIA H200") == usual(shape)
     other = Settings(sort=False, block_n=32, block_m=8, warps=2, stages=4)
     assert write("NVIDIA H200", {shape.key: other}).name == "nvidia-h200.json"
@@ -450,6 +455,33 @@ def test_settings_by_shape_and_from_a_tuned_table(tmp_path: object, monkeypatch:
     assert {one.persistent for one in variants(shape, other)} == {0, 1, 2, 4}
     with pytest.raises(ValueError, match="blocks of 32 x 1 "):
         Settings(sort=True, block_n=32, block_m=1)
+
+
+def test_settings_that_do_not_fit_the_gpu_become_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer stages, then fewer rows a block; asked once for each kind of launch; else one line."""
+    errors = pytest.importorskip("triton.runtime.errors", reason="Triton is not installed")
+    stack = kernel.Stack(Stored([[torch.ones(64, 64)]], [[None]]))
+    tried: list[Settings] = []
+
+    def launched(*given: Any) -> torch.Tensor:
+        tried.append(given[5])
+        if given[5].stages > 2 or given[5].block_n > most:
+            raise errors.OutOfResources(300_000, 232_448, "shared memory")
+        return torch.ones(1)
+
+    monkeypatch.setattr(stack, "_launched", launched)
+    x, none = torch.ones(1, 64), torch.ones(1)
+    settings = Settings(sort=False, block_n=64, block_m=8, stages=6)
+    for most, seen in ((32, [(6, 64), (3, 64), (2, 64), (2, 32), (2, 32)]), (8, [(6, 64), (3, 64), (2, 64)])):
+        tried.clear()
+        stack._fitting.clear()
+        if most == 32:
+            for _ in range(2):
+                assert stack.product(x, (0,), 1, 1, ("one", none, none, none), settings) is not None
+        else:
+            with pytest.raises(ValueError, match=r"no room for the kernel.*shared memory, Required: 300000"):
+                stack.product(x, (0,), 1, 1, ("one", none, none, none), settings)
+        assert [(one.stages, one.block_n) for one in tried][: len(seen)] == seen
 
 
 @pytest.fixture
