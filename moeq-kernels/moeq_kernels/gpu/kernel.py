@@ -84,7 +84,12 @@ class Stack:
             experts=self.experts, rows=rows, inputs=inputs, widths=self.stored.widths(slots), pairs=pairs,
             two=len(slots) > 1,
         )  # fmt: skip
-        return choose(shape, self.name)
+        chosen = choose(shape, self.name)
+        if (
+            self.stored.step(slots) < TILE
+        ):  # each of the parts of a tile is brought apart, and is a program's to compile
+            chosen = replace(chosen, stages=min(chosen.stages, 3))
+        return chosen
 
     @property
     def name(self) -> str | None:

@@ -15,6 +15,7 @@ import triton.language as tl
 from moeq_kernels.gpu.codes import activated, inputs_at, inputs_of, part_of, tile, uneven, weights_of, words_of
 from moeq_kernels.gpu.grid import scale_of
 from moeq_kernels.gpu.strips import FIRST_KIND
+from moeq_kernels.gpu.swizzle import TILE
 from moeq_kernels.gpu.walks import KINDS, LAST_KIND, bits_of, walked, walked_product
 
 
@@ -162,9 +163,7 @@ def together(  # type: ignore[no-untyped-def]
         if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
             if width == BITS:
                 for number in range(first, last):
-                    given = None
-                    if STEP == 128:
-                        given = inputs_at(x, token, exists, 128 * number, STEP, DTYPE)
+                    given = inputs_at(x, token, exists, 128 * number, STEP, DTYPE)
                     total += tile(
                         words, shorts, x, token, exists, start, rows, inputs, number, given, base, scales, zeros,
                         zero_bits, groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N,
@@ -207,8 +206,9 @@ def apart(  # type: ignore[no-untyped-def]
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def are_together(second: int, widths: int, step: int, tail: bool) -> bool:
-    """Whether the two matrices of each expert have one loop (`together`): all are packed in one width."""
-    return second >= 0 and step > 0 and not tail and widths < 1 << FIRST_KIND and widths & (widths - 1) == 0
+    """Whether the two matrices of each expert have one loop (`together`): all are packed in one width, with groups of
+    whole tiles."""
+    return second >= 0 and step == TILE and not tail and widths < 1 << FIRST_KIND and widths & (widths - 1) == 0
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
@@ -216,7 +216,7 @@ def may_be_together(second: int, widths: int, step: int, tail: bool) -> bool:
     """Whether those of some experts may have, where both are packed in one of several widths: of no more than three,
     since both ways are compiled then."""
     grids = bin(widths & ((1 << FIRST_KIND) - 1)).count("1")
-    return second >= 0 and step > 0 and not tail and 0 < grids <= 3 and widths & (widths - 1) != 0
+    return second >= 0 and step == TILE and not tail and 0 < grids <= 3 and widths & (widths - 1) != 0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
