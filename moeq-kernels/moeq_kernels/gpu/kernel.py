@@ -85,9 +85,7 @@ class Stack:
             two=len(slots) > 1,
         )  # fmt: skip
         chosen = choose(shape, self.name)
-        if (
-            self.stored.step(slots) < TILE
-        ):  # each of the parts of a tile is brought apart, and is a program's to compile
+        if self.stored.step(slots) < TILE:  # the parts of a tile are brought apart, each by code of its own
             chosen = replace(chosen, stages=min(chosen.stages, 3))
         return chosen
 

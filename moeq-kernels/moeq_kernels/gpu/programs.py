@@ -187,8 +187,7 @@ def apart(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
     SECOND: tl.constexpr, ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
     NESTED: tl.constexpr, COMPUTED: tl.constexpr, AHEAD: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
-    ASM: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """act(first) of one matrix or, where there are two, times second, float32 [N, M]."""
     result = product(
@@ -255,8 +254,7 @@ def one_item(  # type: ignore[no-untyped-def]
             result = apart(
                 words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs,
                 first, last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM,
-                BLOCK_N,
-                BLOCK_M,
+                BLOCK_N, BLOCK_M,
             )  # fmt: skip
     else:
         result = apart(
@@ -403,21 +401,23 @@ def unpack(  # type: ignore[no-untyped-def]
     start = tl.program_id(0) * BLOCK_N
     n = start + tl.arange(0, BLOCK_N)
     number = tl.program_id(1)
+    full = inputs // 128 if STEP > 0 else 0  # whole tiles, whose groups are whole steps
     place = out + (tl.program_id(2).to(tl.int64) * rows + n)[:, None] * inputs
     for BITS in tl.static_range(1, 9):
         if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
             if width == BITS:
-                if STEP > 0 and number < inputs // 128:
-                    loads = words_of(words, shorts, start, rows, inputs, number, base, BITS, BLOCK_N)
-                    groups = groups_of(group, inputs, STEP)
-                    for part in tl.static_range(128 // STEP):
-                        k = 128 * number + STEP * part + tl.arange(0, STEP)
-                        weight = part_of(
-                            words, loads, start, rows, number, scales, zeros, zero_bits, groups, factor, zero_factor,
-                            zero_shift, part, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N,
-                        )  # fmt: skip
-                        tl.store(place + k[None, :], weight.to(out.dtype.element_ty), mask=(n < rows)[:, None])
-                else:
+                if STEP > 0:  # noqa: SIM102
+                    if number < full:
+                        loads = words_of(words, shorts, start, rows, inputs, number, base, BITS, BLOCK_N)
+                        groups = groups_of(group, inputs, STEP)
+                        for part in tl.static_range(128 // STEP):
+                            k = 128 * number + STEP * part + tl.arange(0, STEP)
+                            weight = part_of(
+                                words, loads, start, rows, number, scales, zeros, zero_bits, groups, factor,
+                                zero_factor, zero_shift, part, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N,
+                            )  # fmt: skip
+                            tl.store(place + k[None, :], weight.to(out.dtype.element_ty), mask=(n < rows)[:, None])
+                if number >= full:
                     weight, k, inside = weights_of(
                         words, shorts, halves, n, rows, inputs, number, base, scales, zeros, zero_bits, group, factor,
                         zero_factor, zero_shift, BITS, DTYPE, NESTED, ASM, FRAGMENTS,

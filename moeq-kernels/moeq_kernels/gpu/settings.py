@@ -88,9 +88,7 @@ def usual(shape: Shape) -> Settings:
     elif block_m == 64:
         block_n, warps = 128, 8  # more sums than 4 warps have registers for
     splits = _splits(shape, active, block_n)
-    return Settings(
-        sort=average > 1, block_n=block_n, block_m=block_m, warps=warps, stages=stages, splits=splits
-    )  # fmt: skip
+    return Settings(sort=average > 1, block_n=block_n, block_m=block_m, warps=warps, stages=stages, splits=splits)
 
 
 def _decode(shape: Shape, active: int) -> tuple[int, int, int]:
