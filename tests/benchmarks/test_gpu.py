@@ -81,11 +81,13 @@ def test_the_large_wheels_come_when_they_are_asked_for(
 
 
 class Noted(gpu.Runs):
-    def run(self, name: str, *words: str) -> None:
+    def run(self, name: str, *words: str, **more: str) -> None:
         commands[name] = words
+        threads[name] = more.get("OMP_NUM_THREADS")
 
 
 commands: dict[str, tuple[str, ...]] = {}
+threads: dict[str, str | None] = {}
 
 
 @pytest.mark.parametrize("name", ["dynamic", "gptq", "gptq_model"])
@@ -109,6 +111,8 @@ def test_precision_that_changes_is_tested_whole_on_a_gpu(tmp_path: Path) -> None
     assert gpu.MARK in (gpu.ROOT / gpu.DYNAMIC).read_text("utf-8")
     assert commands["dynamic precision"][-1] == "tests/runtime/test_dynamic_on_gpu.py"
     assert gpu.DYNAMIC not in commands["other CUDA tests"]
+    assert commands["other CUDA tests"][4:8] == ("-n", str(gpu.BESIDE), "--dist", "load")
+    assert threads["other CUDA tests"] == "1", "processes side by side, each of one thread"
     assert not runs.not_run
     gpu.tests(runs, False)
     assert f"CUDA tests of {gpu.DYNAMIC}: {gpu.NONE}" in runs.not_run
