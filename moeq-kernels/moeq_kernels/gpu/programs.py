@@ -140,7 +140,7 @@ def product(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def together(  # type: ignore[no-untyped-def]
+def both_at_once(  # type: ignore[no-untyped-def]
     words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
     ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr,
     ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -205,8 +205,8 @@ def apart(  # type: ignore[no-untyped-def]
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def are_together(second: int, widths: int, step: int, tail: bool) -> bool:
-    """Whether the two matrices of each expert have one loop (`together`): all are packed in one width, with groups of
-    whole tiles."""
+    """Whether the two matrices of each expert have one loop (`both_at_once`): all are packed in one width, with groups
+    of whole tiles."""
     return second >= 0 and step == TILE and not tail and widths < 1 << FIRST_KIND and widths & (widths - 1) == 0
 
 
@@ -239,14 +239,14 @@ def one_item(  # type: ignore[no-untyped-def]
     ALWAYS: tl.constexpr = are_together(SECOND, WIDTHS, STEP, TAIL)
     SOMETIMES: tl.constexpr = may_be_together(SECOND, WIDTHS, STEP, TAIL)
     if ALWAYS:
-        result = together(
+        result = both_at_once(
             words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
             ACTIVATION, WIDTHS, STEP, NESTED, DTYPE, ASM, BLOCK_N, BLOCK_M,
         )  # fmt: skip
     elif SOMETIMES:
         width = tl.load(row)
         if (width == tl.load(row2)) & (width < KINDS):
-            result = together(
+            result = both_at_once(
                 words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
                 ACTIVATION, WIDTHS, STEP, NESTED, DTYPE, ASM, BLOCK_N, BLOCK_M,
             )  # fmt: skip

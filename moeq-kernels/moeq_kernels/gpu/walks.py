@@ -121,9 +121,7 @@ def number(  # type: ignore[no-untyped-def]
         return quarters.to(tl.float32, bitcast=True) - 2097280.0  # 2**21 + 128
     else:
         pattern = tl.load(shorts + values + ((1 << state_bits) if tl.bfloat16 == DTYPE else 0) + state)
-        if (
-            ASM
-        ):  # no instruction: what a look-up needs is brought ahead of the loop only where the product needs it, too
+        if ASM and AHEAD:  # no instruction: what comes ahead of the loop is what the product needs as it is
             pattern = tl.inline_asm_elementwise("mov.b16 $0, $1;", "=h,h,r", [pattern, window], tl.int16, True, 1)
         return pattern.to(tl.bfloat16 if tl.bfloat16 == DTYPE else tl.float16, bitcast=True)
 
