@@ -25,6 +25,7 @@ efficiency of 64 GPUs at least 0.8.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -107,6 +108,7 @@ def one(model: str, out: str, cores: str, more: list[str], *, recorded: bool) ->
     from moeq.stages import workers
 
     warm(model, {})
+    gc.freeze()  # what was imported, as the program does
     context = figures.context(model, Path(out), [*SETTINGS, *more], None)
     pipeline.run(context, ("profile",))
     if recorded:
@@ -160,6 +162,7 @@ def overhead(model: str, out: str, core: str, pairs: str) -> None:
 
     short, first = f"{model}-{SHORT}", Path(out) / "first"
     warm(model, {})
+    gc.freeze()
     pipeline.run(figures.context(short, first, SETTINGS, None), ("profile",))
     with workers.open_engine("processes", 1, threads=1, beside=Path(out), preload=losses_tasks.PRELOAD) as engine:
         list(engine.gather([engine.submit(task(warm, model))]))
@@ -276,7 +279,7 @@ def simulated_here(layers: list[Any], whole: float, workers: int) -> float:
 def of_cluster(geometry: Any, gpus: int, **changed: float) -> Any:
     """The simulated quantization of a published model at one width by so many GPUs; changed: rates of CLUSTER."""
     from moeq.engine.simulation import Cluster, LayerWork, simulate
-    from moeq.engine.task import groups
+    from moeq.engine.task import falling_groups
     from moeq.stages.losses_tasks import PARTS_A_WORKER
 
     rates = CLUSTER | changed
@@ -286,7 +289,7 @@ def of_cluster(geometry: Any, gpus: int, **changed: float) -> Any:
     active = geometry.top_k * expert + rest
     forward = 2 * active * rates["tokens"] / rates["flops"]
     forward += (geometry.num_experts * expert * FP8 + rest * FP8) / rates["read_bytes"]
-    parts = groups(geometry.num_experts, PARTS_A_WORKER * gpus)
+    parts = falling_groups(geometry.num_experts, PARTS_A_WORKER * gpus)
     layer = LayerWork(
         forward_seconds=forward,
         tasks=[len(part) * scale * rates["expert_seconds"] for part in parts],

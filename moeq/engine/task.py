@@ -173,6 +173,20 @@ def groups(count: int, parts: int, most: int | None = None) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
+def falling_groups(count: int, parts: int, most: int | None = None) -> list[range]:
+    """As `groups`, but the first ranges are about three times as large as the last ones: where workers take them in
+    this order, less is left to the last one that is busy. Equal ones where a range would have less than one number."""
+    equal = groups(count, parts, most)
+    if count < 2 * max(1, len(equal)):
+        return equal
+    done = [part / len(equal) for part in range(len(equal) + 1)]
+    bounds = [round(count * (1.5 - 0.5 * share) * share) for share in done]
+    falling = [range(start, stop) for start, stop in pairwise(bounds)]
+    if most is not None and max(map(len, falling)) > most:
+        return falling_groups(count, len(equal) + 1, most)
+    return falling
+
+
 def named(experts: Sequence[int]) -> str:
     """Experts of a task in words."""
     return f"expert {experts[0]}" if len(experts) == 1 else f"experts {experts[0]} to {experts[-1]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -37,6 +38,7 @@ def main(pipe: Connection, folders: Folders, threads: int, gpu: str | None = Non
     watch = threading.Thread(target=_end_with_driver, args=(folders,), daemon=True)
     watch.start()
     torch.set_num_threads(threads)
+    gc.freeze()  # what was imported is no garbage, and its memory stays shared with the other workers
     try:
         _work(pipe, folders)
     except (EOFError, OSError):  # the pipe ended: the driver is gone, or is about to end this process

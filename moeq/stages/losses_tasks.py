@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moeq.artifacts.replicas import Made
-from moeq.engine.task import Engine, Resources, Shared, Task, groups, named
+from moeq.engine.task import Engine, Resources, Shared, Task, falling_groups, named
 from moeq.errors import ModelError, RecipeError
 from moeq.models.experts import ExpertLayer, ExpertMath, expert_math, stacked_biases, stacked_weights
 from moeq.models.walk import LayerInputs
@@ -31,7 +31,7 @@ from moeq.stages.context import Context
 from moeq_kernels.packed import PackedWeight, joined
 from moeq_kernels.widths import Encoding
 
-PARTS_A_WORKER = 4  # tasks of a layer for each worker: the last ones of a layer leave little idle
+PARTS_A_WORKER = 4  # tasks of a layer for each worker: the last ones, which are small, leave little idle
 WEIGHTS, BIASES, TOKENS = "weights.", "biases.", "tokens."  # names of what is put
 SHARED = "shared"  # mean of x x^T over the layer's calibration tokens
 PRELOAD = (__name__, *workers.PRELOAD)
@@ -68,7 +68,7 @@ def split(
     """Groups of experts, as many as keep the workers busy and as small as their working memory wants; where experts are
     fewer than workers, by width too, unless the codes of one width are those of another."""
     first = next(expert_batches(layer, section, device))
-    experts = groups(layer.num_experts, PARTS_A_WORKER * count, most=first.stop - first.start)
+    experts = falling_groups(layer.num_experts, PARTS_A_WORKER * count, most=first.stop - first.start)
     apart = len(experts) < count and len(section.bits) > 1 and not section.nested
     widths = [section.model_copy(update={"bits": [bits]}) for bits in section.bits] if apart else [section]
     return list(product(experts, widths))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from moeq.engine.arrays import Encoded, decode, encode
 from moeq.engine.processes import ProcessEngine
 from moeq.engine.serial import SerialEngine
 from moeq.engine.spool import PREFIX, SHARED_MEMORY, Folders, Spool, read
-from moeq.engine.task import Resources, Task, TaskError, bounded, groups
+from moeq.engine.task import Resources, Task, TaskError, bounded, falling_groups, groups
 from moeq.engine.worker import VISIBLE
 from moeq.errors import PlanError, QuantizationError, StorageError
 from moeq.stages.losses_tasks import PRELOAD
@@ -268,6 +268,18 @@ def test_groups_cover_all_experts_once() -> None:
     assert groups(2, 5) == [range(1), range(1, 2)]
     assert [len(group) for group in groups(10, 2, most=3)] == [2, 3, 2, 3]
     assert groups(0, 3) == []
+
+
+@pytest.mark.parametrize("most", [None, 1, 3, 50])
+def test_falling_groups_cover_all_experts_once_and_end_with_small_ones(most: int | None) -> None:
+    for experts, parts in product((0, 1, 7, 16, 128, 256), (1, 2, 8, 32)):
+        found = falling_groups(experts, parts, most)
+        assert [number for group in found for number in group] == list(range(experts))
+        sizes = [len(group) for group in found]
+        assert all(0 < size <= (most or experts) for size in sizes)
+        if experts >= 4 * parts >= 32 and most is None:
+            assert len(found) == parts
+            assert 2 * sizes[-1] <= sizes[0] <= 4 * sizes[-1]
     with pytest.raises(ValueError, match="window"):
         next(bounded(SerialEngine(), [], 0))
 
