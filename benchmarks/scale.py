@@ -289,7 +289,7 @@ def of_cluster(geometry: Any, gpus: int, **changed: float) -> Any:
     active = geometry.top_k * expert + rest
     forward = 2 * active * rates["tokens"] / rates["flops"]
     forward += (geometry.num_experts * expert * FP8 + rest * FP8) / rates["read_bytes"]
-    parts = falling_groups(geometry.num_experts, PARTS_A_WORKER * gpus)
+    parts = falling_groups(geometry.num_experts, 1 if gpus == 1 else PARTS_A_WORKER * gpus)
     layer = LayerWork(
         forward_seconds=forward,
         tasks=[len(part) * scale * rates["expert_seconds"] for part in parts],

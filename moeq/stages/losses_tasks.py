@@ -31,7 +31,7 @@ from moeq.stages.context import Context
 from moeq_kernels.packed import PackedWeight, joined
 from moeq_kernels.widths import Encoding
 
-PARTS_A_WORKER = 4  # tasks of a layer for each worker: the last ones, which are small, leave little idle
+PARTS_A_WORKER = 4  # tasks of a layer for each of several: the last ones, which are small, leave little idle
 WEIGHTS, BIASES, TOKENS = "weights.", "biases.", "tokens."  # names of what is put
 SHARED = "shared"  # mean of x x^T over the layer's calibration tokens
 PRELOAD = (__name__, *workers.PRELOAD)
@@ -65,10 +65,11 @@ def section_of(section: LossesSection, made: Sequence[Made]) -> LossesSection:
 def split(
     layer: ExpertLayer, section: LossesSection, count: int, device: torch.device | str = "cpu"
 ) -> list[tuple[range, LossesSection]]:
-    """Groups of experts, as many as keep the workers busy and as small as their working memory wants; where experts are
-    fewer than workers, by width too, unless the codes of one width are those of another."""
+    """Groups of experts, as many as keep the workers busy, one for a single worker, and as small as their working memory
+    wants; where experts are fewer than workers, by width too, unless the codes of one width are those of another."""
     first = next(expert_batches(layer, section, device))
-    experts = falling_groups(layer.num_experts, PARTS_A_WORKER * count, most=first.stop - first.start)
+    parts = 1 if count == 1 else PARTS_A_WORKER * count
+    experts = falling_groups(layer.num_experts, parts, most=first.stop - first.start)
     apart = len(experts) < count and len(section.bits) > 1 and not section.nested
     widths = [section.model_copy(update={"bits": [bits]}) for bits in section.bits] if apart else [section]
     return list(product(experts, widths))
