@@ -104,7 +104,8 @@ class RunOptions:
     device: DeviceOption = field(default=None, metadata={"sets": "device"})
     workers: int | None = option(
         "Processes that quantize experts side by side in losses, while the model runs on, and that share the text of "
-        "profile and the variants of eval.",
+        "profile and of effects and the variants of eval.",
+        OF_A_RUN,
         sets="workers",
     )
     widen: WidenOption = field(default=False, metadata={"sets": "export.widen"})

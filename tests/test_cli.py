@@ -31,7 +31,7 @@ FLAGS = {
     | {"recipe"}
     | {"--tasks", "--include-path", "--num-fewshot", "--limit", "--batch-size", "--text", "--window", "--stride"}
     | {"--dynamic", "--dynamic-log"}
-    | {"--context-aware", "--truncate", "--dtype", "--device"},
+    | {"--context-aware", "--truncate", "--dtype", "--device", "--workers"},
     "estimate": RUN
     | {"recipe"}
     | {"--hardware", "--assignment", "--manifest", "--trace", "--bits", "--gpu-experts", "--group-size", "--policy"}

@@ -17,7 +17,7 @@ from moeq.options import DeviceOption, DynamicOption, JsonOption, QuietOption, T
 from moeq.registry import POLICIES
 
 
-@takes_options("device")
+@takes_options("device", "workers")
 def evaluate(asked: EvalOptions) -> None:
     """Perplexity and lm-eval of a run's original, export and other assignments, or of any models, checkpoints
     and runs."""

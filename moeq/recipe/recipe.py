@@ -50,9 +50,9 @@ class Recipe(Section):
         ge=1,
         le=1024,
         description="processes that quantize experts side by side in losses, with `threads` threads each (without: 1), "
-        "while the model runs on, and that share the text of profile and the variants of eval; on GPUs each has one to "
-        "itself; none: one a GPU where there are several and `device` names none of them, else the run's own process "
-        "alone",
+        "while the model runs on, and that share the text of profile and of effects and the variants of eval; "
+        "on GPUs each has one to itself; none: one a GPU where there are several and `device` names none of them, else "
+        "the run's own process alone",
     )
     engine: str = Field(
         "processes",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moeq.artifacts.assignment import FULL, Assignment, ExpertChoice, LayerAssignment
 from moeq.artifacts.effects import LayerEffects
+from moeq.engine.task import groups
 from moeq.errors import QuantizationError
 from moeq.models.carried import Carried, Lost
 from moeq.models.experts import ExpertLayer
@@ -22,9 +23,11 @@ from moeq.quantizers.memory import working_memory
 from moeq.recipe import LayerEffectsSection
 from moeq.stages.context import Context
 from moeq.stages.replicas import Replicas
+from moeq.stages.workers import Opened, Openers, opening
 
 OUTPUTS = 3  # that are held at once
 MOST = 16  # sequences, where the recipe gives no number
+WHOLE = "  decoder layers need more than the one before: the whole model runs for each layer"
 AGREEING = 0.01  # part of a layer's divergence by which a whole run may differ: devices add in any order
 
 
@@ -41,30 +44,89 @@ def passes(layers: int) -> float:
     return 1 + (layers + 1) / 2 + 1
 
 
-def measure(context: Context, section: LayerEffectsSection) -> LayerEffects:
-    """The divergence that every layer alone causes, on sequences that losses held out.
+def measure(context: Context, section: LayerEffectsSection, opened: Openers | None = None) -> LayerEffects:
+    """The divergence that every layer alone causes, on sequences that losses held out; opened: workers among which
+    their batches are divided.
 
     One run of the model carries all layers' changes along; where a family's layers hand on more than their output, the
     model runs once for each. Outputs are compared batch by batch, batches being so small that they fit into
     losses.working_memory. Raises QuantizationError when an output is not finite.
     """
-    method = context.recipe.losses.methods[0]
-    layers = expert_layers(context)
+    layers = context.model.layers
     count = sequence_count(section, len(layers), len(context.text.grown_calibration))
     batches = heldout_batches(context, count, kept=kept_numbers(len(layers), layers[0].hidden_size))
-    totals = torch.zeros(len(layers), dtype=torch.float64)
     with context.reporter.bar("layer effects", len(batches) * len(layers)) as advance:
-        worker = _Worker(context=context, bits=section.bits, method=method, layers=layers, advance=advance)
-        for group in grouped(batches, len(layers), context):
-            totals += worker.measure(group)
+        if opened is None or len(batches) < 2:
+            part = _measured(context, section.bits, batches, carries=None, advance=advance)
+        else:
+            part = _measured_apart(context, section.bits, batches, opened.count, advance)
     tokens = sum(predictions(context, batch) for batch in batches)
     return LayerEffects(
         bits=section.bits,
-        method=method,
+        method=context.recipe.losses.methods[0],
         sequences=sum(len(batch.input_ids) for batch in batches),
         tokens=tokens,
-        divergence=tuple((totals / tokens).tolist()),
+        divergence=tuple((torch.tensor(part.found, dtype=torch.float64).sum(0) / tokens).tolist()),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What some batches gave. found: of every batch the divergence, summed over its tokens, that each layer causes;
+    carries: whether layers' changes can be carried."""
+
+    found: list[list[float]]
+    carries: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """Batches that a worker measures; carries: as in `_Worker`."""
+
+    opened: Opened
+    bits: int
+    batches: list[Batch]
+    carries: bool | None
+
+
+def _measured_apart(
+    context: Context, bits: int, batches: Sequence[Batch], count: int, advance: Callable[[], None]
+) -> _Part:
+    """As `_measured`, of parts of the batches by so many workers. The one with the first batch finds whether changes
+    can be carried; the others hope so, and measure once more where they cannot."""
+    some = [list(batches[which.start : which.stop]) for which in groups(len(batches), count)]
+    opened, layers = Opened.of(context), len(context.model.layers)
+
+    def asked(first: int, carries: Sequence[bool | None]) -> list[tuple[str, _Asked]]:
+        return [
+            (f"layer effects, part {first + place + 1}", _Asked(opened=opened, bits=bits, batches=own, carries=known))
+            for place, (own, known) in enumerate(zip(some[first:], carries, strict=True))
+        ]
+
+    with opening(context, len(some)) as crew:
+        parts = crew.did(_measure_in_worker, asked(0, [None, *[True] * (len(some) - 1)]))
+        if not parts[0].carries:
+            context.reporter.say(WHOLE)
+            parts[1:] = crew.did(_measure_in_worker, asked(1, [False] * (len(some) - 1)))
+    for _ in range(len(batches) * layers):
+        advance()
+    return _Part(found=[row for part in parts for row in part.found], carries=parts[0].carries)
+
+
+def _measure_in_worker(asked: _Asked, tensors: Any) -> tuple[_Part, dict[str, Tensor]]:
+    """The task."""
+    context = asked.opened.context()
+    return _measured(context, asked.bits, asked.batches, carries=asked.carries, advance=lambda: None), {}
+
+
+def _measured(
+    context: Context, bits: int, batches: Sequence[Batch], *, carries: bool | None, advance: Callable[[], None]
+) -> _Part:
+    """What some batches give in this process; carries: as in `_Worker`."""
+    layers, method = expert_layers(context), context.recipe.losses.methods[0]
+    worker = _Worker(context=context, bits=bits, method=method, layers=layers, advance=advance, carries=carries)
+    found = [row for group in grouped(batches, len(layers), context) for row in worker.measure(group)]
+    return _Part(found=found, carries=bool(worker.carries))
 
 
 def expert_layers(context: Context) -> list[ExpertLayer]:
@@ -102,20 +164,16 @@ class _Worker:
     advance: Callable[[], None]
     carries: bool | None = None
 
-    def measure(self, batches: Sequence[Batch]) -> Tensor:
-        """The sum over tokens of the divergence that each layer causes, [L] float64."""
+    def measure(self, batches: Sequence[Batch]) -> list[list[float]]:
+        """Of every batch the sum over tokens of the divergence that each layer causes."""
         run = None if self.carries is False else self._carried(batches)
         if self.carries is None:
             self.carries = run is not None and self._agrees(run, batches[0])
             if not self.carries:
-                self.context.reporter.say(
-                    "  decoder layers need more than the one before: the whole model runs for each layer"
-                )
+                self.context.reporter.say(WHOLE)
         if run is None or not self.carries:
-            found = [self._one_by_one(batch) for batch in batches]
-        else:
-            found = [self._compared(run, index, batch) for index, batch in enumerate(batches)]
-        return torch.tensor(found, dtype=torch.float64).sum(0)
+            return [self._one_by_one(batch) for batch in batches]
+        return [self._compared(run, index, batch) for index, batch in enumerate(batches)]
 
     def _carried(self, batches: Sequence[Batch]) -> Carried | None:
         """The run of some batches with every layer's change; None where changes cannot be carried."""

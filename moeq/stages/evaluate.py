@@ -124,7 +124,8 @@ class _Variants:
             for _ in range(self.steps):
                 advance()
 
-        found = workers.in_parts(self.context, count, _measure_in_worker, parts, measured)
+        with workers.opening(self.context, count) as crew:
+            found = crew.did(_measure_in_worker, parts, measured)
         for place, (one, (result, translations, _)) in enumerate(zip(assignments, found, strict=True)):
             self.translating.take(one.name, translations)
             self._keep(one.name, one, result, exported=place == 0)

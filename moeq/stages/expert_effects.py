@@ -1,22 +1,24 @@
 """What quantizing one expert alone does to the model's output, expert by expert until the time is spent.
 
-A few experts at a time: the exact output and what goes into their decoder layers is computed once for each batch, then
-the model runs again from each expert's layer on. Before a layer is begun at, it is seen that the exact model gives the
-same output from there, to the last bit; where it does not, the whole model runs.
+A few experts at a time, or a few of every worker: the exact output and what goes into their decoder layers is computed
+once for each batch, then the model runs again from each expert's layer on. Before a layer is begun at, it is seen that
+the exact model gives the same output from there, to the last bit; where it does not, the whole model runs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from moeq.artifacts.expert_effects import ExpertEffects, Measured, read_measured, write_measured
 from moeq.artifacts.files import digest_of
+from moeq.engine.task import groups
 from moeq.models.experts import ExpertLayer
 from moeq.models.partial import Outputs, beginning_at, recording
 from moeq.models.streaming import blocks_of
@@ -25,6 +27,7 @@ from moeq.recipe import ExpertEffectsSection
 from moeq.stages.context import Context
 from moeq.stages.effects import alone, divergence, heldout_batches, log_probabilities, predictions, replaced
 from moeq.stages.replicas import Replicas, load_index, load_losses
+from moeq.stages.workers import Opened, Openers, opening
 
 REVISION = 1  # raised when the same inputs give other effects
 AT_ONCE = 16  # experts, at most: each keeps what goes into its decoder layer
@@ -32,8 +35,9 @@ NOWHERE = ""  # the decoder layer of experts that lie in none
 Place = tuple[int, int]  # layer and expert
 
 
-def measure(context: Context, section: ExpertEffectsSection) -> ExpertEffects:
+def measure(context: Context, section: ExpertEffectsSection, opened: Openers | None = None) -> ExpertEffects:
     """Measure where the last run with the same inputs stopped, until time or number are reached; fill in the rest.
+    opened: workers among which the experts are divided.
 
     At least one expert is measured. What is done is written after every few experts. Raises QuantizationError when an
     output is not finite.
@@ -46,15 +50,18 @@ def measure(context: Context, section: ExpertEffectsSection) -> ExpertEffects:
     directory = context.directory("losses")
     done = read_measured(directory, _inputs(context, section, method, batches))
     wanted = len(places) if section.experts is None else min(section.experts, len(places))
-    worker = _Worker(context=context, section=section, method=method, batches=batches)
     if done.divergence:
         context.reporter.say(f"  effects of {len(done.divergence):,} experts are there, of {done.seconds:.0f} s")
-    count = 1
-    with context.reporter.bar("expert effects", max(0, wanted - len(done.divergence))) as advance:
+    opened = opened if len(done.divergence) < wanted else None
+    with (
+        _measuring(context, _Worker(context=context, section=section, batches=batches), opened) as (measured, workers),
+        context.reporter.bar("expert effects", max(0, wanted - len(done.divergence))) as advance,
+    ):
+        count = workers
         while len(done.divergence) < wanted and _time_left(section, done) > 0:
             here = places[len(done.divergence) : min(wanted, len(done.divergence) + count)]
             started = time.monotonic()
-            effects = worker.measure(here)
+            effects = measured(here)
             took = time.monotonic() - started
             done = Measured(
                 inputs=done.inputs, seconds=done.seconds + took, divergence=(*done.divergence, *effects.tolist())
@@ -62,7 +69,7 @@ def measure(context: Context, section: ExpertEffectsSection) -> ExpertEffects:
             write_measured(directory, done)
             for _ in here:
                 advance()
-            count = max(1, int(min(AT_ONCE, _time_left(section, done) * len(here) / max(took, 1e-9))))
+            count = max(1, int(min(AT_ONCE * workers, _time_left(section, done) * len(here) / max(took, 1e-9))))
     values = done.divergence[:wanted]
     tokens = sum(predictions(context, batch) for batch in batches)
     return _filled(section, method, batches, tokens, expected, dict(zip(places, values, strict=False)))
@@ -109,7 +116,6 @@ class _Worker:
 
     context: Context
     section: ExpertEffectsSection
-    method: str
     batches: list[Batch]
     seen: dict[str, bool] = field(default_factory=lambda: {NOWHERE: False})
     replicas: dict[int, Replicas] = field(default_factory=dict)
@@ -144,7 +150,8 @@ class _Worker:
 
     def _replicas(self, layer: ExpertLayer) -> Replicas:
         if layer.index not in self.replicas:
-            self.replicas[layer.index] = alone(self.context, layer, self.section.bits, self.method)
+            method = self.context.recipe.losses.methods[0]
+            self.replicas[layer.index] = alone(self.context, layer, self.section.bits, method)
         return self.replicas[layer.index]
 
     def _see(self, block: str, outputs: Outputs, batch: Batch, exact: torch.Tensor) -> None:
@@ -159,6 +166,46 @@ class _Worker:
             self.seen[block] = False
         if not self.seen[block]:
             self.context.reporter.say(f"  {block} needs more than the layer before it: the whole model runs")
+
+
+@contextmanager
+def _measuring(
+    context: Context, own: _Worker, opened: Openers | None
+) -> Iterator[tuple[Callable[[Sequence[Place]], np.ndarray], int]]:
+    """What measures some experts, and how many workers it has: the run itself, or those of its own, which stay."""
+    if opened is None:
+        yield own.measure, 1
+        return
+    asked = _Asked(opened=Opened.of(context), section=own.section, batches=own.batches)
+    with opening(context, opened.count) as crew:
+
+        def measured(places: Sequence[Place]) -> np.ndarray:
+            some = [places[which.start : which.stop] for which in groups(len(places), crew.count)]
+            parts = [(f"expert effects, {len(here)} from {here[0]} on", (asked, here)) for here in some]
+            return np.concatenate(crew.did(_measure_in_worker, parts))
+
+        yield measured, crew.count
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Asked:
+    """What a worker measures experts by."""
+
+    opened: Opened
+    section: ExpertEffectsSection
+    batches: list[Batch]
+
+
+_kept: list[tuple[Context, _Worker]] = []  # what this worker measures by
+
+
+def _measure_in_worker(given: tuple[_Asked, Sequence[Place]], tensors: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    """The task: the mean divergence of every expert of some places."""
+    asked, places = given
+    context = asked.opened.context()
+    if not _kept or _kept[0][0] is not context:
+        _kept[:] = [(context, _Worker(context=context, section=asked.section, batches=asked.batches))]
+    return _kept[0][1].measure(places), {}
 
 
 def _filled(

@@ -28,13 +28,16 @@ from moeq.models.experts import expert_math, stacked_biases, stacked_weights
 from moeq.models.walk import LayerInputs
 from moeq.quantizers.layer import LayerResult, quantize_layer
 from moeq.quantizers.layer_data import heldout_stride
+from moeq.recipe import ExpertEffectsSection, LayerEffectsSection
 from moeq.registry import QUANTIZERS
 from moeq.stages import effects, losses_tasks, needs_losses
 from moeq.stages import non_experts as others_stage
 from moeq.stages.context import Context
 from moeq.stages.expert_effects import measure as measure_experts
 from moeq.stages.finite import naming_the_file, say_left_out
+from moeq.stages.needs import Sizes
 from moeq.stages.replicas import lacking, load_index, load_losses, planned
+from moeq.stages.workers import Openers, several
 from moeq_kernels.freed import return_memory
 
 
@@ -59,7 +62,8 @@ def run(context: Context) -> dict[str, Any]:
     replicas.write_index(directory, index.model_copy(update={"layers": digests}))
     write_losses(directory / NAME, (_layer_rows(context, index, layer.index) for layer in context.model.layers))
     if config.layer_effects is not None:
-        write_effects(directory, effects.measure(context, config.layer_effects))
+        opened = _opened(context, config.layer_effects)
+        write_effects(directory, effects.measure(context, config.layer_effects, opened))
     else:
         (directory / EFFECTS).unlink(missing_ok=True)
     measured = _expert_effects(context, directory)
@@ -157,9 +161,16 @@ def _expert_effects(context: Context, directory: Path) -> dict[str, Any]:
     if section is None:
         expert_effects.remove_effects(directory)
         return {}
-    by_expert = measure_experts(context, section)
+    by_expert = measure_experts(context, section, _opened(context, section))
     expert_effects.write_effects(directory, by_expert)
     return {"expert_effects": {"measured": by_expert.measured, "of_experts": sum(map(len, by_expert.divergence))}}
+
+
+def _opened(context: Context, section: LayerEffectsSection | ExpertEffectsSection) -> Openers | None:
+    """Workers that measure effects; None: the run itself."""
+    if not several(context.recipe, context.model.device):
+        return None
+    return needs_losses.effect_openers(Sizes(context), section)
 
 
 def _all_missing(context: Context, index: ReplicaIndex) -> dict[int, list[Made]]:

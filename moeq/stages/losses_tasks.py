@@ -65,7 +65,7 @@ def section_of(section: LossesSection, made: Sequence[Made]) -> LossesSection:
 def split(
     layer: ExpertLayer, section: LossesSection, count: int, device: torch.device | str = "cpu"
 ) -> list[tuple[range, LossesSection]]:
-    """Groups of experts, as many as keep the workers busy, one for a single worker, and as small as their working memory
+    """Groups of experts, as many as keep the workers busy, one for a single worker, and as small as working memory
     wants; where experts are fewer than workers, by width too, unless the codes of one width are those of another."""
     first = next(expert_batches(layer, section, device))
     parts = 1 if count == 1 else PARTS_A_WORKER * count

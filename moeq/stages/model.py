@@ -221,7 +221,11 @@ class RunModel:
         try:
             yield self.module
         finally:
-            self.__dict__.pop("module", None)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Keep the model no longer; what needs it afterwards has it read anew."""
+        self.__dict__.pop("module", None)
 
     @contextmanager
     def replacing(

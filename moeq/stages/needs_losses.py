@@ -26,7 +26,7 @@ from moeq.stages.expert_bytes import store_bytes
 from moeq.stages.expert_effects import AT_ONCE
 from moeq.stages.needs import CAPTURED, PACKED_CALLS, STATES, Moment, Needs, Rates, Sizes
 from moeq.stages.replicas import entries
-from moeq.stages.workers import MEMORY_SHARE, SERVER, WORKER, worker_count, worker_threads
+from moeq.stages.workers import MEMORY_SHARE, SERVER, WORKER, Openers, worker_count, worker_threads
 from moeq_kernels.packed import packed_shapes
 
 SET = "0" * 64  # stands for the digest that names a set in the store
@@ -224,13 +224,9 @@ def _routed(sizes: Sizes) -> int:
 def _layer_effects(sizes: Sizes, section: LayerEffectsSection) -> Needs:
     """One run with every layer's change carried along: on average through the later half of the model, and a whole run
     to compare with. Of a streamed model every block is read twice, and for the whole run again."""
-    layers, text = len(sizes.layers), sizes.calibration
-    kept = kept_numbers(layers, sizes.geometry.hidden_size)
-    count = sequence_count(section, layers, text.sequences)
-    there, batches, tokens = _compared(sizes, count, kept)
-    memory = working_memory(sizes.recipe.losses.working_memory, sizes.device)
-    states = text.length * (layers + 1) * sizes.token
-    groups = min(batches, -(-there * states // max(memory, states)))
+    layers = len(sizes.layers)
+    batches, tokens, groups, moment = _layer_effects_batches(sizes, section)
+    opened = effect_openers(sizes, section)
 
     def seconds(rates: Rates) -> float:
         blocks = sizes.forward(rates, tokens, 1, head=False)
@@ -238,12 +234,44 @@ def _layer_effects(sizes: Sizes, section: LayerEffectsSection) -> Needs:
         output = _output(sizes, rates, tokens)
         run = batches * ((passes(layers) - 1) * blocks + (1 + layers) * output)
         read = sizes.reading(rates, sizes.disk) if sizes.streams else 0.0
-        return run + groups * (replacing + 2 * read) + blocks + output + read
+        run += groups * (replacing + 2 * read)
+        return run / (1 if opened is None else opened.at_once) + blocks + output + read
 
+    moments = _by_workers(sizes, moment, opened)
+    return Needs(moments=moments, files={effects.NAME: 110 + 22 * layers}, seconds=seconds)
+
+
+def _layer_effects_batches(sizes: Sizes, section: LayerEffectsSection) -> tuple[int, float, int, Moment]:
+    """Batches whose outputs are compared, tokens of one, groups of them that are carried together, and what is held."""
+    layers, text = len(sizes.layers), sizes.calibration
+    kept = kept_numbers(layers, sizes.geometry.hidden_size)
+    count = sequence_count(section, layers, text.sequences)
+    there, batches, tokens = _compared(sizes, count, kept)
+    memory = working_memory(sizes.recipe.losses.working_memory, sizes.device)
+    states = text.length * (layers + 1) * sizes.token
+    groups = min(batches, -(-there * states // max(memory, states)))
     numbers = COMPARED * sizes.vocabulary * 4 + sizes.vocabulary * sizes.dtype.itemsize
     held = {"outputs that are compared": tokens * numbers, "hidden states of layers' changes": there * states / groups}
-    moment = {**sizes.held(), **held, **sizes.running(tokens)}
-    return Needs(moments=[moment], files={effects.NAME: 110 + 22 * layers}, seconds=seconds)
+    return batches, tokens, groups, {**sizes.held(), **held, **sizes.running(tokens)}
+
+
+def effect_openers(sizes: Sizes, section: LayerEffectsSection | ExpertEffectsSection) -> Openers | None:
+    """Workers among which the text of the layers' effects is divided, or the experts of whom each is measured; None:
+    the run itself measures them."""
+    if isinstance(section, LayerEffectsSection):
+        parts, _, _, moment = _layer_effects_batches(sizes, section)
+    else:
+        parts, (_, _, moment) = _measured_experts(sizes, section), _expert_effects_batches(sizes, section)
+    return Openers.of(sizes.recipe, sizes.device, parts, sum(moment.values()))
+
+
+def _by_workers(sizes: Sizes, moment: Moment, opened: Openers | None) -> list[Moment]:
+    """What is held while effects are measured, by the run itself or by workers, whose models are theirs."""
+    return [moment if opened is None else {**(moment if sizes.gpu else {}), **opened.held}]
+
+
+def _measured_experts(sizes: Sizes, section: ExpertEffectsSection) -> int:
+    return min(section.experts or sizes.experts, sizes.experts)
 
 
 def _compared(sizes: Sizes, count: int, kept: int) -> tuple[int, int, float]:
@@ -267,11 +295,9 @@ def _expert_effects(sizes: Sizes, section: ExpertEffectsSection) -> Needs:
     An expert's runs from its layer on: on average the later half of the model. With every few experts goes an exact
     pass.
     """
-    layers, vocabulary = len(sizes.layers), sizes.vocabulary
-    measured = min(section.experts or sizes.experts, sizes.experts)
-    kept = AT_ONCE * sizes.geometry.hidden_size  # what goes into the layers
-    _, batches, tokens = _compared(sizes, section.sequences, kept)
-    numbers = COMPARED * vocabulary * 4 + (vocabulary + kept) * sizes.dtype.itemsize
+    layers, measured = len(sizes.layers), _measured_experts(sizes, section)
+    batches, tokens, moment = _expert_effects_batches(sizes, section)
+    opened = effect_openers(sizes, section)
 
     def seconds(rates: Rates) -> float:
         blocks, output = sizes.forward(rates, tokens, 1, head=False), _output(sizes, rates, tokens)
@@ -279,6 +305,7 @@ def _expert_effects(sizes: Sizes, section: ExpertEffectsSection) -> Needs:
         replacing = sizes.expert_parameters / rates.dequantized_weights + sizes.experts * PACKED_CALLS
         later = blocks * (layers + 1) / (2 * layers) + output
         expert = batches * (later + replacing / sizes.experts + (blocks + output) / AT_ONCE)
+        expert /= 1 if opened is None else opened.at_once
         most = float("inf") if section.seconds is None else section.seconds
         return min(measured * expert, max(most, expert))
 
@@ -286,5 +313,13 @@ def _expert_effects(sizes: Sizes, section: ExpertEffectsSection) -> Needs:
         expert_effects.NAME: 170 + 36 * sizes.experts + 25 * layers,
         expert_effects.MEASURED: 150 + 26 * measured,
     }
-    moment = {**sizes.held(), "outputs that are compared": tokens * numbers, **sizes.running(tokens)}
-    return Needs(moments=[moment], files=files, seconds=seconds)
+    return Needs(moments=_by_workers(sizes, moment, opened), files=files, seconds=seconds)
+
+
+def _expert_effects_batches(sizes: Sizes, section: ExpertEffectsSection) -> tuple[int, float, Moment]:
+    """Batches whose outputs are compared, tokens of one, and what is held."""
+    kept = AT_ONCE * sizes.geometry.hidden_size  # what goes into the layers
+    _, batches, tokens = _compared(sizes, section.sequences, kept)
+    numbers = COMPARED * sizes.vocabulary * 4 + (sizes.vocabulary + kept) * sizes.dtype.itemsize
+    held = {"outputs that are compared": tokens * numbers}
+    return batches, tokens, {**sizes.held(), **held, **sizes.running(tokens)}

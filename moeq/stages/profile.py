@@ -93,8 +93,11 @@ def _counted(context: Context, sequences: Sequences) -> list[Counted]:
             first, last = int(batches[some.start].sequences[0]), int(batches[some.stop - 1].sequences[-1])
             part = workers.Opened.of(context), sequences.part(first, last + 1)
             given.append((f"profile, sequences {first} to {last}", part))
-        with context.reporter.bar("profile", len(given)) as advance:
-            parts = workers.in_parts(context, opened.count, _count_in_worker, given, advance)
+        with (
+            context.reporter.bar("profile", len(given)) as advance,
+            workers.opening(context, opened.count) as crew,
+        ):
+            parts = crew.did(_count_in_worker, given, advance)
     for layer, each in zip(context.model.layers, zip(*(part.left_out for part in parts), strict=True), strict=True):
         say_left_out_of(context, layer, *(sum(numbers) for numbers in zip(*each, strict=True)))
     return parts

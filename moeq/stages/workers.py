@@ -8,6 +8,7 @@ not have the run's files, so there the run itself does such a stage.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,6 +84,7 @@ class Opened:
     out: Path
     as_given: bool
     called: NamedModel | None
+    unfinished: dict[str, Path]
 
     @classmethod
     def of(cls, context: Context) -> Opened:
@@ -95,6 +97,7 @@ class Opened:
             out=context.out,
             as_given=context.as_given,
             called=context.called,
+            unfinished=dict(context.unfinished),
         )
 
     def context(self) -> Context:
@@ -136,20 +139,34 @@ def several(recipe: Recipe, device: torch.device) -> bool:
     return recipe.engine == PROCESSES and (worker_count(recipe, device) or 0) > 1
 
 
-def in_parts(
-    context: Context,
-    count: int,
-    function: Callable[[Any, Any], Any],
-    parts: Sequence[tuple[str, Any]],
-    advance: Callable[[], None],
-) -> list[Any]:
-    """What a function of a module gives of every part [(name, arguments)] in `count` workers, in the parts' order."""
-    if context.model.device.type == "cuda":  # one of them has the run's own GPU
-        torch.cuda.empty_cache()
-    with working(context, count) as engine:
+@dataclass(frozen=True, kw_only=True)
+class Crew:
+    """Workers that open the run for parts of a stage."""
+
+    count: int
+    engine: Engine
+
+    def did(
+        self,
+        function: Callable[[Any, Any], Any],
+        parts: Sequence[tuple[str, Any]],
+        advance: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        """What a function of a module gives of every part [(name, arguments)], in their order."""
+        engine, found = self.engine, []
         tickets = [engine.submit(Task(name=name, function=function, arguments=given)) for name, given in parts]
-        found = []
         for outcome in engine.gather(tickets):
             found.append(outcome.value)
             advance()
         return found
+
+
+@contextmanager
+def opening(context: Context, count: int) -> Iterator[Crew]:
+    """So many workers that open the run, ended with the block; the run's own model is let go."""
+    context.model.let_go()
+    gc.collect()  # models refer to themselves
+    if context.model.device.type == "cuda":  # one of them has the run's own GPU
+        torch.cuda.empty_cache()
+    with working(context, count) as engine:
+        yield Crew(count=count, engine=engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from family_models import save
@@ -14,6 +15,7 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import effects
 from moeq.stages.context import Context
+from moeq.stages.workers import Crew
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.methods=[gptq]",
@@ -105,6 +107,33 @@ def test_families_whose_layers_read_more_run_whole(tmp_path: Path) -> None:
     found = run(context)
     assert sum("the whole model runs for each layer" in line for line in context.reporter.said) == 1  # type: ignore[attr-defined]
     assert found.divergence == pytest.approx(whole(context, 2), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("switch_transformers", marks=pytest.mark.full)])
+def test_workers_measure_what_one_process_does(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five batches two workers have two and three; switch's layers need more than the one before."""
+    parts: list[list[str]] = []
+    real = Crew.did
+
+    def counted(crew: Crew, function: Any, given: Any, *more: Any) -> Any:
+        parts.append([name for name, _ in given])
+        return real(crew, function, given, *more)
+
+    monkeypatch.setattr(Crew, "did", counted)
+    model = save(family, tmp_path / "model")
+    small = ("corpus.sequences=20", "losses.working_memory=60kB", "threads=1")
+    alone = context_of(model, tmp_path / "alone", "{sequences: 5}", *small)
+    expected = run(alone)
+    assert len(effects.heldout_batches(alone, 5, kept=1)) == 5
+    assert parts == []
+    apart = context_of(model, tmp_path / "apart", "{sequences: 5}", *small, "workers=2")
+    assert run(apart) == expected
+    whole = family == "switch_transformers"
+    assert parts == [
+        ["layer effects, part 1", "layer effects, part 2"],
+        *([["layer effects, part 2"]] if whole else []),
+    ]
+    assert apart.reporter.said.count(effects.WHOLE) == whole  # type: ignore[attr-defined]
 
 
 def test_what_disagrees_with_a_whole_run_is_not_believed(

@@ -1,4 +1,4 @@
-"""profile and eval by workers that open the run for themselves: the bytes of a run without."""
+"""profile, effects of layers and eval by workers that open the run for themselves: the bytes of a run without."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moeq.errors import NotFiniteError
 from moeq.planning.plan import make_plan
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import needs_evaluate, profile, workers
+from moeq.stages import needs_evaluate, needs_losses, profile, workers
 from moeq.stages.context import Context
 from moeq.stages.needs import Sizes
 
@@ -41,11 +41,11 @@ def context(model: str, out: Path, *overrides: str, recipe: Path | None = None) 
 
 
 def run(made: Context) -> dict[str, bytes]:
-    """Bytes of what profile and eval left, their records without what changes from run to run."""
+    """Bytes of what profile, losses and eval left, their records without what changes from run to run."""
     pipeline.run(made, TO_EVAL)
     found = {}
-    for stage in ("profile", "eval"):
-        for path in sorted((made.out / stage).iterdir()):
+    for stage in ("profile", "losses", "eval"):
+        for path in sorted(path for path in (made.out / stage).iterdir() if path.is_file()):
             if path.name == "stage.json":
                 record = json.loads(path.read_text())
                 found[f"{stage}, record"] = json.dumps({k: v for k, v in record.items() if k != "volatile"}).encode()
@@ -58,13 +58,13 @@ def run(made: Context) -> dict[str, bytes]:
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Names of the parts that workers did, by the stage."""
     done: list[list[str]] = []
-    real = workers.in_parts
+    real = workers.Crew.did
 
-    def counted(made: Any, count: int, function: Any, given: Any, advance: Any) -> Any:
+    def counted(crew: workers.Crew, function: Any, given: Any, *more: Any) -> Any:
         done.append([name for name, _ in given])
-        return real(made, count, function, given, advance)
+        return real(crew, function, given, *more)
 
-    monkeypatch.setattr(workers, "in_parts", counted)
+    monkeypatch.setattr(workers.Crew, "did", counted)
     return done
 
 
@@ -104,19 +104,23 @@ def test_the_run_does_it_itself_where_memory_has_no_room_for_two_models_or_worke
     tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(*overrides: str) -> list[int | None]:
-        sizes = Sizes(context(str(tiny_mixtral), tmp_path, *overrides))
-        found = profile.openers(sizes, 9), needs_evaluate.openers(sizes)
+        effects = ("losses.layer_effects={sequences: 3}", "losses.working_memory=60kB")
+        sizes = Sizes(context(str(tiny_mixtral), tmp_path, *effects, *overrides))
+        section = sizes.recipe.losses.layer_effects
+        assert section is not None
+        by_layer = needs_losses.effect_openers(sizes, section)
+        found = profile.openers(sizes, 9), by_layer, needs_evaluate.openers(sizes)
         return [None if one is None else one.count for one in found]
 
-    assert asked() == [None, None]
-    assert asked("workers=1") == [None, None]
-    assert asked("workers=2", "engine=ray:auto") == [None, None]
-    assert asked("workers=8") == [8, 3], "no more than there are variants"
+    assert asked() == [None, None, None]
+    assert asked("workers=1") == [None, None, None]
+    assert asked("workers=2", "engine=ray:auto") == [None, None, None]
+    assert asked("workers=8") == [8, 3, 3], "no more than there are batches or variants"
     each = workers.WORKER + workers.LIBRARIES
     monkeypatch.setattr(workers, "memory_bytes", lambda _: (workers.SERVER + 3.5 * each) / workers.MEMORY_SHARE)
-    assert asked("workers=8") == [3, 3]
+    assert asked("workers=8") == [3, 3, 3]
     monkeypatch.setattr(workers, "memory_bytes", lambda _: (workers.SERVER + 1.9 * each) / workers.MEMORY_SHARE)
-    assert asked("workers=8") == [None, None]
+    assert asked("workers=8") == [None, None, None]
 
 
 @pytest.mark.parametrize("stage", ["profile", "eval"])
