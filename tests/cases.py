@@ -9,6 +9,12 @@ from pathlib import Path
 import pytest
 
 
+def examples(count: int) -> int:
+    """How many examples of a property `make test` tries: half of those that long sweeps and GPUs do."""
+    every = os.environ.get("MOEQ_FULL") == "1" or os.environ.get("MOEQ_CASES") == "all"
+    return count if every else count // 2
+
+
 def left_for_long(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """What `make test` leaves to `make test-full`: tests marked full, and all but so many cases of others.
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cases import left_for_long
+from cases import examples, left_for_long
 
 
 class Item(SimpleNamespace):
@@ -44,3 +44,12 @@ def test_only_so_many_cases_stay_evenly(monkeypatch: pytest.MonkeyPatch) -> None
 def test_all_cases_stay_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEQ_CASES", "all")
     assert left(*(item(f"some[{number}]", cases=(1,)) for number in range(3)), item("full", full=())) == ["full"]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("MOEQ_FULL", "1"), ("MOEQ_CASES", "all"), (None, "")])
+def test_long_sweeps_try_twice_the_examples(monkeypatch: pytest.MonkeyPatch, variable: str | None, value: str) -> None:
+    for name in ("MOEQ_FULL", "MOEQ_CASES"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, value)
+    assert examples(60) == (30 if variable is None else 60)

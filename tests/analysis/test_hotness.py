@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def drawn(share: np.ndarray, steps: int, rng: np.random.Generator) -> list[tuple
     return [(row, weights) for row, weights in zip(chosen, rng.dirichlet(np.ones(TOP_K), size=steps), strict=True)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     places=st.integers(0, 6),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -70,7 +71,7 @@ TYPES = (torch.int64, torch.int32, torch.float16, torch.bfloat16, torch.uint8)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(TYPES), SHAPES), max_size=12))
 def test_tensors_of_any_size_are_written_as_they_come_and_lie_aligned(
     tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[torch.dtype, tuple[int, ...]]]

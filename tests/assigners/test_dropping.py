@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_inputs import NAMES, inputs_of, spent, table_of, with_matrices, with_options
@@ -41,7 +42,7 @@ def least_of_everything(inputs: AssignInputs, layers: int, experts: int, names: 
 
 
 @given(st.integers(0, 10**6), st.sampled_from([(1, 2), (2, 1)]), st.floats(0, 1))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_dropping_equals_a_search_over_everything(seed: int, shape: tuple[int, int], share: float) -> None:
     names = NAMES[1:]
     inputs = with_matrices(seed, *shape, names)
@@ -60,7 +61,7 @@ def test_dropping_equals_a_search_over_everything(seed: int, shape: tuple[int, i
     st.sampled_from(["none", "mass", "squared"]), st.sampled_from(["expert", "projection"]),
     st.sampled_from(["model", "layer"]), st.sampled_from([0, 1]),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_that_experts_may_be_dropped_never_costs(
     seed: int, layers: int, experts: int, share: float, weighting: str, granularity: str, scope: str, hot: int
 ) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from assigners.test_projections import with_matrices
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_inputs import BITS, expert_bytes, inputs_of, least_bytes
@@ -44,7 +45,7 @@ def milliseconds(inputs: AssignInputs, bits: list[np.ndarray]) -> float:
 
 @pytest.mark.full
 @given(st.integers(0, 10**6), st.sampled_from([(1, 5), (2, 2)]), st.floats(0.1, 1), st.floats(0, 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_optimal_within_a_latency_equals_a_search_over_everything(
     seed: int, shape: tuple[int, int], share: float, time_share: float
 ) -> None:
@@ -108,7 +109,7 @@ def test_a_latency_costs_objective_and_only_where_it_binds() -> None:
 
 
 @given(st.integers(0, 10**6), st.sampled_from([(1, 2), (2, 1)]), st.floats(0, 1), st.floats(0, 1))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_matrices_within_a_latency_equal_a_search_over_everything(
     seed: int, shape: tuple[int, int], share: float, time_share: float
 ) -> None:

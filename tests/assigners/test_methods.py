@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_inputs import BITS, expert_bytes, inputs_of, least_bytes, with_options
@@ -25,7 +26,7 @@ from moeq.recipe import AssignSection
 
 
 @given(st.integers(0, 10**6), st.sampled_from([(1, 4), (2, 2)]), st.floats(0, 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_optimal_equals_a_search_over_everything(seed: int, shape: tuple[int, int], share: float) -> None:
     inputs = inputs_of(seed, *shape)
     least = least_bytes(inputs)
@@ -47,7 +48,7 @@ def test_optimal_equals_a_search_over_everything(seed: int, shape: tuple[int, in
     st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 16), st.fractions(1, 4, max_denominator=16),
     st.sampled_from(["none", "mass", "squared"]), st.sampled_from([None, "measured"]), st.booleans(),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_method_keeps_its_budget_and_none_beats_optimal(
     seed: int, layers: int, experts: int, average: Fraction, weighting: str, measured: str | None, in_bytes: bool
 ) -> None:

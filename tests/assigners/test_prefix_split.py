@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ def brute_force(losses: np.ndarray, budget: int) -> float:
 
 
 @given(st.integers(1, 9), st.integers(0, 2**31), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_finds_the_best_split(experts: int, seed: int, data: st.DataObject) -> None:
     budget = data.draw(st.integers(0, 3 * experts))
     losses = np.random.default_rng(seed).random((experts, 4))
@@ -52,7 +53,7 @@ def test_layers_of_different_sizes_at_once() -> None:
 
 @pytest.mark.full
 @given(st.lists(st.integers(0, 128), min_size=1, max_size=20), st.fractions(1, 4, max_denominator=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_increments_spend_the_budget_exactly(counts: list[int], average: Fraction) -> None:
     spent = increments(counts, average)
     exact = [count * (average - 1) for count in counts]

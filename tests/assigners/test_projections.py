@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_inputs import BITS, NAMES, inputs_of, spent, with_matrices, with_options
@@ -23,7 +24,7 @@ from moeq.errors import AssignmentError, FormatError
 
 
 @given(st.integers(0, 10**6), st.sampled_from([(1, 2), (2, 1)]), st.floats(0, 1), st.booleans())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_matrices_equal_a_search_over_everything(seed: int, shape: tuple[int, int], share: float, two: bool) -> None:
     names = NAMES[1:] if two else NAMES
     inputs = with_matrices(seed, *shape, names)
@@ -50,7 +51,7 @@ def test_matrices_equal_a_search_over_everything(seed: int, shape: tuple[int, in
     st.sampled_from(["none", "mass", "squared"]), st.sampled_from([None, "measured"]), st.booleans(),
     st.sampled_from([0, 1]),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_finer_is_never_worse(
     seed: int,
     layers: int,

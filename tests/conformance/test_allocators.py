@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import examples
 from fork_server import ForkServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -205,7 +206,7 @@ def test_keys_of_others_are_refused_by_name(allocator: Allocator) -> None:
 
 
 @given(st.integers(0, 10**6), st.sampled_from(SHAPES), st.floats(0, 1), st.sampled_from([0, 1]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_budgets_are_kept_or_refused_with_what_is_possible(
     seed: int, shape: tuple[int, ...], share: float, gpu_experts: int
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import examples
 from fork_server import Finished, ForkServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -215,7 +216,7 @@ def check_conserved(hardware: Hardware, terms: list[TermRow], seconds: float, le
 
 @pytest.mark.full
 @given(hardware=hardwares(), seed=st.integers(0, 500), batch=st.sampled_from([1, 2]), traced=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_result_beats_a_bandwidth_or_a_rate(hardware: Hardware, seed: int, batch: int, traced: bool) -> None:
     placement = placed(seed)
     result = run(hardware, placement, seed, batch=batch, traced=traced)
@@ -260,7 +261,7 @@ FASTER = st.sampled_from(
     batch=st.sampled_from([1, 2]),
     traced=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_more_bandwidth_never_makes_a_policy_slower(
     hardware: Hardware, where: tuple[str, str], factor: float, seed: int, batch: int, traced: bool
 ) -> None:
@@ -280,7 +281,7 @@ def test_more_bandwidth_never_makes_a_policy_slower(
 
 @pytest.mark.full
 @given(hardware=hardwares(), seed=st.integers(0, 500), batch=st.sampled_from([1, 2]), traced=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_fewer_bits_never_make_a_policy_slower(hardware: Hardware, seed: int, batch: int, traced: bool) -> None:
     """All but DynaExq, whose pools fill what memory they are given: narrower experts leave room for wide ones."""
     generator, wide = np.random.default_rng(seed), placed(seed)

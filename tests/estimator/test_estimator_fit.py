@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -214,7 +215,7 @@ def test_a_bad_file_is_refused_in_one_line_with_its_row(tmp_path: Path, text: st
     assert str(path) in str(error.value)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     text=st.one_of(
         st.text(max_size=200),

@@ -7,6 +7,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +70,7 @@ def test_whole_experts_wait_for_the_gpu_with_most_of_them(count: int) -> None:
     assert several.bytes == pytest.approx(one.bytes)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(count=st.integers(2, 8), batch=st.sampled_from([1, 2, 8, 64]), hot=st.integers(0, 8))
 def test_whole_experts_are_never_faster_than_equal_parts_nor_slower_than_one_gpu(
     count: int, batch: int, hot: int

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cases import examples
 from estimator.test_estimator_trace import made_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,7 +109,7 @@ def test_tokens_that_chose_no_expert_do_not_count():
     assert row(found, "a").rates["context_aware"] == 1.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 10**6), count=st.integers(0, 6), alpha=st.sampled_from([0.0, 0.5, 1.0]))
 def test_bounds_on_any_trace(seed: int, count: int, alpha: float):
     trace = made_trace(lengths=(9, 8, 7, 12, 5, 6), prefill=(4, 3, 2, 6, 1, 5), seed=seed)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed_models import GEOMETRY, GRID, E, L, hardwares, placed, run
@@ -25,7 +26,7 @@ def without_sensitivity() -> Iterator[None]:
 
 
 @given(hardware=hardwares(), low=st.sampled_from([1, 2, 3]), seed=st.integers(0, 100))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_narrower_misses_never_make_hobbit_slower(hardware: Hardware, low: int, seed: int) -> None:
     seconds = []
     for bits in (4, low):
@@ -38,7 +39,7 @@ def test_narrower_misses_never_make_hobbit_slower(hardware: Hardware, low: int, 
 
 @pytest.mark.full
 @given(hardware=hardwares(), bits=st.integers(1, 4), seed=st.integers(0, 500), traced=st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_a_larger_k_never_raises_the_ndp_term(hardware: Hardware, bits: int, seed: int, traced: bool) -> None:
     """The term of what is not on the GPU: the NDP's, or the fetches from a memory that only holds."""
     term = "ndp_experts" if hardware.ndp.computes else "fetch"
@@ -56,7 +57,7 @@ def test_a_larger_k_never_raises_the_ndp_term(hardware: Hardware, bits: int, see
 
 
 @given(hardware=hardwares(), seed=st.integers(0, 500), first=st.integers(0, E - 1), second=st.integers(0, E - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_overlap_equals_the_longer_side(hardware: Hardware, seed: int, first: int, second: int) -> None:
     """Two experts that are always chosen: a step is the dense part and the longer of GPU and NDP with activations."""
     if first == second or not hardware.ndp.computes:

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -227,7 +228,7 @@ def test_every_variant_is_estimated_and_compared(preset: Hardware, batch: int) -
 
 @pytest.mark.full
 @given(seed=st.integers(0, 50), batch=st.sampled_from([1, 2, 8]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_the_cost_optimal_monde_is_the_fastest_monde(seed: int, batch: int) -> None:
     placement, popularity = random_placement(seed)
     result = estimate(

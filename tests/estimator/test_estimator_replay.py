@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -194,7 +195,7 @@ def naive_hits(experts: np.ndarray, used: np.ndarray, places: int) -> np.ndarray
 
 
 @given(seed=st.integers(0, 1000), places=st.integers(0, 8), block=st.sampled_from([1, 7, 64]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_cache_evicts_the_least_recently_used(seed: int, places: int, block: int) -> None:
     generator = np.random.default_rng(seed)
     experts = np.argsort(generator.random((2, 40, 7)), axis=2)[..., :3]
@@ -314,7 +315,7 @@ def test_dynaexq_needs_room_for_low_precision(preset: Hardware) -> None:
 
 
 @given(seed=st.integers(0, 200), batch=st.integers(1, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_active_experts_are_counted_most_loaded_first(seed: int, batch: int) -> None:
     generator = np.random.default_rng(seed)
     chosen = generator.integers(-1, E, (2, 9, batch * K)).astype(np.int16)

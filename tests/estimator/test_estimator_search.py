@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,7 +82,7 @@ def test_money_is_that_of_the_time() -> None:
         assert point.dollars == pytest.approx(1e6 * 3.6 / 3600 / point.all_tokens_per_second)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), min_size=1, max_size=25))
 def test_the_front_is_what_no_other_beats(rows: list[tuple[int, int, int]]) -> None:
     kept = front([tuple(map(float, row)) for row in rows])

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def naive_sets(popularity: np.ndarray, top_k: int) -> dict[tuple[int, ...], floa
 
 
 @given(weights=WEIGHTS, data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_enumeration_equals_all_orders(weights: list[float], data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, len(weights)))
     popularity = normalize_popularity(weights, num_experts=len(weights), top_k=top_k)
@@ -49,7 +50,7 @@ def test_enumeration_equals_all_orders(weights: list[float], data: st.DataObject
 
 
 @given(weights=WEIGHTS, batch=st.integers(1, 9), seed=st.integers(0, 1000), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_outcomes_are_a_distribution_of_all_tokens(
     weights: list[float], batch: int, seed: int, data: st.DataObject
 ) -> None:
@@ -65,7 +66,7 @@ def test_outcomes_are_a_distribution_of_all_tokens(
 
 
 @given(weights=WEIGHTS, data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_more_popular_experts_are_drawn_more_often(weights: list[float], data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, len(weights)))
     popularity = normalize_popularity(weights, num_experts=len(weights), top_k=top_k)

@@ -10,6 +10,7 @@ from typing import Any
 import family_models
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_sources import IDS, MadeSource, quantization_of, reference_logits, rounded, save_model
@@ -105,7 +106,7 @@ def test_gptq_layout_holds_the_values(name: str, symmetric: bool, mixtral: Path,
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_widened_has_the_same_values(data: st.DataObject) -> None:
     bits = data.draw(st.integers(1, 8))
     symmetric = data.draw(st.booleans())

@@ -7,6 +7,7 @@ from pathlib import Path
 import peers
 import pytest
 import torch
+from cases import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -73,7 +74,7 @@ def test_words_are_those_of_the_peers(
 
 
 @given(st.sampled_from(SUPPORTED_BITS), shapes(1, True), st.integers(0, 2**31))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_words_and_streams_are_inverse(bits: int, shape: tuple[int, ...], seed: int) -> None:
     codes = torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     stream, length = pack(codes, bits), shape[-1]

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,14 +27,14 @@ from moeq.integers.arithmetic.integer_norm import gain_and_bias, norm_codes, nor
 
 
 @given(st.integers(-(2**51), 2**51), st.integers(0, 62))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_shift_rounds_half_up(value: int, shift: int) -> None:
     found = int(shift_half_up(torch.tensor(value), shift))
     assert found == math.floor(Fraction(value, 2**shift) + Fraction(1, 2))
 
 
 @given(st.floats(2.0**-40, 2.0**15), st.integers(-(2**31), 2**31 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_dyadic_factor_is_near_and_its_product_is_rounded_once(factor: float, value: int) -> None:
     found = dyadic(factor)
     multiplier, shift = int(found.multiplier), int(found.shift)
@@ -53,7 +54,7 @@ def test_factors_that_no_multiplier_can_stand_for_are_refused() -> None:
 
 
 @given(st.integers(0, 2**52))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_roots_are_exact(value: int) -> None:
     assert int(isqrt(torch.tensor(value))) == math.isqrt(value)
 
@@ -65,7 +66,7 @@ def test_roots_are_exact_around_squares() -> None:
 
 
 @given(st.integers(0, 8000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_powers_come_from_one_table(steps: int) -> None:
     found = int(power(torch.tensor(steps), power_table()))
     entry = round(2**15 * 2 ** -((steps % 256) / 256))
@@ -99,7 +100,7 @@ ROWS = st.lists(st.integers(-(2**19), 2**19 - 1), min_size=2, max_size=80)
 
 
 @given(ROWS, st.integers(0, 10**6), st.integers(1, 10**9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_integer_layer_norm_is_the_documented_one_and_near_the_real_one(
     row: list[int], seed: int, epsilon: int
 ) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -48,7 +49,7 @@ def by_shifts(shift: Tensor, odd: Tensor, values: Tensor, left: int) -> Tensor:
 
 
 @given(SHAPES, KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_shifts_equal_the_real_product_with_the_ceiling(shape: tuple[int, int, int, int], kind: Logarithm) -> None:
     codes, values = made(shape, 4)
     held = widths(4, kind, shape[1], 8, where="attention")
@@ -58,7 +59,7 @@ def test_shifts_equal_the_real_product_with_the_ceiling(shape: tuple[int, int, i
 
 
 @given(SHAPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_floor_of_equation_21_is_wrong_wherever_a_code_is_odd(shape: tuple[int, int, int, int]) -> None:
     codes, values = made(shape, 4)
     values = values.abs() + 1
@@ -69,7 +70,7 @@ def test_the_floor_of_equation_21_is_wrong_wherever_a_code_is_odd(shape: tuple[i
 
 
 @given(SHAPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_sums_are_those_of_literal_shifts(shape: tuple[int, int, int, int]) -> None:
     codes, values = made(shape, 4)
     even, odd = [[[0] * shape[2] for _ in range(shape[0])] for _ in range(2)]
@@ -83,7 +84,7 @@ def test_sums_are_those_of_literal_shifts(shape: tuple[int, int, int, int]) -> N
 
 
 @given(SHAPES, KINDS, st.sampled_from([3, 4, 5, 8]), st.floats(0.01, 4.0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_whole_product_is_within_a_code_of_the_real_one(
     shape: tuple[int, int, int, int], kind: Logarithm, bits: int, ratio: float
 ) -> None:
@@ -102,7 +103,7 @@ def test_the_whole_product_is_within_a_code_of_the_real_one(
 
 
 @given(SHAPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_masked_pairs_count_nothing_at_all(shape: tuple[int, int, int, int]) -> None:
     codes, values = made(shape, 4)
     kept = torch.rand(codes.shape, generator=torch.Generator().manual_seed(shape[3])) < 0.5
@@ -115,7 +116,7 @@ def test_masked_pairs_count_nothing_at_all(shape: tuple[int, int, int, int]) -> 
 
 
 @given(st.floats(1e-5, 1e-2), st.integers(0, 2**21), KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_codes_need_no_exponential(scale: float, difference: int, kind: Logarithm) -> None:
     factor = dyadic(STEPS[kind] * scale / math.log(2))
     found = int(numerator_codes(torch.tensor([difference]), factor, 4))

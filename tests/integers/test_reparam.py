@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -42,7 +43,7 @@ def off_ties(values: Tensor, quantizer: ChannelQuantizer) -> Tensor:
 
 @pytest.mark.parametrize("kind", QUANTIZERS)
 @given(seed=st.integers(0, 2**31), channels=st.integers(1, 33), bits=st.sampled_from([4, 6, 8]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_codes_after_the_fold_are_the_channels_codes(kind: str, seed: int, channels: int, bits: int) -> None:
     values = spread(seed, channels)
     quantizer = QUANTIZERS[kind](*channel_range(values[:32]), bits)  # the other half is clipped
@@ -76,7 +77,7 @@ def test_quantized_products_are_as_good_as_per_channel(kind: str, error: float) 
 
 
 @given(seed=st.integers(0, 2**31), channels=st.integers(1, 20), kind=st.sampled_from(sorted(QUANTIZERS)))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_norm_and_linear_compute_the_same(seed: int, channels: int, kind: str) -> None:
     made = torch.Generator().manual_seed(seed)
     normal = torch.randn(50, channels, generator=made, dtype=torch.float64)

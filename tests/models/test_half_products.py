@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import save_tiny
@@ -36,7 +37,7 @@ def check(found: Tensor, wanted: Tensor, size: Tensor, dtype: torch.dtype) -> No
     assert ((found.double() - wanted).abs() <= STEP[dtype] * wanted.abs() * steps + 1e-5 * size + 1e-7).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.integers(0, 40), inner=st.integers(0, 50), columns=st.integers(0, 40), dtype=st.sampled_from(HALVES),
     turned=st.tuples(st.booleans(), st.booleans()), block=st.sampled_from([64, 1 << 10, 1 << 24]),

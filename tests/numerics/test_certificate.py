@@ -10,6 +10,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -160,7 +161,7 @@ def test_a_loss_that_nobody_takes_swallows_no_difference(far: float, seed: int, 
 
 @given(st.integers(0, 2**31), st.booleans(), st.floats(0, 2), st.floats(0, 2))
 @example(362880, False, 2.0, 1.125)  # no room and nothing that costs, at a price far above the gap
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_whatever_is_claimed_only_what_holds_is_confirmed(seed: int, timed: bool, first: float, second: float) -> None:
     """Prices, choices and bounds that no search made: near those of the optimum, or far from it."""
     rng = np.random.default_rng(seed)

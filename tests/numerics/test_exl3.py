@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cases import examples
 from exl3_reader import read, read_value, read_word
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,7 +168,7 @@ def test_signs_that_are_others_are_no_form_of_moeqs() -> None:
     row=st.integers(0, 1), rows=st.integers(1, 2), some=st.integers(0, 1), inputs=st.integers(1, 2),
     bits=st.sampled_from(TRELLIS_BITS),
 )  # fmt: skip
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 def test_parts_of_a_weight_are_blocks_of_it(row: int, rows: int, some: int, inputs: int, bits: int) -> None:
     one = any_codes(256, 256, bits, Encoding.exl3())
     rows, inputs = min(rows, 2 - row), min(inputs, 2 - some)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import peers
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_sources import rounded
@@ -43,7 +44,7 @@ def read_by_gguf(name: str, blocks: Tensor) -> Tensor:
 
 
 @given(st.sampled_from(sorted(HOLDS)), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_values_come_back_exactly(grid: tuple[int, bool], data: st.DataObject) -> None:
     bits, symmetric = grid
     name = HOLDS[grid]

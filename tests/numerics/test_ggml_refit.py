@@ -7,6 +7,7 @@ from dataclasses import replace
 import peers
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_sources import rounded
@@ -78,7 +79,7 @@ def test_groups_of_zeros_stay_zeros() -> None:
 
 
 @given(st.lists(st.integers(1, 15), min_size=4, max_size=4), st.floats(0.001, 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_multiples_that_there_are_get_found(whole: list[int], step: float) -> None:
     d = torch.tensor(step).half().float()
     wanted = (d * torch.tensor(whole, dtype=torch.float32)).view(1, 1, 4)

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ def brute_force(losses: np.ndarray, costs: np.ndarray, limit: int) -> float:
 
 
 @given(st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 4), st.booleans(), st.floats(0, 1.2))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_equals_brute_force(seed: int, items: int, width: int, ties: bool, share: float) -> None:
     rng = np.random.default_rng(seed)
     costs = rng.integers(0, 30, (items, width)) * int(rng.integers(1, 5))

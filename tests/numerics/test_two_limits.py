@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def table(seed: int, items: int, width: int, kind: str) -> tuple[np.ndarray, np.
     st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 4), st.sampled_from(["random", "ties", "experts"]),
     st.floats(0, 1.2), st.floats(0, 1.1),
 )  # fmt: skip
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_equals_brute_force(seed: int, items: int, width: int, kind: str, share: float, time_share: float) -> None:
     losses, costs, times = table(seed, items, width, kind)
     least = knapsack.least_cost(costs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -104,7 +105,7 @@ def check(result: LayerResult, weights: dict[str, Tensor]) -> None:
         assert set(row["fallback"].split("+")) <= FALLBACKS
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     weight_kind=st.sampled_from(
         ["plain", "zero expert", "zero row", "zero column", "same rows", "constant", "one outlier", "tiny"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_words import check_words
@@ -25,7 +26,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(300), deadline=None, derandomize=True, database=None)
 @given(key=st.sampled_from(KEYS), value=VALUES)
 def test_any_key_by_any_value(key: str, value: Any) -> None:
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True).removesuffix("...\n").strip()

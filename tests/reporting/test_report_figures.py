@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
@@ -222,7 +223,7 @@ def test_figures_as_text(text: str, expected: str) -> None:
     assert text.replace(formats.NARROW_SPACE, " ") == expected
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.text())
 def test_escaped_text_is_xml(text: str) -> None:
     root = ElementTree.fromstring(f'<a b="{escape(text)}">{escape(text)}</a>')

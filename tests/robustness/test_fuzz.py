@@ -14,6 +14,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from cases import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from robustness.fuzzing import FILES, SPARE_BYTES, TARGETS, Fuzzed, readers
@@ -89,7 +90,7 @@ def test_mutated_inputs_are_refused_or_read(fuzzed: Fuzzed, target: str) -> None
     assert "refused" in outcomes or not TARGETS[target].refuses
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.binary(max_size=200))
 def test_random_bytes_are_no_header(fuzzed: Fuzzed, data: bytes) -> None:
     for header in (data, len(data).to_bytes(8, "little") + data):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cases import examples
 from fork_server import ForkServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -287,14 +288,14 @@ class NoAliases(yaml.SafeDumper):
         return True
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(value=PLAIN, flow=st.sampled_from([None, True, False]))
 def test_what_is_written_is_read(value: Any, flow: bool | None) -> None:
     text = yaml.dump(value, Dumper=NoAliases, default_flow_style=flow, allow_unicode=True)
     assert parse_yaml(text).value == value
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(text=st.text("ab01:-.,#'\"{}[]&*!|>%? \n\t~<_", max_size=40))
 def test_any_text_is_read_as_pyyaml_does_or_refused(text: str) -> None:
     """But for numbers to base 60, which are text here."""

@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_streams import LateStreams
@@ -23,7 +24,7 @@ from moeq.runtime.dynamic.seen import MOST_CALLS, Seen
 E = 8
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 40), min_size=1, max_size=30),
     ema=st.sampled_from([0.5, 0.9, 0.99]),
@@ -81,7 +82,7 @@ def test_warm_up_fixes_tau_by_what_the_routers_really_give() -> None:
         np.testing.assert_allclose(controller.tau, [[0.5 * np.sort(0.5 * known + gained[0])[-2]]])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     limit=st.integers(0, 400),
     wanted=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60),
@@ -147,7 +148,7 @@ def test_slots_from_which_copies_are_on_their_way_are_left_alone() -> None:
     assert events[1].done(), "memory that is read is not given back"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     memory=st.integers(0, 40_000),
     layers=st.lists(st.integers(1, 9), min_size=1, max_size=4),

@@ -93,6 +93,7 @@ def test_every_effect_is_the_divergence_of_the_whole_model(finished: Context) ->
     assert max(map(max, found.divergence)) > 0
 
 
+@pytest.mark.full
 def test_workers_measure_what_one_process_does(
     finished: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

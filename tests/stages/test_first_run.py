@@ -102,7 +102,7 @@ def test_the_bundled_model_in_one_line_and_what_it_says_to_do_next(empty: Path) 
     assert run("recipe", "moeq-out/tiny-mixtral/recipe.yaml")["corpus"] == recipe["corpus"]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_model_of_any_family(family: str, empty: Path) -> None:
     family_models.save(family, empty / family)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from packed_layers import layer_of, matrix_of
@@ -33,7 +34,7 @@ def same(one: Matrix, other: Matrix) -> bool:
 
 
 @pytest.mark.full
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=some.integers(1, 40),
     inputs=some.integers(1, 140),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import given as given_some
 from hypothesis import strategies as some
@@ -359,7 +360,7 @@ def test_a_cpu_that_lacks_vectors_takes_a_form_it_has(
 
 
 @pytest.mark.full
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given_some(
     rows=some.integers(1, 70),
     inputs=some.integers(1, 200),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from packed_layers import layer_of, matrix_of, routed, values
@@ -79,7 +80,7 @@ def test_products_are_within_the_bound(form: str, bits: int, group_size: int, ne
 
 
 @pytest.mark.full
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=some.integers(1, 40),
     inputs=some.integers(1, 140),

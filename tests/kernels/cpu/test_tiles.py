@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from packed_layers import layer_of, matrix_of, reference, routed, values
@@ -43,7 +44,7 @@ def test_every_kind_of_codes(bits: int, nested: bool) -> None:
 
 
 @needs_tiles
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     rows=some.integers(1, 100),
     units=some.integers(1, 9),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from packed_layers import reference, routed, silu_gate, trellis_of, values
@@ -107,7 +108,7 @@ def test_a_table_of_several_steps_has_the_values_of_each(state_bits: int, steps:
             assert torch.equal(torch.from_numpy(found)[place], wanted)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     rows=some.integers(1, 70),
     inputs=some.integers(1, 140),
@@ -122,7 +123,7 @@ def test_any_shape_and_number_of_rows(rows: int, inputs: int, count: int, seed: 
         assert empty.shape == (0, rows)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     rows=some.integers(1, 40),
     inputs=some.integers(1, 140),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from packed_layers import layer_of, matrix_of, routed, values
@@ -50,7 +51,7 @@ def check(matrix: PackedWeight, rows: Tensor, form: str) -> None:
     assert ((found.double() - wanted).abs() <= allowed).all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     rows=some.integers(1, 80),
     inputs=some.integers(1, 140),
