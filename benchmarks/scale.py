@@ -279,8 +279,7 @@ def simulated_here(layers: list[Any], whole: float, workers: int) -> float:
 def of_cluster(geometry: Any, gpus: int, **changed: float) -> Any:
     """The simulated quantization of a published model at one width by so many GPUs; changed: rates of CLUSTER."""
     from moeq.engine.simulation import Cluster, LayerWork, simulate
-    from moeq.engine.task import falling_groups
-    from moeq.stages.losses_tasks import PARTS_A_WORKER
+    from moeq.stages.losses_tasks import expert_groups
 
     rates = CLUSTER | changed
     expert = 3 * geometry.hidden_size * geometry.intermediate_size
@@ -289,7 +288,7 @@ def of_cluster(geometry: Any, gpus: int, **changed: float) -> Any:
     active = geometry.top_k * expert + rest
     forward = 2 * active * rates["tokens"] / rates["flops"]
     forward += (geometry.num_experts * expert * FP8 + rest * FP8) / rates["read_bytes"]
-    parts = falling_groups(geometry.num_experts, 1 if gpus == 1 else PARTS_A_WORKER * gpus)
+    parts = expert_groups(geometry.num_experts, gpus)
     layer = LayerWork(
         forward_seconds=forward,
         tasks=[len(part) * scale * rates["expert_seconds"] for part in parts],

@@ -215,3 +215,19 @@ def modules_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
         del sys.modules[name]
     return folder
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, Any]]]:
+    """Names and arguments of what workers that opened a run were asked for, one time after the other."""
+    from moeq.stages.workers import Crew
+
+    asked: list[list[tuple[str, Any]]] = []
+    real = Crew.did
+
+    def counted(crew: Crew, function: Any, given: Any, *more: Any) -> Any:
+        asked.append([*given])
+        return real(crew, function, given, *more)
+
+    monkeypatch.setattr(Crew, "did", counted)
+    return asked

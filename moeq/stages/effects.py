@@ -103,13 +103,17 @@ def _measured_apart(
             for place, (own, known) in enumerate(zip(some[first:], carries, strict=True))
         ]
 
+    sizes = iter(some)
+
+    def measured() -> None:
+        for _ in range(len(next(sizes)) * layers):
+            advance()
+
     with opening(context, len(some)) as crew:
-        parts = crew.did(_measure_in_worker, asked(0, [None, *[True] * (len(some) - 1)]))
+        parts = crew.did(_measure_in_worker, asked(0, [None, *[True] * (len(some) - 1)]), measured)
         if not parts[0].carries:
             context.reporter.say(WHOLE)
             parts[1:] = crew.did(_measure_in_worker, asked(1, [False] * (len(some) - 1)))
-    for _ in range(len(batches) * layers):
-        advance()
     return _Part(found=[row for part in parts for row in part.found], carries=parts[0].carries)
 
 

@@ -68,11 +68,15 @@ def split(
     """Groups of experts, as many as keep the workers busy, one for a single worker, and as small as working memory
     wants; where experts are fewer than workers, by width too, unless the codes of one width are those of another."""
     first = next(expert_batches(layer, section, device))
-    parts = 1 if count == 1 else PARTS_A_WORKER * count
-    experts = falling_groups(layer.num_experts, parts, most=first.stop - first.start)
+    experts = expert_groups(layer.num_experts, count, most=first.stop - first.start)
     apart = len(experts) < count and len(section.bits) > 1 and not section.nested
     widths = [section.model_copy(update={"bits": [bits]}) for bits in section.bits] if apart else [section]
     return list(product(experts, widths))
+
+
+def expert_groups(experts: int, count: int, most: int | None = None) -> list[range]:
+    """What so many workers are given of a layer's experts, one after the other; most: experts of a group."""
+    return falling_groups(experts, 1 if count == 1 else PARTS_A_WORKER * count, most)
 
 
 @contextmanager

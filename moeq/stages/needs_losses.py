@@ -234,8 +234,8 @@ def _layer_effects(sizes: Sizes, section: LayerEffectsSection) -> Needs:
         output = _output(sizes, rates, tokens)
         run = batches * ((passes(layers) - 1) * blocks + (1 + layers) * output)
         read = sizes.reading(rates, sizes.disk) if sizes.streams else 0.0
-        run += groups * (replacing + 2 * read)
-        return run / (1 if opened is None else opened.at_once) + blocks + output + read
+        at_once = 1 if opened is None else opened.at_once
+        return run / at_once + max(1, groups / at_once) * (replacing + 2 * read) + blocks + output + read
 
     moments = _by_workers(sizes, moment, opened)
     return Needs(moments=moments, files={effects.NAME: 110 + 22 * layers}, seconds=seconds)

@@ -15,7 +15,6 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import effects
 from moeq.stages.context import Context
-from moeq.stages.workers import Crew
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.methods=[gptq]",
@@ -110,16 +109,8 @@ def test_families_whose_layers_read_more_run_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("switch_transformers", marks=pytest.mark.full)])
-def test_workers_measure_what_one_process_does(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_measure_what_one_process_does(family: str, tmp_path: Path, parts: list[list[tuple[str, Any]]]) -> None:
     """Of five batches two workers have two and three; switch's layers need more than the one before."""
-    parts: list[list[str]] = []
-    real = Crew.did
-
-    def counted(crew: Crew, function: Any, given: Any, *more: Any) -> Any:
-        parts.append([name for name, _ in given])
-        return real(crew, function, given, *more)
-
-    monkeypatch.setattr(Crew, "did", counted)
     model = save(family, tmp_path / "model")
     small = ("corpus.sequences=20", "losses.working_memory=60kB", "threads=1")
     alone = context_of(model, tmp_path / "alone", "{sequences: 5}", *small)
@@ -129,7 +120,8 @@ def test_workers_measure_what_one_process_does(family: str, tmp_path: Path, monk
     apart = context_of(model, tmp_path / "apart", "{sequences: 5}", *small, "workers=2")
     assert run(apart) == expected
     whole = family == "switch_transformers"
-    assert [names for names in parts if names[0].startswith("layer effects")] == [
+    names = [[name for name, _ in some] for some in parts]
+    assert [some for some in names if some[0].startswith("layer effects")] == [
         ["layer effects, part 1", "layer effects, part 2"],
         *[["layer effects, part 2"]] * whole,
     ]

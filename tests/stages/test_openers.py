@@ -54,29 +54,15 @@ def run(made: Context) -> dict[str, bytes]:
     return found
 
 
-@pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Names of the parts that workers did, by the stage."""
-    done: list[list[str]] = []
-    real = workers.Crew.did
-
-    def counted(crew: workers.Crew, function: Any, given: Any, *more: Any) -> Any:
-        done.append([name for name, _ in given])
-        return real(crew, function, given, *more)
-
-    monkeypatch.setattr(workers.Crew, "did", counted)
-    return done
-
-
 def test_text_is_counted_and_variants_are_measured_with_the_bytes_of_one_process(
-    tiny_mixtral: Path, tmp_path: Path, parts: list[list[str]]
+    tiny_mixtral: Path, tmp_path: Path, parts: list[list[tuple[str, Any]]]
 ) -> None:
     """Of 14 sequences in batches of 4 two workers have 8 and 6."""
     alone = run(context(str(tiny_mixtral), tmp_path / "alone"))
     assert parts == []
     assert {"profile, trace.safetensors", "eval, eval.json", "eval, samples.json"} <= set(alone)
     assert run(context(str(tiny_mixtral), tmp_path / "two", "workers=2")) == alone
-    assert parts == [
+    assert [[name for name, _ in some] for some in parts] == [
         ["profile, sequences 0 to 7", "profile, sequences 8 to 13"],
         ["eval of run", "eval of three", "eval of plain"],
     ]
@@ -94,7 +80,7 @@ def test_a_streamed_model_text_that_grows_and_tasks(tiny_qwen: Path, tmp_path: P
 
 
 @pytest.mark.full
-def test_images(tmp_path: Path, parts: list[list[str]]) -> None:
+def test_images(tmp_path: Path, parts: list[list[tuple[str, Any]]]) -> None:
     alone = run(context("bundled:tiny-moe-vit", tmp_path / "alone", recipe=IMAGES))
     assert run(context("bundled:tiny-moe-vit", tmp_path / "two", "workers=2", recipe=IMAGES)) == alone
     assert len(parts) == 2
