@@ -155,7 +155,8 @@ class Stack:
             TAIL=inputs % TILE != 0, NESTED=self.stored.nested(slots), COMPUTED=self.stored.computed,
             AHEAD=settings.ahead, FRAGMENTS=rows % FRAGMENT == 0,
             DTYPE=names[computed], ASM=not interpreted(), PERSISTENT=settings.persistent > 0,
-            BLOCK_N=settings.block_n, BLOCK_M=settings.block_m, num_warps=settings.warps, num_stages=settings.stages,
+            TILES=settings.tiles, BLOCK_N=settings.block_n, BLOCK_M=settings.block_m, num_warps=settings.warps,
+            num_stages=settings.stages,
         )  # fmt: skip
         return out
 
@@ -198,7 +199,7 @@ def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         keys, order = torch.sort(index.clamp(max=experts), stable=True)
         bounds = torch.arange(experts + 1, device=index.device, dtype=keys.dtype)
         return order.to(torch.int32), torch.searchsorted(keys, bounds, out_int32=True)
-    from moeq_kernels.gpu.programs import sort_rows
+    from moeq_kernels.gpu.sums import sort_rows
 
     order = torch.empty(pairs, dtype=torch.int32, device=index.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=index.device)
@@ -262,7 +263,7 @@ class TritonLayer:
         """Rows [splits, P, H] weighted and summed by token: out [T, H]."""
         import triton
 
-        from moeq_kernels.gpu.programs import weighted_sum
+        from moeq_kernels.gpu.sums import weighted_sum
 
         block, (tokens, each) = 256, index.shape
         grid = (tokens, triton.cdiv(out.shape[1], block))

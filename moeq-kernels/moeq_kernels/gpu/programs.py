@@ -1,4 +1,5 @@
-"""The launches of a layer: sorting rows by expert, products of one or two matrices an expert, the weighted sum.
+"""The launches of a layer: products of one or two matrices an expert, and matrices unpacked (`sums`: what comes before
+and after).
 
 Nothing here goes through the host: the number of programs follows from shapes alone, and each finds its expert, its
 rows and its matrix's width in tables on the device. So a layer can be captured in a CUDA graph, whatever the routing.
@@ -17,35 +18,6 @@ from moeq_kernels.gpu.grid import scale_of
 from moeq_kernels.gpu.strips import FIRST_KIND
 from moeq_kernels.gpu.swizzle import TILE
 from moeq_kernels.gpu.walks import KINDS, LAST_KIND, bits_of, walked, walked_product
-
-
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
-def sort_rows(index, order, starts, rows, experts, BLOCK: tl.constexpr, EVERY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows by expert, those of one expert in their order: order int32 [P]; starts int32 [E + 1].
-
-    A row's place is the number of rows before it, counted by comparing with all of them. Programs: P / BLOCK for the
-    rows, then (E + 1) / BLOCK for the experts' starts.
-    """
-    program = tl.program_id(0)
-    blocks = (rows + BLOCK - 1) // BLOCK
-    mine = tl.arange(0, BLOCK) + BLOCK * tl.where(program < blocks, program, program - blocks)
-    if program < blocks:
-        key = tl.minimum(tl.load(index + mine, mask=mine < rows, other=0).to(tl.int32), experts)
-    else:
-        key = mine
-    place = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, rows, EVERY):
-        other = first + tl.arange(0, EVERY)
-        keys = tl.minimum(tl.load(index + other, mask=other < rows, other=0).to(tl.int32), experts)
-        less = (keys[None, :] < key[:, None]) & (other < rows)[None, :]
-        if program < blocks:
-            same = (keys[None, :] == key[:, None]) & (other[None, :] < mine[:, None])
-            less = less | same
-        place += tl.sum(less.to(tl.int32), 1)
-    if program < blocks:
-        tl.store(order + place, mine, mask=mine < rows)
-    else:
-        tl.store(starts + mine, place, mask=mine <= experts)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -69,11 +41,22 @@ def groups_of(group, inputs, STEP: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def one_of(begin, more, end, exists, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One of the tiles of a step from `begin` on, and its inputs: of one past the end, none of those of the last."""
+    number = begin + more
+    if TILES == 1:
+        return number, exists
+    else:
+        return tl.minimum(number, end - 1), exists & (number < end)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def product(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last,
     WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr,
     AHEAD: tl.constexpr,
-    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """A matrix's rows from `start` on times tokens, float32 [N, M]; the bias is added by the part of K that begins it.
 
@@ -97,14 +80,18 @@ def product(  # type: ignore[no-untyped-def]
     for BITS in tl.static_range(1, 9):
         if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
             if width == BITS:
-                for number in range(first, tl.minimum(last, full)):
+                end = tl.minimum(last, full)
+                for begin in range(first, end, TILES if STEP else 1):
                     if STEP:
-                        total += tile(
-                            words, shorts, x, token, exists, start, rows, inputs, number, None, base, scales, zeros,
-                            zero_bits, groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N,
-                            BLOCK_M,
-                        )  # fmt: skip
+                        for more in tl.static_range(TILES):
+                            number, there = one_of(begin, more, end, exists, TILES)
+                            total += tile(
+                                words, shorts, x, token, there, start, rows, inputs, number, None, base, scales, zeros,
+                                zero_bits, groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM,
+                                BLOCK_N, BLOCK_M,
+                            )  # fmt: skip
                     else:
+                        number = begin
                         total += uneven(
                             words, shorts, halves, x, token, exists, n, rows, inputs, number, base, scales, zeros,
                             zero_bits, group, factor, zero_factor, zero_shift, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
@@ -143,7 +130,7 @@ def product(  # type: ignore[no-untyped-def]
 def both_at_once(  # type: ignore[no-untyped-def]
     words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
     ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr,
-    ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ASM: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """act(first) * second of two matrices of one width in one loop, float32 [N, M]: as `apart` where inputs are whole
     tiles, each of which is loaded once for both."""
@@ -162,18 +149,20 @@ def both_at_once(  # type: ignore[no-untyped-def]
     for BITS in tl.static_range(1, 9):
         if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
             if width == BITS:
-                for number in range(first, last):
-                    given = inputs_at(x, token, exists, 128 * number, STEP, DTYPE)
-                    total += tile(
-                        words, shorts, x, token, exists, start, rows, inputs, number, given, base, scales, zeros,
-                        zero_bits, groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N,
-                        BLOCK_M,
-                    )  # fmt: skip
-                    total2 += tile(
-                        words, shorts, x, token, exists, start, rows, inputs, number, given, base2, scales2, zeros2,
-                        zero_bits2, groups2, factor2, zero_factor2, zero_shift2, BITS, STEP, DTYPE, NESTED, ASM,
-                        BLOCK_N, BLOCK_M,
-                    )  # fmt: skip
+                for begin in range(first, last, TILES):
+                    for more in tl.static_range(TILES):
+                        number, there = one_of(begin, more, last, exists, TILES)
+                        given = inputs_at(x, token, there, 128 * number, STEP, DTYPE)
+                        total += tile(
+                            words, shorts, x, token, there, start, rows, inputs, number, given, base, scales, zeros,
+                            zero_bits, groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N,
+                            BLOCK_M,
+                        )  # fmt: skip
+                        total2 += tile(
+                            words, shorts, x, token, there, start, rows, inputs, number, given, base2, scales2, zeros2,
+                            zero_bits2, groups2, factor2, zero_factor2, zero_shift2, BITS, STEP, DTYPE, NESTED, ASM,
+                            BLOCK_N, BLOCK_M,
+                        )  # fmt: skip
     n = start + tl.arange(0, BLOCK_N)
     if (bias >= 0) & (first == 0):
         total += tl.load(singles + bias + n, mask=n < rows, other=0.0)[:, None]
@@ -187,18 +176,18 @@ def apart(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
     SECOND: tl.constexpr, ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
     NESTED: tl.constexpr, COMPUTED: tl.constexpr, AHEAD: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
-    ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ASM: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """act(first) of one matrix or, where there are two, times second, float32 [N, M]."""
     result = product(
         words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last, WIDTHS,
-        STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+        STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
     )  # fmt: skip
     result = activated(result, ACTIVATION)
     if SECOND >= 0:
         result *= product(
             words, shorts, halves, dense, singles, row2, grid2, x, token, exists, start, rows, inputs, first, last,
-            WIDTHS, STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+            WIDTHS, STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
         )  # fmt: skip
     return result
 
@@ -224,7 +213,8 @@ def one_item(  # type: ignore[no-untyped-def]
     splits, expert, pair, exists, block, split, FIRST: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr,
     WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr,
     AHEAD: tl.constexpr,
-    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One block of N of one expert for one block of rows, over one of the splits of K."""
     token = (pair // each).to(tl.int64) * x_step
@@ -241,26 +231,26 @@ def one_item(  # type: ignore[no-untyped-def]
     if ALWAYS:
         result = both_at_once(
             words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
-            ACTIVATION, WIDTHS, STEP, NESTED, DTYPE, ASM, BLOCK_N, BLOCK_M,
+            ACTIVATION, WIDTHS, STEP, NESTED, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
         )  # fmt: skip
     elif SOMETIMES:
         width = tl.load(row)
         if (width == tl.load(row2)) & (width < KINDS):
             result = both_at_once(
                 words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
-                ACTIVATION, WIDTHS, STEP, NESTED, DTYPE, ASM, BLOCK_N, BLOCK_M,
+                ACTIVATION, WIDTHS, STEP, NESTED, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
             )  # fmt: skip
         else:
             result = apart(
                 words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs,
                 first, last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM,
-                BLOCK_N, BLOCK_M,
+                TILES, BLOCK_N, BLOCK_M,
             )  # fmt: skip
     else:
         result = apart(
             words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first,
-            last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, BLOCK_N,
-            BLOCK_M,
+            last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, TILES,
+            BLOCK_N, BLOCK_M,
         )  # fmt: skip
     n = start + tl.arange(0, BLOCK_N)
     place = (split * pairs + pair).to(tl.int64) * rows
@@ -307,7 +297,7 @@ def grouped(  # type: ignore[no-untyped-def]
     slots, rows, inputs, x_step, each, splits, FIRST: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr,
     ROUTING: tl.constexpr, OWNERS: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
     NESTED: tl.constexpr, COMPUTED: tl.constexpr, AHEAD: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, TILES: tl.constexpr,
     PERSISTENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Products of rows with their experts' matrices, [splits, P, N]; of two, act(first) * second.
@@ -357,30 +347,8 @@ def grouped(  # type: ignore[no-untyped-def]
         one_item(
             words, shorts, halves, dense, singles, table, grids, x, out, pairs, slots, rows, inputs, x_step, each,
             splits, expert, pair, exists, block, split, FIRST, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED,
-            COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, BLOCK_N, BLOCK_M,
+            COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["pairs", "splits"])  # type: ignore[untyped-decorator]
-def weighted_sum(  # type: ignore[no-untyped-def]
-    rows, index, weights, out, pairs, experts, each, width, splits, BLOCK: tl.constexpr
-):
-    """Rows [splits, P, H] summed over splits and over each token's experts, times their weights [P]: out [T, H].
-
-    Rows without an expert are not read. The order of the sum is that of the experts: always the same.
-    """
-    token = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for number in range(each):
-        pair = token * each + number
-        there = (column < width) & (tl.load(index + pair) < experts)
-        one = tl.zeros((BLOCK,), tl.float32)
-        for split in range(splits):
-            at = (split * pairs + pair).to(tl.int64) * width
-            one += tl.load(rows + at + column, mask=there, other=0.0).to(tl.float32)
-        total += one * tl.load(weights + pair).to(tl.float32)
-    tl.store(out + token.to(tl.int64) * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -27,7 +27,8 @@ class Settings:
     """How a product is cut. block_n: rows of a matrix; block_m: rows of x; splits: of K.
 
     sort: rows are sorted by expert, else a program takes one row; persistent: programs for each multiprocessor, which
-    share all the work by bytes, 0 for a program an item.
+    share all the work by bytes, 0 for a program an item; tiles: of K, loaded and multiplied before the next are waited
+    for.
     """
 
     sort: bool
@@ -37,6 +38,7 @@ class Settings:
     stages: int = 3
     splits: int = 1
     persistent: int = 0
+    tiles: int = 1
 
     def __post_init__(self) -> None:
         if self.block_m < LEAST_ROWS or self.block_n % FRAGMENT:
@@ -48,9 +50,12 @@ class Settings:
         return self.stages > 3
 
     def smaller(self) -> Settings | None:
-        """Settings that need less shared memory, None where there are none: fewer stages, then fewer rows."""
+        """Settings that need less shared memory, None where there are none: fewer stages, then fewer tiles
+        a step, then fewer rows."""
         if self.stages > 2:
             return replace(self, stages=max(2, self.stages // 2))
+        if self.tiles > 1:
+            return replace(self, tiles=self.tiles // 2)
         if self.block_n > FRAGMENT:
             return replace(self, block_n=self.block_n // 2, warps=max(1, self.warps // 2))
         return None
@@ -115,10 +120,10 @@ def candidates(shape: Shape) -> list[Settings]:
     """Blocks that `--tune` tries first, each a program of its own to compile."""
     average = shape.pairs / max(1, min(shape.experts, shape.pairs))
     return [
-        replace(usual(shape), block_n=block_n, block_m=block_m, warps=warps, stages=stages)
+        replace(usual(shape), block_n=block_n, block_m=block_m, warps=warps, stages=stages, tiles=tiles)
         for block_n, warps in ((16, 1), (32, 1), (32, 2), (64, 1), (64, 2), (64, 4), (128, 4), (128, 8))
         for block_m in (8, 16, 32, 64, 128)
-        for stages in ((4, 6) if block_m <= 16 else (3,))
+        for stages, tiles in (((4, 1), (6, 1), (3, 2), (2, 4)) if block_m <= 16 else ((3, 1),))
         if average / 2 < block_m <= max(16, 2 * average) or block_m == usual(shape).block_m
     ]
 

@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from moeq_kernels.gpu import programs
+from moeq_kernels.gpu import programs, sums
 from moeq_kernels.gpu.strips import kind_of
 
 widths, dtype, how, step, shape = sys.argv[1].split("+"), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]
@@ -73,6 +73,7 @@ def compiled(function, kinds, **fixed):
 
 common = dict(
     WIDTHS=sum(1 << (kind_of(int(w[1:])) if w[0] in "tc" else int(w)) for w in widths), NESTED=shape == "nested",
+    TILES=2 if shape == "steps" else 1,
     AHEAD=True, COMPUTED=widths[0][0] == "c",  # c2: trellis codes of 2 bits, values computed; t2: from a table
     FRAGMENTS=True, ASM=True, BLOCK_N=BLOCK_N,
     DTYPE={"fp16": tl.float16, "bf16": tl.bfloat16}[dtype],
@@ -86,8 +87,8 @@ assert "wgmma" in made.asm["ptx"] or "mma.sync" in made.asm["ptx"], "tensor core
 if shape == "count":
     print(instructions(made) * 32 * WARPS / (BLOCK_N * 128))
 else:
-    compiled(programs.sort_rows, kinds, BLOCK=64, EVERY=64)
-    compiled(programs.weighted_sum, kinds | {"rows": "*fp32"}, BLOCK=256)
+    compiled(sums.sort_rows, kinds, BLOCK=64, EVERY=64)
+    compiled(sums.weighted_sum, kinds | {"rows": "*fp32"}, BLOCK=256)
     compiled(programs.unpack, kinds, SLOT=0, STEP=step, **common)
 """
 VERSIONS = """
@@ -140,6 +141,7 @@ LONG = [
     ("2+3+4", "fp16", "sorted", "128", "persistent", "90"), ("1+8", "bf16", "sorted", "0", "tail", "90"),
     ("t1+t2+t4", "fp16", "sorted", "128", "persistent", "90"), ("c1+c2+c3+c4", "bf16", "rows", "0", "tail", "80"),
     ("2+3+4", "bf16", "rows", "32", "nested", "90"), ("5+6+7", "fp16", "rows", "64", "tail", "80"),
+    ("2+4", "bf16", "rows", "128", "steps", "90"),
 ]  # fmt: skip
 MOST = {"1": 3.2, "2": 3.0, "3": 4.4, "4": 3.1, "t2": 7.0, "c2": 8.0}  # instructions of a thread for each code
 

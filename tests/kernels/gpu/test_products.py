@@ -262,11 +262,11 @@ class Recorded:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    from moeq_kernels.gpu import programs
+    from moeq_kernels.gpu import programs, sums
 
     found: list[tuple[int, ...]] = []
-    for name in ("sort_rows", "grouped", "weighted_sum"):
-        monkeypatch.setattr(programs, name, Recorded(getattr(programs, name), found))
+    for of, name in ((sums, "sort_rows"), (programs, "grouped"), (sums, "weighted_sum")):
+        monkeypatch.setattr(of, name, Recorded(getattr(of, name), found))
     return found
 
 
@@ -329,6 +329,25 @@ def test_persistent_programs_store_the_same(
     assert error(wanted, reference(layer, rows, index, weights)) < TOLERANCES[torch.float32]
     for programs in numbers:
         assert torch.equal(prepared(layer, replace(alone, persistent=programs))(rows, index, weights), wanted)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(("splits", "dtype"), [(2, torch.float32), (1, torch.float16)])
+def test_several_tiles_a_step_store_the_same(place: str, splits: int, dtype: torch.dtype) -> None:
+    """The same bits as tile by tile, where the last step has fewer tiles than it could and where a step is all."""
+    maker = Maker(13, place)
+    layer = layer_of([
+        {"gate_proj": maker.packed(64, 384, bits, 128), "up_proj": maker.packed(64, 384, other, 128),
+         DOWN: maker.packed(384, 64, bits, 128)}
+        for bits, other in ((2, 2), (3, 2))
+    ])  # fmt: skip
+    index = torch.tensor([[0, 1], [1, 0], [1, 0]], device=place)
+    rows, weights = maker.rows(3, 384, dtype=dtype), maker.rows(3, 2).abs()
+    alone = Settings(sort=False, block_n=32, block_m=8, splits=splits)
+    wanted = prepared(layer, alone)(rows, index, weights)
+    assert error(wanted, reference(layer, rows, index, weights)) < TOLERANCES[dtype]
+    for tiles in (2, 4):
+        assert torch.equal(prepared(layer, replace(alone, tiles=tiles))(rows, index, weights), wanted)
 
 
 def test_persistent_programs_share_work_by_bytes(place: str) -> None:
@@ -453,6 +472,7 @@ def test_settings_by_shape_and_from_a_tuned_table(tmp_path: object, monkeypatch:
     assert rows_to_unpack("NVIDIA H200") == 192
     assert settings.tuned("NVIDIA H200").settings == {shape.key: other, "another": again, "a third": other}
     assert {one.persistent for one in variants(shape, other)} == {0, 1, 2, 4}
+    assert {one.tiles for one in candidates(shape)} == {1, 2, 4}
     with pytest.raises(ValueError, match="blocks of 32 x 1 "):
         Settings(sort=True, block_n=32, block_m=1)
 
