@@ -171,13 +171,13 @@ class Stack:
         out = torch.empty((len(experts), rows, inputs), dtype=dtype, device=self.device)
         computed = dtype if not (interpreted() and dtype == torch.bfloat16) else torch.float32
         names = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-        grid = (triton.cdiv(rows, 64), triton.cdiv(inputs, TILE), len(experts))
+        block, tiles = 64, 4
+        grid = (triton.cdiv(rows, block), triton.cdiv(inputs, tiles * TILE), len(experts))
         unpack[grid](
             *self.pointers[:4], self.stored.table, self.stored.grids, experts, out, len(self.stored.shapes), rows,
             inputs, SLOT=slot, WIDTHS=self.stored.widths((slot,)), STEP=self.stored.step((slot,)),
-            NESTED=self.stored.nested((slot,)),
-            COMPUTED=self.stored.computed, FRAGMENTS=rows % FRAGMENT == 0, DTYPE=names[computed],
-            ASM=not interpreted(), BLOCK_N=64,
+            TAIL=inputs % TILE != 0, NESTED=self.stored.nested((slot,)), COMPUTED=self.stored.computed,
+            FRAGMENTS=rows % FRAGMENT == 0, DTYPE=names[computed], ASM=not interpreted(), BLOCK_N=block, TILES=tiles,
         )  # fmt: skip
         return out
 

@@ -354,10 +354,14 @@ def grouped(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def unpack(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, table, grids, which, out, slots, rows, inputs, SLOT: tl.constexpr,
-    WIDTHS: tl.constexpr, STEP: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr, FRAGMENTS: tl.constexpr,
-    DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One projection of some experts, which [e], as dense matrices: out [e, N, K]. Programs: blocks of N, tiles, e."""
+    """One projection of some experts, which [e], as dense matrices: out [e, N, K].
+
+    Programs: blocks of N, TILES tiles of K each, e. TAIL: K is no multiple of tiles; what goes through `weights_of` is
+    compiled only where there is such a tile, since it takes all registers.
+    """
     at = tl.load(which + tl.program_id(2)).to(tl.int64) * slots + SLOT
     row = table + at * 8
     width = tl.load(row)
@@ -368,16 +372,17 @@ def unpack(  # type: ignore[no-untyped-def]
     factor, zero_factor, zero_shift = tl.load(grid), tl.load(grid + 1), tl.load(grid + 2)
     start = tl.program_id(0) * BLOCK_N
     n = start + tl.arange(0, BLOCK_N)
-    number = tl.program_id(1)
+    first = tl.program_id(1) * TILES
+    last = tl.minimum(first + TILES, (inputs + 127) // 128)
     full = inputs // 128 if STEP > 0 else 0  # whole tiles, whose groups are whole steps
     place = out + (tl.program_id(2).to(tl.int64) * rows + n)[:, None] * inputs
     for BITS in tl.static_range(1, 9):
         if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
             if width == BITS:
-                if STEP > 0:  # noqa: SIM102
-                    if number < full:
+                if STEP > 0:
+                    groups = groups_of(group, inputs, STEP)
+                    for number in range(first, tl.minimum(last, full)):
                         loads = words_of(words, shorts, start, rows, inputs, number, base, BITS, BLOCK_N)
-                        groups = groups_of(group, inputs, STEP)
                         for part in tl.static_range(128 // STEP):
                             k = 128 * number + STEP * part + tl.arange(0, STEP)
                             weight = part_of(
@@ -385,28 +390,32 @@ def unpack(  # type: ignore[no-untyped-def]
                                 zero_factor, zero_shift, part, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N,
                             )  # fmt: skip
                             tl.store(place + k[None, :], weight.to(out.dtype.element_ty), mask=(n < rows)[:, None])
-                if number >= full:
-                    weight, k, inside = weights_of(
-                        words, shorts, halves, n, rows, inputs, number, base, scales, zeros, zero_bits, group, factor,
-                        zero_factor, zero_shift, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
-                    )  # fmt: skip
-                    there = (n < rows)[:, None] & inside[None, :]
-                    tl.store(place + k[None, :], weight.to(out.dtype.element_ty), mask=there)
+                if TAIL or STEP == 0:
+                    for number in range(tl.maximum(first, full), last):
+                        weight, k, inside = weights_of(
+                            words, shorts, halves, n, rows, inputs, number, base, scales, zeros, zero_bits, group,
+                            factor, zero_factor, zero_shift, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
+                        )  # fmt: skip
+                        there = (n < rows)[:, None] & inside[None, :]
+                        tl.store(place + k[None, :], weight.to(out.dtype.element_ty), mask=there)
     for KIND in tl.static_range(KINDS, LAST_KIND):
         if (WIDTHS >> KIND) & 1:  # noqa: SIM102
             if width == KIND:
-                weight = walked(
-                    words, shorts, start, rows, inputs, number, base, zeros,
-                    tl.load(row + 7).to(tl.int32), bits_of(KIND), COMPUTED, False, False, DTYPE, ASM, BLOCK_N,
-                )  # fmt: skip
                 scale = scale_of(halves, n, n < rows, 0, rows, scales, factor, False)
-                weight = (weight.to(tl.float32) * scale[:, None]).to(DTYPE)
-                k = 128 * number + tl.arange(0, 128)
-                there = (n < rows)[:, None] & (k < inputs)[None, :]
-                tl.store(place + k[None, :], weight.to(out.dtype.element_ty), mask=there)
+                state_bits = tl.load(row + 7).to(tl.int32)
+                for number in range(first, last):
+                    weight = walked(
+                        words, shorts, start, rows, inputs, number, base, zeros, state_bits, bits_of(KIND), COMPUTED,
+                        False, False, DTYPE, ASM, BLOCK_N,
+                    )  # fmt: skip
+                    weight = (weight.to(tl.float32) * scale[:, None]).to(DTYPE)
+                    k = 128 * number + tl.arange(0, 128)
+                    there = (n < rows)[:, None] & (k < inputs)[None, :]
+                    tl.store(place + k[None, :], weight.to(out.dtype.element_ty), mask=there)
     if WIDTHS >= 1 << 16:  # noqa: SIM102
         if width >= 16:
-            k = 128 * number + tl.arange(0, 128)
-            there = (n < rows)[:, None] & (k < inputs)[None, :]
-            value = tl.load(dense + base + n.to(tl.int64)[:, None] * inputs + k[None, :], mask=there, other=0.0)
-            tl.store(place + k[None, :], value.to(out.dtype.element_ty), mask=there)
+            for number in range(first, last):
+                k = 128 * number + tl.arange(0, 128)
+                there = (n < rows)[:, None] & (k < inputs)[None, :]
+                value = tl.load(dense + base + n.to(tl.int64)[:, None] * inputs + k[None, :], mask=there, other=0.0)
+                tl.store(place + k[None, :], value.to(out.dtype.element_ty), mask=there)

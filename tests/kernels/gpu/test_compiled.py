@@ -89,7 +89,7 @@ if shape == "count":
 else:
     compiled(sums.sort_rows, kinds, BLOCK=64, EVERY=64)
     compiled(sums.weighted_sum, kinds | {"rows": "*fp32"}, BLOCK=256)
-    compiled(programs.unpack, kinds, SLOT=0, STEP=step, **common)
+    compiled(programs.unpack, kinds, SLOT=0, STEP=step, TAIL=shape == "tail", **common)
 """
 VERSIONS = """
 import triton
