@@ -82,7 +82,7 @@ class Stack:
         rows, inputs = self.stored.shapes[slots[0]]
         shape = Shape(
             experts=self.experts, rows=rows, inputs=inputs, widths=self.stored.widths(slots), pairs=pairs,
-            two=len(slots) > 1,
+            two=len(slots) > 1, near=self.stored.values_near(2) > 0,
         )  # fmt: skip
         chosen = choose(shape, self.name)
         if self.stored.step(slots) < TILE:  # the parts of a tile are brought apart, each by code of its own
@@ -152,7 +152,7 @@ class Stack:
             len(self.stored.shapes), rows, inputs, x.stride(0), each, settings.splits,
             FIRST=slots[0], SECOND=slots[1] if len(slots) > 1 else -1, ACTIVATION=activation, ROUTING=how,
             OWNERS=triton.next_power_of_2(owners), WIDTHS=self.stored.widths(slots), STEP=self.stored.step(slots),
-            TAIL=inputs % TILE != 0, NESTED=self.stored.nested(slots), COMPUTED=self.stored.computed,
+            TAIL=inputs % TILE != 0, NESTED=self.stored.nested(slots), VALUES=self.stored.values_near(settings.warps),
             AHEAD=settings.ahead, FRAGMENTS=rows % FRAGMENT == 0,
             DTYPE=names[computed], ASM=not interpreted(), PERSISTENT=settings.persistent > 0,
             TILES=settings.tiles, BLOCK_N=settings.block_n, BLOCK_M=settings.block_m, num_warps=settings.warps,
@@ -176,7 +176,7 @@ class Stack:
         unpack[grid](
             *self.pointers[:4], self.stored.table, self.stored.grids, experts, out, len(self.stored.shapes), rows,
             inputs, SLOT=slot, WIDTHS=self.stored.widths((slot,)), STEP=self.stored.step((slot,)),
-            TAIL=inputs % TILE != 0, NESTED=self.stored.nested((slot,)), COMPUTED=self.stored.computed,
+            TAIL=inputs % TILE != 0, NESTED=self.stored.nested((slot,)), VALUES=self.stored.values_near(4),
             FRAGMENTS=rows % FRAGMENT == 0, DTYPE=names[computed], ASM=not interpreted(), BLOCK_N=block, TILES=tiles,
         )  # fmt: skip
         return out

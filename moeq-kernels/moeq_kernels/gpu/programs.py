@@ -17,7 +17,7 @@ from moeq_kernels.gpu.codes import activated, inputs_at, inputs_of, part_of, til
 from moeq_kernels.gpu.grid import scale_of
 from moeq_kernels.gpu.strips import FIRST_KIND
 from moeq_kernels.gpu.swizzle import TILE
-from moeq_kernels.gpu.walks import KINDS, LAST_KIND, bits_of, walked, walked_product
+from moeq_kernels.gpu.walks import KINDS, LAST_KIND, bits_of, values_for, walked, walked_product
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -53,7 +53,7 @@ def one_of(begin, more, end, exists, TILES: tl.constexpr):  # type: ignore[no-un
 @triton.jit  # type: ignore[untyped-decorator]
 def product(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last,
-    WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr,
+    WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, VALUES: tl.constexpr,
     AHEAD: tl.constexpr,
     FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -62,7 +62,7 @@ def product(  # type: ignore[no-untyped-def]
 
     row, grid: the matrix's row of the table; first, last: tiles of K. Of the branches by width only those that the
     layer has (WIDTHS) are compiled, and a program takes one. STEP: as in `tile`, 0 for tiles that go through `uneven`;
-    COMPUTED: as in `walks.number`.
+    VALUES: as in `walks.number`.
     """
     width = tl.load(row)
     base = tl.multiple_of(tl.load(row + 1), 4)  # parts begin at 16 bytes (`stored.ALIGNMENT`)
@@ -106,16 +106,17 @@ def product(  # type: ignore[no-untyped-def]
         if (WIDTHS >> KIND) & 1:  # noqa: SIM102
             if width == KIND:  # of trellis codes: in place of zero points the values, in place of their bits nothing
                 state_bits = tl.load(row + 7).to(tl.int32)
+                values = values_for(shorts, zeros, state_bits, VALUES, bits_of(KIND), DTYPE)
                 for number in range(first, tl.minimum(last, full)):
                     total += walked_product(
-                        words, shorts, x, token, exists, start, rows, inputs, number, base, zeros, state_bits,
-                        bits_of(KIND), COMPUTED, AHEAD, True, DTYPE, ASM, BLOCK_N,
+                        words, shorts, x, token, exists, start, rows, inputs, number, base, values, state_bits,
+                        bits_of(KIND), VALUES, AHEAD, True, DTYPE, ASM, BLOCK_N,
                     )  # fmt: skip
                 if TAIL:
                     for number in range(tl.maximum(first, full), last):
                         total += walked_product(
-                            words, shorts, x, token, exists, start, rows, inputs, number, base, zeros, state_bits,
-                            bits_of(KIND), COMPUTED, AHEAD, False, DTYPE, ASM, BLOCK_N,
+                            words, shorts, x, token, exists, start, rows, inputs, number, base, values, state_bits,
+                            bits_of(KIND), VALUES, AHEAD, False, DTYPE, ASM, BLOCK_N,
                         )  # fmt: skip
                 total *= scale_of(halves, n, n < rows, 0, rows, scales, factor, False)[:, None]
     if WIDTHS >= 1 << 16:  # noqa: SIM102
@@ -175,19 +176,19 @@ def both_at_once(  # type: ignore[no-untyped-def]
 def apart(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
     SECOND: tl.constexpr, ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
-    NESTED: tl.constexpr, COMPUTED: tl.constexpr, AHEAD: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
+    NESTED: tl.constexpr, VALUES: tl.constexpr, AHEAD: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
     ASM: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """act(first) of one matrix or, where there are two, times second, float32 [N, M]."""
     result = product(
         words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last, WIDTHS,
-        STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
+        STEP, TAIL, NESTED, VALUES, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
     )  # fmt: skip
     result = activated(result, ACTIVATION)
     if SECOND >= 0:
         result *= product(
             words, shorts, halves, dense, singles, row2, grid2, x, token, exists, start, rows, inputs, first, last,
-            WIDTHS, STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
+            WIDTHS, STEP, TAIL, NESTED, VALUES, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
         )  # fmt: skip
     return result
 
@@ -211,7 +212,7 @@ def may_be_together(second: int, widths: int, step: int, tail: bool) -> bool:
 def one_item(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, table, grids, x, out, pairs, slots, rows, inputs, x_step, each,
     splits, expert, pair, exists, block, split, FIRST: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr,
-    WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr,
+    WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, VALUES: tl.constexpr,
     AHEAD: tl.constexpr,
     FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -243,13 +244,13 @@ def one_item(  # type: ignore[no-untyped-def]
         else:
             result = apart(
                 words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs,
-                first, last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM,
+                first, last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, VALUES, AHEAD, FRAGMENTS, DTYPE, ASM,
                 TILES, BLOCK_N, BLOCK_M,
             )  # fmt: skip
     else:
         result = apart(
             words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first,
-            last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, TILES,
+            last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, VALUES, AHEAD, FRAGMENTS, DTYPE, ASM, TILES,
             BLOCK_N, BLOCK_M,
         )  # fmt: skip
     n = start + tl.arange(0, BLOCK_N)
@@ -296,7 +297,7 @@ def grouped(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, table, grids, x, index, order, starts, costs, out, pairs, experts,
     slots, rows, inputs, x_step, each, splits, FIRST: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr,
     ROUTING: tl.constexpr, OWNERS: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
-    NESTED: tl.constexpr, COMPUTED: tl.constexpr, AHEAD: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
+    NESTED: tl.constexpr, VALUES: tl.constexpr, AHEAD: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
     ASM: tl.constexpr, TILES: tl.constexpr,
     PERSISTENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -347,14 +348,14 @@ def grouped(  # type: ignore[no-untyped-def]
         one_item(
             words, shorts, halves, dense, singles, table, grids, x, out, pairs, slots, rows, inputs, x_step, each,
             splits, expert, pair, exists, block, split, FIRST, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED,
-            COMPUTED, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
+            VALUES, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
         )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def unpack(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, table, grids, which, out, slots, rows, inputs, SLOT: tl.constexpr,
-    WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, COMPUTED: tl.constexpr,
+    WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, VALUES: tl.constexpr,
     FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One projection of some experts, which [e], as dense matrices: out [e, N, K].
@@ -403,9 +404,10 @@ def unpack(  # type: ignore[no-untyped-def]
             if width == KIND:
                 scale = scale_of(halves, n, n < rows, 0, rows, scales, factor, False)
                 state_bits = tl.load(row + 7).to(tl.int32)
+                values = values_for(shorts, zeros, state_bits, VALUES, bits_of(KIND), DTYPE)
                 for number in range(first, last):
                     weight = walked(
-                        words, shorts, start, rows, inputs, number, base, zeros, state_bits, bits_of(KIND), COMPUTED,
+                        words, shorts, start, rows, inputs, number, base, values, state_bits, bits_of(KIND), VALUES,
                         False, False, DTYPE, ASM, BLOCK_N,
                     )  # fmt: skip
                     weight = (weight.to(tl.float32) * scale[:, None]).to(DTYPE)

@@ -63,7 +63,8 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What settings depend on. pairs: rows of all experts together; widths: as `Stored.widths`; pair: two at once."""
+    """What settings depend on. pairs: rows of all experts together; widths: as `Stored.widths`; two: two at once; near:
+    values of trellis codes may be looked up in shared memory (`Stored.values_near`)."""
 
     experts: int
     rows: int
@@ -71,6 +72,7 @@ class Shape:
     widths: int
     pairs: int
     two: bool
+    near: bool = False
 
     @property
     def key(self) -> str:
@@ -101,6 +103,8 @@ def _decode(shape: Shape, active: int) -> tuple[int, int, int]:
     grids = (1 << FIRST_KIND) - 1
     if shape.widths & ((1 << 16) - 1 - grids):  # trellis codes: ahead where so few programs leave shared memory unused
         few = active * -(-shape.rows // 64) <= PROGRAMS
+        if shape.near:  # counted, not measured: two warps at least, else one passes values from thread to thread
+            return (32, 2, 4) if few else (64, 4, 3)
         return ((16, 1, 6) if shape.two else (32, 2, 6)) if few else (64, 2, 3)
     if shape.two:  # a warp a program waits for no other, and what it is given serves both matrices
         return (32, 1, 4) if active * -(-shape.rows // 32) >= PROGRAMS else (16, 1, 6)

@@ -31,6 +31,7 @@ from moeq_kernels.trellis_tables import table
 from moeq_kernels.widths import resolved_group_size
 
 ALIGNMENT = 16  # bytes: the widest load of a thread
+MOST_NEAR = 10  # bits of a state: a table of 2 KB, or of 16 KB of pairs (`walks.in_pairs`)
 COLUMNS = ("width", "codes", "scales", "zeros", "zero_bits", "group", "bias", "state_bits")
 CODES_UNIT, SCALES_UNIT, ZEROS_UNIT, BIAS_UNIT, VALUES_UNIT = 4, 2, 4, 4, 2  # bytes; dense matrices: their elements
 
@@ -182,6 +183,17 @@ class Stored:
     @property
     def nbytes(self) -> int:
         return sum(one.numel() * one.element_size() for one in (self.buffer, self.table, self.grids))
+
+    def values_near(self, warps: int) -> int:
+        """Where programs of so many warps find values of trellis codes: -1 where they are computed, the most bits of a
+        state where tables of all walks are small enough to be brought into shared memory, else 0: in memory.
+
+        One warp alone would pass values from thread to thread instead, many times a look-up.
+        """
+        if self.computed:
+            return -1
+        most = max(state_bits for _, state_bits in self.values)
+        return most if warps > 1 and most <= MOST_NEAR else 0
 
     @property
     def kinds(self) -> Sequence[Sequence[Place]]:

@@ -4,9 +4,11 @@ A tile of 16 x 16 weights (`moeq_kernels.trellis`) is what a tensor core's m16n8
 rows r and r + 8 and of each the columns 2q, 2q + 1, 2q + 8 and 2q + 9. It loads the pieces (`strips`) of its rows and
 of those before them, four tiles at a time; a window of b + L bits that ends at column 2q + 1 holds the states of two
 columns, and where it begins is the same in every tile. What comes is a number of 8 bits, exact in every dtype: values
-that were trained come from a table in memory, int16 patterns of float16 and then of bfloat16 by state; those that are
-computed (`trellis.computed_values`) are computed here, and a code of 8 bits is its value. Scales, one a row, act on
-float32 sums.
+that were trained come from a table in memory, int16 patterns of float16 and then of bfloat16 by state, or, where it is
+small enough, from one in shared memory, of the pairs of two columns where that is small enough (`near_values`): threads
+that look up at random wait for each other's banks there, for each other's lines in memory; those that are computed
+(`trellis.computed_values`) are computed here, and a code of 8 bits is its value. Scales, one a row, act on float32
+sums.
 
 Imported only where Triton is installed. Letters: N rows, M tokens, b bits of a step, L bits of a state.
 """
@@ -23,6 +25,7 @@ from moeq_kernels.widths import TRELLIS_BITS
 
 MULTIPLIER: tl.constexpr = tl.constexpr(trellis.MULTIPLIER - (1 << 32))  # as numbers with a sign
 ADDEND: tl.constexpr = tl.constexpr(trellis.ADDEND - (1 << 32))
+MOST_PAIRED = 12  # bits: 16 KB of shared memory
 KINDS: tl.constexpr = tl.constexpr(FIRST_KIND)
 LAST_KIND: tl.constexpr = tl.constexpr(FIRST_KIND + len(TRELLIS_BITS))
 
@@ -99,19 +102,20 @@ def onto(bits, MASK: tl.constexpr, ONES: tl.constexpr, ASM: tl.constexpr):  # ty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def number(  # type: ignore[no-untyped-def]
-    window, shorts, values, state_bits, BITS: tl.constexpr, COMPUTED: tl.constexpr, AHEAD: tl.constexpr,
+    window, shorts, values, state_bits, BITS: tl.constexpr, VALUES: tl.constexpr, AHEAD: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """The value, in units of 1/32, of the state in the lowest bits of a window: float32 where it is computed.
 
-    values: where the table begins; AHEAD: the windows of the next tiles are brought through shared memory, which pays
-    where so few programs run that it is large enough for all, and else leaves room for fewer.
+    values: where the table begins; VALUES: -1 where they are computed, 0 where they are looked up in memory, else as in
+    `near_values`; AHEAD: the windows of the next tiles are brought through shared memory, which pays where so few
+    programs run that it is large enough for all, and else leaves room for fewer.
     """
     state = window & (((1 << state_bits) - 1) & 65535)  # which tells the compiler that it has no sign
     if BITS == 8:
         return (state ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0  # 2**23 + 128
-    elif COMPUTED:
+    elif VALUES < 0:
         hashed = state * MULTIPLIER + ADDEND
         if ASM:  # the sum of four bytes and 2
             total = tl.inline_asm_elementwise("dp4a.u32.u32 $0, $1, 16843009, 2;", "=r,r", [hashed], tl.int32, True, 1)
@@ -126,28 +130,78 @@ def number(  # type: ignore[no-untyped-def]
         return pattern.to(tl.bfloat16 if tl.bfloat16 == DTYPE else tl.float16, bitcast=True)
 
 
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def in_pairs(values: int, bits: int) -> bool:
+    """Whether a table of two columns' values by the bits of both states is small enough to be stored for every tile."""
+    return values + bits <= MOST_PAIRED
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def near_values(shorts, values, state_bits, VALUES: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Patterns by the VALUES lowest bits of a window, of which a state has no more: int16 [2**VALUES], or, `in_pairs`,
+    those of two columns by the bits of both, int32 [2**(VALUES + b)]."""
+    table = shorts + values + ((1 << state_bits) if tl.bfloat16 == DTYPE else 0)
+    state = (1 << state_bits) - 1
+    PAIRED: tl.constexpr = in_pairs(VALUES, BITS)
+    if PAIRED:
+        window = tl.arange(0, 1 << (VALUES + BITS))
+        low = tl.load(table + (window & state)).to(tl.int32) & 65535
+        return low | (tl.load(table + ((window >> BITS) & state)).to(tl.int32) << 16)
+    else:
+        return tl.load(table + (tl.arange(0, 1 << VALUES) & state))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def values_for(shorts, values, state_bits, VALUES: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What `walked` asks for values, once a matrix: where their table begins, or the table itself (`near_values`)."""
+    if VALUES > 0 and BITS != 8:
+        return near_values(shorts, values, state_bits, VALUES, BITS, DTYPE)
+    else:
+        return values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def looked_up(near, window, VALUES: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values of two columns each, [.., 2], by windows; near: as `near_values`, which threads find in shared memory."""
+    PAIRED: tl.constexpr = in_pairs(VALUES, BITS)
+    flat = tl.reshape(window, (window.numel,))
+    if PAIRED:
+        both = tl.gather(near, flat & ((1 << (VALUES + BITS)) - 1), 0)
+        first, second = both.to(tl.int16), (both >> 16).to(tl.int16)
+    else:
+        first = tl.gather(near, flat & ((1 << VALUES) - 1), 0)
+        second = tl.gather(near, (flat >> BITS) & ((1 << VALUES) - 1), 0)
+    made = tl.reshape(tl.join(first, second), window.shape + [2])  # noqa: RUF005  what the compiler takes
+    return made.to(tl.bfloat16 if tl.bfloat16 == DTYPE else tl.float16, bitcast=True)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def four_tiles(  # type: ignore[no-untyped-def]
-    words, shorts, base, at, before, here, every, q, values, state_bits, BITS: tl.constexpr, COMPUTED: tl.constexpr,
+    words, shorts, base, at, before, here, every, q, values, state_bits, BITS: tl.constexpr, VALUES: tl.constexpr,
     AHEAD: tl.constexpr,
     DTYPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of a row of tiles as [.., columns 2q or 2q + 8, the first or the second of two]."""
+    """The numbers of a row of tiles as [.., columns 2q or 2q + 8, the first or the second of two], or, where they are
+    looked up near by, their windows as [.., columns 2q or 2q + 8]."""
     first, second = windows(words, shorts, base, at, before, here, every, q, state_bits, BITS)
-    a0 = number(first, shorts, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM)
-    a1 = number(first >> BITS, shorts, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM)
-    b0 = number(second, shorts, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM)
-    b1 = number(second >> BITS, shorts, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM)
-    return tl.join(tl.join(a0, b0), tl.join(a1, b1))
+    if VALUES > 0 and BITS != 8:
+        return tl.join(first, second)
+    else:
+        a0 = number(first, shorts, values, state_bits, BITS, VALUES, AHEAD, DTYPE, ASM)
+        a1 = number(first >> BITS, shorts, values, state_bits, BITS, VALUES, AHEAD, DTYPE, ASM)
+        b0 = number(second, shorts, values, state_bits, BITS, VALUES, AHEAD, DTYPE, ASM)
+        b1 = number(second >> BITS, shorts, values, state_bits, BITS, VALUES, AHEAD, DTYPE, ASM)
+        return tl.join(tl.join(a0, b0), tl.join(a1, b1))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def walked(  # type: ignore[no-untyped-def]
-    words, shorts, start, rows, inputs, block, base, values, state_bits, BITS: tl.constexpr, COMPUTED: tl.constexpr,
+    words, shorts, start, rows, inputs, block, base, values, state_bits, BITS: tl.constexpr, VALUES: tl.constexpr,
     AHEAD: tl.constexpr,
     WHOLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Values [N, 128] of a block of tiles in units of 1/32, rows from `start` on; WHOLE: it has 8 tiles.
+    """Values [N, 128] of a block of tiles in units of 1/32, rows from `start` on; WHOLE: it has 8 tiles; values: of
+    `values_for`.
 
     float32 where they are computed: what rounds them, exactly, comes after they were brought into their places.
     """
@@ -167,33 +221,37 @@ def walked(  # type: ignore[no-untyped-def]
     last = at + (r + 15) % 16 * columns + tile
     middle = at + (r + 7) * columns + tile
     a = four_tiles(
-        words, shorts, base, upper, last, there, every, q, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM
+        words, shorts, base, upper, last, there, every, q, values, state_bits, BITS, VALUES, AHEAD, DTYPE, ASM
     )  # fmt: skip
     b = four_tiles(
-        words, shorts, base, upper + 4, last + 4, then, every, q, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM
+        words, shorts, base, upper + 4, last + 4, then, every, q, values, state_bits, BITS, VALUES, AHEAD, DTYPE, ASM
     )  # fmt: skip
     c = four_tiles(
-        words, shorts, base, lower, middle, there, every, q, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE, ASM
+        words, shorts, base, lower, middle, there, every, q, values, state_bits, BITS, VALUES, AHEAD, DTYPE, ASM
     )  # fmt: skip
     d = four_tiles(
-        words, shorts, base, lower + 4, middle + 4, then, every, q, values, state_bits, BITS, COMPUTED, AHEAD, DTYPE,
+        words, shorts, base, lower + 4, middle + 4, then, every, q, values, state_bits, BITS, VALUES, AHEAD, DTYPE,
         ASM
     )  # fmt: skip
     made = tl.join(tl.join(a, b), tl.join(c, d))  # [.., 2, 2, half of the tiles, rows r or r + 8]
-    made = tl.reshape(made, (BLOCK_N // 16, 8, 4, 4, 2, 2, 2, 2))
-    made = tl.permute(made, (0, 7, 1, 6, 3, 4, 2, 5))  # 16 rows: 2 * 8; 128 inputs: 2 * 4 tiles, 2 * 4 * 2
+    # 16 rows: 2 * 8; 128 inputs: 2 * 4 tiles, 2 * 4 * 2
+    if VALUES > 0 and BITS != 8:
+        made = looked_up(values, made, VALUES, BITS, DTYPE)
+        made = tl.permute(tl.reshape(made, (BLOCK_N // 16, 8, 4, 4, 2, 2, 2, 2)), (0, 6, 1, 5, 3, 4, 2, 7))
+    else:
+        made = tl.permute(tl.reshape(made, (BLOCK_N // 16, 8, 4, 4, 2, 2, 2, 2)), (0, 7, 1, 6, 3, 4, 2, 5))
     return tl.reshape(made, (BLOCK_N, 128))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def walked_product(  # type: ignore[no-untyped-def]
     words, shorts, x, token, exists, start, rows, inputs, block, base, values, state_bits, BITS: tl.constexpr,
-    COMPUTED: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+    VALUES: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The product of a block of tiles before its rows' scales, float32 [N, M]."""
     value = walked(
-        words, shorts, start, rows, inputs, block, base, values, state_bits, BITS, COMPUTED, AHEAD, WHOLE, DTYPE, ASM,
+        words, shorts, start, rows, inputs, block, base, values, state_bits, BITS, VALUES, AHEAD, WHOLE, DTYPE, ASM,
         BLOCK_N
     )  # fmt: skip
     k = 128 * block + tl.arange(0, 128)

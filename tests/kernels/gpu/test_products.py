@@ -459,6 +459,7 @@ def test_settings_by_shape_and_from_a_tuned_table(tmp_path: object, monkeypatch:
     assert (usual(mixtral).block_n, usual(mixtral).warps) == (32, 1)
     assert not usual(replace(mixtral, widths=walks)).ahead
     assert usual(replace(mixtral, widths=walks, rows=768)).ahead
+    assert {usual(replace(mixtral, widths=walks, rows=rows, near=True)).warps for rows in (768, 14336)} == {2, 4}
     assert choose(shape, "NVIDIA H200") == usual(shape)
     other = Settings(sort=False, block_n=32, block_m=8, warps=2, stages=4)
     assert write("NVIDIA H200", {shape.key: other}).name == "nvidia-h200.json"

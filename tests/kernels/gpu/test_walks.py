@@ -142,6 +142,22 @@ def test_the_order_of_codes_can_be_undone_and_takes_no_room(place: str, bits: in
         assert torch.equal(linear.some(some), matrix.dequantize()[some])
 
 
+@pytest.mark.parametrize("state_bits", [8, 10, 11])
+def test_where_values_are_looked_up(place: str, state_bits: int) -> None:
+    """In shared memory where every table is small enough and a program has two warps; the same bits elsewhere."""
+    trained = walks(place, 32, 128, 2, 8), walks(place, 32, 128, 3, 10, seed=2), walks(place, 32, 128, 8, 8, seed=3)
+    other = walks(place, 32, 128, 2, state_bits, seed=1)
+    given = Stored([[one] for one in (*trained, other)], [[None]] * 4)
+    assert [given.values_near(warps) for warps in (1, 2, 4)] == ([0, 10, 10] if state_bits <= 10 else [0, 0, 0])
+    assert Stored([[walks(place, 32, 128, 4, 16)]], [[None]]).values_near(4) == -1, "they are computed"
+    layer = layer_of([{"up_proj": one, DOWN: torch.eye(128, 32, device=place)} for one in (*trained, other)], "relu")
+    index = torch.arange(4, device=place)[:, None]
+    rows, weights = Maker(1, place).rows(4, 128), torch.ones((4, 1), device=place)
+    found = [prepared(layer, replace(ROWS, block_n=32, warps=warps))(rows, index, weights) for warps in (1, 2)]
+    assert torch.equal(*found)
+    assert error(found[0], reference(layer, rows, index, weights)) < TOLERANCES[torch.float32]
+
+
 def test_a_layer_takes_the_bytes_of_its_codes() -> None:
     matrices = [[trellis_of(512, 768, bits, 10)] for bits in TRELLIS_BITS]
     stored = Stored(matrices, [[None]] * len(matrices))
