@@ -171,13 +171,14 @@ class Stack:
         out = torch.empty((len(experts), rows, inputs), dtype=dtype, device=self.device)
         computed = dtype if not (interpreted() and dtype == torch.bfloat16) else torch.float32
         names = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-        block, tiles = 64, 4
+        block, tiles, warps = 64, 4, 4
         grid = (triton.cdiv(rows, block), triton.cdiv(inputs, tiles * TILE), len(experts))
         unpack[grid](
             *self.pointers[:4], self.stored.table, self.stored.grids, experts, out, len(self.stored.shapes), rows,
             inputs, SLOT=slot, WIDTHS=self.stored.widths((slot,)), STEP=self.stored.step((slot,)),
-            TAIL=inputs % TILE != 0, NESTED=self.stored.nested((slot,)), VALUES=self.stored.values_near(4),
+            TAIL=inputs % TILE != 0, NESTED=self.stored.nested((slot,)), VALUES=self.stored.values_near(warps),
             FRAGMENTS=rows % FRAGMENT == 0, DTYPE=names[computed], ASM=not interpreted(), BLOCK_N=block, TILES=tiles,
+            num_warps=warps,
         )  # fmt: skip
         return out
 

@@ -51,6 +51,59 @@ def one_of(begin, more, end, exists, TILES: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def grid_product(  # type: ignore[no-untyped-def]
+    total, words, shorts, halves, x, token, exists, start, rows, inputs, first, last, base, scales, zeros, zero_bits,
+    group, factor, zero_factor, zero_shift, BITS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
+    NESTED: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """A total plus the product of the tiles from first to last of a matrix with a grid."""
+    full = inputs // 128 if STEP > 0 else 0  # whole tiles, whose groups are whole steps
+    if STEP > 0:
+        groups = groups_of(group, inputs, STEP)
+        end = tl.minimum(last, full)
+        for begin in range(first, end, TILES):
+            for more in tl.static_range(TILES):
+                number, there = one_of(begin, more, end, exists, TILES)
+                total += tile(
+                    words, shorts, x, token, there, start, rows, inputs, number, None, base, scales, zeros, zero_bits,
+                    groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N, BLOCK_M,
+                )  # fmt: skip
+    if TAIL or STEP == 0:
+        n = start + tl.arange(0, BLOCK_N)
+        for number in range(tl.maximum(first, full), last):
+            total += uneven(
+                words, shorts, halves, x, token, exists, n, rows, inputs, number, base, scales, zeros, zero_bits, group,
+                factor, zero_factor, zero_shift, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
+            )  # fmt: skip
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def trellis_product(  # type: ignore[no-untyped-def]
+    total, words, shorts, halves, x, token, exists, start, rows, inputs, first, last, base, scales, values, state_bits,
+    factor, BITS: tl.constexpr, TAIL: tl.constexpr, VALUES: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
+    ASM: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The same of a matrix of trellis codes, whose scales act on the whole total."""
+    full = inputs // 128
+    values = values_for(shorts, values, state_bits, VALUES, BITS, DTYPE)
+    for number in range(first, tl.minimum(last, full)):
+        total += walked_product(
+            words, shorts, x, token, exists, start, rows, inputs, number, base, values, state_bits, BITS, VALUES, AHEAD,
+            True, DTYPE, ASM, BLOCK_N,
+        )  # fmt: skip
+    if TAIL:
+        for number in range(tl.maximum(first, full), last):
+            total += walked_product(
+                words, shorts, x, token, exists, start, rows, inputs, number, base, values, state_bits, BITS, VALUES,
+                AHEAD, False, DTYPE, ASM, BLOCK_N,
+            )  # fmt: skip
+    n = start + tl.arange(0, BLOCK_N)
+    return total * scale_of(halves, n, n < rows, 0, rows, scales, factor, False)[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def product(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last,
     WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, VALUES: tl.constexpr,
@@ -74,51 +127,22 @@ def product(  # type: ignore[no-untyped-def]
     factor, zero_factor, zero_shift = tl.load(grid), tl.load(grid + 1), tl.load(grid + 2)
     n = start + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    full = inputs // 128
-    if STEP:
-        groups = groups_of(group, inputs, STEP)
     for BITS in tl.static_range(1, 9):
         if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
             if width == BITS:
-                end = tl.minimum(last, full)
-                for begin in range(first, end, TILES if STEP else 1):
-                    if STEP:
-                        for more in tl.static_range(TILES):
-                            number, there = one_of(begin, more, end, exists, TILES)
-                            total += tile(
-                                words, shorts, x, token, there, start, rows, inputs, number, None, base, scales, zeros,
-                                zero_bits, groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM,
-                                BLOCK_N, BLOCK_M,
-                            )  # fmt: skip
-                    else:
-                        number = begin
-                        total += uneven(
-                            words, shorts, halves, x, token, exists, n, rows, inputs, number, base, scales, zeros,
-                            zero_bits, group, factor, zero_factor, zero_shift, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
-                        )  # fmt: skip
-                if TAIL:
-                    for number in range(tl.maximum(first, full), last):
-                        total += uneven(
-                            words, shorts, halves, x, token, exists, n, rows, inputs, number, base, scales, zeros,
-                            zero_bits, group, factor, zero_factor, zero_shift, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
-                        )  # fmt: skip
+                total = grid_product(
+                    total, words, shorts, halves, x, token, exists, start, rows, inputs, first, last, base, scales,
+                    zeros, zero_bits, group, factor, zero_factor, zero_shift, BITS, STEP, TAIL, NESTED, FRAGMENTS,
+                    DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
+                )  # fmt: skip
     for KIND in tl.static_range(KINDS, LAST_KIND):
         if (WIDTHS >> KIND) & 1:  # noqa: SIM102
             if width == KIND:  # of trellis codes: in place of zero points the values, in place of their bits nothing
-                state_bits = tl.load(row + 7).to(tl.int32)
-                values = values_for(shorts, zeros, state_bits, VALUES, bits_of(KIND), DTYPE)
-                for number in range(first, tl.minimum(last, full)):
-                    total += walked_product(
-                        words, shorts, x, token, exists, start, rows, inputs, number, base, values, state_bits,
-                        bits_of(KIND), VALUES, AHEAD, True, DTYPE, ASM, BLOCK_N,
-                    )  # fmt: skip
-                if TAIL:
-                    for number in range(tl.maximum(first, full), last):
-                        total += walked_product(
-                            words, shorts, x, token, exists, start, rows, inputs, number, base, values, state_bits,
-                            bits_of(KIND), VALUES, AHEAD, False, DTYPE, ASM, BLOCK_N,
-                        )  # fmt: skip
-                total *= scale_of(halves, n, n < rows, 0, rows, scales, factor, False)[:, None]
+                total = trellis_product(
+                    total, words, shorts, halves, x, token, exists, start, rows, inputs, first, last, base, scales,
+                    zeros, tl.load(row + 7).to(tl.int32), factor, bits_of(KIND), TAIL, VALUES, AHEAD, DTYPE, ASM,
+                    BLOCK_N,
+                )  # fmt: skip
     if WIDTHS >= 1 << 16:  # noqa: SIM102
         if width >= 16:
             total = dense_product(total, dense, x, token, exists, n, rows, inputs, first, last, base, DTYPE)

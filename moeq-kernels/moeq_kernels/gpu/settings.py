@@ -27,8 +27,8 @@ class Settings:
     """How a product is cut. block_n: rows of a matrix; block_m: rows of x; splits: of K.
 
     sort: rows are sorted by expert, else a program takes one row; persistent: programs for each multiprocessor, which
-    share all the work by bytes, 0 for a program an item; tiles: of K, loaded and multiplied before the next are waited
-    for.
+    share all the work by bytes, 0 for a program an item; tiles: of K of matrices with grids, loaded and multiplied
+    before the next are waited for.
     """
 
     sort: bool

@@ -131,6 +131,12 @@ def number(  # type: ignore[no-untyped-def]
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
+def are_near(values: int, bits: int) -> bool:
+    """Whether values come from a table in shared memory; codes of 8 bits are values themselves."""
+    return values > 0 and bits != 8
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
 def in_pairs(values: int, bits: int) -> bool:
     """Whether a table of two columns' values by the bits of both states is small enough to be stored for every tile."""
     return values + bits <= MOST_PAIRED
@@ -154,7 +160,7 @@ def near_values(shorts, values, state_bits, VALUES: tl.constexpr, BITS: tl.const
 @triton.jit  # type: ignore[untyped-decorator]
 def values_for(shorts, values, state_bits, VALUES: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """What `walked` asks for values, once a matrix: where their table begins, or the table itself (`near_values`)."""
-    if VALUES > 0 and BITS != 8:
+    if are_near(VALUES, BITS):
         return near_values(shorts, values, state_bits, VALUES, BITS, DTYPE)
     else:
         return values
@@ -184,7 +190,7 @@ def four_tiles(  # type: ignore[no-untyped-def]
     """The numbers of a row of tiles as [.., columns 2q or 2q + 8, the first or the second of two], or, where they are
     looked up near by, their windows as [.., columns 2q or 2q + 8]."""
     first, second = windows(words, shorts, base, at, before, here, every, q, state_bits, BITS)
-    if VALUES > 0 and BITS != 8:
+    if are_near(VALUES, BITS):
         return tl.join(first, second)
     else:
         a0 = number(first, shorts, values, state_bits, BITS, VALUES, AHEAD, DTYPE, ASM)
@@ -235,7 +241,7 @@ def walked(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     made = tl.join(tl.join(a, b), tl.join(c, d))  # [.., 2, 2, half of the tiles, rows r or r + 8]
     # 16 rows: 2 * 8; 128 inputs: 2 * 4 tiles, 2 * 4 * 2
-    if VALUES > 0 and BITS != 8:
+    if are_near(VALUES, BITS):
         made = looked_up(values, made, VALUES, BITS, DTYPE)
         made = tl.permute(tl.reshape(made, (BLOCK_N // 16, 8, 4, 4, 2, 2, 2, 2)), (0, 6, 1, 5, 3, 4, 2, 7))
     else:
