@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 
@@ -37,6 +39,24 @@ class Counted:
     began: float = field(default_factory=time.time)
 
 
+class _Told(logging.Handler):
+    """What the kernels tell users, said by a reporter."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        super().__init__(logging.INFO)
+        self._reporter = reporter
+
+    @classmethod
+    def to(cls, reporter: Reporter) -> None:
+        """From now on by this one."""
+        told = logging.getLogger("moeq.kernels")
+        told.handlers = [one for one in told.handlers if not isinstance(one, cls)] + [cls(reporter)]
+        told.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._reporter.say(f"[dim]{escape(record.getMessage())}[/dim]")
+
+
 class Reporter:
     """Prints lines and progress bars; with quiet=True, nothing but errors.
 
@@ -49,6 +69,8 @@ class Reporter:
         self.stage: Counted | None = None
         self.counted: list[Counted] = []
         self.workers: Callable[[], list[str]] = list
+        if not quiet:
+            _Told.to(self)
         # bound to today's stderr, so that a library's redirected output does not take the bar with it
         self.console = PlainConsole(file=sys.stderr, highlight=False)
 

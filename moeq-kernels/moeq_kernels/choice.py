@@ -162,7 +162,7 @@ def _kernel(device: torch.device, policy: Policy, matrices: Sequence[Matrix]) ->
 
 def _cpu(name: str | None, policy: Policy, state_bits: int) -> Kernel:
     """A form that is named keeps its own number of rows from which on to unpack."""
-    from moeq_kernels.cpu.kernel import CpuKernel  # which loads a compiler
+    from moeq_kernels.cpu.kernel import CpuKernel, contenders  # which load a compiler
 
     if name in FORMS:
         return CpuKernel(name)
@@ -170,7 +170,7 @@ def _cpu(name: str | None, policy: Policy, state_bits: int) -> Kernel:
         return CpuKernel(forms(int8=True)[0])
     if policy == "fixed":
         return CpuKernel()
-    return CpuKernel(*measured.best(CpuKernel, tuple(forms()), torch.get_num_threads(), state_bits))
+    return CpuKernel(*measured.best(CpuKernel, contenders(state_bits), torch.get_num_threads(), state_bits))
 
 
 def _triton() -> tuple[Kernel | None, str | None]:

@@ -65,11 +65,7 @@ def measure(make: Callable[[str, int], Kernel], forms: tuple[str, ...], state_bi
     matrix, generator = _walks(state_bits) if state_bits else _matrix(), torch.Generator().manual_seed(0)
     rows = torch.randn(STEPS[-1], INPUTS, generator=generator).bfloat16()
     compared = forms[:COMPARED]
-    kernels = [make(form, NEVER) for form in compared]
-    one, some = (_seconds(kernels, matrix, rows[:count]) for count in DECODED)
-    seconds = [math.sqrt(of_one * of_some) for of_one, of_some in zip(one, some, strict=True)]
-    fastest = min(seconds)
-    form = compared[0 if seconds[0] <= CLEARLY * fastest else seconds.index(fastest)]
+    form = compared[0] if len(compared) == 1 else _fastest(make, compared, matrix, rows)
     ways = [make(form, NEVER), make(form, 1)]
     slower: list[int] = []
     for step in STEPS:
@@ -78,6 +74,15 @@ def measure(make: Callable[[str, int], Kernel], forms: tuple[str, ...], state_bi
         if len(slower) == SLOWER:
             break
     return form, slower[0] if slower else NEVER
+
+
+def _fastest(make: Callable[[str, int], Kernel], compared: Sequence[str], matrix: Matrix, rows: Tensor) -> str:
+    """Of some forms; the first unless another one is clearly faster."""
+    kernels = [make(form, NEVER) for form in compared]
+    one, some = (_seconds(kernels, matrix, rows[:count]) for count in DECODED)
+    seconds = [math.sqrt(of_one * of_some) for of_one, of_some in zip(one, some, strict=True)]
+    fastest = min(seconds)
+    return compared[0 if seconds[0] <= CLEARLY * fastest else seconds.index(fastest)]
 
 
 def _matrix() -> Matrix:

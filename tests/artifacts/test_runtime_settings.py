@@ -176,8 +176,9 @@ def test_a_target_alone_chooses_its_grid_before_anything_is_measured(
 def test_it_is_exported_for_every_runtime(name: str, tmp_path: Path) -> None:
     target = runtimes()[name].target
     wide = ["assign.bits_per_weight=5"] if target is not None and min(target.widths) >= NARROW else []
+    small = [one for one in SMALL if name != "exl3" or "rtn" not in one]  # rounding makes none of EXL3's codes
     asked = StageOptions(
-        for_=name, model="bundled:tiny-mixtral", out=tmp_path / "run", set_=[*SMALL, *wide], quiet=True
+        for_=name, model="bundled:tiny-mixtral", out=tmp_path / "run", set_=[*small, *wide], quiet=True
     )
     context = context_of(asked, "run")
     pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))

@@ -14,6 +14,7 @@ from packed_layers import any_codes, layer_of, matrix_of
 
 from moeq.errors import ModelError
 from moeq_kernels import caches, choice, measured
+from moeq_kernels.cpu import kernel
 from moeq_kernels.cpu.forms import FORMS, Form, forms
 from moeq_kernels.cpu.layer import PackedLayer
 from moeq_kernels.reference import ReferenceLayer, ReferenceLinear
@@ -135,6 +136,22 @@ def test_moments_in_which_the_machine_is_busy_do_not_count(monkeypatch: pytest.M
     monkeypatch.setattr(measured.time, "perf_counter", lambda: clock[0])
     rows = torch.zeros(1, 1)
     assert measured._seconds([Slow(1.0), Slow(2.0)], None, rows) == [1.0, 2.0]  # type: ignore[list-item,arg-type]
+
+
+@pytest.mark.parametrize(
+    ("here", "states", "compared"),
+    [
+        (["avx2_madd", "avx2", "plain"], 0, ["avx2_madd", "avx2"]),
+        (["avx2_madd", "avx2", "plain"], 10, ["avx2_madd"]),  # both multiply them as they are, by the same code
+        (["avx512_vnni", "avx512", "plain"], 10, ["avx512_vnni", "avx512"]),
+        (["plain"], 8, ["plain"]),
+    ],
+)
+def test_only_forms_of_different_code_are_compared_and_plain_loops_only_alone(
+    monkeypatch: pytest.MonkeyPatch, here: list[str], states: int, compared: list[str]
+) -> None:
+    monkeypatch.setattr(kernel, "forms", lambda: here)
+    assert kernel.contenders(states) == tuple(compared)
 
 
 def test_what_is_measured_here_is_a_form_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

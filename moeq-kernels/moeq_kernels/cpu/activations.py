@@ -42,8 +42,8 @@ from moeq_kernels.cpu.columns import (
     UNITS,
 )
 from moeq_kernels.cpu.forms import TILED
-from moeq_kernels.cpu.kept_code import compiler
-from moeq_kernels.cpu.memory import bits_of, float_of
+from moeq_kernels.cpu.kept_code import internal
+from moeq_kernels.cpu.memory import address_of, bits_of, float_of
 from moeq_kernels.cpu.tile_rows import lay_out_units
 
 WORDS = TILED - 1  # what a layout has of its number of words
@@ -54,8 +54,8 @@ DIGITS = 0x808080  # added, and taken as bits that differ, it makes the bytes of
 TO_WHOLE = 1.5 * 2**23  # added, it leaves a whole number in the low bits of a float32, moved by those of itself
 TO_WHOLE_BITS = 0x4B400000
 
-_compile = compiler()
-_sums = compiler(fastmath={"reassoc", "nsz", "contract"})
+_compile = internal()
+_sums = internal(fastmath={"reassoc", "nsz", "contract"})
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -210,7 +210,7 @@ def _scale_of(given, slices):  # type: ignore[no-untyped-def]
     three, the scale is not below 2**-126.
     """
     vectors = given.shape[0] // VECTOR
-    top = _largest(given.ctypes.data, vectors)
+    top = _largest(address_of(given), vectors)
     for k in range(vectors * VECTOR, given.shape[0]):
         top = max(top, bits_of(given[k]) & np.uint32(SIZE_BITS))
     if top >= np.uint32(0x7F800000):
@@ -241,9 +241,9 @@ def _lay_out_whole(source, into, slices, how, sums, size, row):  # type: ignore[
             units = count // FULL_UNIT
             done = units * FULL_UNIT
             if slices == 1:
-                total = _split(1, given.ctypes.data, units, factor, own.ctypes.data)
+                total = _split(1, address_of(given), units, factor, address_of(own))
             else:
-                total = _split(3, given.ctypes.data, units, factor, own.ctypes.data)
+                total = _split(3, address_of(given), units, factor, address_of(own))
         for k in range(done, count):
             value = _whole(given[k] * factor)
             total += value

@@ -11,14 +11,14 @@ Functions are for `compiled.call`; they return INCOMPLETE, and have done nothing
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
 
 from moeq_kernels.cpu.columns import LANES
 from moeq_kernels.cpu.finish import PRODUCTS, WEIGHTED
-from moeq_kernels.cpu.kept_code import compiler
-from moeq_kernels.cpu.memory import float32s, int64s
+from moeq_kernels.cpu.kept_code import internal
+from moeq_kernels.cpu.memory import address_of, float32s, int64s
 from moeq_kernels.cpu.routing import route
 from moeq_kernels.cpu.schedule import (
+    ALONE_NUMBERS,
     BOUND,
     BOUND_EXPERTS,
     BOUND_INPUTS,
@@ -37,13 +37,13 @@ from moeq_kernels.cpu.schedule import (
     MOST_BLOCKS,
     MOST_TOGETHER,
     NUMBERS,
+    ZERO,
     bound,
     describe,
     floats_at,
     item_of,
     plan,
     put,
-    work_alone,
 )
 from moeq_kernels.cpu.threads import ALONE, ALWAYS, WHERE_AWAKE, divide, threads_of
 
@@ -51,17 +51,17 @@ DONE, INCOMPLETE = 0, 1
 SHORT_HIDDEN, SHORT_WEIGHTS, SHORT_OUT = 1, 2, 4  # what is bf16, float32 else
 WORD = 8  # bytes of a number
 
-_compile = compiler()
+_compile = internal()
 
 
 @_compile  # type: ignore[untyped-decorator]
 def _routed(static, index, rows):  # type: ignore[no-untyped-def]
     """Rows sorted by expert: order [P], tiles [S, 5], and how many experts these are of; index: address of experts
     [P]."""
-    how, of_stage = carray(int64s(static), HOW), carray(int64s(static + WORD * HOW), BOUND)
+    how, of_stage = int64s(static, HOW), int64s(static + WORD * HOW, BOUND)
     order, starts = np.empty(rows, np.int64), np.empty(of_stage[BOUND_EXPERTS] + 1, np.int64)
-    tiles, sizes = np.empty((rows, 5), np.int64), carray(int64s(how[HOW_SIZES]), of_stage[BOUND_SIZES])
-    count, tiled = route(carray(int64s(index), rows), starts, sizes, how[HOW_WHOLE], order, tiles)
+    tiles, sizes = np.empty((rows, 5), np.int64), int64s(how[HOW_SIZES], of_stage[BOUND_SIZES])
+    count, tiled = route(int64s(index, rows), starts, sizes, how[HOW_WHOLE], order, tiles)
     return order, tiles[:count], tiled
 
 
@@ -69,7 +69,7 @@ def _routed(static, index, rows):  # type: ignore[no-untyped-def]
 def _planned(static, which, order, tiles, tiled, threads):  # type: ignore[no-untyped-def]
     """A stage's plan, see `schedule.plan`, after which space for its layout and sums, and its counters."""
     table, functions, layouts, _, _, _, _, inputs, outputs = bound(static + WORD * (HOW + which * BOUND))
-    item = item_of(which > 0, order.shape[0], tiled, threads, inputs, outputs, carray(int64s(static), HOW))
+    item = item_of(which > 0, order.shape[0], tiled, threads, inputs, outputs, int64s(static, HOW))
     starts, words, sums, items, nbytes, complete = plan(tiles, table, functions, layouts, which > 0, item)
     space = np.zeros(words, np.uint32), np.zeros(sums, np.float32), np.zeros(4 * LINE, np.int64)
     return starts, items, nbytes, complete, space
@@ -84,30 +84,30 @@ def _by(how, nbytes, rows, tiled):  # type: ignore[no-untyped-def]
 def experts(static, hidden, tokens, index, top_k, weights, out, short, team):  # type: ignore[no-untyped-def]
     """The weighted sum over each token's experts: hidden [T, K], index int64 [T, k], weights [T, k] and out [T, N] lie
     at addresses; short: which of them are bf16, SHORT_*. Experts that are to be unpacked add nothing."""
-    how, rows, threads = carray(int64s(static), HOW), tokens * top_k, threads_of(team)
+    how, rows, threads = int64s(static, HOW), tokens * top_k, threads_of(team)
     order, tiles, tiled = _routed(static, index, rows)
-    starts, items, nbytes, complete, space = _planned(static, 0, order, tiles, tiled, threads)
-    starts_down, items_down, more, complete_down, space_down = _planned(static, 1, order, tiles, tiled, threads)
+    starts, items, nbytes, complete, space = _planned(static, ZERO, order, tiles, tiled, threads)
+    starts_down, items_down, more, complete_down, space_down = _planned(static, ZERO + 1, order, tiles, tiled, threads)
     if not (complete and complete_down):
         return INCOMPLETE
     first, second = static + WORD * HOW, static + WORD * (HOW + BOUND)
-    sizes = carray(int64s(first), BOUND), carray(int64s(second), BOUND)
-    source = floats_at(hidden, tokens * sizes[0][BOUND_INPUTS], short & SHORT_HIDDEN).reshape(tokens, -1)
-    shares = floats_at(weights, rows, short & SHORT_WEIGHTS)
+    sizes = int64s(first, BOUND), int64s(second, BOUND)
+    source = floats_at(hidden, tokens, sizes[0][BOUND_INPUTS], short & SHORT_HIDDEN)
+    shares = floats_at(weights, ZERO + 1, rows, short & SHORT_WEIGHTS)[0]
     inner = np.empty((1, rows, sizes[0][BOUND_ROWS]), np.float32)
     result = np.zeros((1, tokens, sizes[1][BOUND_ROWS]), np.float32)
     numbers = np.empty(2 * NUMBERS, np.int64)
     describe(
-        first, tiles, order, starts, top_k, space[2], source, space[0], space[1], items, how[HOW_END], shares, 1,
-        inner, numbers[:NUMBERS],
+        first, tiles, order, starts, top_k, space[2], source, space[0], space[1], items, how[HOW_END], shares,
+        ZERO + 1, inner, address_of(numbers) + WORD * NUMBERS, numbers[:NUMBERS],
     )  # fmt: skip
     describe(
-        second, tiles, order, starts_down, 0, space_down[2], inner[0], space_down[0], space_down[1], items_down,
-        WEIGHTED, shares, top_k, result, numbers[NUMBERS:],
+        second, tiles, order, starts_down, ZERO, space_down[2], inner[0], space_down[0], space_down[1], items_down,
+        ZERO + WEIGHTED, shares, top_k, result, ZERO, numbers[NUMBERS:],
     )  # fmt: skip
     if tiles.shape[0]:
-        divide(team, _by(how, nbytes + more, rows, tiled), how[HOW_WORK], numbers.ctypes.data)
-    put(result[0], short & SHORT_OUT, (out, result.shape[2]), 0)
+        divide(team, _by(how, nbytes + more, rows, tiled), how[HOW_WORK], address_of(numbers))
+    put(result[0], short & SHORT_OUT, out, ZERO, result.shape[2])
     # what threads were given the addresses of is kept until here
     kept = order.size + tiles.size + starts.size + items.size + starts_down.size + items_down.size + numbers.size
     kept += source.size + shares.size + inner.size + space[0].size + space[1].size + space[2].size
@@ -117,43 +117,32 @@ def experts(static, hidden, tokens, index, top_k, weights, out, short, team):  #
 def products(static, source, count, index, rows, per_row, out, team):  # type: ignore[no-untyped-def]
     """Products [C, P, N] of float32 rows [R, K] with the matrices of a stage, sorted by expert; per_row: rows of index
     for one of source, 0 where source is sorted. What no tile has is left as it is."""
-    how, first = carray(int64s(static), HOW), static + WORD * HOW
+    how, first = int64s(static, HOW), static + WORD * HOW
     order, tiles, tiled = _routed(static, index, rows)
-    starts, items, nbytes, complete, space = _planned(static, 0, order, tiles, tiled, threads_of(team))
+    starts, items, nbytes, complete, space = _planned(static, ZERO, order, tiles, tiled, threads_of(team))
     if not complete:
         return INCOMPLETE
-    of_stage, numbers, none = carray(int64s(first), BOUND), np.empty(NUMBERS, np.int64), np.empty(0, np.float32)
-    given = carray(float32s(source), (count, of_stage[BOUND_INPUTS]))
-    into = carray(float32s(out), (of_stage[BOUND_MATRICES], rows, of_stage[BOUND_ROWS]))
+    of_stage, numbers, none = int64s(first, BOUND), np.empty(NUMBERS, np.int64), np.empty(0, np.float32)
+    given = float32s(source, (count, of_stage[BOUND_INPUTS]))
+    into = float32s(out, (of_stage[BOUND_MATRICES], rows, of_stage[BOUND_ROWS]))
     describe(
-        first, tiles, order, starts, per_row, space[2], given, space[0], space[1], items, PRODUCTS, none, 1, into,
-        numbers,
+        first, tiles, order, starts, per_row, space[2], given, space[0], space[1], items, ZERO + PRODUCTS, none,
+        ZERO + 1, into, ZERO, numbers,
     )  # fmt: skip
     if tiles.shape[0]:
-        divide(team, _by(how, nbytes, rows, tiled), how[HOW_WORK], numbers.ctypes.data)
+        divide(team, _by(how, nbytes, rows, tiled), how[HOW_WORK], address_of(numbers))
     kept = order.size + tiles.size + starts.size + items.size + numbers.size + none.size
     return DONE * (kept + space[0].size + space[1].size + space[2].size)
-
-
-ALONE_NUMBERS = LINE + 8  # of a call that threads share: a counter on a line of its own, and what `work_alone` takes
-
-
-def alone(address):  # type: ignore[no-untyped-def]
-    """One thread's part of a product with one matrix; for `compiled.entry`."""
-    n = carray(int64s(address), ALONE_NUMBERS)
-    work_alone(
-        address, n[LINE], n[LINE + 1], n[LINE + 2], n[LINE + 3], n[LINE + 4], n[LINE + 5], n[LINE + 6], n[LINE + 7]
-    )
 
 
 def matrix(known, source, into, team):  # type: ignore[no-untyped-def]
     """Rows [count, K] at an address times the only matrix, [count, N] to another. known: address of `static`, the place
     of the rows that are compiled and how many these are, whether rows are bf16, float32 else, their count, and bytes of
     the matrix."""
-    n = carray(int64s(known), 6)
+    n = int64s(known, 6)
     static, place, size, short, count, nbytes = n[0], n[1], n[2], n[3], n[4], n[5]
-    how, first, threads = carray(int64s(static), HOW), static + WORD * HOW, threads_of(team)
-    blocks = (carray(int64s(first), BOUND)[BOUND_ROWS] + LANES - 1) // LANES
+    how, first, threads = int64s(static, HOW), static + WORD * HOW, threads_of(team)
+    blocks = (int64s(first, BOUND)[BOUND_ROWS] + LANES - 1) // LANES
     step, by, much = MOST_BLOCKS, ALONE, nbytes * (1 + count / 4)
     if threads > 1 and much >= min(how[HOW_WAKING], how[HOW_DIVIDED]):
         by = ALWAYS if much >= how[HOW_WAKING] else WHERE_AWAKE
@@ -163,5 +152,5 @@ def matrix(known, source, into, team):  # type: ignore[no-untyped-def]
     given = step, first, place, size, short, source, into, count
     for which in range(len(given)):
         numbers[LINE + which] = given[which]
-    divide(team, by, how[HOW_WORK], numbers.ctypes.data)
+    divide(team, by, how[HOW_WORK], address_of(numbers))
     return DONE * numbers.size

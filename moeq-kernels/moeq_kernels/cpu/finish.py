@@ -10,14 +10,14 @@ import math
 import numpy as np
 
 from moeq_kernels.cpu.columns import BIAS, COUNT, EXPERT, FIRST, LANES, ROWS
-from moeq_kernels.cpu.kept_code import compiler
+from moeq_kernels.cpu.kept_code import internal
 from moeq_kernels.cpu.memory import float_of
 
 # what is done with the products
 PRODUCTS, WEIGHTED, SILU, GELU, GELU_TANH, RELU = range(6)
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": GELU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH,
                "relu": RELU}  # fmt: skip
-_compile = compiler()
+_compile = internal()
 
 
 @_compile  # type: ignore[untyped-decorator]

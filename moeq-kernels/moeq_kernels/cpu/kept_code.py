@@ -17,6 +17,7 @@ say: beside the module or, where that cannot be written, in the user's cache. Fi
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from numba.core.sigutils import normalize_signature
 
 IMPORTED = re.compile(r"^from (moeq[\w.]*) import (\([^)]*|.*)", re.MULTILINE)
 DIGEST_BYTES = 32
+LOG = logging.getLogger("moeq.kernels")
 
 
 def compiler(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -45,6 +47,15 @@ def compiler(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         return dispatcher
 
     return kept
+
+
+def internal(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """As `compiler`, of functions that only compiled code calls, a sixth faster to compile: they have nothing that
+    Python could call (it would crash), and are not kept but in the code of those that call them."""
+    made: Callable[[Callable[..., Any]], Any] = numba.njit(
+        nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, **options
+    )
+    return made
 
 
 def callback(signature: Any, function: Callable[..., Any]) -> Any:
@@ -61,6 +72,18 @@ class KeptCode(FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         self._cache_file = _Files(self._cache_path, self._impl.filename_base, self._impl.locator._py_file)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super().load_overload(sig, target_context)
+        if found is None:
+            _tell()
+        return found
+
+
+@cache
+def _tell() -> None:
+    """Why nothing seems to happen, once."""
+    LOG.info("compiling code for this CPU, kept for the next time; it takes up to a minute")
 
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]

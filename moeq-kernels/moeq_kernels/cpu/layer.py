@@ -123,13 +123,13 @@ class PackedLayer:
     def _fused(self) -> _Statics:
         """Of a call with the activation in the pass of gate and up, weights and sum in that of down."""
         stages = self.first, self.second
-        return _Statics(stages, self.prefill, schedule.two_stages, self.activation or finish.PRODUCTS)
+        return _Statics(stages, self.prefill, schedule.stages, self.activation or finish.PRODUCTS)
 
     @cached_property
     def _stages(self) -> tuple[_Statics, _Statics]:
         """Of a call of one stage's products."""
         first, second = (
-            _Statics([stage], self.prefill, schedule.one_stage, finish.PRODUCTS) for stage in (self.first, self.second)
+            _Statics([stage], self.prefill, schedule.stages, finish.PRODUCTS) for stage in (self.first, self.second)
         )
         return first, second
 
@@ -253,7 +253,7 @@ class PackedLinear:
         layer = LayerOfExperts(matrices=[{DOWN: matrix}], biases=biases, gate=lambda parts: parts[DOWN])
         self.held, (self.matrices,) = flat(layer, [(DOWN,)])
         self._alone, self._tiled = (
-            _Statics([self.matrices], prefill, work, finish.PRODUCTS) for work in (calls.alone, schedule.one_stage)
+            _Statics([self.matrices], prefill, work, finish.PRODUCTS) for work in (schedule.alone, schedule.stages)
         )
         self._known: dict[tuple[torch.dtype, torch.Size], _Known] = {}
 

@@ -141,7 +141,7 @@ class Matrices:
     def layouts(self, form: Form) -> Integers:
         """How activations are laid out for blocks of each kind and size, [kinds, sizes], see `Form.layout`."""
         if form.name not in self._layouts:
-            found = [[_form_of(form, codes, rows).layout for rows in form.rows] for codes, _ in self.kinds]
+            found = [[form_of(form, codes, rows).layout for rows in form.rows] for codes, _ in self.kinds]
             self._layouts[form.name] = np.array(found)
         return self._layouts[form.name]
 
@@ -168,7 +168,7 @@ class Matrices:
         """Have the block for a kind and a size."""
         codes, unit = self.kinds[slot]
         rows = form.rows[place]
-        spec = Spec(form=_form_of(form, codes, rows).name, codes=codes, unit=unit, rows=rows)
+        spec = Spec(form=form_of(form, codes, rows).name, codes=codes, unit=unit, rows=rows)
         self.functions(form)[slot, place] = compiled.address(spec)
 
     def product(self, rows: Tensor, expert: int, which: int, form: Form) -> Tensor:
@@ -199,7 +199,7 @@ class Matrices:
         return result
 
 
-def _form_of(form: Form, codes: str, rows: int) -> Form:
+def form_of(form: Form, codes: str, rows: int) -> Form:
     """The form for one kind of codes and so many rows. Multiplied with activations as they are: dense values, trellis
     codes where that is faster, and codes of which no two products fit into 16 bits, by many rows."""
     found, kind = form.of_rows(rows), CODES[codes]

@@ -8,7 +8,9 @@ from typing import Any
 from llvmlite import ir
 from llvmlite.ir import Value
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 
 def _at_once(operation: str) -> Any:
@@ -50,16 +52,40 @@ def put_at(typing: Any, address: Any, number: Any) -> Any:
 
 
 def _array(native: ir.Type, kind: Any) -> Any:
-    """A pointer to numbers of a type, of which numba's `carray` makes an array."""
+    """The numbers of a type that lie at an address, as an array: of a shape, or so many of them; numba's `carray` is
+    compiled again for every type of shape."""
+    itemsize = kind.bitwidth // 8
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def pointer(typing: Any, address: Any) -> Any:
+    def numbers(typing: Any, address: Any, shape: Any) -> Any:
+        kinds = list(shape) if isinstance(shape, types.BaseTuple) else [shape]
+        made = types.Array(kind, len(kinds), "C")
+
         def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
-            return builder.inttoptr(given[0], native.as_pointer())
+            lengths = cgutils.unpack_tuple(builder, given[1]) if isinstance(shape, types.BaseTuple) else [given[1]]
+            sizes = [context.cast(builder, length, its, types.intp) for length, its in zip(lengths, kinds, strict=True)]
+            step, strides = ir.Constant(ir.IntType(64), itemsize), []
+            for size in reversed(sizes):
+                strides.append(step)
+                step = builder.mul(step, size)
+            array = context.make_array(made)(context, builder)
+            place = builder.inttoptr(given[0], native.as_pointer())
+            populate_array(array, data=place, shape=sizes, strides=strides[::-1], itemsize=strides[0], meminfo=None)
+            return array._getvalue()
 
-        return types.CPointer(kind)(types.int64), code
+        return made(types.int64, shape), code
 
-    return pointer
+    return numbers
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def address_of(typing: Any, array: Any) -> Any:
+    """Where the first number of an array lies, an int64."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+        return builder.ptrtoint(context.make_array(array)(context, builder, given[0]).data, ir.IntType(64))
+
+    return types.int64(array), code
 
 
 @intrinsic  # type: ignore[untyped-decorator]

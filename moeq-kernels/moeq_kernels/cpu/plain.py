@@ -10,12 +10,12 @@ from collections.abc import Callable
 import numpy as np
 
 from moeq_kernels.cpu.codes import CODES, LANES
-from moeq_kernels.cpu.kept_code import compiler
+from moeq_kernels.cpu.kept_code import internal
 from moeq_kernels.cpu.memory import bits_of, byte_at, float_at, float_of, put_float, put_short, short_at, word_at
 from moeq_kernels.cpu.walks import Walk
 from moeq_kernels.cpu.walks import table as values_by_state
 
-_compile = compiler()
+_compile = internal()
 
 
 @_compile  # type: ignore[untyped-decorator]

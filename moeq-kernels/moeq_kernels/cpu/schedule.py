@@ -14,7 +14,7 @@ pass multiplies), C matrices of an expert, N output rows, K inputs.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, types
+from numba import types
 
 from moeq_kernels.cpu.activations import WORDS, from_short, is_whole, lay_out_tile, shared, to_short
 from moeq_kernels.cpu.columns import (
@@ -40,8 +40,8 @@ from moeq_kernels.cpu.columns import (
 from moeq_kernels.cpu.compiled import call_block
 from moeq_kernels.cpu.emit import LINE_BYTES, TOGETHER
 from moeq_kernels.cpu.finish import PRODUCTS, finish
-from moeq_kernels.cpu.kept_code import compiler
-from moeq_kernels.cpu.memory import add_at, ask_for, float32s, int64s, look_at, uint16s, uint32s
+from moeq_kernels.cpu.kept_code import internal
+from moeq_kernels.cpu.memory import add_at, address_of, ask_for, float32s, int64s, look_at, uint16s, uint32s
 from moeq_kernels.cpu.tiles import SIDE
 
 MOST_ROWS = 32  # of a tile
@@ -57,9 +57,10 @@ BF16_BYTES = 2
 HOW = 9
 PATIENCE = 1000  # looks at a counter before the core is given to another thread
 LINE = 8  # int64 of a cache line: every counter has its own
+ZERO = np.int64(0)  # for arguments: a plain number is a type of its own, for which all that takes it is compiled again
 
 _give_way = types.ExternalFunction("sched_yield", types.int32())
-_compile = compiler()
+_compile = internal()
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -99,7 +100,7 @@ def plan(tiles, table, functions, layouts, by_block, item):  # type: ignore[no-u
             how = table[expert, which]
             layout_of = layouts[how[SLOT], tiles[tile, PLACE]]
             if shared(table, tiles[tile], which, layouts):
-                starts[tile, which] = starts[tile, 0]
+                starts[tile, which, 0], starts[tile, which, 1] = starts[tile, 0, 0], starts[tile, 0, 1]
             else:
                 starts[tile, which, 0], starts[tile, which, 1] = layout, sums
                 layout += how[FILLED] // 2 * size * (layout_of & WORDS) // 2
@@ -142,7 +143,7 @@ def _place(stage, tile, which, block):  # type: ignore[no-untyped-def]
 def _ask_for_first(stage, item):  # type: ignore[no-untyped-def]
     """What blocks do not ask for ahead, the first lines of the first of them."""
     for block in range(item[2], min(item[2] + MOST_TOGETHER, item[3])):
-        at = _place(stage, item[0], 0, block)
+        at = _place(stage, item[0], ZERO, block)
         for line in range(0, stage[7] // MOST_TOGETHER, LINE_BYTES):
             ask_for(at + line)
 
@@ -171,13 +172,13 @@ def _multiply(stage, item, following, functions, grids, layout, sums, products, 
                 if which + 1 < matrices:
                     after = _place(stage, tile, which + 1, first)
                 elif tile + 1 < item[1]:
-                    after = _place(stage, tile + 1, 0, first)
+                    after = _place(stage, tile + 1, ZERO, first)
                 call_block(
                     functions[how[SLOT], tiles[tile, PLACE]],
                     (
                         at, at + how[SCALES_AT], zeros, how[ZERO_STRIDE], count, how[STRIDE], after, how[GROUPS],
-                        how[UNITS], how[LAST_UNITS], how[GROUP], layout.ctypes.data + starts[tile, which, 0] * 4,
-                        sums.ctypes.data + starts[tile, which, 1] * 4, products[which].ctypes.data, width * 4, ahead,
+                        how[UNITS], how[LAST_UNITS], how[GROUP], address_of(layout) + starts[tile, which, 0] * 4,
+                        address_of(sums) + starts[tile, which, 1] * 4, address_of(products[which]), width * 4, ahead,
                         grid[0], grid[1], grid[2],
                     ),
                 )  # fmt: skip
@@ -195,9 +196,59 @@ def _wait(counter, wanted):  # type: ignore[no-untyped-def]
             _give_way()
 
 
+NUMBERS, UNPACKING = 24, 25  # that describe a stage, and the unpacking of a matrix
+NEXT = 23  # of those of a stage: where those of the one after it lie, or 0
+BOUND = 14  # those of a stage's matrices and a form, which do not change from call to call, and some of them
+BOUND_EXPERTS, BOUND_MATRICES, BOUND_SIZES, BOUND_INPUTS, BOUND_ROWS = 1, 2, 5, 12, 13
+
+
 @_compile  # type: ignore[untyped-decorator]
-def _work(stage, counters, source, layout, sums, items, functions, grids, end, weights, per_token, out, biased):  # type: ignore[no-untyped-def]
-    """One thread's part of a stage; it returns when all items are done, by whomever.
+def bound(address):  # type: ignore[no-untyped-def]
+    """What the numbers of `Matrices.bound` at an address say: table, functions, layouts, grids, biases, address of the
+    buffer, bytes that are asked for ahead, inputs, and rows of the matrices."""
+    n = int64s(address, BOUND)
+    return (
+        int64s(n[0], (n[1], n[2], COLUMNS)), int64s(n[3], (n[4], n[5])),
+        int64s(n[6], (n[4], n[5])), float32s(n[7], (n[1], n[2], 3)), float32s(n[8], n[9]),
+        n[10], n[11], n[12], n[13],
+    )  # fmt: skip
+
+
+@_compile  # type: ignore[untyped-decorator]
+def describe(  # type: ignore[no-untyped-def]
+    address,
+    tiles,
+    order,
+    starts,
+    per_row,
+    counters,
+    source,
+    layout,
+    sums,
+    items,
+    end,
+    weights,
+    per_token,
+    out,
+    following,
+    into,
+):
+    """What `_work` reads of a stage as numbers into [NUMBERS], addresses and shapes; arrays need to stay.
+
+    address: of the numbers of `Matrices.bound`; following: where the next stage's numbers lie, or 0."""
+    into[0], into[1], into[2] = address, address_of(tiles), tiles.shape[0]
+    into[3], into[4], into[5], into[6] = address_of(order), order.shape[0], address_of(starts), per_row
+    into[7], into[8], into[9] = address_of(counters), address_of(source), source.shape[0]
+    into[10], into[11], into[12], into[13] = address_of(layout), layout.shape[0], address_of(sums), sums.shape[0]
+    into[14], into[15], into[16] = address_of(items), items.shape[0], end
+    into[17], into[18], into[19] = address_of(weights), weights.shape[0], per_token
+    into[20], into[21], into[22], into[NEXT] = address_of(out), out.shape[1], out.shape[2], following
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _work(address):  # type: ignore[no-untyped-def]
+    """One thread's part of the stage that numbers at an address describe, see `describe`; it returns when all items are
+    done, by whomever.
 
     stage: (table [E, C, COLUMNS], tiles [S, 5], order [P], starts [S, C, 2] of each tile in layout and sums, rows of
     order for one of source or 0 where source is in order, layouts as in `plan`, address of the buffer, bytes that are
@@ -206,8 +257,16 @@ def _work(stage, counters, source, layout, sums, items, functions, grids, end, w
     functions: addresses [slots, sizes]; grids: [E, C, 3]; end: what is done with the products; weights [P] float32 of T
     tokens, per_token each; out: [C, R, N].
     """
-    tiles, matrices = stage[1].shape[0], stage[0].shape[1]
-    first = counters.ctypes.data
+    n = int64s(address, NUMBERS)
+    table, functions, layouts, grids, biased, base, ahead, inputs, _ = bound(n[0])
+    tiles, matrices = n[2], table.shape[1]
+    stage = (
+        table, int64s(n[1], (tiles, ZERO + 5)), int64s(n[3], n[4]), int64s(n[5], (tiles, matrices, ZERO + 2)), n[6],
+        layouts, base, ahead,
+    )  # fmt: skip
+    first, source, layout, sums = n[7], float32s(n[8], (n[9], inputs)), uint32s(n[10], n[11]), float32s(n[12], n[13])
+    items, end, weights, per_token = int64s(n[14], (n[15], ZERO + 4)), n[16], float32s(n[17], n[18]), n[19]
+    out = float32s(n[20], (matrices, n[21], n[22]))
     steps, most = tiles * matrices, items.shape[0]
     item = add_at(first + 128, 1)
     if item < most:
@@ -221,11 +280,11 @@ def _work(stage, counters, source, layout, sums, items, functions, grids, end, w
             lay_out_tile(stage, tile, which, source, layout, sums)
         add_at(first + 64, 1)
     _wait(first + 64, steps)
-    products = np.empty((matrices, MOST_BLOCKS * MOST_ROWS * LANES), np.float32)
+    products = np.empty((matrices, ZERO + MOST_BLOCKS * MOST_ROWS * LANES), np.float32)
     while item < most:
         own = items[item]
         item = add_at(first + 128, 1)
-        following = _place(stage, items[item, 0], 0, items[item, 2]) if item < most else stage[6]
+        following = _place(stage, items[item, 0], ZERO, items[item, 2]) if item < most else base
         _multiply(
             stage, own, following, functions, grids, layout, sums, products, end, weights, per_token, out, biased
         )  # fmt: skip
@@ -233,122 +292,82 @@ def _work(stage, counters, source, layout, sums, items, functions, grids, end, w
     _wait(first + 192, most)
 
 
-NUMBERS, UNPACKING = 23, 25  # that describe a stage, and the unpacking of a matrix
-BOUND = 14  # those of a stage's matrices and a form, which do not change from call to call, and some of them
-BOUND_EXPERTS, BOUND_MATRICES, BOUND_SIZES, BOUND_INPUTS, BOUND_ROWS = 1, 2, 5, 12, 13
+def stages(address):  # type: ignore[no-untyped-def]
+    """One thread's part of one stage after the other, of which the second reads what the first writes; for
+    `compiled.entry`."""
+    while address:
+        _work(address)
+        address = int64s(address, NUMBERS)[NEXT]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def bound(address):  # type: ignore[no-untyped-def]
-    """What the numbers of `Matrices.bound` at an address say: table, functions, layouts, grids, biases, address of the
-    buffer, bytes that are asked for ahead, inputs, and rows of the matrices."""
-    n = carray(int64s(address), BOUND)
-    return (
-        carray(int64s(n[0]), (n[1], n[2], COLUMNS)), carray(int64s(n[3]), (n[4], n[5])),
-        carray(int64s(n[6]), (n[4], n[5])), carray(float32s(n[7]), (n[1], n[2], 3)), carray(float32s(n[8]), n[9]),
-        n[10], n[11], n[12], n[13],
-    )  # fmt: skip
-
-
-@_compile  # type: ignore[untyped-decorator]
-def describe(  # type: ignore[no-untyped-def]
-    address, tiles, order, starts, per_row, counters, source, layout, sums, items, end, weights, per_token, out, into
-):
-    """The arguments of a stage's `_work` as numbers into [NUMBERS], addresses and shapes; whose arrays need to stay.
-    address: of the numbers of `Matrices.bound`."""
-    into[0], into[1], into[2] = address, tiles.ctypes.data, tiles.shape[0]
-    into[3], into[4], into[5], into[6] = order.ctypes.data, order.shape[0], starts.ctypes.data, per_row
-    into[7], into[8], into[9] = counters.ctypes.data, source.ctypes.data, source.shape[0]
-    into[10], into[11], into[12], into[13] = layout.ctypes.data, layout.shape[0], sums.ctypes.data, sums.shape[0]
-    into[14], into[15], into[16] = items.ctypes.data, items.shape[0], end
-    into[17], into[18], into[19] = weights.ctypes.data, weights.shape[0], per_token
-    into[20], into[21], into[22] = out.ctypes.data, out.shape[1], out.shape[2]
-
-
-@_compile  # type: ignore[untyped-decorator]
-def _described(address):  # type: ignore[no-untyped-def]
-    """One thread's part of the stage that numbers at an address describe."""
-    n = carray(int64s(address), NUMBERS)
-    table, functions, layouts, grids, biased, base, ahead, inputs, _ = bound(n[0])
-    matrices = table.shape[1]
-    stage = (
-        table, carray(int64s(n[1]), (n[2], 5)), carray(int64s(n[3]), n[4]), carray(int64s(n[5]), (n[2], matrices, 2)),
-        n[6], layouts, base, ahead,
-    )  # fmt: skip
-    _work(
-        stage, carray(int64s(n[7]), 4 * LINE), carray(float32s(n[8]), (n[9], inputs)), carray(uint32s(n[10]), n[11]),
-        carray(float32s(n[12]), n[13]), carray(int64s(n[14]), (n[15], 4)), functions, grids, n[16],
-        carray(float32s(n[17]), n[18]), n[19], carray(float32s(n[20]), (matrices, n[21], n[22])), biased,
-    )  # fmt: skip
-
-
-def one_stage(address):  # type: ignore[no-untyped-def]
-    """One thread's part of a stage, see `describe`; for `compiled.entry`."""
-    _described(address)
-
-
-def two_stages(address):  # type: ignore[no-untyped-def]
-    """Of two, the second of which reads what the first writes."""
-    _described(address)
-    _described(address + 8 * NUMBERS)
-
-
-@_compile  # type: ignore[untyped-decorator]
-def floats_at(address, count, short):  # type: ignore[no-untyped-def]
-    """float32 [n] of what lies at an address, bf16 or float32."""
-    made = np.empty(count, np.float32)
-    if short:
-        from_short(carray(uint16s(address), count), made)
-    else:
-        made[:] = carray(float32s(address), count)
+def floats_at(address, rows, columns, short):  # type: ignore[no-untyped-def]
+    """float32 [R, N] of what lies at an address, bf16 or float32."""
+    made = np.empty((rows, columns), np.float32)
+    for row in range(rows):
+        own, at = made[row], row * columns
+        if short:
+            from_short(uint16s(address + 2 * at, columns), own)
+        else:
+            given = float32s(address + 4 * at, columns)
+            for column in range(columns):
+                own[column] = given[column]
     return made
 
 
 @_compile  # type: ignore[untyped-decorator]
-def put(made, short, into, first):  # type: ignore[no-untyped-def]
-    """Some columns of products [R, n] into [R, N] at an address, `first` the place of the first: bf16 or float32."""
-    count, outputs = made.shape[0], into[1]
-    for row in range(count):
-        at = row * outputs + first
+def put(made, short, into, first, end):  # type: ignore[no-untyped-def]
+    """Columns from first to end of products [R, N] to an address, where [R, N] of bf16 or float32 lie."""
+    for row in range(made.shape[0]):
+        own, at = made[row, first:end], row * made.shape[1] + first
         if short:
-            to_short(made[row], carray(uint16s(into[0] + 2 * at), made.shape[1]))
+            to_short(own, uint16s(into + 2 * at, end - first))
         else:
-            to = carray(float32s(into[0] + 4 * at), made.shape[1])
-            to[:] = made[row]
+            to = float32s(into + 4 * at, end - first)
+            for column in range(end - first):
+                to[column] = own[column]
 
 
-@_compile  # type: ignore[untyped-decorator]
-def work_alone(counter, step, address, place, size, short, source, into, count):  # type: ignore[no-untyped-def]
-    """One thread's part of what `_work` does for one matrix and a single tile, without what that costs to prepare:
-    `step` blocks of the matrix at a time, as the counter at an address hands them out. The rows every thread lays out
-    for itself. address: of the numbers of `Matrices.bound`; size: of the rows that are compiled, and
-    their place; short: whether rows
-    [count, K] at `source`, and [count, N] at `into`, are bf16, 0 for float32."""
-    table, functions, layouts, grids, biased, base, ahead, inputs, outputs = bound(address)
+ALONE_NUMBERS = LINE + 8  # of a call that threads share: a counter on a line of its own, and what `alone` takes
+
+
+def alone(address):  # type: ignore[no-untyped-def]
+    """One thread's part of what `_work` does for one matrix and a single tile, without what that costs to prepare; for
+    `compiled.entry`. The rows every thread lays out for itself. The numbers: a counter on a line of its own, which
+    hands out blocks of the matrix, how many at a time, address of those of `Matrices.bound`, place and size of the rows
+    that are compiled, whether rows [count, K] at an address and [count, N] at another one are bf16, 0 for float32,
+    both addresses, and the count."""
+    n = int64s(address, ALONE_NUMBERS)
+    step, place, size, short, source, into, count = (
+        n[LINE], n[LINE + 2], n[LINE + 3], n[LINE + 4], n[LINE + 5], n[LINE + 6], n[LINE + 7]
+    )  # fmt: skip
+    table, functions, layouts, grids, biased, base, ahead, inputs, outputs = bound(n[LINE + 1])
     how = table[0, 0]
     high = (how[ROWS] + LANES - 1) // LANES
-    first = add_at(counter, step)
+    first = add_at(address, step)
     if first >= high:
         return
-    tiles = np.zeros((1, 5), np.int64)
+    tiles = np.zeros((ZERO + 1, ZERO + 5), np.int64)
     tiles[0, COUNT], tiles[0, SIZE], tiles[0, PLACE] = count, size, place
-    stage = (table, tiles, tiles[0], np.zeros((1, 1, 2), np.int64), 0, layouts, base, ahead)
-    item = np.array((0, 1, first, min(first + step, high)))
+    starts, item = np.zeros((ZERO + 1, ZERO + 1, ZERO + 2), np.int64), np.empty(ZERO + 4, np.int64)
+    stage = (table, tiles, tiles[0], starts, ZERO, layouts, base, ahead)
+    item[0], item[1], item[2], item[3] = 0, 1, first, min(first + step, high)
     _ask_for_first(stage, item)
-    given = floats_at(source, count * inputs, short).reshape(count, inputs)
-    out = np.empty((1, count, outputs), np.float32)
+    given = floats_at(source, count, inputs, short)
+    out = np.empty((ZERO + 1, count, outputs), np.float32)
     layout = np.zeros(how[FILLED] // 2 * size * (layouts[0, place] & WORDS) // 2, np.uint32)
-    sums, products = np.zeros(2 * how[GROUPS] * size, np.float32), np.empty((1, MOST_BLOCKS * size * LANES), np.float32)
-    lay_out_tile(stage, 0, 0, given, layout, sums)
+    sums = np.zeros(2 * how[GROUPS] * size, np.float32)
+    products = np.empty((ZERO + 1, MOST_BLOCKS * size * LANES), np.float32)
+    lay_out_tile(stage, ZERO, ZERO, given, layout, sums)
     while first < high:
         item[2], item[3] = first, min(first + step, high)
-        after = add_at(counter, step)
-        following = _place(stage, 0, 0, after) if after < high else base
+        after = add_at(address, step)
+        following = _place(stage, ZERO, ZERO, after) if after < high else base
         _multiply(
-            stage, item, following, functions, grids, layout, sums, products, PRODUCTS, sums, 1, out, biased
+            stage, item, following, functions, grids, layout, sums, products, ZERO + PRODUCTS, sums, ZERO + 1, out,
+            biased,
         )  # fmt: skip
-        begin, end = first * LANES, min(item[3] * LANES, outputs)
-        put(out[0, :, begin:end], short, (into, outputs), begin)
+        put(out[0], short, into, first * LANES, min(item[3] * LANES, outputs))
         first = after
 
 
@@ -356,8 +375,8 @@ def unpack(address):  # type: ignore[no-untyped-def]
     """One thread's part of unpacking some blocks of a matrix; for `compiled.entry`. The numbers: two counters, each on
     a line of its own, then addresses of the matrix' row of its table, of its grid, of the buffer and of compiled code,
     first and last block, where values go to, and bytes from one input's values to the next one's and of a value."""
-    n = carray(int64s(address), UNPACKING)
-    how, grid, base, function = carray(int64s(n[16]), COLUMNS), carray(float32s(n[17]), 3), n[18], n[19]
+    n = int64s(address, UNPACKING)
+    how, grid, base, function = int64s(n[16], COLUMNS), float32s(n[17], 3), n[18], n[19]
     first, last = n[20], n[21]
     while True:
         block = first + add_at(address, 1)

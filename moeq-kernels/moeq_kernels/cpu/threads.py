@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, types
+from numba import types
 from numpy.typing import NDArray
 
 from moeq_kernels.cpu.compiled import call, call_parallel, call_work
-from moeq_kernels.cpu.kept_code import compiler
+from moeq_kernels.cpu.kept_code import compiler, internal
 from moeq_kernels.cpu.memory import add_at, int64s, look_at, put_at, swap_at
 
 PATIENCE = 1000  # looks for more work before a thread sleeps, some tenths of a millisecond
@@ -67,20 +67,19 @@ _cores, _set_cores = (
     types.ExternalFunction(name, types.int32(types.int32, types.int64, types.int64))
     for name in ("sched_getaffinity", "sched_setaffinity")
 )
-_compile = compiler()
+_compile, _internal = compiler(), internal()
 
 
-@_compile  # type: ignore[untyped-decorator]
+@_internal  # type: ignore[untyped-decorator]
 def _tell(post):  # type: ignore[no-untyped-def]
     """Have the thread of a post, which sleeps, go on on another core than this one's, if it may."""
     thread, core, own, others = look_at(post + THREAD), _core(), post + CORES, post + CORES + CORES_BYTES
     if thread == 0 or not 0 <= core < 8 * CORES_BYTES or _cores(thread, CORES_BYTES, own) != 0:
         return
     left, numbers = 0, CORES_BYTES // 8
-    without = carray(int64s(others), numbers)
-    without[:] = carray(int64s(own), numbers)
-    without[core // 64] &= ~(1 << core % 64)
+    may, without = int64s(own, numbers), int64s(others, numbers)
     for place in range(numbers):
+        without[place] = may[place] & ~(1 << core % 64) if place == core // 64 else may[place]
         left |= without[place]
     if left != 0 and _set_cores(thread, CORES_BYTES, others) == 0:
         put_at(post + TOLD, 1)
@@ -92,7 +91,7 @@ def _prepare(post):  # type: ignore[no-untyped-def]
     return _make_lock(post + MUTEX, 0) + _make_condition(post + CONDITION, 0)
 
 
-@_compile  # type: ignore[untyped-decorator]
+@_internal  # type: ignore[untyped-decorator]
 def _rest(post, seen):  # type: ignore[no-untyped-def]
     """Sleep until one is woken."""
     _lock(post + MUTEX)
@@ -143,7 +142,7 @@ def _wake(first, count):  # type: ignore[no-untyped-def]
     return were
 
 
-@_compile  # type: ignore[untyped-decorator]
+@_internal  # type: ignore[untyped-decorator]
 def _lead(first, count, work, numbers):  # type: ignore[no-untyped-def]
     """Post work to the threads of some posts, do it, and wait for those that have begun."""
     end = first + count * POST_BYTES
@@ -160,13 +159,13 @@ def _lead(first, count, work, numbers):  # type: ignore[no-untyped-def]
                 _give_way()
 
 
-@_compile  # type: ignore[untyped-decorator]
+@_internal  # type: ignore[untyped-decorator]
 def threads_of(team):  # type: ignore[no-untyped-def]
     """How many a team has, with the one that calls."""
     return look_at(team + THREADS) if team else 1
 
 
-@_compile  # type: ignore[untyped-decorator]
+@_internal  # type: ignore[untyped-decorator]
 def divide(team, how, work, numbers):  # type: ignore[no-untyped-def]
     """Do work with a team's threads, alone where it is 0 or works for another thread of this program already."""
     if team == 0 or how == ALONE or swap_at(team + BUSY, 1) != 0:
@@ -201,8 +200,8 @@ class _Team:
         for place, number in ((THREADS, threads), (PARALLEL, parallel), (POSTS, posts), (FIRST, first)):
             self._put(place, number)
         self._posts = first, posts
-        _serve.compile("void(int64)")
-        _wake.compile("boolean(int64, int64)")
+        _serve.compile((types.int64,))
+        _wake.compile((types.int64, types.int64))
         addresses = range(first, first + posts * POST_BYTES, POST_BYTES)
         if any(_prepare(post) for post in addresses):
             raise OSError("the system makes no more locks for threads")

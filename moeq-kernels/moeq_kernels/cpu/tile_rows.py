@@ -13,11 +13,12 @@ from numba.extending import intrinsic
 
 from moeq_kernels.cpu.codes import UNIT
 from moeq_kernels.cpu.columns import GROUP, GROUPS, LANES, LAST, LAST_UNITS, UNITS
-from moeq_kernels.cpu.kept_code import compiler
+from moeq_kernels.cpu.kept_code import internal
 from moeq_kernels.cpu.lanes import Lanes
+from moeq_kernels.cpu.memory import address_of
 
 LINE = 2 * UNIT  # bytes of a unit of a row
-_compile = compiler()
+_compile = internal()
 
 
 def _rounded(lanes: Lanes, floats: Value) -> Value:
@@ -49,19 +50,20 @@ def _put_unit(typing: Any, source: Any, to: Any, sums: Any) -> Any:
 def lay_out_units(source, into, how, sums, size, row):  # type: ignore[no-untyped-def]
     """One row of activations [K] to its places among `size` rows in `into`, uint32, which is 0 where groups are filled
     up, and its sums by group to [G, size]."""
-    at, step = into.ctypes.data + row * LINE, size * LINE
+    at, step = address_of(into) + row * LINE, size * LINE
     part, rest = np.empty(LANES, np.float32), np.empty(UNIT, np.float32)
     for group in range(how[GROUPS]):
         last = group == how[GROUPS] - 1
         first, count = group * how[GROUP], how[LAST] if last else how[GROUP]
-        begin, full = source.ctypes.data + 4 * first, count // UNIT
+        begin, full = address_of(source) + 4 * first, count // UNIT
         part[:] = 0
         for unit in range(full):
-            _put_unit(begin + 4 * UNIT * unit, at + unit * step, part.ctypes.data)
+            _put_unit(begin + 4 * UNIT * unit, at + unit * step, address_of(part))
         if full * UNIT < count:
             rest[:] = 0
-            rest[: count - full * UNIT] = source[first + full * UNIT : first + count]
-            _put_unit(rest.ctypes.data, at + full * step, part.ctypes.data)
+            for place in range(count - full * UNIT):
+                rest[place] = source[first + full * UNIT + place]
+            _put_unit(address_of(rest), at + full * step, address_of(part))
         total = np.float32(0)
         for lane in range(LANES):
             total += part[lane]

@@ -137,7 +137,7 @@ class Walk:
     def _with_avx2(self, lanes: Lanes, words: Sequence[Sequence[Value]], tile: int, step: int) -> Value:
         if self.shuffled(lanes.count):
             four = next(four for four in lookups.GROUPS[self.bits] if step in four)
-            found = self._shuffled(lanes, words, tile, 0, four)
+            found = lanes.once((words[0][0], tile, four), lambda: self._shuffled(lanes, words, tile, 0, four))
             return lanes.masked(lanes.shifted(found, 8 * four.index(step)), 255)
         if not self.trained:
             return lookups.computed(lanes, self.place(lanes, words, tile, step))

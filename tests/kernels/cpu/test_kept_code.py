@@ -154,6 +154,48 @@ def test_the_digest_reaches_all_that_emits_the_code_of_blocks() -> None:
     assert reached >= {"compiled", "trellis", "trellis_tables", "walks"}
 
 
+def test_that_code_is_compiled_is_told_once_and_not_where_it_is_kept(
+    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept_code._tell.cache_clear()
+    with caplog.at_level("INFO", "moeq.kernels"):
+        module.f(1)
+        module.f(1.5)
+        assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["compiling code for this CPU"]
+        kept_code._tell.cache_clear()
+        assert loaded(tmp_path).f(1) == 2
+        assert len(caplog.records) == 1
+
+
+COMPILED = """
+from numba.core import event
+class Listener(event.Listener):
+    def on_start(self, started):
+        function = started.data["dispatcher"].py_func
+        if function.__module__.startswith("moeq_kernels"):
+            print(function.__module__, function.__name__)
+    def on_end(self, ended):
+        pass
+event.register("numba:compile", Listener())
+from moeq_kernels.cpu import calls, schedule
+from moeq_kernels.cpu.compiled import call, entry
+for work in (calls.experts, calls.matrix, calls.products):
+    call(work)
+for work in (schedule.stages, schedule.alone, schedule.unpack):
+    entry(work)
+"""
+
+
+@pytest.mark.full
+def test_what_calls_are_made_of_is_compiled_once(tmp_path: Path) -> None:
+    """A plain number where others hand on a computed one is a type of its own, for which a function and all that it
+    calls is compiled again: half of the first minute of a new installation went there."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    made = subprocess.check_output([sys.executable, "-c", COMPILED], text=True, env=environment).splitlines()
+    assert len(made) > 25
+    assert sorted(made) == sorted(set(made))
+
+
 @pytest.mark.full
 def test_a_callback_is_kept_too(tmp_path: Path) -> None:
     """In a process of its own, twice: the second finds what the first compiled."""
