@@ -15,7 +15,7 @@ FILES = [
     for path in sorted((ROOT / room).rglob("*.py"))
 ]
 MOST_OF_A_FILE, MOST_OF_A_FUNCTION = 450, 60
-COMPILERS = {"jit", "njit", "compiler"}  # Triton's, numba's and that of moeq_kernels.cpu.kept_code
+COMPILERS = {"jit", "njit", "compiler", "internal"}  # Triton's, numba's and those of moeq_kernels.cpu.kept_code
 
 
 def too_long(source: str) -> Iterator[str]:

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from moeq.numerics.sweep import MAGIC, compiled, in_threads, tile_at, tiles_of
-from moeq_kernels.cpu.kept_code import compiler
+from moeq_kernels.cpu.kept_code import compiler, internal
 from moeq_kernels.grids import LEAST_SCALE, SCALE_DTYPE, SIGN_ZERO, Symmetry, max_codes
 
 LARGEST_SCALE = torch.finfo(SCALE_DTYPE).max
 _exactly = compiler()  # no product is fused with a sum, as in torch
+_inside = internal()
 
 
-@_exactly  # type: ignore[untyped-decorator]
+@_inside  # type: ignore[untyped-decorator]
 def _storable(scale):  # type: ignore[no-untyped-def]
     """One scale as `grids.storable` has it, in float32."""
     single = np.float32(min(scale, LARGEST_SCALE))

@@ -17,7 +17,7 @@ from llvmlite import binding
 from torch import Tensor
 
 from moeq.numerics.panels import PANEL, VECTOR_BYTES, VECTORS, multiply_strip, pack_strip
-from moeq.numerics.sweep import compiled, in_threads
+from moeq.numerics.sweep import compiled, in_threads, inside
 
 SUMMED = 256  # columns that are summed before the next ones are packed
 STRIPS = 4  # strips of a tile, what threads divide among each other
@@ -36,7 +36,7 @@ def pays(factor: Tensor) -> bool:
     return factor.device.type == "cpu" and factor.shape[-1] >= LEAST_INPUTS and faster_here()
 
 
-@compiled  # type: ignore[untyped-decorator]
+@inside  # type: ignore[untyped-decorator]
 def _pack_weights(into, weights, sign, expert, begin, end, start, stop):  # type: ignore[no-untyped-def]
     """Lines begin to end, columns start to stop: PANEL columns after another, in them line after line."""
     length = end - begin

@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 
 from moeq.numerics.panels import VECTOR_BYTES, VECTORS, extent_strip, fetch_strip, round_strip
-from moeq_kernels.cpu.kept_code import compiler
+from moeq_kernels.cpu.kept_code import compiler, internal
 
 BLOCK = 128  # columns that the inner loop rounds one by one
 LANES = 128  # rows of a tile, what threads divide among each other
 MAGIC = {torch.float32: np.float32(1.5 * 2.0**23), torch.float64: np.float64(1.5 * 2.0**52)}
 compiled = compiler(fastmath={"contract"})
+inside = internal(fastmath={"contract"})
 
 
-@compiled  # type: ignore[untyped-decorator]
+@inside  # type: ignore[untyped-decorator]
 def tile_at(item, widths, rows):  # type: ignore[no-untyped-def]
     """Expert, width, first row, number of rows and first lane (of all widths) of a tile of E x B x chunks of N."""
     chunks = (rows + LANES - 1) // LANES
@@ -40,13 +41,13 @@ def tile_at(item, widths, rows):  # type: ignore[no-untyped-def]
     return expert, width, begin, min(LANES, rows - begin), width * rows + begin
 
 
-@compiled  # type: ignore[untyped-decorator]
+@inside  # type: ignore[untyped-decorator]
 def _strip(like):  # type: ignore[no-untyped-def]
     """Rows of a strip, S."""
     return VECTORS * VECTOR_BYTES // like.itemsize
 
 
-@compiled  # type: ignore[untyped-decorator]
+@inside  # type: ignore[untyped-decorator]
 def _store(into, tile, expert, start, offset, count):  # type: ignore[no-untyped-def]
     """Columns of a tile [b, LANES] into those of `into` [E, K, R] from (start, offset) on."""
     for k in range(tile.shape[0]):
@@ -56,7 +57,7 @@ def _store(into, tile, expert, start, offset, count):  # type: ignore[no-untyped
             line[lane] = source[lane]
 
 
-@compiled  # type: ignore[untyped-decorator]
+@inside  # type: ignore[untyped-decorator]
 def _load(tile, columns, feedback, expert, start, begin, offset, count):  # type: ignore[no-untyped-def]
     """Fill a tile [b, LANES] with columns [E, K, N] from (start, begin) on and what they were given [E, b, R]."""
     for k in range(tile.shape[0]):
@@ -67,7 +68,7 @@ def _load(tile, columns, feedback, expert, start, begin, offset, count):  # type
             line[lane] = source[lane] + given[lane]
 
 
-@compiled  # type: ignore[untyped-decorator]
+@inside  # type: ignore[untyped-decorator]
 def _pack(gifts, factor, expert, start):  # type: ignore[no-untyped-def]
     """What the columns of a block give to each other into gifts [b, b]: in the factor, lines of powers of two of bytes
     apart would push each other out of the cache."""
@@ -78,7 +79,7 @@ def _pack(gifts, factor, expert, start):  # type: ignore[no-untyped-def]
             into[k] = line[k]
 
 
-@compiled  # type: ignore[untyped-decorator]
+@inside  # type: ignore[untyped-decorator]
 def _give(into, given, factor, expert, start, column, end):  # type: ignore[no-untyped-def]
     """Add what a column gives to the later ones up to end."""
     for k in range(column + 1, end):
@@ -88,7 +89,7 @@ def _give(into, given, factor, expert, start, column, end):  # type: ignore[no-u
             line[lane] += weight * given[lane]
 
 
-@compiled  # type: ignore[untyped-decorator]
+@inside  # type: ignore[untyped-decorator]
 def _owe(into, given, factor, expert, start, first, end, stop):  # type: ignore[no-untyped-def]
     """Add what four columns, first to end, give to all later ones up to stop."""
     if end - first < 4:
@@ -217,7 +218,7 @@ def _round_block(  # type: ignore[no-untyped-def]
                     line[k] = made[lane, k]
 
 
-@compiled  # type: ignore[untyped-decorator]
+@inside  # type: ignore[untyped-decorator]
 def _nearest(place, counts, least, best):  # type: ignore[no-untyped-def]
     """Into best [LANES] the code of 4 bits whose distances cost the least, into least what it costs.
 

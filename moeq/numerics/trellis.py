@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeq.numerics.sweep import compiled, in_threads
+from moeq.numerics.sweep import compiled, in_threads, inside
 from moeq.numerics.trellis_steps import LANES, step1, step2, step3, step4
 
 STEPS = 256
@@ -24,7 +24,7 @@ SEAM = 64  # weights on each side of the seam that the free walk sees
 FAR = np.float32(1e30)  # the cost of a beginning that must not be
 
 
-@compiled  # type: ignore[untyped-decorator]
+@inside  # type: ignore[untyped-decorator]
 def _wide_step(bits, before, after, back, wanted, weight, values):  # type: ignore[no-untyped-def]
     """One step of any number of bits, the way to each next p by comparing all of them."""
     ways = 1 << bits
@@ -44,7 +44,7 @@ def _wide_step(bits, before, after, back, wanted, weight, values):  # type: igno
                         taken[lane] = np.uint8(way)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@inside  # type: ignore[untyped-decorator]
 def _advance(bits, before, after, back, wanted, weight, values):  # type: ignore[no-untyped-def]
     """One step, see trellis_steps.py; of more than 4 bits, whose ways are too many to be written out, in loops."""
     if bits == 1:
@@ -59,7 +59,7 @@ def _advance(bits, before, after, back, wanted, weight, values):  # type: ignore
         _wide_step(bits, before, after, back, wanted, weight, values)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@inside  # type: ignore[untyped-decorator]
 def _seam(bits, wanted, weight, values, costs, back, shared):  # type: ignore[no-untyped-def]
     """Into shared [LANES] what the last state and the first share in the best free walk around the seam."""
     costs[0] = 0
@@ -79,7 +79,7 @@ def _seam(bits, wanted, weight, values, costs, back, shared):  # type: ignore[no
         shared[lane] = best
 
 
-@compiled  # type: ignore[untyped-decorator]
+@inside  # type: ignore[untyped-decorator]
 def _closed(bits, wanted, weight, values, costs, back, shared, made):  # type: ignore[no-untyped-def]
     """Into made [LANES, STEPS] the states of the best walks whose last state and first share `shared` [LANES]."""
     costs[0] = FAR

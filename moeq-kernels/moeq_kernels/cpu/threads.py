@@ -67,7 +67,8 @@ _cores, _set_cores = (
     types.ExternalFunction(name, types.int32(types.int32, types.int64, types.int64))
     for name in ("sched_getaffinity", "sched_setaffinity")
 )
-_compile, _internal = compiler(), internal()
+_compile = compiler()
+_internal = internal()
 
 
 @_internal  # type: ignore[untyped-decorator]
