@@ -6,6 +6,7 @@ import pytest
 
 from moeq.artifacts.loads_in import LoadsIn, line, loads_in
 from moeq.errors import FormatError
+from moeq.terminal import print_summary
 
 
 class Layer:
@@ -82,6 +83,18 @@ def test_one_bit_is_only_native() -> None:
     assert text.startswith("loads in: native; not in auto-round, transformers, vllm, ")
     assert "gptqmodel (1-bit; +4.2 % loss)" in text
     assert line(found([[4, 4]])).endswith("; not in exl3 (grids)")
+
+
+def test_a_narrow_window_breaks_it_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    where = found([[1, 4], [1, 4]])
+    print_summary({"loads_in": where}, indent=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 2
+    assert all(one.startswith("  ") and len(one) <= 40 for one in lines)
+    assert " ".join(" ".join(lines).split()) == line(where)
 
 
 def test_without_shapes_the_widths_speak() -> None:
