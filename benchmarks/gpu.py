@@ -7,9 +7,10 @@ gpu_wheels.py), which is unpacked beside the tables: nothing is fetched, nothing
 failed and what was not run, with the time of each part. Most of the time is compilation: tests run side by side where
 pytest-xdist is installed, and the benchmark of the kernels has them compiled by as many processes first. Without a GPU
 the kernels' tests and their benchmark run in Triton's interpreter, and the rest is named. Benchmarks write JSON with
-the GPU's name to --to, and summary.json there is written after every part: what was finished is kept when the rest is
-stopped, as every part is that is not done --seconds after the start. --tune: first find the fastest settings of this
-GPU (moeq_kernels/gpu/tuned, and a copy in --to). Exit code 1 where something failed.
+the GPU's name to --to, summary.json there is written after every part and failures.txt with every test that fails: what
+was finished is kept when the rest is stopped, as every part is that is not done --seconds after the start. --tune:
+first find the fastest settings of this GPU (moeq_kernels/gpu/tuned, and a copy in --to). Exit code 1 where something
+failed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import failures
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "pytest.mark.cuda"
@@ -121,10 +124,11 @@ def unpacked(wheels: Path, site: Path) -> str | None:
     return str(site)
 
 
-def tests(runs: Runs, gpu: bool) -> None:
-    """The kernels' tests, then what else is marked."""
-    pytest = ["-m", "pytest", "-p", "no:cacheprovider"]
-    more = {}
+def tests(runs: Runs, gpu: bool, folder: Path) -> None:
+    """The kernels' tests, then what else is marked; what fails is in failures.txt at once."""
+    pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-p", failures.__name__]
+    more = {failures.VARIABLE: str((folder / "failures.txt").resolve())}
+    (folder / "failures.txt").unlink(missing_ok=True)
     if gpu and importlib.util.find_spec("xdist") is not None:
         pytest += ["-n", str(BESIDE), "--dist", "load"]
         more["OMP_NUM_THREADS"] = "1"
@@ -176,7 +180,7 @@ def main() -> int:
         print(f"{' and '.join(missing)} not installed: nothing can be run")
         return 1
     site = unpacked(options.wheels, options.to / "site")
-    own = [str(ROOT), str(ROOT / "moeq-kernels")]
+    own = [str(ROOT), str(ROOT / "moeq-kernels"), str(ROOT / "benchmarks")]
     paths = [*own, *([site] if site else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     given = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     runs = Runs(given, options.to / "summary.json", options.seconds)
@@ -196,7 +200,7 @@ def main() -> int:
             )
             return 1
     if "tests" in options.only:
-        tests(runs, gpu)
+        tests(runs, gpu, options.to)
     if "benchmarks" in options.only:
         benchmarks(runs, gpu, options.to, options.tune)
     for part in runs.parts:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import failures
 import gpu
 import gpu_tuning
 import gpu_wheels
@@ -69,6 +70,22 @@ def test_parts_that_ended_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "== good: ok" in capsys.readouterr().out
 
 
+def test_what_fails_is_told_before_a_run_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "test_slow.py").write_text(
+        "import os, pytest\ndef test_bad():\n    assert 1 == 2, 'of one'\ndef test_stopped():\n    os._exit(9)\n"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": str(gpu.ROOT / "benchmarks"),
+        failures.VARIABLE: str(tmp_path / "told" / "f"),
+    }
+    words = ["-m", "pytest", "-p", failures.__name__, "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    done = subprocess.run([sys.executable, *words, "test_slow.py"], cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == 9
+    told = (tmp_path / "told" / "f").read_text("utf-8")
+    assert told.startswith("== test_slow.py::test_bad (call)\n")
+    assert "of one" in told
+
+
 def test_the_large_wheels_come_when_they_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,14 +124,14 @@ def test_what_is_measured_on_cuda_is_named_where_there_is_none(name: str, tmp_pa
 def test_precision_that_changes_is_tested_whole_on_a_gpu(tmp_path: Path) -> None:
     commands.clear()
     runs = Noted(dict(os.environ), tmp_path / "summary.json", seconds=60.0)
-    gpu.tests(runs, True)
+    gpu.tests(runs, True, tmp_path)
     assert gpu.MARK in (gpu.ROOT / gpu.DYNAMIC).read_text("utf-8")
     assert commands["dynamic precision"][-1] == "tests/runtime/test_dynamic_on_gpu.py"
     assert gpu.DYNAMIC not in commands["other CUDA tests"]
-    assert commands["other CUDA tests"][4:8] == ("-n", str(gpu.BESIDE), "--dist", "load")
+    assert commands["other CUDA tests"][6:10] == ("-n", str(gpu.BESIDE), "--dist", "load")
     assert threads["other CUDA tests"] == "1", "processes side by side, each of one thread"
     assert not runs.not_run
-    gpu.tests(runs, False)
+    gpu.tests(runs, False, tmp_path)
     assert f"CUDA tests of {gpu.DYNAMIC}: {gpu.NONE}" in runs.not_run
 
 
