@@ -32,6 +32,7 @@ from moeq.stages.workers import Opened, Openers, opening
 REVISION = 1  # raised when the same inputs give other effects
 AT_ONCE = 16  # experts, at most: each keeps what goes into its decoder layer
 NOWHERE = ""  # the decoder layer of experts that lie in none
+RUNS_WHOLE = "  {} needs more than the layer before it: the whole model runs"
 Place = tuple[int, int]  # layer and expert
 
 
@@ -165,7 +166,7 @@ class _Worker:
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
             self.seen[block] = False
         if not self.seen[block]:
-            self.context.reporter.say(f"  {block} needs more than the layer before it: the whole model runs")
+            self.context.reporter.say(RUNS_WHOLE.format(block))
 
 
 @contextmanager
@@ -177,12 +178,17 @@ def _measuring(
         yield own.measure, 1
         return
     asked = _Asked(opened=Opened.of(context), section=own.section, batches=own.batches)
+    said: set[str] = set()
     with opening(context, opened.count) as crew:
 
         def measured(places: Sequence[Place]) -> np.ndarray:
             some = [places[which.start : which.stop] for which in groups(len(places), crew.count)]
             parts = [(f"expert effects, {len(here)} from {here[0]} on", (asked, here)) for here in some]
-            return np.concatenate(crew.did(_measure_in_worker, parts))
+            found = crew.did(_measure_in_worker, parts)
+            for block in sorted({block for _, whole in found for block in whole} - said):
+                context.reporter.say(RUNS_WHOLE.format(block))
+                said.add(block)
+            return np.concatenate([effects for effects, _ in found])
 
         yield measured, crew.count
 
@@ -199,13 +205,18 @@ class _Asked:
 _kept: list[tuple[Context, _Worker]] = []  # what this worker measures by
 
 
-def _measure_in_worker(given: tuple[_Asked, Sequence[Place]], tensors: Any) -> tuple[np.ndarray, dict[str, Any]]:
-    """The task: the mean divergence of every expert of some places."""
+def _measure_in_worker(
+    given: tuple[_Asked, Sequence[Place]], tensors: Any
+) -> tuple[tuple[np.ndarray, list[str]], dict[str, Any]]:
+    """The task: the mean divergence of every expert of some places, and at which decoder layers the model cannot
+    begin."""
     asked, places = given
     context = asked.opened.context()
     if not _kept or _kept[0][0] is not context:
         _kept[:] = [(context, _Worker(context=context, section=asked.section, batches=asked.batches))]
-    return _kept[0][1].measure(places), {}
+    worker = _kept[0][1]
+    effects = worker.measure(places)
+    return (effects, [block for block, begins in worker.seen.items() if not begins and block != NOWHERE]), {}
 
 
 def _filled(

@@ -188,19 +188,28 @@ def test_streamed_equals_loaded(finished: Context, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_families_whose_layers_read_more_run_whole(tmp_path: Path) -> None:
-    """Each decoder layer that cannot be begun at is named; the effects are those of whole passes."""
+    """Each decoder layer that cannot be begun at is named, once, by one process and by several; the effects are those
+    of whole passes."""
     model = save("switch_transformers", tmp_path / "model")
-    said: list[str] = []
+    told, effects = [], []
+    for number in (1, 2):
+        said: list[str] = []
 
-    class Ears(Reporter):
-        def say(self, text: str) -> None:
-            said.append(text)
+        class Ears(Reporter):
+            def say(self, text: str, into: list[str] = said) -> None:
+                into.append(text)
 
-    context = context_of(model, tmp_path / "run", "{bits: 2, sequences: 2}", "dtype=float32")
-    context.reporter = Ears(quiet=True)
-    found = run(context)
-    assert any("needs more than the layer before it" in line for line in said)
-    assert max(map(max, found.divergence)) > 0
+        workers = ("threads=1", f"workers={number}") if number > 1 else ("threads=1",)
+        folder = tmp_path / str(number)
+        context = context_of(model, folder, "{bits: 2, sequences: 2, experts: 6}", "dtype=float32", *workers)
+        context.reporter = Ears(quiet=True)
+        effects.append(run(context))
+        told.append([line for line in said if "needs more than the layer before it" in line])
+    assert told[0]
+    assert sorted(told[1]) == sorted(told[0])
+    assert len(set(told[0])) == len(told[0])
+    assert effects[1] == effects[0]
+    assert max(map(max, effects[0].divergence)) > 0
 
 
 def test_assign_by_effects(finished: Context) -> None:
