@@ -43,7 +43,7 @@ from moeq_kernels.cpu.columns import (
 )
 from moeq_kernels.cpu.forms import TILED
 from moeq_kernels.cpu.kept_code import internal
-from moeq_kernels.cpu.memory import address_of, bits_of, float_of
+from moeq_kernels.cpu.memory import address_of, bits_of, float_of, zero_uint32s
 from moeq_kernels.cpu.tile_rows import lay_out_units
 
 WORDS = TILED - 1  # what a layout has of its number of words
@@ -272,7 +272,7 @@ def lay_out_tile(stage, tile, which, source, layout, sums):  # type: ignore[no-u
         for row in range(count):
             lay_out_units(source[order[first + row] // per_row if per_row else first + row], into, how, own, size, row)
         return
-    rows = into if size == 1 else np.zeros(words * count, np.uint32)
+    rows = into if size == 1 else zero_uint32s(words * count)
     for row in range(count):
         given = source[order[first + row] // per_row if per_row else first + row]
         laid_out = rows[row * words : row * words + words]

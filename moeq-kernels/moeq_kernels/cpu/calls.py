@@ -10,12 +10,19 @@ Functions are for `compiled.call`; they return INCOMPLETE, and have done nothing
 
 from __future__ import annotations
 
-import numpy as np
-
 from moeq_kernels.cpu.columns import LANES
 from moeq_kernels.cpu.finish import PRODUCTS, WEIGHTED
 from moeq_kernels.cpu.kept_code import internal
-from moeq_kernels.cpu.memory import address_of, float32s, int64s
+from moeq_kernels.cpu.memory import (
+    address_of,
+    float32s,
+    int64s,
+    new_float32s,
+    new_int64s,
+    zero_float32s,
+    zero_int64s,
+    zero_uint32s,
+)
 from moeq_kernels.cpu.routing import route
 from moeq_kernels.cpu.schedule import (
     ALONE_NUMBERS,
@@ -59,8 +66,8 @@ def _routed(static, index, rows):  # type: ignore[no-untyped-def]
     """Rows sorted by expert: order [P], tiles [S, 5], and how many experts these are of; index: address of experts
     [P]."""
     how, of_stage = int64s(static, HOW), int64s(static + WORD * HOW, BOUND)
-    order, starts = np.empty(rows, np.int64), np.empty(of_stage[BOUND_EXPERTS] + 1, np.int64)
-    tiles, sizes = np.empty((rows, 5), np.int64), int64s(how[HOW_SIZES], of_stage[BOUND_SIZES])
+    order, starts = new_int64s(rows), new_int64s(of_stage[BOUND_EXPERTS] + 1)
+    tiles, sizes = new_int64s((rows, 5)), int64s(how[HOW_SIZES], of_stage[BOUND_SIZES])
     count, tiled = route(int64s(index, rows), starts, sizes, how[HOW_WHOLE], order, tiles)
     return order, tiles[:count], tiled
 
@@ -71,7 +78,7 @@ def _planned(static, which, order, tiles, tiled, threads):  # type: ignore[no-un
     table, functions, layouts, _, _, _, _, inputs, outputs = bound(static + WORD * (HOW + which * BOUND))
     item = item_of(which > 0, order.shape[0], tiled, threads, inputs, outputs, int64s(static, HOW))
     starts, words, sums, items, nbytes, complete = plan(tiles, table, functions, layouts, which > 0, item)
-    space = np.zeros(words, np.uint32), np.zeros(sums, np.float32), np.zeros(4 * LINE, np.int64)
+    space = zero_uint32s(words), zero_float32s(sums), zero_int64s(4 * LINE)
     return starts, items, nbytes, complete, space
 
 
@@ -94,9 +101,9 @@ def experts(static, hidden, tokens, index, top_k, weights, out, short, team):  #
     sizes = int64s(first, BOUND), int64s(second, BOUND)
     source = floats_at(hidden, tokens, sizes[0][BOUND_INPUTS], short & SHORT_HIDDEN)
     shares = floats_at(weights, ZERO + 1, rows, short & SHORT_WEIGHTS)[0]
-    inner = np.empty((1, rows, sizes[0][BOUND_ROWS]), np.float32)
-    result = np.zeros((1, tokens, sizes[1][BOUND_ROWS]), np.float32)
-    numbers = np.empty(2 * NUMBERS, np.int64)
+    inner = new_float32s((1, rows, sizes[0][BOUND_ROWS]))
+    result = zero_float32s((1, tokens, sizes[1][BOUND_ROWS]))
+    numbers = new_int64s(2 * NUMBERS)
     describe(
         first, tiles, order, starts, top_k, space[2], source, space[0], space[1], items, how[HOW_END], shares,
         ZERO + 1, inner, address_of(numbers) + WORD * NUMBERS, numbers[:NUMBERS],
@@ -122,7 +129,7 @@ def products(static, source, count, index, rows, per_row, out, team):  # type: i
     starts, items, nbytes, complete, space = _planned(static, ZERO, order, tiles, tiled, threads_of(team))
     if not complete:
         return INCOMPLETE
-    of_stage, numbers, none = int64s(first, BOUND), np.empty(NUMBERS, np.int64), np.empty(0, np.float32)
+    of_stage, numbers, none = int64s(first, BOUND), new_int64s(NUMBERS), new_float32s(0)
     given = float32s(source, (count, of_stage[BOUND_INPUTS]))
     into = float32s(out, (of_stage[BOUND_MATRICES], rows, of_stage[BOUND_ROWS]))
     describe(
@@ -148,7 +155,7 @@ def matrix(known, source, into, team):  # type: ignore[no-untyped-def]
         by = ALWAYS if much >= how[HOW_WAKING] else WHERE_AWAKE
         most = blocks // (ITEMS * threads) // MOST_TOGETHER
         step = min(max(1, most), MOST_BLOCKS // MOST_TOGETHER) * MOST_TOGETHER
-    numbers = np.zeros(ALONE_NUMBERS, np.int64)
+    numbers = zero_int64s(ALONE_NUMBERS)
     given = step, first, place, size, short, source, into, count
     for which in range(len(given)):
         numbers[LINE + which] = given[which]

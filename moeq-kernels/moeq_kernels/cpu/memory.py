@@ -12,6 +12,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
+I64 = ir.IntType(64)
+LINE_BYTES = 64  # of the cache: where new arrays begin
+
 
 def _at_once(operation: str) -> Any:
     """A change of the int64 at an address by a number, at once for all threads, that gives what it was before."""
@@ -51,29 +54,63 @@ def put_at(typing: Any, address: Any, number: Any) -> Any:
     return types.void(types.int64, types.int64), code
 
 
-def _array(native: ir.Type, kind: Any) -> Any:
+def _sizes(context: Any, builder: ir.IRBuilder, kind: Any, given: Value) -> list[Value]:
+    """Lengths of an array: of a tuple of them, or one."""
+    several = isinstance(kind, types.BaseTuple)
+    kinds, lengths = (list(kind), cgutils.unpack_tuple(builder, given)) if several else ([kind], [given])
+    return [context.cast(builder, length, its, types.intp) for length, its in zip(lengths, kinds, strict=True)]
+
+
+def _array_type(kind: Any, shape: Any) -> Any:
+    return types.Array(kind, len(shape) if isinstance(shape, types.BaseTuple) else 1, "C")
+
+
+def _filled(context: Any, builder: ir.IRBuilder, kind: Any, data: Value, sizes: Sequence[Value], owner: Any) -> Value:
+    """An array of a type at an address, row by row; owner: of its memory, None where it is another's."""
+    array, strides = context.make_array(kind)(context, builder), [ir.Constant(I64, kind.dtype.bitwidth // 8)]
+    for size in reversed(sizes[1:]):
+        strides.append(builder.mul(strides[-1], size))
+    native = context.get_data_type(kind.dtype).as_pointer()
+    place = builder.inttoptr(data, native) if data.type == I64 else builder.bitcast(data, native)
+    populate_array(array, data=place, shape=sizes, strides=strides[::-1], itemsize=strides[0], meminfo=owner)
+    return array._getvalue()
+
+
+def _array(kind: Any) -> Any:
     """The numbers of a type that lie at an address, as an array: of a shape, or so many of them; numba's `carray` is
     compiled again for every type of shape."""
-    itemsize = kind.bitwidth // 8
 
     @intrinsic  # type: ignore[untyped-decorator]
     def numbers(typing: Any, address: Any, shape: Any) -> Any:
-        kinds = list(shape) if isinstance(shape, types.BaseTuple) else [shape]
-        made = types.Array(kind, len(kinds), "C")
+        made = _array_type(kind, shape)
 
         def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
-            lengths = cgutils.unpack_tuple(builder, given[1]) if isinstance(shape, types.BaseTuple) else [given[1]]
-            sizes = [context.cast(builder, length, its, types.intp) for length, its in zip(lengths, kinds, strict=True)]
-            step, strides = ir.Constant(ir.IntType(64), itemsize), []
-            for size in reversed(sizes):
-                strides.append(step)
-                step = builder.mul(step, size)
-            array = context.make_array(made)(context, builder)
-            place = builder.inttoptr(given[0], native.as_pointer())
-            populate_array(array, data=place, shape=sizes, strides=strides[::-1], itemsize=strides[0], meminfo=None)
-            return array._getvalue()
+            return _filled(context, builder, made, given[0], _sizes(context, builder, shape, given[1]), None)
 
         return made(types.int64, shape), code
+
+    return numbers
+
+
+def _space(kind: Any, *, clear: bool) -> Any:
+    """A new array of a type, of a shape or so many numbers, 0 or whatever was there; numba's `np.empty` is compiled
+    again wherever it is called."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def numbers(typing: Any, shape: Any) -> Any:
+        made = _array_type(kind, shape)
+
+        def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+            sizes, nbytes = _sizes(context, builder, shape, given[0]), ir.Constant(I64, kind.bitwidth // 8)
+            for size in sizes:
+                nbytes = builder.mul(nbytes, size)
+            owner = context.nrt.meminfo_alloc_aligned(builder, nbytes, ir.Constant(ir.IntType(32), LINE_BYTES))
+            data = context.nrt.meminfo_data(builder, owner)
+            if clear:
+                cgutils.memset(builder, data, nbytes, 0)
+            return _filled(context, builder, made, data, sizes, owner)
+
+        return made(shape), code
 
     return numbers
 
@@ -158,7 +195,9 @@ float_at = _load(ir.FloatType(), types.float32, 4)
 put_short = _save(ir.IntType(16), types.uint16, 2)
 put_float = _save(ir.FloatType(), types.float32, 4)
 
-int64s = _array(ir.IntType(64), types.int64)
-uint16s = _array(ir.IntType(16), types.uint16)
-uint32s = _array(ir.IntType(32), types.uint32)
-float32s = _array(ir.FloatType(), types.float32)
+int64s, uint16s = _array(types.int64), _array(types.uint16)
+uint32s, float32s = _array(types.uint32), _array(types.float32)
+new_int64s, new_float32s = _space(types.int64, clear=False), _space(types.float32, clear=False)
+zero_int64s, zero_float32s, zero_uint32s = (
+    _space(kind, clear=True) for kind in (types.int64, types.float32, types.uint32)
+)

@@ -41,7 +41,21 @@ from moeq_kernels.cpu.compiled import call_block
 from moeq_kernels.cpu.emit import LINE_BYTES, TOGETHER
 from moeq_kernels.cpu.finish import PRODUCTS, finish
 from moeq_kernels.cpu.kept_code import internal
-from moeq_kernels.cpu.memory import add_at, address_of, ask_for, float32s, int64s, look_at, uint16s, uint32s
+from moeq_kernels.cpu.memory import (
+    add_at,
+    address_of,
+    ask_for,
+    float32s,
+    int64s,
+    look_at,
+    new_float32s,
+    new_int64s,
+    uint16s,
+    uint32s,
+    zero_float32s,
+    zero_int64s,
+    zero_uint32s,
+)
 from moeq_kernels.cpu.tiles import SIDE
 
 MOST_ROWS = 32  # of a tile
@@ -89,10 +103,10 @@ def plan(tiles, table, functions, layouts, by_block, item):  # type: ignore[no-u
     """
     item_bytes, multiple, most_blocks = item
     matrices = table.shape[1]
-    starts = np.empty((tiles.shape[0], matrices, 2), np.int64)
+    starts = new_int64s((tiles.shape[0], matrices, 2))
     layout, sums, nbytes, spans, blocks, block_bytes = 0, 0, 0, 0, 0, 0
     complete = True
-    cuts = np.empty((tiles.shape[0], 4), np.int64)  # first and last tile, blocks, blocks of an item
+    cuts = new_int64s((tiles.shape[0], 4))  # first and last tile, blocks, blocks of an item
     for tile in range(tiles.shape[0]):
         expert, size = tiles[tile, EXPERT], tiles[tile, SIZE]
         of_expert, high = 0, 0
@@ -121,7 +135,7 @@ def plan(tiles, table, functions, layouts, by_block, item):  # type: ignore[no-u
     for span in range(spans):
         cuts[span, 3] = min(max(1, cuts[span, 3] // multiple), most_blocks // multiple) * multiple
         count += -(-cuts[span, 2] // cuts[span, 3])
-    items = np.empty((count, 4), np.int64)
+    items = new_int64s((count, 4))
     number = 0
     for span in range(spans):
         first, last, high, step = cuts[span]
@@ -261,11 +275,11 @@ def _work(address):  # type: ignore[no-untyped-def]
     table, functions, layouts, grids, biased, base, ahead, inputs, _ = bound(n[0])
     tiles, matrices = n[2], table.shape[1]
     stage = (
-        table, int64s(n[1], (tiles, ZERO + 5)), int64s(n[3], n[4]), int64s(n[5], (tiles, matrices, ZERO + 2)), n[6],
+        table, int64s(n[1], (tiles, 5)), int64s(n[3], n[4]), int64s(n[5], (tiles, matrices, 2)), n[6],
         layouts, base, ahead,
     )  # fmt: skip
     first, source, layout, sums = n[7], float32s(n[8], (n[9], inputs)), uint32s(n[10], n[11]), float32s(n[12], n[13])
-    items, end, weights, per_token = int64s(n[14], (n[15], ZERO + 4)), n[16], float32s(n[17], n[18]), n[19]
+    items, end, weights, per_token = int64s(n[14], (n[15], 4)), n[16], float32s(n[17], n[18]), n[19]
     out = float32s(n[20], (matrices, n[21], n[22]))
     steps, most = tiles * matrices, items.shape[0]
     item = add_at(first + 128, 1)
@@ -280,7 +294,7 @@ def _work(address):  # type: ignore[no-untyped-def]
             lay_out_tile(stage, tile, which, source, layout, sums)
         add_at(first + 64, 1)
     _wait(first + 64, steps)
-    products = np.empty((matrices, ZERO + MOST_BLOCKS * MOST_ROWS * LANES), np.float32)
+    products = new_float32s((matrices, MOST_BLOCKS * MOST_ROWS * LANES))
     while item < most:
         own = items[item]
         item = add_at(first + 128, 1)
@@ -303,7 +317,7 @@ def stages(address):  # type: ignore[no-untyped-def]
 @_compile  # type: ignore[untyped-decorator]
 def floats_at(address, rows, columns, short):  # type: ignore[no-untyped-def]
     """float32 [R, N] of what lies at an address, bf16 or float32."""
-    made = np.empty((rows, columns), np.float32)
+    made = new_float32s((rows, columns))
     for row in range(rows):
         own, at = made[row], row * columns
         if short:
@@ -347,17 +361,17 @@ def alone(address):  # type: ignore[no-untyped-def]
     first = add_at(address, step)
     if first >= high:
         return
-    tiles = np.zeros((ZERO + 1, ZERO + 5), np.int64)
+    tiles = zero_int64s((1, 5))
     tiles[0, COUNT], tiles[0, SIZE], tiles[0, PLACE] = count, size, place
-    starts, item = np.zeros((ZERO + 1, ZERO + 1, ZERO + 2), np.int64), np.empty(ZERO + 4, np.int64)
+    starts, item = zero_int64s((1, 1, 2)), new_int64s(4)
     stage = (table, tiles, tiles[0], starts, ZERO, layouts, base, ahead)
     item[0], item[1], item[2], item[3] = 0, 1, first, min(first + step, high)
     _ask_for_first(stage, item)
     given = floats_at(source, count, inputs, short)
-    out = np.empty((ZERO + 1, count, outputs), np.float32)
-    layout = np.zeros(how[FILLED] // 2 * size * (layouts[0, place] & WORDS) // 2, np.uint32)
-    sums = np.zeros(2 * how[GROUPS] * size, np.float32)
-    products = np.empty((ZERO + 1, MOST_BLOCKS * size * LANES), np.float32)
+    out = new_float32s((1, count, outputs))
+    layout = zero_uint32s(how[FILLED] // 2 * size * (layouts[0, place] & WORDS) // 2)
+    sums = zero_float32s(2 * how[GROUPS] * size)
+    products = new_float32s((1, MOST_BLOCKS * size * LANES))
     lay_out_tile(stage, ZERO, ZERO, given, layout, sums)
     while first < high:
         item[2], item[3] = first, min(first + step, high)

@@ -15,7 +15,7 @@ from moeq_kernels.cpu.codes import UNIT
 from moeq_kernels.cpu.columns import GROUP, GROUPS, LANES, LAST, LAST_UNITS, UNITS
 from moeq_kernels.cpu.kept_code import internal
 from moeq_kernels.cpu.lanes import Lanes
-from moeq_kernels.cpu.memory import address_of
+from moeq_kernels.cpu.memory import address_of, new_float32s
 
 LINE = 2 * UNIT  # bytes of a unit of a row
 _compile = internal()
@@ -51,7 +51,7 @@ def lay_out_units(source, into, how, sums, size, row):  # type: ignore[no-untype
     """One row of activations [K] to its places among `size` rows in `into`, uint32, which is 0 where groups are filled
     up, and its sums by group to [G, size]."""
     at, step = address_of(into) + row * LINE, size * LINE
-    part, rest = np.empty(LANES, np.float32), np.empty(UNIT, np.float32)
+    part, rest = new_float32s(LANES), new_float32s(UNIT)
     for group in range(how[GROUPS]):
         last = group == how[GROUPS] - 1
         first, count = group * how[GROUP], how[LAST] if last else how[GROUP]
