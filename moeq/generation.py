@@ -81,7 +81,8 @@ def generate(
     sums = check_sums(checkpoint, only=lambda name: name != CARD, cached=True, reporter=reporter)
     if sums is not None:
         sums.require_inactive(checkpoint)
-    if takes_images(model_class(source, load_config(source, trust_remote_code), trust_remote_code)):
+    config = load_config(source, trust_remote_code)
+    if takes_images(model_class(source, config, trust_remote_code)):
         what = "an image classifier continues no text"
         raise ModelError(what, where=str(checkpoint), do="use transformers to run it")
     target = resolve_device(device)
@@ -89,10 +90,10 @@ def generate(
     several = [prompts] if isinstance(prompts, str) else list(prompts)
     rows = [prompt_ids(tokenizer, prompt, chat=chat, where=str(checkpoint)) for prompt in several]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    _check_positions(config, max(map(len, rows)), max_new_tokens)
     options = _options(temperature, max_new_tokens, beams)
     room = len(rows) * beams, max(map(len, rows)) + max_new_tokens
     with _running(checkpoint, source, target, dynamic, room, trust_remote_code, reporter) as (model, following):
-        _check_positions(model, max(map(len, rows)), max_new_tokens)
         ids, mask = _padded(rows, pad or 0, left=not model.config.is_encoder_decoder)
         check_tokens(model, ids)
         torch.manual_seed(seed)
@@ -154,9 +155,9 @@ def _running(
         yield following.model, following
 
 
-def _check_positions(model: Any, longest: int, max_new_tokens: int) -> None:
+def _check_positions(config: Any, longest: int, max_new_tokens: int) -> None:
     """EvaluationError for a prompt and an answer that are longer than the model's positions."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and longest + max_new_tokens > positions:
         what = f"{longest} + {max_new_tokens} tokens are more than the model's {positions} positions"
         raise EvaluationError(what, do="shorten the prompt or lower --max-new-tokens")
