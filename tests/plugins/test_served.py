@@ -31,7 +31,7 @@ TRAINED, EMBEDDINGS = "tiny-mixtral", "packed embeddings"
 UNPACKED_ONLY = ("mixtral", "olmoe")  # vLLM's models of these have embeddings that no method is asked for
 CASES = [(family, name) for family in (*FAMILIES, TRAINED) for name in RECIPES
          if family != TRAINED or name in ("a width for every matrix", "trellis codes")]  # fmt: skip
-CLOSE = {TRAINED: 2e-5}  # of log-probabilities in float32
+CLOSE = {TRAINED: 4e-5}  # of log-probabilities in float32; 2.1e-5 with AVX2, where sums have another order
 CLOSE_UNTRAINED = 1e-4  # their logits are larger
 
 
