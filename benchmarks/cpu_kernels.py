@@ -31,7 +31,7 @@ from typing import TypeVar
 import figures
 import numpy as np
 import torch
-from numba import carray, njit
+from numba import njit
 from torch import Tensor, nn
 
 from moeq_kernels import measured
@@ -106,8 +106,8 @@ def total(words):  # type: ignore[no-untyped-def]
 def read(address):  # type: ignore[no-untyped-def]
     """One thread's part of reading all words, which are asked for ahead of reading them. The numbers: a counter on a
     line of its own, addresses of words and of sums, how many words there are."""
-    numbers = carray(int64s(address), LINE + 3)
-    words, sums = carray(int64s(numbers[LINE]), numbers[LINE + 2]), carray(int64s(numbers[LINE + 1]), 1)
+    numbers = int64s(address, LINE + 3)
+    words = int64s(numbers[LINE], numbers[LINE + 2])
     result = np.int64(0)
     while True:
         first = add_at(address, PIECE)
@@ -117,7 +117,7 @@ def read(address):  # type: ignore[no-untyped-def]
             for line in range(0, 8 * PAGE, 64):
                 ask_for(numbers[LINE] + 8 * begin + AHEAD + line)
             result += total(words[begin : begin + PAGE])
-    add_at(sums.ctypes.data, result)
+    add_at(numbers[LINE + 1], result)
 
 
 @dataclass
