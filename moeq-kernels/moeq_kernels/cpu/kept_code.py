@@ -50,8 +50,8 @@ def compiler(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def internal(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """As `compiler`, of functions that only compiled code calls, which are compiled in less time: they have nothing that
-    Python could call (it would crash), and are not kept but in the code of those that call them."""
+    """As `compiler`, of functions that only compiled code calls, in less time: they have nothing that Python could call
+    (it would crash), and are not kept but in the code of those that call them."""
     made: Callable[[Callable[..., Any]], Any] = numba.njit(
         nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, **options
     )
