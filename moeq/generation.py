@@ -81,10 +81,7 @@ def generate(
     sums = check_sums(checkpoint, only=lambda name: name != CARD, cached=True, reporter=reporter)
     if sums is not None:
         sums.require_inactive(checkpoint)
-    config = load_config(source, trust_remote_code)
-    if takes_images(model_class(source, config, trust_remote_code)):
-        what = "an image classifier continues no text"
-        raise ModelError(what, where=str(checkpoint), do="use transformers to run it")
+    config = _config_of_text(source, str(checkpoint), trust_remote_code)
     target = resolve_device(device)
     tokenizer = load_tokenizer(source, trust_remote_code)
     several = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -116,6 +113,14 @@ def generate(
         more["dynamic"] = following.summary()
         reporter.say(escape(in_words(more["dynamic"])))
     return answers[0] | more if pruned is None else {"answers": answers, **more}
+
+
+def _config_of_text(source: ModelSource, where: str, trust_remote_code: bool) -> Any:
+    """A model's configuration; ModelError for one of images."""
+    config = load_config(source, trust_remote_code)
+    if takes_images(model_class(source, config, trust_remote_code)):
+        raise ModelError("an image classifier continues no text", where=where, do="use transformers to run it")
+    return config
 
 
 def _options(temperature: float, max_new_tokens: int, beams: int) -> dict[str, Any]:

@@ -74,7 +74,8 @@ def test_what_fails_is_told_before_a_run_is_stopped(tmp_path: Path) -> None:
     (tmp_path / "test_slow.py").write_text(
         "import os, pytest\ndef test_bad():\n    assert 1 == 2, 'of one'\ndef test_stopped():\n    os._exit(9)\n"
     )
-    environment = os.environ | {
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment = own | {
         "PYTHONPATH": str(gpu.ROOT / "benchmarks"),
         failures.VARIABLE: str(tmp_path / "told" / "f"),
     }
