@@ -12,8 +12,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
-I64 = ir.IntType(64)
-LINE_BYTES = 64  # of the cache: where new arrays begin
+from moeq_kernels.cpu.emit import LINE_BYTES
+from moeq_kernels.cpu.lanes import I64
 
 
 def _at_once(operation: str) -> Any:
@@ -93,8 +93,8 @@ def _array(kind: Any) -> Any:
 
 
 def _space(kind: Any, *, clear: bool) -> Any:
-    """A new array of a type, of a shape or so many numbers, 0 or whatever was there; numba's `np.empty` is compiled
-    again wherever it is called."""
+    """A new array of a type from a cache line on, of a shape or so many numbers, 0 or whatever was there; numba's
+    `np.empty` is compiled again wherever it is called."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def numbers(typing: Any, shape: Any) -> Any:
