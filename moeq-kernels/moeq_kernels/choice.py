@@ -170,7 +170,8 @@ def _cpu(name: str | None, policy: Policy, state_bits: int) -> Kernel:
         return CpuKernel(forms(int8=True)[0])
     if policy == "fixed":
         return CpuKernel()
-    return CpuKernel(*measured.best(CpuKernel, contenders(state_bits), torch.get_num_threads(), state_bits))
+    compared = contenders(measured.WALKED_BITS if state_bits else measured.BITS, state_bits)
+    return CpuKernel(*measured.best(CpuKernel, compared, torch.get_num_threads(), state_bits))
 
 
 def _triton() -> tuple[Kernel | None, str | None]:

@@ -14,17 +14,16 @@ from moeq_kernels.cpu.matrices import form_of
 from moeq_kernels.cpu.versions import Block, Places, VersionedLayer
 from moeq_kernels.cpu.walks import Walk, name_of
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
-from moeq_kernels.measured import BITS, WALKED_BITS
 
 CONTENDED = range(1, 17)  # rows of an expert for which forms are told apart
 WALKED_WITH_AVX2 = 16  # rows from which on AVX2 unpacks trellis codes, where it has not been measured
 MOST_SUM = 2**31 - 1  # a group's sum of codes times bytes of activations is an int32
 
 
-def contenders(state_bits: int) -> tuple[str, ...]:
+def contenders(bits: int, state_bits: int) -> tuple[str, ...]:
     """Forms to choose from, those expected to be fastest first: plain loops only where there are no others, and of
-    several that multiply codes by the same compiled code the first. state_bits: of trellis codes, 0 for grids."""
-    codes = name_of(WALKED_BITS, state_bits) if state_bits else str(BITS)
+    several that multiply codes by the same compiled code the first. bits: of codes; state_bits: of a trellis, or 0."""
+    codes = name_of(bits, state_bits) if state_bits else str(bits)
     found: dict[tuple[Form, ...], str] = {}
     for name in [name for name in forms() if FORMS[name].lanes > 1] or forms():
         found.setdefault(tuple(form_of(FORMS[name], codes, rows) for rows in CONTENDED), name)
