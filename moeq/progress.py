@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -54,7 +54,9 @@ class _Told(logging.Handler):
         told.setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._reporter.say(f"[dim]{escape(record.getMessage())}[/dim]")
+        """Where its standard error has been closed since, nothing: a remark is no reason for a kernel to fail."""
+        with suppress(OSError, ValueError):
+            self._reporter.say(f"[dim]{escape(record.getMessage())}[/dim]")
 
 
 class Reporter:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 
 import pytest
 
@@ -20,6 +22,11 @@ def test_what_the_kernels_tell_is_said_by_the_newest_reporter_and_by_no_quiet_on
         Reporter()
         KERNELS.info("compiling [code]")
         assert capsys.readouterr().err == "compiling [code]\n"
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(sys, "stderr", io.StringIO())
+            Reporter()
+            sys.stderr.close()
+        KERNELS.info("compiling for a program that has closed what it redirected")
         KERNELS.handlers = []
         Reporter(quiet=True)
         KERNELS.info("compiling")
