@@ -390,6 +390,8 @@ def _plain(key: str, value: Any) -> str:
         return "none"
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "-"}[value]
+    if key == "group_size" and value == -1:
+        return "all of a row"
     if isinstance(value, int) and "bytes" in key:
         return f"{value:,} ({human_size(value)})" if value >= 1024 else f"{value}"
     if isinstance(value, float):

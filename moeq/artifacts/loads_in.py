@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from moeq.artifacts.targets import CODES, NESTED, Sized, Target, make_others, refusal, refuse_layers, targets
 from moeq.errors import FormatError
+from moeq.runtimes import NATIVE
 from moeq_kernels.widths import Encoding, EncodingKeys
 
 if TYPE_CHECKING:
@@ -79,9 +80,14 @@ def _short(target: Target, widths: Sequence[Sequence[Width]], symmetric: bool, n
     return None
 
 
+def called(name: str) -> str:
+    """A runtime in words: the native format's is not called as what loads it."""
+    return f"{name} (transformers with moeq)" if name == NATIVE else name
+
+
 def line(found: Mapping[str, Mapping[str, Any] | None]) -> str:
     """As a summary ends with it: where it loads, and for other runtimes why not and what it costs there."""
-    there = [name for name, refused in found.items() if refused is None]
+    there = [called(name) for name, refused in found.items() if refused is None]
     why: dict[str, list[str]] = {}
     for name, refused in found.items():
         if refused is not None:

@@ -36,6 +36,18 @@ CODES: dict[Codes, str] = {  # in messages
 ANY_GRID = "write it for native or dequantized"
 
 
+def in_words(encoding: Encoding) -> str:
+    """What the codes are, and which weights share a scale."""
+    groups = "one group a row" if encoding.group_size == -1 else f"groups of {encoding.group_size} weights"
+    if encoding.floats:
+        return f"{encoding.codebook.upper()} ({groups}) at 4 bits, FP8 (one scale a row) at 8"
+    if encoding.codebook:
+        return f"EXL3's codes ({encoding.codebook}), {groups}"
+    if encoding.state_bits:
+        return f"trellis codes of {1 << encoding.state_bits:,} states, {groups}"
+    return f"{groups}, {'symmetric' if encoding.symmetric else 'with zero points'}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """What a runtime loads of a format.

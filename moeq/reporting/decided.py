@@ -8,6 +8,8 @@ from itertools import chain
 
 from moeq.artifacts.assignment import DROPPED, FULL, Assignment
 from moeq.artifacts.evaluation import Divergence, EvalRow
+from moeq.artifacts.loads_in import called
+from moeq.artifacts.targets import in_words
 from moeq.recipe import BUDGETS
 from moeq.recipe.used import used_parameters
 from moeq.registry import ALLOCATORS
@@ -36,7 +38,7 @@ def _facts(inputs: ReportInputs) -> list[tuple[str, str]]:
         ("assignment", inputs.label(assignment.name)),
         ("method", method_text(assignment)),
         ("budget", budget_text(assignment)),
-        ("quantized", f"{_widths(assignment)}; {_encoding(assignment)}"),
+        ("quantized", f"{_widths(assignment)}; {in_words(assignment.encoding)}"),
         ("refined", _refined(inputs)),
         ("tuned", "" if inputs.tuned is None else inputs.tuned.told()),
         ("on the GPU", _on_gpu(assignment)),
@@ -45,18 +47,6 @@ def _facts(inputs: ReportInputs) -> list[tuple[str, str]]:
         ("calibrated on", formats.count(sequences, "image") if inputs.classifies else seen),
         ("measured on", on if evaluation.tokens or evaluation.images else "nothing"),
     ]
-
-
-def _encoding(assignment: Assignment) -> str:
-    """What the codes are, and which weights share a scale."""
-    groups = "one group a row" if assignment.group_size == -1 else f"groups of {assignment.group_size} weights"
-    if assignment.encoding.floats:
-        return f"{assignment.codebook.upper()} ({groups}) at 4 bits, FP8 (one scale a row) at 8"
-    if assignment.codebook:
-        return f"EXL3's codes ({assignment.codebook}), {groups}"
-    if assignment.state_bits:
-        return f"trellis codes of {1 << assignment.state_bits:,} states, {groups}"
-    return f"{groups}, {'symmetric' if assignment.symmetric else 'with zero points'}"
 
 
 def method_text(assignment: Assignment) -> str:
@@ -126,7 +116,7 @@ def _on_gpu(assignment: Assignment) -> str:
 
 def loads_text(loads: Sequence[Loads]) -> str:
     """Where the checkpoint loads as it is, and why not elsewhere."""
-    there = ", ".join(one.name for one in loads if one.reason is None)
+    there = ", ".join(called(one.name) for one in loads if one.reason is None)
     names: dict[str, list[str]] = {}  # by reason
     for one in loads:
         if one.reason is not None:

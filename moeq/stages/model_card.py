@@ -7,6 +7,7 @@ from typing import Any
 
 from moeq.artifacts.assignment import DROPPED_NAME, MIXED_NAME, count_matrices, count_widths
 from moeq.artifacts.manifest import PlacementManifest
+from moeq.artifacts.targets import in_words
 from moeq.exporters.front_matter import Origin, code_lines, front_matter, markdown
 from moeq.integers.vit.configuration import MODEL_TYPE as MOE_VIT
 from moeq.recipe.used import parameters_text
@@ -34,7 +35,6 @@ def render(
     name = markdown(manifest.model.name)
     parameters = parameters_text(assignment["method"], assignment["parameters"])
     made = f"{markdown(assignment['name'])}: {markdown(assignment['method'])} ({markdown(parameters)})"
-    grid = "symmetric" if manifest.layout["symmetric"] else "asymmetric"
     lines = [
         *front_matter(manifest.model.name, "transformers", origin, converted=converted),
         f"# {name}, experts packed by moeq {manifest.moeq_version}",
@@ -51,7 +51,7 @@ def render(
         f"| original | {name}, revision {markdown(manifest.model.revision or 'local')}, "
         f"digest {manifest.model.digest[:16]} |",
         f"| assignment | {made} |",
-        f"| groups | {manifest.layout['group_size']} inputs, {grid} |",
+        f"| codes | {in_words(manifest.encoding)} |",
         f"| bits of an expert weight, scales and zero points counted | {manifest.bits_per_weight:.2f} |",
         f"| experts by code bits | {_counts(count_widths(widths))} |",
         *(
@@ -135,8 +135,5 @@ def _modules(manifest: PlacementManifest) -> list[str]:
     for kind in dict.fromkeys(module.kind for module in manifest.others):
         modules = [module for module in manifest.others if module.kind == kind]
         first, size = modules[0], human_bytes(sum(module.bytes for module in modules))
-        grid = "symmetric" if first.symmetric else "asymmetric"
-        lines.append(
-            f"| of it {kind} | {len(modules)} at {first.bits} code bits, groups of {first.group_size}, {grid}: {size} |"
-        )
+        lines.append(f"| of it {kind} | {len(modules)} at {first.bits} code bits, {in_words(first.encoding)}: {size} |")
     return lines

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from moeq.artifacts.loads_in import LoadsIn, line, loads_in
+from moeq.artifacts.targets import in_words
 from moeq.errors import FormatError
 from moeq.terminal import print_summary
+from moeq_kernels.widths import Encoding
 
 
 class Layer:
@@ -80,7 +82,7 @@ def test_one_bit_is_only_native() -> None:
     assert where["gptqmodel"] is not None
     where["gptqmodel"]["price"] = 0.042
     text = line(where)
-    assert text.startswith("loads in: native; not in auto-round, transformers, vllm, ")
+    assert text.startswith("loads in: native (transformers with moeq); not in auto-round, transformers, vllm, ")
     assert "gptqmodel (1-bit; +4.2 % loss)" in text
     assert line(found([[4, 4]])).endswith("; not in exl3 (grids)")
 
@@ -95,6 +97,25 @@ def test_a_narrow_window_breaks_it_between_words(
     assert len(lines) > 2
     assert all(one.startswith("  ") and len(one) <= 40 for one in lines)
     assert " ".join(" ".join(lines).split()) == line(where)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "words"),
+    [
+        (Encoding(group_size=64, symmetric=False), "groups of 64 weights, with zero points"),
+        (Encoding(group_size=-1, symmetric=True), "one group a row, symmetric"),
+        (Encoding.trellis(10), "trellis codes of 1,024 states, one group a row"),
+        (Encoding.exl3("mcg"), "EXL3's codes (mcg), one group a row"),
+        (Encoding.floating("nvfp4"), "NVFP4 (groups of 16 weights) at 4 bits, FP8 (one scale a row) at 8"),
+    ],
+)
+def test_codes_in_words(encoding: Encoding, words: str) -> None:
+    assert in_words(encoding) == words
+
+
+def test_a_row_that_shares_one_scale_is_no_group_of_minus_one(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary({"group_size": -1})
+    assert capsys.readouterr().out == "group size: all of a row\n"
 
 
 def test_without_shapes_the_widths_speak() -> None:

@@ -344,7 +344,8 @@ def test_the_first_section_says_what_was_decided_with_settings_that_had_a_say(ma
     first = text[text.index("What was decidedTerms") : text.index("Lower left is better")]
     for words in (
         "assignmentprefix-split 2.3 bits", "2.3 bits stored for a weight of the experts", "loss weighting mass",
-        "loads innative; not in llama.cpp (1 bit)", "failed kl: 0.05 <= 0.04", "held bytes: 12,000,000,000 B <= 13,",
+        "loads innative (transformers with moeq); not in llama.cpp (1 bit)",
+        "failed kl: 0.05 <= 0.04", "held bytes: 12,000,000,000 B <= 13,",
     ):  # fmt: skip
         assert words in first, words
     assert "gpu experts" not in first

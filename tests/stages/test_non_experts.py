@@ -451,7 +451,7 @@ def test_inspect_finds_a_flipped_bit(deepseek: Path, tmp_path: Path) -> None:
     made = run(deepseek, tmp_path / "run", ALL, stages=tuple(pipeline.BY_NAME))
     assert "What else was packed" in (made.directory("report") / "report.html").read_text()
     card = (made.directory("export") / "README.md").read_text()
-    assert "| of it shared | 6 at 2 code bits, groups of 16, asymmetric:" in card
+    assert "| of it shared | 6 at 2 code bits, groups of 16 weights, with zero points:" in card
     found = inspection.inspect(made.directory("export"))
     assert set(found["packed_modules"]) == {"embeddings", "head", "attention", "dense", "shared"}
     path = made.directory("export") / "others-001.safetensors"
