@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from moeq.recipe.labels import labels
-from moeq.stages import estimate, evaluate
+from moeq.stages import estimate, evaluate, export
 from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 
@@ -69,11 +69,16 @@ def next_steps(context: Context) -> dict[str, str]:
         "measure again": f"moeq eval {shlex.quote(context.model_name)} {there}{trust}",
         "try it": f'moeq generate {there} "Once upon a time"{trust}',
     }
+    made = {
+        f"check {name}": f"moeq verify {shlex.quote(str(export.format_directory(context.out, name)))}{trust}"
+        for name in context.recipe.export.formats
+    }
+    elsewhere = {"elsewhere": f"moeq convert {there} --to dequantized --out {plain}{trust}"}
     bits = context.recipe.assign.bits_per_weight
     more = {} if bits is None else {"another size": f"moeq run --out {out} --bits {float(Fraction(bits)) + 0.5:g}"}
     return (of_text if _continues_text(context) else {}) | {
         "check it": f"moeq verify {there}{trust}",
-        "elsewhere": f"moeq convert {there} --to dequantized --out {plain}{trust}",
+        **(made or elsewhere),
         "from Python": f"import moeq; model = moeq.load({str(checkpoint)!r})",
         **more,
     }

@@ -123,8 +123,14 @@ def print_final(rows: Sequence[dict[str, Any]], paths: Mapping[str, Path], outco
         console.print(f"{term}: {meaning}", style="dim", markup=False)
     for line in _translation_lines(outcomes):
         console.print(line, soft_wrap=True, markup=False)
-    for name, path in paths.items():
-        console.print(f"{name:11}{path}", soft_wrap=True, markup=False)
+    for line in named_lines(paths):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def named_lines(given: Mapping[str, object]) -> list[str]:
+    """A line for each, what it is called before it, in a column as wide as the longest name."""
+    width = max(map(len, given), default=0) + 1
+    return [f"{name:{width}}{value}" for name, value in given.items()]
 
 
 def _translation_lines(outcomes: Sequence[Outcome]) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from moeq import final_table
+from moeq.terminal import named_lines
 
 ESTIMATED = {"geometry": "mixtral-8x7b", "geometry_is_the_models": False}
 
@@ -79,3 +80,11 @@ def test_of_a_tiny_model_there_is_no_speed_up_and_no_word_about_it() -> None:
     assert "speed-up" not in shown(rows, 160) + caption
     assert list(final_table.explanations(rows, caption)) == []
     assert "speed-up" in shown([row("a", "uniform 2-bit")], 160)
+
+
+def test_names_of_any_length_are_parted_from_what_they_name() -> None:
+    assert named_lines({"report": "a", "checkpoint for llama.cpp-refit": "b"}) == [
+        "report                         a",
+        "checkpoint for llama.cpp-refit b",
+    ]
+    assert named_lines({}) == []

@@ -139,7 +139,7 @@ def run(asked: BuildOptions) -> None:
         terminal.print_final(made.table, made.paths, made.stages)
         terminal.print_summary(loading)
         gates.print_lines(made.gates)
-        print("\nnext", *(f"  {what:16}{command}" for what, command in made.next.items()), sep="\n")
+        print("\nnext", *(f"  {line}" for line in terminal.named_lines(made.next)), sep="\n")
 
     show(finished, show_text, json=asked.json, quiet=asked.quiet)
     gates.end(made.gates, json=asked.json)

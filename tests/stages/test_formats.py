@@ -13,7 +13,7 @@ import torch
 from fork_server import ForkServer
 from made_sources import quantization_of, save_model
 
-from moeq import conversion, pipeline
+from moeq import conversion, pipeline, results
 from moeq.artifacts.sums import write_sums
 from moeq.errors import ArtifactError, EvaluationError, FormatError, RecipeError
 from moeq.exporters import dequantized
@@ -148,7 +148,11 @@ def test_a_format_is_written_once_and_again_when_it_is_damaged(model: Path, tmp_
     assert contents(directory) == first
     assert not list(tmp_path.glob("*.partial"))
     assert json.loads(before)["digest"] == json.loads((tmp_path / "checkpoint" / "stage.json").read_text())["digest"]
-    assert pipeline.result_paths(again)["checkpoint for gptqmodel"].is_dir()
+    paths, steps = pipeline.result_paths(again), results.next_steps(again)
+    assert paths["checkpoint for gptqmodel"].is_dir()
+    assert [what for what in steps if what.startswith("check ")] == ["check it", "check auto-round", "check gptqmodel"]
+    assert steps["check gptqmodel"] == f"moeq verify {paths['checkpoint for gptqmodel']}"
+    assert "elsewhere" not in steps, "it has been written for others"
     conversion.convert(tmp_path / "checkpoint", "gptqmodel", tmp_path / "converted")
     native = contents(format_directory(tmp_path, "gptqmodel"))
     converted = contents(tmp_path / "converted")
