@@ -11,7 +11,7 @@ from fractions import Fraction
 from itertools import product
 from typing import get_args
 
-from moeq.artifacts.targets import CODES, FINENESS, Grid, Sized, Target, loads_width, refuse_matrix
+from moeq.artifacts.targets import CODES, FINENESS, Grid, Sized, Target, refuse_matrix
 from moeq.recipe import BUDGETS, SHARED, Bits, Recipe
 from moeq.registry import ALLOCATORS
 from moeq.runtimes import NATIVE, runtime
@@ -103,7 +103,7 @@ def _codes(target: Target, recipe: Recipe) -> Iterator[Setting]:
 def _grid(target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collection[str]) -> Iterator[Setting]:
     """The grid in which it loads most of the widths, the recipe's own where that does; widths, where it loads too few.
 
-    Nested codes are given up first, where it has none.
+    Where matrices may differ, each counts by itself. Nested codes are given up first, where it has none.
     """
     section = recipe.losses
     if section.nested and not target.nested:
@@ -112,9 +112,17 @@ def _grid(target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collect
         return
     sizes = [section.group_size, *(() if "losses.group_size" in kept else GROUP_SIZES)]
     kinds = [section.symmetric, *(() if "losses.symmetric" in kept else (not section.symmetric,))]
-    every = {grid: _loaded(target, WIDTHS, layers, *grid) for grid in product(sizes, kinds)}
-    loaded = {grid: set(widths) & set(section.bits) for grid, widths in every.items()}
-    size, symmetric = max(loaded, key=lambda grid: (len(loaded[grid]), len(every[grid])))  # the first of the best
+    of_shapes = {grid: _loaded(target, layers, *grid) for grid in product(sizes, kinds)}
+    apart = recipe.assign.granularity == "projection" and (target.stacks or target.granularity == "projection")
+    every = {grid: (set.union if apart else set.intersection)(*widths) for grid, widths in of_shapes.items()}
+    loaded = {grid: widths & set(section.bits) for grid, widths in every.items()}
+
+    def counted(grid: tuple[int, bool]) -> tuple[int, int]:
+        """Widths of the recipe that it loads, then all that it does."""
+        own, wide = ([widths & kept for widths in of_shapes[grid]] for kept in (set(section.bits), set(WIDTHS)))
+        return sum(map(len, own)) if apart else len(loaded[grid]), sum(map(len, wide)) if apart else len(every[grid])
+
+    size, symmetric = max(loaded, key=counted)  # the first of the best
     if symmetric != section.symmetric:
         why = f"{target.name} reads more widths of it" if not target.symmetric_only else "it reads symmetric grids only"
         yield Setting(key="losses.symmetric", value=str(symmetric).lower(), why=why)
@@ -125,18 +133,6 @@ def _grid(target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collect
         if widths != sorted(section.bits):
             value = f"[{', '.join(map(str, widths))}]"
             yield Setting(key="losses.bits", value=value, why=f"{target.name} loads too few of {section.bits}")
-    fits = [bits for bits in every[size, symmetric] if len(loaded[size, symmetric]) < CHOICE or bits in section.bits]
-    odd = [
-        bits
-        for bits in section.bits
-        if bits not in fits and loads_width(target, bits, group_size=size, symmetric=symmetric)
-    ]
-    if odd and fits and target.runs is not None:
-        value = f"[{', '.join(map(str, fits))}]"
-        why = (
-            f"{target.name} has blocks that rows of this model are no multiples of, at {', '.join(map(str, odd))} bits"
-        )
-        yield Setting(key="assign.widths", value=value, why=why)
 
 
 def _budget(target: Target, recipe: Recipe, layers: Sequence[Sized], changed: Mapping[str, str]) -> Iterator[Setting]:
@@ -157,20 +153,15 @@ def _budget(target: Target, recipe: Recipe, layers: Sequence[Sized], changed: Ma
         yield Setting(key="assign.bits_per_weight", value=str(least), why=why)
 
 
-def _loaded(
-    target: Target, widths: Sequence[int], layers: Sequence[Sized], group_size: int, symmetric: bool
-) -> list[int]:
-    """Those widths at which it loads every matrix of the model's experts."""
+def _loaded(target: Target, layers: Sequence[Sized], group_size: int, symmetric: bool) -> list[set[int]]:
+    """The widths at which it loads every shape of the model's matrices."""
     shapes = {layer.shape(projection) for layer in layers for projection in layer.projections} or {ASSUMED}
-    return [
-        bits
-        for bits in widths
-        if all(
-            refuse_matrix(target, Grid(rows=rows, inputs=inputs, bits=bits, group_size=group_size, symmetric=symmetric))
-            is None
-            for rows, inputs in shapes
-        )
-    ]
+
+    def loads(rows: int, inputs: int, bits: int) -> bool:
+        grid = Grid(rows=rows, inputs=inputs, bits=bits, group_size=group_size, symmetric=symmetric)
+        return refuse_matrix(target, grid) is None
+
+    return [{bits for bits in WIDTHS if loads(*shape, bits)} for shape in sorted(shapes)]
 
 
 def _placed(target: Target, recipe: Recipe) -> Iterator[Setting]:

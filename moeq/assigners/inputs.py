@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # recipes are checked without the packages that read these
     from moeq.artifacts.losses import LossTable
     from moeq.artifacts.profile import ExpertProfile
 
+Loaded = tuple[tuple[tuple[int, ...], ...], ...]
 Settings = TypeVar("Settings", bound=MethodSettings)
 Made = TypeVar("Made")
 
@@ -46,8 +47,9 @@ class AssignInputs:
     every expert, [E] a layer; effects, expert_effects: what quantizing a layer alone, and an expert alone, does to
     the output; ndp_seconds: of one token of one expert on the NDP at every width, a layer, where a hardware was
     named; tokens_given: what each expert is given for one token of the model, [E] a layer, where that is not the
-    profile's; droppable: whether an expert that is dropped answers nothing, as one with biases would not; memo: what
-    was computed of these inputs, which others of other times must not share.
+    profile's; loaded: of every matrix of every layer the widths, rising, at which the section's target loads it, none
+    where that is all of them or no target is named; droppable: whether an expert that is dropped answers nothing, as
+    one with biases would not; memo: what was computed of these inputs, which others of other times must not share.
     """
 
     name: str
@@ -69,6 +71,7 @@ class AssignInputs:
     expert_effects: ExpertEffects | None = None
     ndp_seconds: tuple[dict[int, float], ...] = ()
     tokens_given: tuple[np.ndarray, ...] = ()
+    loaded: Loaded = ()
     droppable: bool = True
     memo: dict[Any, Any] = field(default_factory=dict)
 

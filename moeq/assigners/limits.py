@@ -4,7 +4,8 @@ Costs are whole numbers: bits of a weight under code_bits (every expert counts a
 points and biases; under size also with all that the checkpoint's files say of an expert. Experts on the GPU stay in
 full precision: bits_per_weight and code_bits leave them out, bytes count them.
 
-Where every matrix of an expert is decided by itself, a matrix costs its own bytes, or its share of the weights.
+Where every matrix of an expert is decided by itself, a matrix costs its own bytes, or its share of the weights. A width
+that the target does not load of a matrix, whose shape its blocks do not fit, stands for the next wider one.
 
 Letters: L layers, E experts of a layer, P matrices of an expert, W widths.
 """
@@ -19,7 +20,15 @@ from math import ceil, lcm
 import numpy as np
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.targets import OF_MATRICES, Granularity, Target, loaded_by, loads_width, target_of
+from moeq.artifacts.targets import (
+    OF_MATRICES,
+    Granularity,
+    Target,
+    granularity_within,
+    loaded_by,
+    loads_width,
+    target_of,
+)
 from moeq.assigners.inputs import AssignInputs, decided, hot_masks
 from moeq.errors import AssignmentError, BudgetError
 from moeq.tables import human_bytes, human_size
@@ -80,12 +89,18 @@ def loads(inputs: AssignInputs, target: Target, bits: int) -> bool:
 
 
 def choices(inputs: AssignInputs) -> tuple[int, ...]:
-    """Widths to choose from, rising: the section's, or all of the loss table; only those that the target loads."""
+    """Widths to choose from, rising: the section's, or all of the loss table; only those that the target loads, of some
+    matrix where matrices are decided, else of all."""
     known: Sequence[int] = inputs.config.widths or inputs.measured()
     known = [*known, *({*inputs.decided_among()} - {*inputs.measured()})]
     target = inputs.config.target
     runtime = None if target is None else loaded_by(target)
     allowed = sorted(width for width in set(known) if runtime is None or loads(inputs, runtime, width))
+    of_shapes = [{*widths} for matrices in inputs.loaded for widths in matrices]
+    if of_shapes:
+        apart = granularity_within(target_of(target), inputs.config.granularity) in OF_MATRICES
+        fitting = set.union(*of_shapes) if apart else set.intersection(*of_shapes)
+        allowed = [width for width in allowed if width in fitting]
     if not allowed:
         every = [] if runtime is None else [width for width in runtime.widths if loads(inputs, runtime, width)]
         raise AssignmentError(
@@ -94,6 +109,16 @@ def choices(inputs: AssignInputs) -> tuple[int, ...]:
             do=f"choose among {every or 'losses.bits'}",
         )
     return tuple(allowed)
+
+
+def stand_ins(inputs: AssignInputs, layer: int, widths: Sequence[int]) -> np.ndarray:
+    """Of every matrix of a layer, and every one of some widths, rising, the place of the width that it is stored at,
+    [P, W]: the same, or the next wider one that the target loads, the widest that it loads where none is wider."""
+    rows = []
+    for loaded in inputs.loaded[layer] if inputs.loaded else [widths] * len(inputs.matrix_bytes_of(layer)):
+        places = [place for place, width in enumerate(widths) if width in loaded] or [*range(len(widths))]
+        rows.append([next((at for at in places if at >= place), places[-1]) for place in range(len(widths))])
+    return np.array(rows)
 
 
 def limit_of(
@@ -152,14 +177,17 @@ def _bits_limit(
     apart = granularity in OF_MATRICES
     shares = [len(inputs.matrix_bytes_of(layer)) if apart else 1 for layer in range(len(counts))]
     whole = lcm(*shares)
-    matrices = tuple(np.tile(plain * (whole // share), (share, 1)) for share in shares)
+    matrices = tuple(
+        plain[stand_ins(inputs, layer, widths)] * (whole // share)
+        for layer, share in enumerate(shares if apart else ())
+    )
     return Limit(
         unit="bits",
         widths=tuple(widths),
-        costs=np.tile(plain * whole, (len(counts), 1)),
+        costs=np.stack([own.sum(0) for own in matrices]) if apart else np.tile(plain * whole, (len(counts), 1)),
         counts=counts,
         total=int(average * whole * int(counts.sum())),
-        matrices=matrices if apart else (),
+        matrices=matrices,
     )
 
 
@@ -190,7 +218,11 @@ def _in_bytes(
     matrices: tuple[np.ndarray, ...] = ()
     if granularity in OF_MATRICES:
         sizes = [inputs.matrix_bytes_of(layer).values() for layer in layers]
-        matrices = tuple(np.array([[size[w] for w in widths] for size in every], np.int64) for every in sizes)
+        plain = [np.array([[size[width] for width in widths] for size in every], np.int64) for every in sizes]
+        matrices = tuple(
+            np.take_along_axis(own, stand_ins(inputs, layer, widths), 1) for layer, own in enumerate(plain)
+        )
+        costs = np.stack([own.sum(0) for own in matrices])
     counts = _counts(hot)
     return Limit(unit="bytes", widths=tuple(widths), costs=costs, counts=counts, total=total, matrices=matrices)
 

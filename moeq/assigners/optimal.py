@@ -25,7 +25,7 @@ from moeq.artifacts.targets import OF_MATRICES, Granularity, granularity_within,
 from moeq.assigners import dropping, latency, sensitivity
 from moeq.assigners.allocator import Allocator, Widths
 from moeq.assigners.inputs import AssignInputs, build, expert_widths, hot_masks
-from moeq.assigners.limits import Limit, byte_limit, choices, gpu_bytes, limit_of
+from moeq.assigners.limits import Limit, byte_limit, choices, gpu_bytes, limit_of, stand_ins
 from moeq.assigners.sensitivity import matrix_tables, tables
 from moeq.errors import AssignmentError, BudgetError, FormatError
 from moeq.numerics import knapsack, two_limits
@@ -67,7 +67,7 @@ def optimum(
     weighting = (config.quantizer, config.loss_weighting, config.layer_weighting, config.statistics, of_matrices)
     masks = b"".join(mask.tobytes() for mask in hot)
     most = None if limit.latency is None else limit.latency.seconds
-    key = ("optimum", weighting, limit.unit, limit.total, most, limit.widths, masks, granularity, scope)
+    key = ("optimum", weighting, limit.unit, limit.total, most, limit.widths, masks, granularity, scope, inputs.loaded)
     return inputs.once(key, lambda: _optimum(inputs, limit, hot, granularity, scope))
 
 
@@ -80,14 +80,17 @@ def _optimum(
     of = _matrix_losses if granularity in OF_MATRICES else _losses
     values = [of(inputs, layer, limit.widths)[~hot[layer]] for layer in layers]
     if scope == "model":
-        solved = [_solve(values, limit, list(layers), limit.total, granularity)]
+        solved = [_solve(inputs, values, limit, list(layers), limit.total, granularity)]
     else:
-        solved = [_solve(values, limit, [layer], total, granularity) for layer, total in enumerate(limit.by_layer())]
+        totals = enumerate(limit.by_layer())
+        solved = [_solve(inputs, values, limit, [layer], total, granularity) for layer, total in totals]
     bits = []
     chosen = [part for solution, parts in solved for part in parts]
     for layer in layers:
-        widths = np.full((len(hot[layer]), *values[layer].shape[1:-1]), limit.widths[0])
-        widths[~hot[layer]] = np.array(limit.widths)[chosen[layer]]
+        widths, places = np.full((len(hot[layer]), *values[layer].shape[1:-1]), limit.widths[0]), chosen[layer]
+        if granularity in OF_MATRICES:
+            places = stand_ins(inputs, layer, limit.widths)[np.arange(places.shape[1]), places]
+        widths[~hot[layer]] = np.array(limit.widths)[places]
         bits.append(widths)
     return Optimum(
         bits=bits,
@@ -142,11 +145,17 @@ def _matrix_losses(inputs: AssignInputs, layer: int, widths: Sequence[int]) -> n
     """Objective [E, P, W] of the matrices of a layer's experts."""
     _losses(inputs, layer, widths)  # raises for widths that were not measured
     matrices = matrix_tables(inputs)[layer].values()
-    return np.stack([np.stack([losses[width] for width in widths], 1) for losses in matrices], 1)
+    plain = np.stack([np.stack([losses[width] for width in widths], 1) for losses in matrices], 1)
+    return np.take_along_axis(plain, stand_ins(inputs, layer, widths)[None], 2)
 
 
 def _solve(
-    values: Sequence[np.ndarray], limit: Limit, layers: Sequence[int], total: int, granularity: Granularity
+    inputs: AssignInputs,
+    values: Sequence[np.ndarray],
+    limit: Limit,
+    layers: Sequence[int],
+    total: int,
+    granularity: Granularity,
 ) -> tuple[knapsack.Solution, list[np.ndarray]]:
     """The knapsack of some layers, values [e, W], or [e, P, W] of matrices; the choice [e] or [e, P] of every layer.
 
@@ -165,10 +174,7 @@ def _solve(
     costs = [(limit.matrices or limit.costs)[layer] for layer in layers]
     times = None
     if limit.latency is not None:
-        every = [limit.latency.times[layer] for layer in layers]
-        if granularity in OF_MATRICES:  # an expert's matrices have equally many weights
-            every = [seconds[:, None] / shape[1] for seconds, shape in zip(every, shapes, strict=True)]
-        times = items([np.broadcast_to(seconds, shape) for seconds, shape in zip(every, shapes, strict=True)])
+        times = items([_times(inputs, limit, layer, values[layer].shape) for layer in layers])
     solution = _within(
         items([values[layer] for layer in layers]),
         items([np.broadcast_to(cost, shape) for cost, shape in zip(costs, shapes, strict=True)]),
@@ -184,6 +190,16 @@ def _solve(
     return solution, [
         np.broadcast_to(part.reshape(-1, *shape[1:-1]), shape[:-1]) for part, shape in zip(parts, shapes, strict=True)
     ]
+
+
+def _times(inputs: AssignInputs, limit: Limit, layer: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Seconds of a layer's experts at every width, [e, W], or of their matrices, which have equally many weights."""
+    assert limit.latency is not None
+    seconds = limit.latency.times[layer]
+    if len(shape) == seconds.ndim:
+        return seconds
+    every = np.broadcast_to(seconds[:, None] / shape[1], shape)
+    return np.take_along_axis(every, stand_ins(inputs, layer, limit.widths)[None], 2)
 
 
 def _within(

@@ -12,10 +12,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from moeq.artifacts.assignment import DROPPED, FULL, Assignment, matrix_widths
-from moeq.artifacts.targets import FINENESS, MIXED, Granularity, Target, refuse_grid, targets
+from moeq.artifacts.targets import FINENESS, MIXED, OF_MATRICES, Granularity, Target, refuse_grid, targets
 from moeq.assigners import latency
 from moeq.assigners.allocator import Allocator, Widths
-from moeq.assigners.inputs import AssignInputs, decided, expert_widths
+from moeq.assigners.inputs import AssignInputs, Loaded, decided, expert_widths
 from moeq.assigners.limits import Limit, byte_limit, gpu_bytes, limit_of, loads, spent
 from moeq.assigners.optimal import Optimum, optimum
 from moeq.assigners.sensitivity import objective, objective_of
@@ -24,6 +24,7 @@ from moeq.recipe import BUDGETS, AssignSection
 from moeq.registry import ALLOCATORS
 
 Refuse = Callable[[Target, int], FormatError | None]
+OfShapes = Callable[[Target], Loaded]
 KEPT = ("quantizer", "gpu_experts", "alpha", "loss_weighting", "layer_weighting", "normalization", "statistics")
 UNIFORM, THIS = "one width for all", "this run"
 OPTIMAL: dict[Granularity, str] = {"expert": "optimal by expert", "projection": "optimal by matrix"}
@@ -98,8 +99,9 @@ def finest(inputs: AssignInputs) -> Granularity:
 
 
 def score(inputs: AssignInputs, assignment: Assignment) -> Score:
-    """The assignment's objective and the proven optimum of its budget over all widths of the loss table."""
-    granularity, hot = finest(inputs), assignment.hot()
+    """The assignment's objective and the proven optimum of its budget over all widths of the loss table, whatever the
+    target loads."""
+    inputs, granularity, hot = replace(inputs, loaded=()), finest(inputs), assignment.hot()
     used = [bits for _, width in decided(assignment.expert_widths(), hot) for bits in matrix_widths(width)]
     limit = budget_of(inputs, assignment, inputs.measured(*used), granularity)
     best = optimum(inputs, limit, hot, granularity)
@@ -111,20 +113,28 @@ def prices(
     assignment: Assignment,
     refuse: Refuse = lambda *_: None,
     names: Collection[str] | None = None,
+    of_shapes: OfShapes = lambda _: (),
 ) -> list[Price]:
     """What the restriction of every target costs: its optimum on the assignment's budget.
 
     refuse: why a target cannot load a width of the model's own matrices, whose sizes the inputs do not know; names:
-    of targets, None: all.
+    of targets, None: all; of_shapes: what a target loads of each matrix, as `AssignInputs.loaded`.
     """
-    hot = assignment.hot()
+    inputs, hot = replace(inputs, loaded=()), assignment.hot()
     limit = budget_of(inputs, assignment, inputs.decided_among(), finest(inputs))
     free = optimum(inputs, limit, hot, finest(inputs))
     asked = [target for name, target in targets().items() if names is None or name in names]
-    return [_price(inputs, assignment, target, free, refuse) for target in asked]
+    return [_price(inputs, assignment, target, free, refuse, of_shapes) for target in asked]
 
 
-def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: Optimum, refuse: Refuse) -> Price:
+def _price(
+    inputs: AssignInputs,
+    assignment: Assignment,
+    target: Target,
+    free: Optimum,
+    refuse: Refuse,
+    of_shapes: OfShapes,
+) -> Price:
     inputs = replace(inputs, config=inputs.config.model_copy(update={"target": None}))  # it is of this one, not of that
     hot = assignment.hot()
     reason = refuse_grid(target, symmetric=inputs.symmetric)
@@ -136,6 +146,9 @@ def _price(inputs: AssignInputs, assignment: Assignment, target: Target, free: O
     refused = {width: None if width == DROPPED else refuse(target, width) for width in inputs.decided_among()}
     loaded = [width for width in refused if loads(inputs, target, width)]
     widths = [width for width in loaded if refused[width] is None]
+    if granularity in OF_MATRICES and (shapes := of_shapes(target)):
+        inputs = replace(inputs, loaded=shapes)
+        widths = [width for width in loaded if any(width in own for matrices in shapes for own in matrices)]
     if loaded and not widths:  # of other shapes it would be had
         widths, reason = loaded, reason or str(refused[loaded[-1]])
     try:
@@ -221,7 +234,7 @@ def frontier(
 
     averages: budgets in code bits of the methods that take one. Unmet ones are left out, dominated points marked.
     """
-    points: list[Point] = []
+    inputs, points = replace(inputs, loaded=()), list[Point]()
     for label, section in sections(inputs, averages):
         with suppress(BudgetError):
             points.append(_point(inputs, label, assign(replace(inputs, config=section)).expert_widths()))
@@ -240,7 +253,7 @@ def around(inputs: AssignInputs, assignment: Assignment, sizes: int = 9) -> list
 
     AssignmentError when the loss table lacks one of the assignment's widths.
     """
-    granularity, hot, widths = finest(inputs), assignment.hot(), inputs.measured()
+    inputs, granularity, hot, widths = replace(inputs, loaded=()), finest(inputs), assignment.hot(), inputs.measured()
     every = [expert_widths(inputs, [np.full(len(mask), width) for mask in hot], hot) for width in widths]
     uniform = [_point(inputs, UNIFORM, chosen) for chosen in every]
     least, most = uniform[0].expert_bytes, uniform[-1].expert_bytes

@@ -29,8 +29,9 @@ from moeq.artifacts.files import canonical_json, make_directory
 from moeq.artifacts.profile import ExpertProfile
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
+from moeq.artifacts.targets import granularity_within, loaded_by, target_of
 from moeq.assigners import assign, latency, report, sensitivity
-from moeq.assigners.inputs import AssignInputs
+from moeq.assigners.inputs import AssignInputs, Loaded
 from moeq.assigners.limits import limit_of
 from moeq.errors import ArtifactError, AssignmentError, RecipeError
 from moeq.estimator import load_hardware
@@ -45,7 +46,7 @@ from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import bits_per_weight, matrix_bytes, total_bytes
 from moeq.stages.hessian_traces import traces
-from moeq.stages.loading import where_it_loads
+from moeq.stages.loading import loaded_matrices, where_it_loads
 from moeq.stages.needs import Needs, Rates, Sizes
 
 NAME = "assignment.json"
@@ -118,7 +119,8 @@ def check(context: Context) -> None:
                 )
         if any(getattr(section, budget) is not None for budget in BUDGETS):
             widths = sorted(section.named() or context.recipe.losses.bits)
-            limit_of(_inputs(context, section, name, _unmeasured(context)), widths)
+            granularity = granularity_within(target_of(section.target), section.granularity)
+            limit_of(_inputs(context, section, name, _unmeasured(context)), widths, granularity=granularity)
 
 
 def _unmeasured(context: Context) -> ExpertProfile:
@@ -192,8 +194,15 @@ def _inputs(context: Context, config: AssignSection, name: str, statistics: Expe
         bytes=tuple({bits: sum(sizes[bits] for sizes in each.values()) for bits in widths} for each in matrices),
         weights=tuple(layer.weights_per_expert for layer in context.model.layers),
         matrix_bytes=matrices,
+        loaded=_loaded(context, config),
         **_checkpoint_sizes(context, config, matrices),
     )
+
+
+def _loaded(context: Context, config: AssignSection) -> Loaded:
+    """What the section's target loads of every matrix."""
+    target = None if config.target is None else loaded_by(config.target)
+    return () if target is None else loaded_matrices(context, target, widen=context.recipe.export.widen)
 
 
 def _checkpoint_sizes(

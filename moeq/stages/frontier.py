@@ -45,4 +45,5 @@ def frontier(context: Context) -> dict[str, Any]:
 def prices(context: Context) -> list[dict[str, Any]]:
     """What every target's restriction costs in objective, on the budget of the recipe's assignment."""
     inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
-    return [asdict(price) for price in report.prices(inputs, load(context), partial(loading.refuse_width, context))]
+    refuse, of_shapes = partial(loading.refuse_width, context), partial(loading.loaded_matrices, context)
+    return [asdict(price) for price in report.prices(inputs, load(context), refuse, of_shapes=of_shapes)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.loads_in import LoadsIn, loads_in
 from moeq.artifacts.targets import Target, grids_of, refuse_stack
 from moeq.assigners import report
-from moeq.assigners.inputs import AssignInputs
+from moeq.assigners.inputs import AssignInputs, Loaded
 from moeq.errors import FormatError, RecipeError
+from moeq.models.experts import ExpertLayer
 from moeq.runtimes import runtimes
 from moeq.stages.context import Context
 
@@ -33,7 +34,9 @@ def where_it_loads(context: Context, assignment: Assignment, inputs: AssignInput
     refused = [name for name, why in found.items() if why is not None]
     if inputs is None or experts > PRICED or not refused:
         return found
-    for price in report.prices(inputs, assignment, partial(refuse_width, context), refused):
+    for price in report.prices(
+        inputs, assignment, partial(refuse_width, context), refused, partial(loaded_matrices, context)
+    ):
         why = found[price.target]
         if why is not None and price.refusal is None and price.ratio is not None:
             why["price"] = price.ratio - 1
@@ -51,20 +54,36 @@ def _check(context: Context, name: str) -> None:
 
 
 def refuse_width(context: Context, target: Target, bits: int) -> FormatError | None:
-    """Why a target cannot load a width of this model's matrices in the recipe's grid; None where it can.
-
-    A target of symmetric grids alone is asked about those: its price is that of the same widths.
-    """
-    own = context.recipe.losses.encoding
+    """Why a target cannot load a width of this model's matrices in the recipe's grid; None where it can."""
     for layer in context.model.layers:
         for projection in layer.projections:
-            grids = grids_of(
-                layer,
-                projection,
-                [bits],
-                **vars(replace(own, symmetric=own.symmetric or target.symmetric_only)),
-            )
-            refusal = refuse_stack(target, grids, full=False, widen=False)
+            refusal = _refuse_matrix(context, target, layer, projection, bits, widen=False)
             if refusal is not None:
                 return FormatError(refusal[0], where=f"{layer.name}, {projection}", do=refusal[1])
     return None
+
+
+def loaded_matrices(context: Context, target: Target, *, widen: bool = False) -> Loaded:
+    """At which widths a target loads every matrix, as `AssignInputs.loaded`; a matrix that it loads at none counts as
+    loaded at all, since what is in the way there no width decides.
+
+    widen: whether what it does not load may be stored in a wider grid.
+    """
+    widths = [width for width in sorted(context.recipe.losses.bits) if width in target.widths]
+
+    def of(layer: ExpertLayer, projection: str) -> tuple[int, ...]:
+        refuse = partial(_refuse_matrix, context, target, layer, projection, widen=widen)
+        return (*([width for width in widths if refuse(width) is None] or widths), FULL)
+
+    every = tuple(tuple(of(layer, name) for name in layer.projections) for layer in context.model.layers)
+    return every if any(own != (*widths, FULL) for matrices in every for own in matrices) else ()
+
+
+def _refuse_matrix(
+    context: Context, target: Target, layer: ExpertLayer, projection: str, bits: int, *, widen: bool
+) -> tuple[str, str] | None:
+    """Why a target cannot load a matrix at a width, and what to do. A target of symmetric grids alone is asked about
+    those: its price is that of the same widths."""
+    own = context.recipe.losses.encoding
+    encoding = vars(replace(own, symmetric=own.symmetric or target.symmetric_only))
+    return refuse_stack(target, grids_of(layer, projection, [bits], **encoding), full=False, widen=widen)

@@ -140,6 +140,21 @@ def test_groups_follow_from_the_models_matrices() -> None:
     assert "losses.group_size=32" in {one.change for one in settings}, "96 inputs are no whole groups of 128 or 64"
 
 
+@pytest.mark.parametrize(("granularity", "size"), [("projection", 256), ("expert", None)])
+def test_groups_are_those_in_which_most_is_loaded_of_each_matrix(granularity: str, size: int | None) -> None:
+    """llama.cpp has 2 and 3 bits in blocks of 256, of which 1408 inputs of `down_proj` are no multiple."""
+
+    class Layer:
+        name, projections = "experts", ("up_proj", "down_proj")
+
+        def shape(self, projection: str) -> tuple[int, int]:
+            return (1408, 2048) if projection == "up_proj" else (2048, 1408)
+
+    recipe = load_recipe(None, [f"assign={{method: optimal, bits_per_weight: 3, granularity: {granularity}}}"])
+    changes = {one.key: one.value for one in settings_for("llama.cpp", recipe, [Layer()], said=())}
+    assert changes.get("losses.group_size") == (None if size is None else str(size))
+
+
 def test_the_option_changes_the_recipe_and_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = StageOptions(for_="vllm", model="bundled:tiny-mixtral", out=tmp_path / "run")
     context = context_of(asked, "plan")

@@ -19,8 +19,9 @@ from moeq.artifacts.assignment import matrix_widths, read_assignment, write_assi
 from moeq.artifacts.targets import refusal, targets
 from moeq.assigners import assign, report
 from moeq.assigners.inputs import routing_mass
+from moeq.assigners.limits import choices
 from moeq.assigners.sensitivity import columns, matrix_tables, objective, tables
-from moeq.errors import AssignmentError, FormatError
+from moeq.errors import AssignmentError, BudgetError, FormatError
 
 
 @given(st.integers(0, 10**6), st.sampled_from([(1, 2), (2, 1)]), st.floats(0, 1), st.booleans())
@@ -84,6 +85,65 @@ def test_finer_is_never_worse(
     slack = 1 + 1e-9
     assert values[0][0] <= min(values[1][0], values[2][0]) * slack  # in the same terms
     assert values[1][1] <= values[2][1] * slack
+
+
+@given(
+    st.integers(0, 10**6), st.floats(0, 1), st.sampled_from(["expert_bytes", "code_bits"]),
+    st.lists(st.sets(st.sampled_from([1, 2, 4]), min_size=1), min_size=4, max_size=4), st.booleans(),
+)  # fmt: skip
+@settings(max_examples=examples(40), deadline=None)
+def test_matrices_of_which_not_all_widths_are_loaded(
+    seed: int, share: float, budget: str, loaded: list[set[int]], stacks: bool
+) -> None:
+    """Two layers of two experts of two matrices equal a search over what is loaded of each; below the least that it
+    can be, the refusal says that."""
+    kept = [[(*sorted(loaded[2 * layer + which]), 16) for which in (0, 1)] for layer in (0, 1)]
+    inputs = replace(with_matrices(seed, 2, 2, NAMES[1:], symmetric=True), group_size=256)
+    target = {"target": "llama.cpp"} if stacks else {}
+
+    def cost(layer: int, which: int, bits: int) -> Fraction:
+        if budget == "code_bits":
+            return Fraction(bits, 4)
+        return Fraction(list(inputs.matrix_bytes[layer].values())[which][bits])
+
+    cells = [(layer, which) for layer in (0, 1) for which in (0, 1)]
+    least, most = (
+        sum(2 * cost(*cell, pick(kept[cell[0]][cell[1]][:-1])) for cell in cells) / (2 if budget == "code_bits" else 1)
+        for pick in (min, max)
+    )
+    limit = least + Fraction(share).limit_denominator(64) * (most - least)
+    value = int(limit) if budget == "expert_bytes" else str(limit)
+    options = {"method": "optimal", "granularity": "projection", "widths": [1, 2, 4], **target}
+    inputs = replace(with_options(inputs, **options, **{budget: value}), loaded=tuple(map(tuple, kept)))
+    items = [(*cell, experts) for cell in cells for experts in ([[0, 1]] if stacks else [[0], [1]])]
+    best = np.inf
+    for chosen in itertools.product(*(kept[layer][which][:-1] for layer, which, _ in items)):
+        paid = sum(len(of) * cost(layer, which, b) for (layer, which, of), b in zip(items, chosen, strict=True))
+        if paid <= (int(limit) if budget == "expert_bytes" else 2 * limit):
+            best = min(best, sum(
+                list(matrix_tables(inputs)[layer].values())[which][b][expert]
+                for (layer, which, of), b in zip(items, chosen, strict=True) for expert in of
+            ))  # fmt: skip
+    found = assign(inputs)
+    assert objective(inputs, found) == pytest.approx(best, rel=1e-9, abs=1e-15)
+    for layer, mine in enumerate(found.layers):
+        for choice in mine.experts:
+            widths = choice.projections or dict.fromkeys(inputs.matrix_bytes[layer], choice.bits)
+            assert all(bits in own for bits, own in zip(widths.values(), kept[layer], strict=True))
+    if budget == "expert_bytes" and least > 1:
+        with pytest.raises(BudgetError, match=rf"least possible is {int(least)}\b"):
+            assign(with_options(inputs, **options, expert_bytes=int(least) - 1))
+
+
+def test_experts_of_one_width_take_one_that_is_loaded_of_all_their_matrices() -> None:
+    inputs = with_matrices(2, 1, 4, NAMES[1:], symmetric=True, method="optimal", code_bits=3)
+    inputs = replace(inputs, loaded=(((1, 2, 4, 16), (2, 8, 16)),))
+    assert choices(inputs) == (2,)
+    assert assign(replace(inputs, config=inputs.config.model_copy(update={"code_bits": "2"}))).widths() == [2]
+    apart = with_options(inputs, method="optimal", code_bits=3, granularity="projection")
+    assert choices(apart) == (1, 2, 4, 8)
+    with pytest.raises(AssignmentError, match=r"none of the widths \[1, 4\] can be loaded"):
+        assign(with_options(inputs, method="optimal", code_bits=3, widths=[1, 4]))
 
 
 def test_an_expert_is_worth_the_sum_of_its_matrices_where_they_are_decided() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from moeq import pipeline
+from moeq.artifacts.assignment import count_matrices
+from moeq.artifacts.stage import read_record
 from moeq.artifacts.targets import targets
+from moeq.errors import BudgetError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import export, frontier
+from moeq.stages import assign, export, frontier
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_weights
 
@@ -97,3 +103,32 @@ def test_llama_cpp_says_which_grid_it_lacks(priced: Context) -> None:
 def test_a_target_of_none_of_the_widths_says_so(priced: Context) -> None:
     reason = {price["target"]: price["refusal"] for price in frontier.prices(priced)}["vllm"]
     assert (reason == "losses.bits are 1, 3; vllm loads 4, 16") == (priced.recipe.losses.bits == [1, 3])
+
+
+def test_a_matrix_that_no_block_fits_takes_a_width_that_one_does(tmp_path: Path) -> None:
+    """Of the bundled model llama.cpp has no 2 and 3 bits for matrices of 128 inputs, for `down_proj` of 256 it has."""
+    chosen = (
+        "assign={method: optimal, quantizer: rtn, bits_per_weight: 3.2, granularity: projection, target: llama.cpp}"
+    )
+    recipe = load_recipe(None, [*SMALL[:-1], chosen, "losses.group_size=256", "losses.symmetric=true"])
+    out = tmp_path / "run"
+    context = Context(recipe=recipe, model_name="bundled:tiny-mixtral", out=out, reporter=Reporter(quiet=True))
+    pipeline.run(context, ("profile", "losses", "assign"))
+    made = assign.load(context)
+    counted = count_matrices([width for layer in made.expert_widths() for width in layer])
+    assert {"2", "3"} & {*counted["down_proj"]}
+    assert {*counted["gate_proj"], *counted["up_proj"]} <= {"1", "4", "8"}
+    assert export.refused(context, "llama.cpp", made.expert_widths(), recipe.losses.encoding) is None
+    prices = {price["target"]: price for price in frontier.prices(context)}
+    reached = read_record(context.directory("assign"), "assign").summary["objective"]
+    assert prices["llama.cpp"]["refusal"] is None
+    assert prices["llama.cpp"]["objective"] == pytest.approx(reached)
+    assert prices["llama.cpp"]["ratio"] > 1
+    less = context.recipe.model_copy(update={"assign": recipe.assign.model_copy(update={"bits_per_weight": "1.05"})})
+    with pytest.raises(BudgetError, match=r"cannot be met; the least possible is 1\.10"):
+        assign.check(replace(context, recipe=less))
+    wide = load_recipe(
+        None, [*SMALL[:-1], chosen, "losses={methods: [rtn], group_size: 256, symmetric: true, bits: [2, 3, 4]}"]
+    )
+    with pytest.raises(BudgetError, match=r"3\.2 bits a weight cannot be met; the least possible is 3\.4"):
+        assign.check(replace(context, recipe=wide))
