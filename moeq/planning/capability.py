@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeq.artifacts.assignment import FULL, Width, matrix_widths
-from moeq.artifacts.targets import loaded_by, loads_width
+from moeq.artifacts.assignment import FULL, Width, join_widths, matrix_widths
+from moeq.artifacts.targets import OF_MATRICES, granularity_within, loaded_by, loads_width
+from moeq.assigners.inputs import Loaded
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.stages import export
 from moeq.stages.context import Context
+from moeq.stages.loading import loaded_matrices
 
 Widths = Sequence[Sequence[Width]]  # of every layer's experts, or of their matrices
 
@@ -46,15 +48,31 @@ def _refused(context: Context, name: str, widths: Widths) -> str | None:
     """Why a format cannot carry some widths, with the nearest thing that works.
 
     Where assign decides within its target, each width that the target loads is asked for alone, since there widths
-    stand side by side only as it takes them.
+    stand side by side only as it takes them; of matrices of other shapes the next one that it loads of them.
     """
     section, target, variants = context.recipe.losses, loaded_by(name), [widths]
     if target is not None and context.recipe.assign.target == target.name:
         size, symmetric, used = section.group_size, section.symmetric, _used(widths)
         loaded = [bits for bits in used if loads_width(target, bits, group_size=size, symmetric=symmetric)]
-        variants = [[[bits] * len(layer) for layer in widths] for bits in loaded or used]
+        shapes = loaded_matrices(context, target, widen=context.recipe.export.widen)
+        if granularity_within(target, context.recipe.assign.granularity) not in OF_MATRICES:
+            everywhere = [bits for bits in loaded if all(bits in own for matrices in shapes for own in matrices)]
+            shapes, loaded = (), everywhere or loaded
+        variants = [_of_shapes(context, widths, shapes, bits) for bits in loaded or used]
     for variant in variants:
         reason = export.refused(context, name, variant, section.encoding)
         if reason is not None:
             return "; ".join(reason)
     return None
+
+
+def _of_shapes(context: Context, widths: Widths, shapes: Loaded, bits: int) -> Widths:
+    """All experts at one width, each matrix at the next one that is loaded of its shape; shapes: none, as it is."""
+    if not shapes:
+        return [[bits] * len(layer) for layer in widths]
+    found: list[list[Width]] = []
+    for layer, matrices, experts in zip(context.model.layers, shapes, widths, strict=True):
+        packed = [[width for width in own if width != FULL] for own in matrices]
+        chosen = [next((width for width in own if width >= bits), own[-1]) for own in packed]
+        found.append([join_widths(dict(zip(layer.projections, chosen, strict=True)))] * len(experts))
+    return found

@@ -12,6 +12,7 @@ from moeq.artifacts.assignment import count_matrices
 from moeq.artifacts.stage import read_record
 from moeq.artifacts.targets import targets
 from moeq.errors import BudgetError
+from moeq.planning.capability import refusals
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import assign, export, frontier
@@ -119,6 +120,9 @@ def test_a_matrix_that_no_block_fits_takes_a_width_that_one_does(tmp_path: Path)
     assert {"2", "3"} & {*counted["down_proj"]}
     assert {*counted["gate_proj"], *counted["up_proj"]} <= {"1", "4", "8"}
     assert export.refused(context, "llama.cpp", made.expert_widths(), recipe.losses.encoding) is None
+    assert refusals(context, made.expert_widths()) == [], "what a plan says of it"
+    whole = recipe.model_copy(update={"assign": recipe.assign.model_copy(update={"granularity": None})})
+    assert refusals(replace(context, recipe=whole), made.expert_widths()) == [], "of 1, 4 and 8 bits"
     prices = {price["target"]: price for price in frontier.prices(context)}
     reached = read_record(context.directory("assign"), "assign").summary["objective"]
     assert prices["llama.cpp"]["refusal"] is None
