@@ -157,11 +157,11 @@ def _loaded(target: Target, layers: Sequence[Sized], group_size: int, symmetric:
     """The widths at which it loads every shape of the model's matrices."""
     shapes = {layer.shape(projection) for layer in layers for projection in layer.projections} or {ASSUMED}
 
-    def loads(rows: int, inputs: int, bits: int) -> bool:
+    def fits(rows: int, inputs: int, bits: int) -> bool:
         grid = Grid(rows=rows, inputs=inputs, bits=bits, group_size=group_size, symmetric=symmetric)
         return refuse_matrix(target, grid) is None
 
-    return [{bits for bits in WIDTHS if loads(*shape, bits)} for shape in sorted(shapes)]
+    return [{bits for bits in WIDTHS if fits(*shape, bits)} for shape in sorted(shapes)]
 
 
 def _placed(target: Target, recipe: Recipe) -> Iterator[Setting]:
