@@ -345,8 +345,9 @@ class TritonLinear:
         rows = rows.contiguous()
         settings = self.settings or self.stack.settings((0,), len(rows))
         none = self.stack.stored.table  # not read
-        made = self.stack.product(rows, (0,), len(rows), 1, ("one", none, none, none), settings)
-        return made.sum(0).to(rows.dtype) if settings.splits > 1 else made[0].to(rows.dtype)
+        how, whole = ("one", none, none, none), settings.splits == 1
+        made = self.stack.product(rows, (0,), len(rows), 1, how, settings, dtype=rows.dtype if whole else torch.float32)
+        return made[0] if whole else made.sum(0).to(rows.dtype)
 
 
 class TritonKernel:
