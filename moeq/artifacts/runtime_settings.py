@@ -11,7 +11,7 @@ from fractions import Fraction
 from itertools import product
 from typing import get_args
 
-from moeq.artifacts.targets import CODES, FINENESS, Grid, Sized, Target, refuse_matrix
+from moeq.artifacts.targets import CODES, FINENESS, Grid, Sized, Target, may_differ, refuse_matrix
 from moeq.recipe import BUDGETS, SHARED, Bits, Recipe
 from moeq.registry import ALLOCATORS
 from moeq.runtimes import NATIVE, runtime
@@ -113,23 +113,19 @@ def _grid(target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collect
     sizes = [section.group_size, *(() if "losses.group_size" in kept else GROUP_SIZES)]
     kinds = [section.symmetric, *(() if "losses.symmetric" in kept else (not section.symmetric,))]
     of_shapes = {grid: _loaded(target, layers, *grid) for grid in product(sizes, kinds)}
-    apart = recipe.assign.granularity == "projection" and (target.stacks or target.granularity == "projection")
-    every = {grid: (set.union if apart else set.intersection)(*widths) for grid, widths in of_shapes.items()}
-    loaded = {grid: widths & set(section.bits) for grid, widths in every.items()}
-
-    def counted(grid: tuple[int, bool]) -> tuple[int, int]:
-        """Widths of the recipe that it loads, then all that it does."""
-        own, wide = ([widths & kept for widths in of_shapes[grid]] for kept in (set(section.bits), set(WIDTHS)))
-        return sum(map(len, own)) if apart else len(loaded[grid]), sum(map(len, wide)) if apart else len(every[grid])
-
-    size, symmetric = max(loaded, key=counted)  # the first of the best
+    apart, own = may_differ(target, recipe.assign.granularity), set(section.bits)
+    counted = {grid: widths if apart else [set.intersection(*widths)] for grid, widths in of_shapes.items()}
+    size, symmetric = max(  # the first of the best
+        counted, key=lambda grid: (sum(len(widths & own) for widths in counted[grid]), sum(map(len, counted[grid])))
+    )
+    every = set.union(*counted[size, symmetric])
     if symmetric != section.symmetric:
         why = f"{target.name} reads more widths of it" if not target.symmetric_only else "it reads symmetric grids only"
         yield Setting(key="losses.symmetric", value=str(symmetric).lower(), why=why)
     if size != section.group_size:
         yield Setting(key="losses.group_size", value=str(size), why=f"{target.name} reads more widths of it")
-    if len(loaded[size, symmetric]) < CHOICE:
-        widths = sorted({*section.bits, *every[size, symmetric]})
+    if len(every & own) < CHOICE:
+        widths = sorted(every | own)
         if widths != sorted(section.bits):
             value = f"[{', '.join(map(str, widths))}]"
             yield Setting(key="losses.bits", value=value, why=f"{target.name} loads too few of {section.bits}")

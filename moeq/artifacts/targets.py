@@ -319,6 +319,11 @@ def refuse_grid(target: Target, *, symmetric: bool) -> str | None:
     return None
 
 
+def may_differ(target: Target, wanted: Granularity | None) -> bool:
+    """Whether matrices of an expert may have widths of their own, where that is asked for (`granularity_within`)."""
+    return wanted == "projection" and (target.stacks or target.granularity == "projection")
+
+
 def granularity_within(target: Target, wanted: Granularity | None) -> Granularity:
     """What has one width: what was asked for, or the finest that a target takes (none asked: experts or coarser).
 

@@ -24,9 +24,9 @@ from moeq.artifacts.targets import (
     OF_MATRICES,
     Granularity,
     Target,
-    granularity_within,
     loaded_by,
     loads_width,
+    may_differ,
     target_of,
 )
 from moeq.assigners.inputs import AssignInputs, decided, hot_masks
@@ -98,7 +98,7 @@ def choices(inputs: AssignInputs) -> tuple[int, ...]:
     allowed = sorted(width for width in set(known) if runtime is None or loads(inputs, runtime, width))
     of_shapes = [{*widths} for matrices in inputs.loaded for widths in matrices]
     if of_shapes:
-        apart = granularity_within(target_of(target), inputs.config.granularity) in OF_MATRICES
+        apart = may_differ(target_of(target), inputs.config.granularity)
         fitting = set.union(*of_shapes) if apart else set.intersection(*of_shapes)
         allowed = [width for width in allowed if width in fitting]
     if not allowed:
@@ -111,14 +111,18 @@ def choices(inputs: AssignInputs) -> tuple[int, ...]:
     return tuple(allowed)
 
 
+def stand_in(width: int, loaded: Sequence[int]) -> int:
+    """The width at which a matrix is stored: the same, or the next wider one that is loaded of it, the widest of them,
+    rising, where none is wider."""
+    return next((one for one in loaded if one >= width), loaded[-1])
+
+
 def stand_ins(inputs: AssignInputs, layer: int, widths: Sequence[int]) -> np.ndarray:
-    """Of every matrix of a layer, and every one of some widths, rising, the place of the width that it is stored at,
-    [P, W]: the same, or the next wider one that the target loads, the widest that it loads where none is wider."""
-    rows = []
-    for loaded in inputs.loaded[layer] if inputs.loaded else [widths] * len(inputs.matrix_bytes_of(layer)):
-        places = [place for place, width in enumerate(widths) if width in loaded] or [*range(len(widths))]
-        rows.append([next((at for at in places if at >= place), places[-1]) for place in range(len(widths))])
-    return np.array(rows)
+    """Of every matrix of a layer, and every one of some widths, rising, the place of its `stand_in` among them,
+    [P, W]."""
+    of_matrices = inputs.loaded[layer] if inputs.loaded else [widths] * len(inputs.matrix_bytes_of(layer))
+    loaded = [[width for width in widths if width in own] or widths for own in of_matrices]
+    return np.searchsorted(widths, [[stand_in(width, own) for width in widths] for own in loaded])
 
 
 def limit_of(

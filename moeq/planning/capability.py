@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeq.artifacts.assignment import FULL, Width, join_widths, matrix_widths
-from moeq.artifacts.targets import OF_MATRICES, granularity_within, loaded_by, loads_width
+from moeq.artifacts.targets import loaded_by, loads_width, may_differ
 from moeq.assigners.inputs import Loaded
+from moeq.assigners.limits import stand_in
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.stages import export
 from moeq.stages.context import Context
@@ -55,7 +56,7 @@ def _refused(context: Context, name: str, widths: Widths) -> str | None:
         size, symmetric, used = section.group_size, section.symmetric, _used(widths)
         loaded = [bits for bits in used if loads_width(target, bits, group_size=size, symmetric=symmetric)]
         shapes = loaded_matrices(context, target, widen=context.recipe.export.widen)
-        if granularity_within(target, context.recipe.assign.granularity) not in OF_MATRICES:
+        if not may_differ(target, context.recipe.assign.granularity):
             everywhere = [bits for bits in loaded if all(bits in own for matrices in shapes for own in matrices)]
             shapes, loaded = (), everywhere or loaded
         variants = [_of_shapes(context, widths, shapes, bits) for bits in loaded or used]
@@ -72,7 +73,6 @@ def _of_shapes(context: Context, widths: Widths, shapes: Loaded, bits: int) -> W
         return [[bits] * len(layer) for layer in widths]
     found: list[list[Width]] = []
     for layer, matrices, experts in zip(context.model.layers, shapes, widths, strict=True):
-        packed = [[width for width in own if width != FULL] for own in matrices]
-        chosen = [next((width for width in own if width >= bits), own[-1]) for own in packed]
+        chosen = [stand_in(bits, [width for width in own if width != FULL]) for own in matrices]
         found.append([join_widths(dict(zip(layer.projections, chosen, strict=True)))] * len(experts))
     return found
