@@ -163,13 +163,13 @@ def building(directory: Path, *, progress: Sequence[str] = ()) -> Iterator[Path]
         _drop_link(unfinished)
         if unfinished.exists() and not progress:
             shutil.rmtree(unfinished)
-        goes_on = unfinished.exists()
-        unfinished.mkdir(parents=True, exist_ok=True)
-        for path in [] if goes_on else (path for pattern in progress for path in sorted(directory.glob(pattern))):
-            place(path, unfinished / path.name)
-        before = _inodes(unfinished)
-        descriptor = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
+        goes_on, before, descriptor = unfinished.exists(), None, None
         try:
+            unfinished.mkdir(parents=True, exist_ok=True)
+            for path in [] if goes_on else (path for pattern in progress for path in sorted(directory.glob(pattern))):
+                place(path, unfinished / path.name)
+            before = _inodes(unfinished)
+            descriptor = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
             yield unfinished
             _check_there(unfinished, descriptor)
             for path in unfinished.rglob("*"):
@@ -179,8 +179,9 @@ def building(directory: Path, *, progress: Sequence[str] = ()) -> Iterator[Path]
             error.rename(str(unfinished), str(directory))
             raise
         finally:
-            os.close(descriptor)
-            if not progress or (not goes_on and unfinished.exists() and _inodes(unfinished) == before):
+            if descriptor is not None:
+                os.close(descriptor)
+            if not progress or (not goes_on and unfinished.exists() and before in (None, _inodes(unfinished))):
                 shutil.rmtree(unfinished, ignore_errors=True)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moeq.artifacts import files
 from moeq.artifacts.files import building, locked, write_json
 from moeq.artifacts.run import MAKES
 from moeq.artifacts.stage import (
@@ -62,6 +63,25 @@ def test_a_folder_that_was_deleted_while_it_was_written_takes_no_place(tmp_path:
         assert not (out / "stage").exists()
 
 
+@pytest.mark.parametrize("progress", [(), ("*.json",)])
+def test_an_interruption_before_anything_is_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: tuple[str]
+) -> None:
+    out, listed, interrupted = tmp_path / "out", files._inodes, [KeyboardInterrupt]
+    write_json(out / "stage" / "old.json", 1)
+
+    def inodes(directory: Path) -> dict[str, int]:
+        if interrupted:
+            raise interrupted.pop()
+        return listed(directory)
+
+    monkeypatch.setattr(files, "_inodes", inodes)
+    with pytest.raises(KeyboardInterrupt), building(out / "stage", progress=progress):
+        raise AssertionError("it has been interrupted")
+    assert not interrupted
+    assert sorted(path.name for path in out.rglob("*")) == ["old.json", "stage"]
+
+
 def test_a_run_directory_that_was_deleted_between_two_stages_is_told(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
@@ -93,8 +113,8 @@ def test_a_stage_without_what_it_always_makes_is_made_again(tmp_path: Path, stag
     assert not damage(directory, stage)
     gone = sorted(MAKES[stage])[0]
     (directory / gone).unlink()
-    for files in (read_record(directory, stage).files, {}):
-        broken = read_record(directory, stage).model_copy(update={"files": files})
+    for recorded in (read_record(directory, stage).files, {}):
+        broken = read_record(directory, stage).model_copy(update={"files": recorded})
         write_json(directory / RECORD, broken.model_dump(mode="json"))
         assert not is_current(directory, stage, "k", BY_NAME[stage].editable)
         assert f"{gone} is missing" in damage(directory, stage)
