@@ -46,6 +46,19 @@ def plane_of(figure: Any, width: int = WIDTH, height: int = HEIGHT) -> Any:
     return svg.axes(figure, LEFT, BELOW, width - LEFT - RIGHT, height - BELOW - ABOVE)
 
 
+def mark_bytes(plane: Any) -> None:
+    """Round sizes at a logarithmic axis of bytes whose limits are set: three or more of them, no more than fit."""
+    low, high = plane.get_xlim()
+    for part in (1, 2, 4, 8, 16):  # of a doubling
+        steps = (2**k * (part + step) // part for k in range(4, 64) for step in range(part))
+        marks = [mark for mark in steps if low <= mark <= high]
+        if len(marks) >= 3:
+            break
+    marks = marks[:: 1 + len(marks) // 7] or [round((low * high) ** 0.5)]
+    plane.set_xticks(marks, [human_bytes(mark) for mark in marks])
+    plane.set_xticks([], minor=True)
+
+
 def by_layer(plane: Any, names: Sequence[str]) -> None:
     """Name the axes of cosines over layers, by the model's own names of them where these are numbered."""
     layers, named = len(names), layer_names(names)
@@ -136,7 +149,7 @@ def dominated(points: Sequence[Variant]) -> list[bool]:
 
 def size_chart(name: str, label: str, points: Sequence[Variant], measure: str) -> Drawing:
     """Expert bytes (logarithmic) against a measure; dominated points are hollow, the exported one has a ring."""
-    height, width = 360, 680
+    height, width = 340, 568  # two beside each other on a wide page
 
     def fill(figure: Any) -> None:
         plane = plane_of(figure, width, height)
@@ -158,10 +171,7 @@ def _size_axes(plane: Any, points: Sequence[Variant], measure: str) -> None:
     plane.set_xscale("log")
     spread = max(1.25, (max(sizes) / min(sizes)) ** 0.14)
     plane.set_xlim(min(sizes) / spread, max(sizes) * spread)
-    powers = [2**k for k in range(64) if plane.get_xlim()[0] <= 2**k <= plane.get_xlim()[1]]
-    marks = powers[:: 1 + len(powers) // 9] if len(powers) > 1 else [min(sizes)]
-    plane.set_xticks(marks, [human_bytes(mark) for mark in marks])
-    plane.set_xticks([], minor=True)
+    mark_bytes(plane)
     if max(values) > 4 * min(values):
         plane.set_yscale("log")
         plane.set_ylim(min(values) / 1.25, max(values) * 1.25)

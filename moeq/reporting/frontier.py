@@ -7,7 +7,7 @@ from typing import Any
 
 from moeq.assigners.report import THIS, UNIFORM, Point
 from moeq.reporting import svg
-from moeq.reporting.charts import BYTES_AXIS
+from moeq.reporting.charts import BYTES_AXIS, mark_bytes
 from moeq.reporting.html import Drawing, Section, figure
 from moeq.tables import human_bytes
 
@@ -74,10 +74,7 @@ def _line(plane: Any, method: str, points: Sequence[Point], colour: str, marker:
 def _axes(plane: Any, points: Sequence[Point], measure: str) -> None:
     sizes = [point.expert_bytes for point in points] or [1]
     plane.set(xscale="log", yscale="log", xlim=(min(sizes) / 1.05, max(sizes) * 1.05))
-    steps = [min(sizes) * (max(sizes) / min(sizes)) ** (part / 4) for part in range(5)]
-    marks = sorted({round(step) for step in steps})
-    plane.set_xticks(marks, [human_bytes(mark) for mark in marks])
-    plane.set_xticks([], minor=True)
+    mark_bytes(plane)
     plane.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
     plane.yaxis.set_minor_formatter(lambda value, _: "")
     plane.grid()

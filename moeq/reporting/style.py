@@ -72,8 +72,7 @@ li { margin: 3px 0; }
   body { font-size: 10pt; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
   main { max-width: none; padding: 0; } nav { display: none; } .scroll { overflow: visible; }
   svg { min-width: 0 !important; } table { font-size: 8pt; } th, td { padding: 3px 8px 3px 4px; }
-  figure, tr, .tile, .below { display: block; font-size: 0.92em; }
-.warning { break-inside: avoid; } h2, h3, .reading, .lead { break-after: avoid; }
+  figure, tr, .tile, .warning { break-inside: avoid; } h2, h3, .reading, .lead { break-after: avoid; }
 }
 """
 

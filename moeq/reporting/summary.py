@@ -58,7 +58,7 @@ def _bytes(size: int | None) -> str:
 def _comparison(inputs: ReportInputs) -> Raw:
     rows = [_marked(inputs, row, _figures(inputs, row)) for row in inputs.evaluation.rows]
     head = ("assignment", "bits of the experts' weights", "expert bytes, of original", "whole checkpoint, of original",
-            "bits of all weights", *_quality_heads(inputs), "accuracy",
+            "bits of all weights", *_quality_heads(inputs), *(["accuracy"] if _has_tasks(inputs) else []),
             *(["decode speed-up, estimated"] if inputs.speed.tells else []))  # fmt: skip
     lower = "logit error" if inputs.classifies else "perplexity"
     return table(
@@ -87,7 +87,7 @@ def _figures(inputs: ReportInputs, row: EvalRow) -> list[str]:
         _size(row.whole_bytes, old.whole_bytes if old else None),
         formats.bits(row.stored_bits(inputs.weights)),
         *_quality(inputs, row, old),
-        formats.percent(row.accuracy),
+        *([formats.percent(row.accuracy)] if _has_tasks(inputs) else []),
         *([formats.MISSING if speed is None else speedups_text(speed)] if inputs.speed.tells else []),
     ]
 
@@ -95,6 +95,11 @@ def _figures(inputs: ReportInputs, row: EvalRow) -> list[str]:
 def _is_compared(inputs: ReportInputs) -> bool:
     """Whether distributions of the next token were compared with the original's."""
     return any(row.divergence is not None for row in inputs.evaluation.rows)
+
+
+def _has_tasks(inputs: ReportInputs) -> bool:
+    """Whether any row has the accuracy of a task."""
+    return any(row.accuracy is not None for row in inputs.evaluation.rows)
 
 
 def _quality_heads(inputs: ReportInputs) -> tuple[str, ...]:
@@ -193,7 +198,7 @@ def _sure(change: Change) -> str:
     if change.low is None or change.high is None or change.shown_p is None:
         return too_few(change.items, change.fewest_items)
     count = effective(change.items, change.effective_items)
-    return f"{formats.interval(change.low, change.high)}, p = {change.shown_p:.3f}, n = {count}"
+    return f"{formats.interval(change.low, change.high)}, {formats.p_value(change.shown_p)}, n = {count}"
 
 
 def _how(inputs: ReportInputs) -> str:
@@ -245,7 +250,8 @@ def size_against_quality(inputs: ReportInputs) -> Section:
     shown = [drawing for drawing in drawings if drawing is not None]
     if not shown:
         shown = [paragraph("No perplexity was measured (eval.perplexity is null), so there is nothing to draw.")]
-    return Section("size", f"Size against {measure}{' and KL' if kls else ''}", shown)
+    title = f"Size against {measure}{' and KL' if kls else ''}"
+    return Section("size", title, [element("div", *shown, class_="figures")])
 
 
 def _against(inputs: ReportInputs, name: str, measure: str, costs: Sequence[tuple[EvalRow, float]]) -> Raw | None:

@@ -7,6 +7,7 @@ import io
 import re
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from moeq.reporting import formats
-from moeq.reporting.charts import Variant, dominated, size_chart
+from moeq.reporting.charts import HEIGHT, WIDTH, Variant, dominated, mark_bytes, plane_of, size_chart
 from moeq.reporting.html import Drawing, escape, plain
 from moeq.reporting.labels import Box, place
 from moeq.reporting.maps import (
@@ -33,6 +34,7 @@ from moeq.reporting.maps import (
     value_map,
     width_map,
 )  # fmt: skip
+from moeq.reporting.svg import draw
 
 LARGE = (94, 128)
 SHARE = Quantity(name="share", form=formats.share, from_zero=True, zero_is_grey=True)
@@ -184,6 +186,23 @@ def test_size_charts_of_awkward_points(points: list[tuple[int, float]]) -> None:
     assert ElementTree.fromstring(size_chart("s", "label", variants(*points), "perplexity").svg).tag.endswith("svg")
 
 
+@pytest.mark.parametrize("ratio", [1.02, 1.3, 2.0, 2.4, 9.0, 1e3, 1e9])
+@pytest.mark.parametrize("low", [424 * 2**10, 808 * 2**10, 3 * 10**9])
+def test_round_sizes_are_at_every_axis_of_bytes(low: int, ratio: float) -> None:
+    labels: list[str] = []
+
+    def fill(figure: Any) -> None:
+        plane = plane_of(figure)
+        plane.set(xscale="log", xlim=(low, low * ratio))
+        mark_bytes(plane)
+        assert all(low <= mark <= low * ratio for mark in plane.get_xticks())
+        labels.extend(label.get_text() for label in plane.get_xticklabels())
+
+    draw("axis", "label", WIDTH, HEIGHT, fill)
+    assert (1 if ratio < 1.2 else 3) <= len(labels) <= 8
+    assert len(set(labels)) == len(labels)
+
+
 @given(
     st.lists(st.tuples(st.floats(60, 540), st.floats(60, 340)), min_size=1, max_size=6, unique=True),
 )
@@ -197,6 +216,8 @@ def test_names_do_not_cover_each_other(spots: list[tuple[float, float]]) -> None
     ("text", "expected"),
     [
         (formats.perplexity(None), "\N{EN DASH}"),
+        (formats.p_value(0.0004), "p < 0.001"),
+        (formats.p_value(0.0123), "p = 0.012"),
         (formats.perplexity(5.3214), "5.321"),
         (formats.perplexity(33.389), "33.39"),
         (formats.perplexity(123456.0), "1.235e+05"),

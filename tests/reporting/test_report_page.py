@@ -32,6 +32,7 @@ from moeq.reporting.atlas import atlas, own_widths
 from moeq.reporting.inputs import Loads, Refined, ReportInputs, TradeOff
 from moeq.reporting.names import LayerNames, layer_names
 from moeq.reporting.page import render
+from moeq.reporting.style import CSS
 from moeq.stages import model_card
 from moeq.stages.report import card_figures
 
@@ -649,7 +650,6 @@ def test_size_quality_and_speed_stand_together_with_what_makes_them(make: Make, 
     assert render(replace(inputs, trade_offs=points[:1])) == render(inputs)
 
 
-@pytest.mark.full
 def test_what_codes_are_and_where_they_load(make: Make) -> None:
     inputs = make()
     trellis = inputs.assignment.model_copy(update={"state_bits": 10, "group_size": -1, "symmetric": True})
@@ -657,5 +657,12 @@ def test_what_codes_are_and_where_they_load(make: Make) -> None:
     loads = [Loads(name=name, reason=reason) for name, reason in reasons.items()]
     shown = parsed(render(replace(inputs, assignment=trellis, loads=loads))).text
     assert "trellis codes of 1,024 states, one group a row" in shown
-    assert "native; not in vllm, gptqmodel (trellis codes); x (2 code bits)" in shown
+    assert "native (transformers with moeq); not in vllm, gptqmodel (trellis codes); x (2 code bits)" in shown
     assert "trellis" not in parsed(render(replace(inputs, loads=[]))).text
+
+
+def test_paper_keeps_tables_and_what_belongs_together() -> None:
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", CSS.split("@media print", 1)[1])
+    of = {name.strip(): text for names, text in rules for name in names.split(",") if "break-inside" in text}
+    assert {"figure", "tr", ".tile", ".warning"} <= set(of)
+    assert not any("display" in text for names, text in rules if re.search(r"\b(table|tr|th|td)\b", names))
