@@ -60,7 +60,7 @@ def collect(runs: Sequence[Path], store: Path | None, *, dry_run: bool) -> dict[
     is going on in one of the run directories.
     """
     if not runs and store is None:
-        raise RecipeError("nothing to clean", do="give --out RUN or --store DIR")
+        raise RecipeError("nothing to clean", do="give a RUN or --store DIR")
     stores = _stores(runs, store)
     sweep = _Sweep(dry_run=dry_run)
     with ExitStack() as stack:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial, wraps
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_type_hints
 
 from typer import Argument, Option
 from typer.models import ParameterInfo
 
 from moeq.bundled.preset_files import DEFAULT, QUALITIES, chosen_preset, preset_names
 from moeq.errors import RecipeError
+from moeq.folders import checkpoint_of, is_run
 from moeq.registry import QUANTIZERS
 from moeq.runtimes import NATIVE, OF_FOLDED, QONNX, named, runtimes, written
 
@@ -44,6 +45,14 @@ RARE = (  # a command names them
 )  # fmt: skip
 BUNDLED_TEXT = "bundled"  # a text whose parts for calibration and evaluation differ
 LAST = (*RARE, "check", "trust_remote_code", "probe", "json", "quiet")  # options behind all others
+
+CHECKPOINT = "A packed checkpoint, or the run that made it."
+
+
+def checkpoint_argument(help: str = CHECKPOINT) -> Any:
+    """An argument of Typer's that is a checkpoint's path: a run stands for its checkpoint."""
+    return Argument(help=help, callback=checkpoint_of)
+
 
 JsonOption = Annotated[bool, Option("--json", help="Result as JSON on standard output.")]
 QuietOption = Annotated[bool, Option("--quiet", help="No progress, no messages but errors.")]
@@ -137,6 +146,16 @@ class RunOptions:
         """The preset that is named."""
         return None
 
+    def in_its_run(self) -> Self:
+        """With --out instead of a run that is named by itself."""
+        return self
+
+    def with_run(self, run: Path, **instead: Any) -> Self:
+        """With --out of a run that was named; RecipeError where another is given."""
+        if self.out is not None and self.out != run:
+            raise RecipeError(f"two runs: {run} and --out {self.out}", do="give one of them")
+        return replace(self, out=run, **instead)
+
     def keys(self) -> dict[str, str]:
         """{key of the recipe: the option that changes it}, of those that were given."""
         return {option.metadata["sets"]: _flag(option) for option in self._given() if option.metadata.get("sets")}
@@ -173,11 +192,14 @@ class StageOptions(RunOptions):
     what: Annotated[
         str | None,
         Argument(
-            metavar="[RECIPE|MODEL]",
+            metavar="[RECIPE|MODEL|RUN]",
             help=f"YAML recipe [default: the one in the run directory, else preset {DEFAULT}]; or a model: its "
-            "directory, hub id, or bundled:tiny-mixtral.",
+            "directory, hub id, or bundled:tiny-mixtral; or a run's directory, to go on with it.",
         ),
     ] = None
+
+    def in_its_run(self) -> Self:
+        return self if self.what is None or not is_run(Path(self.what)) else self.with_run(Path(self.what), what=None)
 
     @property
     def recipe_path(self) -> Path | None:
@@ -256,7 +278,7 @@ def takes_options(*rare: str) -> Callable[[Callable[[Whole], None]], Callable[..
 
         @wraps(function)
         def command(**given: Any) -> None:
-            function(whole(**{name: value for name, value in given.items() if value is not None}))
+            function(whole(**{name: value for name, value in given.items() if value is not None}).in_its_run())
 
         command.__signature__ = Signature(_parameters(whole, rare))  # type: ignore[attr-defined]
         return command

@@ -15,6 +15,7 @@ from moeq.artifacts.sums import NAME as SUMS
 from moeq.benching.asked import Asked
 from moeq.errors import ArtifactError, ModelError, PushError, RecipeError, StorageError, missing
 from moeq.exporters.exporter import loaders
+from moeq.folders import CHECKPOINT, checkpoint_of, is_run
 from moeq.models import offline
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe, TextSource, each_source
@@ -68,8 +69,8 @@ def check_checkpoint(path: Path) -> None:
     check_path(path, "give RUN/checkpoint of a moeq run")
     if not path.is_dir():
         raise missing(path, "give RUN/checkpoint of a moeq run")
-    if not (path / "config.json").is_file() and ((path / "checkpoint").is_dir() or (path / "recipe.yaml").is_file()):
-        raise ModelError("this is a run", where=str(path), do=f"give {path / 'checkpoint'}")
+    if is_run(path):
+        raise ModelError("this is a run", where=str(path), do=f"give {path / CHECKPOINT}")
 
 
 def check_dynamic(
@@ -108,12 +109,10 @@ def check_bench(asked: Asked, out: Path | None) -> None:
         wrong = next(name for name, given in others.items() if given)
         raise RecipeError("is measured beside static precision alone", where="--dynamic", do=f"leave {wrong} out")
     for name in (asked.checkpoint, asked.dense):
-        if name is not None and not (Path(name) / "checkpoint" / "config.json").is_file():
+        if name is not None and checkpoint_of(Path(name)) == Path(name):
             check_experts(check_there(name), name)
     if asked.dynamic is not None:
-        inner = Path(asked.checkpoint) / "checkpoint"
-        path = inner if (inner / "config.json").is_file() else Path(asked.checkpoint)
-        _check_pair(asked.dynamic, path)
+        _check_pair(asked.dynamic, checkpoint_of(Path(asked.checkpoint)))
     check_path(asked.gguf, "give a GGUF file to --gguf")
     if out is not None:
         refuse_artifacts(out)

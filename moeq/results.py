@@ -75,7 +75,7 @@ def next_steps(context: Context) -> dict[str, str]:
     }
     elsewhere = {"elsewhere": f"moeq convert {there} --to dequantized --out {plain}{trust}"}
     bits = context.recipe.assign.bits_per_weight
-    more = {} if bits is None else {"another size": f"moeq run --out {out} --bits {float(Fraction(bits)) + 0.5:g}"}
+    more = {} if bits is None else {"another size": f"moeq run {out} --bits {float(Fraction(bits)) + 0.5:g}"}
     return (of_text if _continues_text(context) else {}) | {
         "check it": f"moeq verify {there}{trust}",
         **(made or elsewhere),

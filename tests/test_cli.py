@@ -80,7 +80,7 @@ FLAGS = {
     }
     | {"--json", "--quiet"},
     "reproduce": {"checkpoint", "--model", "--text", "--out", "--trust-remote-code", "--json", "--quiet"},
-    "gc": {"--out", "--store", "--dry-run", "--json", "--quiet"},
+    "gc": {"run", "--out", "--store", "--dry-run", "--json", "--quiet"},
     "generate": {
         "checkpoint",
         "prompt",

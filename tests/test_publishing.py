@@ -256,9 +256,10 @@ def test_refusals_before_anything_is_asked(
     assert not hub.requests
 
 
-def test_a_run_is_answered_with_its_checkpoint(hub: WritableHub, exported: Path) -> None:
-    done = CliRunner().invoke(app, ["push", str(exported.parent), NAME])
-    assert f"this is a run; give {exported}" in str(done.exception)
+def test_a_run_stands_for_its_checkpoint(hub: WritableHub, exported: Path) -> None:
+    asked = ["push", str(exported.parent), NAME, "--no-verify", "--json"]
+    done = CliRunner().invoke(app, asked, catch_exceptions=False)
+    assert json.loads(done.stdout)["url"].endswith(NAME)
 
 
 def test_the_command_says_where_it_is_and_how_it_is_loaded(hub: WritableHub, checkpoint: Path) -> None:

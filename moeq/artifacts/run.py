@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from moeq.folders import CHECKPOINT
+from moeq.folders import RECIPE_COPY as RECIPE_COPY
 from moeq.recipe import Recipe
 
-RECIPE_COPY = "recipe.yaml"
 STORE = "store"
 STORE_VARIABLE = "MOEQ_STORE"
 FOLDED = "checkpoint"  # within reparam: the model with folded norms
 STAGES = ("reparam", "profile", "losses", "assign", "quantize", "export", "eval", "estimate", "report")
-DIRECTORIES = {"export": "checkpoint"}  # stages whose directory is not called like the stage
+DIRECTORIES = {"export": CHECKPOINT}  # stages whose directory is not called like the stage
 EDITABLE = {"assign": frozenset({"assignment.json"})}  # files of a stage that people may change by hand
 MAKES = {  # files that every finished stage has, whatever its record says
     "reparam": frozenset({"reparam.json", f"{FOLDED}/config.json"}),

@@ -19,8 +19,8 @@ from moeq.artifacts.bench import manifest_digest
 from moeq.artifacts.dynamic_log import mask
 from moeq.benching.asked import Asked
 from moeq.benching.requests import Request, check_lengths, generate, prompts, timed
-from moeq.benching.subject import checkpoint_of
 from moeq.exporters.native_dynamic import load_with_replicas, open_dynamic
+from moeq.folders import checkpoint_of
 from moeq.models.experts import ExpertLayer
 from moeq.progress import Reporter
 from moeq.runtime.dynamic.fixed import fix
@@ -44,7 +44,7 @@ def bench_dynamic(asked: Asked, reporter: Reporter) -> dict[str, Any]:
     """What bench.json has under `dynamic`. Raises what opening the checkpoint does, and EvaluationError for requests
     longer than the model's positions."""
     assert asked.dynamic is not None, "nothing dynamic is asked for"
-    path = Path(checkpoint_of(asked.checkpoint))
+    path = checkpoint_of(Path(asked.checkpoint))
     tokens = max(asked.sizes) * (asked.prompt_tokens + asked.new_tokens)
     with open_dynamic(
         path,

@@ -17,6 +17,7 @@ from moeq.artifacts.bench import manifest_digest
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.sums import check_sums
 from moeq.errors import ModelError
+from moeq.folders import checkpoint_of, is_run
 from moeq.models.declared import is_dequantized, quantization_of
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.forward import takes_images
@@ -74,16 +75,14 @@ class Subject:
         }
 
 
-def checkpoint_of(name: str) -> str:
-    """A run's packed checkpoint where a run is named, else the name as it is."""
-    path = Path(name)
-    inner = path / "checkpoint"
-    return str(inner) if not (path / "config.json").is_file() and (inner / "config.json").is_file() else name
+def source_of(name: str) -> ModelSource:
+    """Where a model's weights are, of a run those of its checkpoint; a hub id is taken as it is."""
+    return open_source(str(checkpoint_of(Path(name))) if is_run(Path(name)) else name)
 
 
 def compute_type(name: str, wanted: str, device: torch.device) -> torch.dtype:
     """The type that a model computes in: as --dtype says, or the checkpoint's own."""
-    return compute_dtype(open_source(checkpoint_of(name)), wanted, device)
+    return compute_dtype(source_of(name), wanted, device)
 
 
 def load_subject(
@@ -93,7 +92,7 @@ def load_subject(
 
     Files of a packed one that changed since they were written are refused.
     """
-    source = open_source(checkpoint_of(name))
+    source = source_of(name)
     method = quantization_of(source.config).get("quant_method")
     packed = method == METHOD
     if method is not None and not packed and not is_dequantized(source):

@@ -21,6 +21,7 @@ from moeq.options import (
     WatchOption,
     WidenOption,
     among,
+    checkpoint_argument,
 )
 from moeq.runtimes import NATIVE, named, written
 
@@ -85,7 +86,7 @@ def inspect(
 
 
 def convert(
-    checkpoint: Annotated[Path, Argument(help="A packed checkpoint.")],
+    checkpoint: Annotated[Path, checkpoint_argument()],
     to: Annotated[str, Option(help=f"Runtime that is to load it: {', '.join((NATIVE, *written()))}.")],
     out: Annotated[Path, Option(help="Directory to write, which must not be there yet.")],
     max_shard: Annotated[str, Option(help="Largest size of a file of what is not packed, such as 2GB.")] = "5GB",
@@ -118,7 +119,9 @@ def convert(
 
 
 def verify(
-    checkpoint: Annotated[Path, Argument(help="A packed checkpoint, of moeq or of another tool, or a plain one.")],
+    checkpoint: Annotated[
+        Path, checkpoint_argument("A packed checkpoint, of moeq or of another tool, or a plain one; or a run.")
+    ],
     against: Annotated[
         str | None, Option(help="Model (or packed checkpoint) that it was made of: how far it is from that.")
     ] = None,
@@ -186,7 +189,7 @@ def _signature(checkpoint: Path, wanted: bool, public_key: Path | None, roots: l
 
 
 def sign(
-    checkpoint: Annotated[Path, Argument(help="A packed checkpoint, such as RUN/checkpoint.")],
+    checkpoint: Annotated[Path, checkpoint_argument()],
     key: Annotated[Path, Option(help="Private key of an elliptic curve (P-256, P-384, P-521), in PEM.")],
     certificate: Annotated[Path | None, Option(help="Certificate of this key, in PEM.")] = None,
     certificate_chain: Annotated[
@@ -213,7 +216,9 @@ def sign(
 
 
 def reproduce(
-    checkpoint: Annotated[Path, Argument(help="A checkpoint that a run of moeq made, with its provenance.json.")],
+    checkpoint: Annotated[
+        Path, checkpoint_argument("A checkpoint that a run of moeq made, with its provenance.json; or the run.")
+    ],
     model: Annotated[str, Option(help="The model that it was made of: directory, hub id, or bundled:tiny-mixtral.")],
     text: Annotated[
         list[str] | None,
@@ -245,7 +250,7 @@ def reproduce(
 
 
 def push(
-    checkpoint: Annotated[Path, Argument(help="A packed checkpoint, such as RUN/checkpoint.")],
+    checkpoint: Annotated[Path, checkpoint_argument()],
     name: Annotated[str, Argument(metavar="HUB_ID", help="USER/NAME on the hub; made where it is not there.")],
     private: Annotated[bool, Option("--private", help="Seen by its owners only.")] = False,
     branch: Annotated[str, Option("--branch", "--revision", help="Branch, made where it is not there.")] = "main",
@@ -300,7 +305,7 @@ def families(
 
 
 def generate(
-    checkpoint: Annotated[Path, Argument(help="A checkpoint that moeq exported.")],
+    checkpoint: Annotated[Path, checkpoint_argument()],
     prompt: Annotated[
         list[str], Argument(help="Text to continue; - reads it from standard input; several are continued together.")
     ],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json as jsonlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from moeq.cli.ending import show
 from moeq.cli.runs import check_no_run, short_name, start_of
 from moeq.errors import RecipeError
+from moeq.folders import RECIPE_COPY, is_run
 from moeq.options import BuildOptions, option, takes_options
 
 STANDARD_OUTPUT = Path("-")
@@ -21,6 +22,10 @@ class InitOptions(BuildOptions):
 
     out: Path | None = option("File to write, which must not be there yet; -: standard output [default: recipe.yaml].")
     check: bool = False
+
+    def in_its_run(self) -> Self:
+        """As it is: --out is the file to write, and a run is refused where its model is asked for."""
+        return self
 
 
 @takes_options("quantizer", "refine", "tune", "format")
@@ -69,6 +74,11 @@ class RecipeOptions(BuildOptions):
     check: bool = False
     schema: bool = option("Print the JSON Schema of recipes, by which editors complete keys.", default=False)
 
+    def in_its_run(self) -> Self:
+        """With the recipe of a run that is named."""
+        named = self.what is not None and is_run(Path(self.what))
+        return replace(self, what=str(Path(self.what or "") / RECIPE_COPY)) if named else self
+
 
 @takes_options("quantizer", "refine", "tune", "format")
 def recipe(asked: RecipeOptions) -> None:
@@ -78,16 +88,13 @@ def recipe(asked: RecipeOptions) -> None:
 
         print(jsonlib.dumps(recipe_schema(), indent=1, ensure_ascii=False))
         return
-    import yaml
+    from moeq.recipe.editing import as_yaml
 
     if asked.what is not None and asked.recipe_path is None:
-        do = "give a file that ends in .yaml; `moeq init MODEL` writes one"
+        do = "give a file that ends in .yaml; `moeq init MODEL` writes one, and every run has its own"
         raise RecipeError("is no recipe", where=asked.what, do=do)
     start = start_of(asked, asked.recipe_path, asked.preset_name, asked.model)
     data: dict[str, Any] = start.recipe().model_dump(mode="json")
     data["model"] = asked.model or data["model"]
 
-    def show_yaml(_: Any) -> None:
-        print(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), end="")
-
-    show(data, show_yaml, json=asked.json, quiet=asked.quiet)
+    show(data, lambda _: print(as_yaml(data), end=""), json=asked.json, quiet=asked.quiet)

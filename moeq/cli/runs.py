@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from moeq.cli.ending import refuse, show
 from moeq.errors import RecipeError
+from moeq.folders import RECIPE_COPY, is_run
 from moeq.options import BUNDLED_TEXT, BuildOptions, JsonOption, QuietOption, RunOptions, option, takes_options
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from moeq.stages.context import Context
 
 RUNS = "moeq-out"  # where runs without --out lie
-RECIPE_COPY = "recipe.yaml"  # in a run's directory
 LOSSES = "losses"  # what a run has measured of a grid
 
 
@@ -54,9 +54,9 @@ def short_name(model: str) -> str:
 
 def check_no_run(model: str) -> None:
     """RecipeError for a run's directory where a model is wanted."""
-    folder = Path(model).expanduser()
-    if (folder / RECIPE_COPY).is_file() and not (folder / "config.json").is_file():
-        raise RecipeError("this is a run, no model", where=model, do=f"go on with it by --out {model}")
+    if is_run(Path(model)):
+        do = f"its recipe is {Path(model) / RECIPE_COPY}; `moeq run {model}` goes on with it"
+        raise RecipeError("this is a run, no model", where=model, do=do)
 
 
 def context_of(asked: RunOptions, command: str) -> Context:
@@ -168,7 +168,8 @@ def plan(asked: PlanOptions) -> None:
 
 
 def gc(
-    out: Annotated[list[Path] | None, Option(help="Run directory; may be given several times.")] = None,
+    run: Annotated[list[Path] | None, Argument(help="Run directories.")] = None,
+    out: Annotated[list[Path] | None, Option(help="The same as a RUN; may be given several times.")] = None,
     store: Annotated[
         Path | None, Option(help="Replica store that runs share: those that it knows of keep theirs.")
     ] = None,
@@ -179,7 +180,8 @@ def gc(
     """Drop replicas that no run's recipe or assignment refers to, and what killed runs left half-written."""
     from moeq import cleaning, terminal
 
-    show(cleaning.collect(out or [], store, dry_run=dry_run), terminal.print_freed, json=json, quiet=quiet)
+    freed = cleaning.collect([*(run or []), *(out or [])], store, dry_run=dry_run)
+    show(freed, terminal.print_freed, json=json, quiet=quiet)
 
 
 def watch(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from typer import Argument
 
 from moeq.errors import RecipeError
 from moeq.estimation import kernels
+from moeq.folders import is_run
 from moeq.options import RunOptions, among, option
 from moeq.registry import POLICIES
 
@@ -36,7 +37,11 @@ class EstimateOptions(RunOptions):
     """The command line of `moeq estimate`; recipe: its path, and axes that stand behind --grid's first."""
 
     recipe: Annotated[
-        list[str], Argument(help="YAML recipe [default: the one in the run directory]; more axes of --grid.")
+        list[str],
+        Argument(
+            metavar="RECIPE|RUN",
+            help="YAML recipe [default: the one in the run directory], or a run's directory; more axes of --grid.",
+        ),
     ] = field(default_factory=list)
     model: str | None = option(
         "Without a recipe: mixtral-8x7b or another known geometry, a config.json, a model directory, a packed "
@@ -128,6 +133,11 @@ class EstimateOptions(RunOptions):
         "--out takes the fitted YAML.",
         APART,
     )
+
+    def in_its_run(self) -> Self:
+        if not self.recipe or not is_run(Path(self.recipe[0])):
+            return self
+        return self.with_run(Path(self.recipe[0]), recipe=self.recipe[1:])
 
     @property
     def axes(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 import yaml
@@ -11,8 +12,26 @@ import yaml
 from moeq.bounded import parse_yaml
 
 KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?P<value>.*?)(?P<comment>\s+#.*)?$")
+RATIONAL_KEYS = ("bits_per_weight", "code_bits")  # of what assigns
 STEP = 2  # spaces by which a section's keys stand further right
 Path = tuple[str, ...]
+
+
+def as_yaml(recipe: Mapping[str, Any]) -> str:
+    """The text of a whole recipe; a budget that is exact as a decimal is written as one: 2.5, not 5/2."""
+    return yaml.safe_dump(in_decimals(recipe), sort_keys=False, allow_unicode=True)
+
+
+def in_decimals(value: Any, key: str = "") -> Any:
+    """A recipe, or a part of it under a key, whose exact budgets are decimals where they can be."""
+    if isinstance(value, Mapping):
+        return {name: in_decimals(inner, name) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [in_decimals(inner) for inner in value]
+    if key not in RATIONAL_KEYS or not isinstance(value, str):
+        return value
+    exact, shown = Fraction(value), float(Fraction(value))
+    return (int(exact) if exact.denominator == 1 else shown) if Fraction(repr(shown)) == exact else value
 
 
 def with_values(text: str, wanted: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ def recorded(context: Context) -> RoutingAnalysis:
         raise ArtifactError(
             "no routing trace of this run",
             where=str(path),
-            do="record one with `moeq profile --out RUN --set profile.trace=true`",
+            do="record one with `moeq profile RUN --set profile.trace=true`",
         )
     trace = read_trace(path)
     if trace.text != profile.load(context).text:

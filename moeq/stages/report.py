@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.bench import FOLDER, Bench, Followed, manifest_digest, read_bench
 from moeq.artifacts.bench import NAME as BENCH
@@ -22,6 +20,7 @@ from moeq.assigners.report import around
 from moeq.errors import ArtifactError
 from moeq.models.drafts import left_drafts
 from moeq.recipe import domain_names
+from moeq.recipe.editing import as_yaml
 from moeq.recipe.labels import labels
 from moeq.reporting.atlas import atlas
 from moeq.reporting.inputs import Loads, Refined, ReportInputs, SpeedInputs
@@ -221,7 +220,7 @@ def _recipe_text(context: Context) -> str:
     data = context.recipe.model_dump(
         mode="json", exclude={"store", *HOW} | (set() if context.recipe.gates.any() else {"gates"})
     )
-    return yaml.safe_dump(data | {"model": context.model.source.name}, sort_keys=False)
+    return as_yaml(data | {"model": context.model.source.name})
 
 
 FIGURES = 95 << 20  # bytes of the figures while they are drawn; measured 70 to 115

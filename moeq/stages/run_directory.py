@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.markup import escape
 
 from moeq.artifacts.files import write_text
@@ -18,6 +17,7 @@ from moeq.errors import ArtifactError, RecipeError
 from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
 from moeq.recipe import load_recipe
 from moeq.recipe.earlier import RECORDED
+from moeq.recipe.editing import as_yaml, in_decimals
 from moeq.stages.context import Context
 from moeq.stages.recorded import changed_files
 
@@ -97,9 +97,9 @@ def write_recipe(context: Context) -> None:
     data, before = recipe_data(context), _recipe_before(context.out)
     if data == before:
         return
-    write_text(context.out / RECIPE_COPY, f"{RECORDED}\n{yaml.safe_dump(data, sort_keys=False)}")
+    write_text(context.out / RECIPE_COPY, f"{RECORDED}\n{as_yaml(data)}")
     if before is not None:
-        changed = list(_changes(before, data))
+        changed = list(_changes(in_decimals(before), in_decimals(data)))
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         context.reporter.say(escape(f"{RECIPE_COPY}: {', '.join(changed[:SHOWN])}{more}"))
 

@@ -75,7 +75,7 @@ def _by_size(problem: SpeedProblem, inputs: AssignInputs) -> list[tuple[Found, s
             config = inputs.config.model_copy(update={"bits_per_weight": budget})
             each = problem.fastest(decide(replace(inputs, config=config)))
             if each is not None:
-                found.append((each, f"moeq assign --out RUN --bits {float(Fraction(budget)):g}"))
+                found.append((each, f"moeq assign RUN --bits {float(Fraction(budget)):g}"))
     return found
 
 
@@ -84,7 +84,7 @@ def _speed_command(rate: float, hardware: str, *, named: bool) -> str:
     unit = 10 ** (math.floor(math.log10(rate)) + 1 - DIGITS)
     shown = f"{math.floor(rate / unit) * unit:.{DIGITS}g}"
     on = f" --hardware {hardware}" if named else ""
-    return f"moeq assign --out RUN --speed {shown}tok/s{on} --bits {UNLIMITED_BITS}"
+    return f"moeq assign RUN --speed {shown}tok/s{on} --bits {UNLIMITED_BITS}"
 
 
 def _trade_off(context: Context, found: Found, command: str | None) -> TradeOff:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from cases import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from moeq.bundled.preset_files import DEFAULT, QUALITIES, chosen_preset, preset_names, preset_path
 from moeq.cli import app
 from moeq.errors import RecipeError
 from moeq.recipe import Start, load_recipe
-from moeq.recipe.editing import with_values
+from moeq.recipe.editing import as_yaml, with_values
+from moeq.recipe.reading import parse_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CHANGES: list[list[str]] = [
@@ -46,14 +52,14 @@ def test_a_preset_is_named_once_and_right() -> None:
     assert chosen_preset(None, None) is None
     assert chosen_preset("paper-000", None) == "paper-000"
     assert chosen_preset(None, "best") == "best"
-    for given, words in (
+    for named, words in (
         (("best", "best"), "--preset goes without --quality"),
         (("paper-0000", None), "did you mean 'paper-000'"),
         ((None, "beste"), "no quality 'beste'; did you mean 'best'"),
         ((None, "paper-000"), "no quality 'paper-000'"),
     ):
         with pytest.raises(RecipeError, match=words):
-            chosen_preset(*given)
+            chosen_preset(*named)
 
 
 def test_without_a_recipe_the_default_preset_is_where_a_recipe_starts() -> None:
@@ -150,3 +156,18 @@ def test_another_method_takes_the_quantizers_of_the_one_before_along(tmp_path: P
     assert (grids.losses.methods, grids.assign.quantizer) == (["gptq", "signround"], "signround")
     with pytest.raises(RecipeError, match="quantizer rtn is not among"):
         load_recipe(path, ["losses.methods=[gptq]", "assign.quantizer=rtn"])
+
+
+@settings(deadline=None, max_examples=examples(12))
+@given(st.fractions(min_value=1, max_value=16, max_denominator=10**7))
+def test_budgets_are_written_as_decimals_where_these_are_exact(budget: Fraction) -> None:
+    data = load_recipe(None, [f"assign.bits_per_weight={budget}", "assign.code_bits=null"]).model_dump(mode="json")
+    text = as_yaml(data)
+    assert yaml.safe_load(text)["assign"]["bits_per_weight"] == pytest.approx(float(budget)) or "/" in text
+    assert parse_recipe(text).model_dump(mode="json") == data
+
+
+@pytest.mark.parametrize(("budget", "written"), [("5/2", "2.5"), ("3", "3"), ("2.300", "2.3"), ("7/3", "7/3")])
+def test_a_budget_in_a_recipes_text(budget: str, written: str) -> None:
+    data = load_recipe(None, [f"assign.bits_per_weight={budget}"]).model_dump(mode="json")
+    assert f"\n  bits_per_weight: {written}\n" in as_yaml(data)

@@ -99,7 +99,8 @@ EVERY = of_a_run(NO_TEXT, NO_EVALUATION, NO_TASKS, NO_HARDWARE)
 NO_TEXT_FILE: Case = (("model", "--text", "no.txt"), 13, "no.txt: no such file or directory")
 WITHOUT_RECIPE: list[Case] = [
     (("./nowhere",), 13, "./nowhere: no such file or directory"),
-    (("run",), 2, "run: this is a run, no model; go on with it by --out run"),
+    (("run", "--out", "other"), 2, "two runs: run and --out other; give one of them"),
+    (("--model", "run"), 2, "run: this is a run, no model; its recipe is run/recipe.yaml; `moeq run run` goes"),
     (("model", *BUNDLED), 2, "two models: model and --model bundled:tiny-mixtral"),
     (("model", "--preset", "paper-0000"), 2, "no preset 'paper-0000'; did you mean 'paper-000'"),
     (("model", "--quality", "bets"), 2, "no quality 'bets'; did you mean 'best'"),
@@ -213,15 +214,15 @@ REFUSED: dict[str, list[Case]] = {
     ],
     "verify": [
         (("nowhere",), 13, "nowhere: no such file or directory"),
-        (("run", "--against", "./nowhere"), 13, "./nowhere: no such file or directory"),
-        (("run", "--signature"), 2, "--signature: needs one key or root to trust"),
-        (("run", "--public-key", "file.txt"), 2, "a key, and no signature is verified; give --signature too"),
-        (("run", "--signature", "--public-key", "nowhere"), 13, "nowhere: no such file or directory"),
-        (("run", "--target", "toaster"), 2, "--target: unknown runtime 'toaster'; did you mean 'transformers'?"),
+        (("model", "--against", "./nowhere"), 13, "./nowhere: no such file or directory"),
+        (("model", "--signature"), 2, "--signature: needs one key or root to trust"),
+        (("model", "--public-key", "file.txt"), 2, "a key, and no signature is verified; give --signature too"),
+        (("model", "--signature", "--public-key", "nowhere"), 13, "nowhere: no such file or directory"),
+        (("model", "--target", "toaster"), 2, "--target: unknown runtime 'toaster'; did you mean 'transformers'?"),
     ],
     "reproduce": [
         (("nowhere", "--model", "small"), 13, "nowhere: no such file or directory"),
-        (("run", "--model", "small"), 3, "run: this is a run; give run/checkpoint"),
+        (("run", "--model", "small"), 3, "run: this run has no checkpoint; go on with it: moeq run run"),
         (("model", "--model", "small"), 7, "model: no provenance.json, which says what it was made of"),
         (("made/edited", "--model", "small"), 7, "config.json: changed since SHA256SUMS was written"),
         (("made/edited-too", "--model", "small"), 7, "config.json: provenance.json has another digest of it"),
@@ -263,13 +264,13 @@ REFUSED: dict[str, list[Case]] = {
     ],
     "sign": [
         (("nowhere", "--key", "file.txt"), 13, "nowhere: no such file or directory"),
-        (("run", "--key", "file.txt"), 3, "run: this is a run; give run/checkpoint"),
+        (("run", "--key", "file.txt"), 3, "run: this run has no checkpoint; go on with it: moeq run run"),
         (("model", "--key", "nowhere"), 13, "nowhere: no such file or directory; give a file in PEM to --key"),
         (("model", "--key", "file.txt", "--certificate-chain", "file.txt"), 2, "give --certificate too"),
     ],
     "push": [
         (("nowhere", "me/name"), 13, "nowhere: no such file or directory"),
-        (("run", "me/name"), 3, "run: this is a run; give run/checkpoint"),
+        (("run", "me/name"), 3, "run: this run has no checkpoint; go on with it: moeq run run"),
         (("model", "name"), 2, "name: no name of a repository; give USER/NAME"),
         (("model", "me/name"), 7, "no SHA256SUMS"),
     ],
@@ -289,6 +290,7 @@ REFUSED: dict[str, list[Case]] = {
         ((), 2, "nothing to clean"),
         (("--out", "nowhere"), 13, "nowhere: no such file or directory"),
         (("--out", "empty"), 7, "not a run directory"),
+        (("nowhere",), 13, "nowhere: no such file or directory"),
         (("--store", "empty"), 7, "empty"),
     ],
     "watch": [
@@ -297,7 +299,7 @@ REFUSED: dict[str, list[Case]] = {
     ],
 }
 MISSING = [
-    ("inspect", "nowhere"), ("verify", "nowhere"), ("verify", "run", "--against", "./nowhere"),
+    ("inspect", "nowhere"), ("verify", "nowhere"), ("verify", "model", "--against", "./nowhere"),
     ("convert", "nowhere/x", "--to", "llama.cpp", "--out", "new"), ("generate", "nowhere", "hi"), ("eval", "./nowhere"),
 ]  # fmt: skip
 ARCHIVE = archives.names()[-1]  # what an earlier moeq made: a run, checkpoints in every format, models

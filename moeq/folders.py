@@ -1,0 +1,29 @@
+"""What a directory is that a user names: a run, which stands for its checkpoint wherever one is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moeq.errors import ModelError
+
+RECIPE_COPY = "recipe.yaml"  # in a run's directory
+CHECKPOINT = "checkpoint"  # what a run exports
+CONFIG = "config.json"  # of a model
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run lies there, begun or ended; a model that has a recipe beside it is none."""
+    folder = path.expanduser()
+    return not (folder / CONFIG).is_file() and (
+        (folder / RECIPE_COPY).is_file() or (folder / CHECKPOINT / CONFIG).is_file()
+    )
+
+
+def checkpoint_of(path: Path) -> Path:
+    """A run's packed checkpoint where a run is named, else the path as it is; ModelError for a run without one."""
+    if not is_run(path):
+        return path
+    inner = path / CHECKPOINT
+    if not (inner.expanduser() / CONFIG).is_file():
+        raise ModelError("this run has no checkpoint", where=str(path), do=f"go on with it: moeq run {path}")
+    return inner
