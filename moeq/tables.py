@@ -48,6 +48,11 @@ def human_seconds(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+def p_value(p: float) -> str:
+    """A p value to three places, with a sign before it: `= 0.012`, `< 0.001`."""
+    return "< 0.001" if p < 0.001 else f"= {p:.3f}"
+
+
 def effective(items: int, independent: float | None) -> str:
     """So many independent items of the items that were measured; where all are independent, or it is not known, all."""
     shown = items if independent is None else max(1, round(independent))

@@ -16,7 +16,7 @@ from moeq import final_table
 from moeq.artifacts import loads_in
 from moeq.final_table import empty_table, figure
 from moeq.progress import PlainConsole
-from moeq.tables import human_bytes, human_seconds, human_size, kl_notes, too_few
+from moeq.tables import human_bytes, human_seconds, human_size, kl_notes, p_value, too_few
 
 if TYPE_CHECKING:
     from moeq.models.support import Support
@@ -274,6 +274,7 @@ def print_comparison(results: dict[str, Any]) -> None:
     console = PlainConsole(highlight=False)
     table = empty_table("", ("value", "difference", "95 %", "p", "n"), overflow="fold")
     flipped = False
+    _add_sizes(table, results["rows"])
     for measure in dict.fromkeys(name for row in results["table"] for name in row["cells"]):
         rows = [(row["name"], row["cells"][measure]) for row in results["table"] if measure in row["cells"]]
         metric = rows[0][1]["metric"]
@@ -288,13 +289,11 @@ def print_comparison(results: dict[str, Any]) -> None:
         for name, found in flips:
             table.add_row(f"  {name}", f"-{found['lost']:,} +{found['gained']:,}")
     console.print(table)
-    how = results["differences"]
-    console.print(
-        f"differences from {how['from']}: {how['how']}; n: items, and how many independent ones say "
-        "as much; value \u00b1 standard error.",
-        style="dim",
-        markup=False,
-    )
+    said, how = "value \u00b1 standard error.", results["differences"]
+    if len(results["rows"]) > 1:
+        items = "n: items, and how many independent ones say as much"
+        said = f"differences from {how['from']}: {how['how']}; {items}; {said}"
+    console.print(said, style="dim", markup=False)
     if flipped:
         console.print("flips: answers that went wrong (-) and right (+).", style="dim")
     for row in results["rows"]:
@@ -306,6 +305,18 @@ def print_comparison(results: dict[str, Any]) -> None:
             notes.setdefault(note, []).append(row["name"])
     for note, names in notes.items():
         console.print(f"{note} ({', '.join(names)})", style="dim", markup=False)
+
+
+def _add_sizes(table: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """What every checkpoint takes, and how much less than the first one's; results of before say nothing of it."""
+    sizes = {row["name"]: size for row in rows if isinstance(size := row.get("bytes"), int) and size > 0}
+    if not sizes:
+        return
+    table.add_row("whole checkpoint", style="bold")
+    first = sizes.get(rows[0]["name"])
+    for name, size in sizes.items():
+        share = "" if first is None or name == rows[0]["name"] else f"{size / first - 1:+.1%}"
+        table.add_row(f"  {name}", human_size(size), share)
 
 
 def _notes(row: dict[str, Any]) -> list[str]:
@@ -333,7 +344,7 @@ def _measured(cell: dict[str, Any]) -> list[str]:
     difference = f"{change['difference']:+.4f}"
     if change["p"] is None:
         return [value, difference, too_few(change["items"], change["fewest_items"]), "", ""]
-    p = f"{change['adjusted_p']:.3f}"
+    p = p_value(change["adjusted_p"]).removeprefix("= ")
     return [
         value,
         difference,

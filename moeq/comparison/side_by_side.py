@@ -176,5 +176,6 @@ def _measure(
         model.dynamic.close()
         row["dynamic"] = model.dynamic.summary()
     row["cut_requests"] = dict(lm.cut)
+    row["bytes"] = subject.whole_bytes()
     row["seconds"] = round(time.monotonic() - started, 3)
     return row

@@ -29,6 +29,7 @@ from moeq.recipe import load_recipe
 from moeq.recipe.labels import labels
 from moeq.runtime.dynamic.options import DynamicOptions
 from moeq.stages import assign, quantize
+from moeq.stages.checkpoint_size import CheckpointSize, original_bytes
 from moeq.stages.context import Context
 from moeq.stages.evaluate import ORIGINAL
 from moeq_kernels.widths import METHOD
@@ -60,6 +61,17 @@ class Subject:
         """What subjects share that can be measured on one loaded model; a dynamic one has its own."""
         path = str((self.checkpoint or self.source.path).resolve())
         return path if self.dynamic is None else f"{path} {self.name}"
+
+    def whole_bytes(self) -> int | None:
+        """Of all files that the checkpoint has, or would have; None where more than one precision is kept, or where
+        they lie elsewhere."""
+        if self.context is not None or self.dynamic is not None:
+            return None
+        if self.checkpoint is not None:
+            return sum(path.stat().st_size for path in self.checkpoint.rglob("*") if path.is_file())
+        if self.run is not None:
+            return CheckpointSize(self.run).of(self.assignment)
+        return None if self.source.is_remote else original_bytes(self.source)
 
     def described(self) -> dict[str, Any]:
         """What was measured, for the results."""

@@ -63,11 +63,6 @@ def interval(low: float, high: float) -> str:
     return f"{difference(low)} to {difference(high)}"
 
 
-def p_value(p: float) -> str:
-    """`p = 0.012`, `p < 0.001`."""
-    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
-
-
 def percent(value: float | None) -> str:
     """A share in percent with one decimal."""
     return MISSING if value is None else f"{100 * value:.1f}{NARROW_SPACE}%"

@@ -12,7 +12,7 @@ from moeq.reporting.html import Raw, Row, Section, element, figure, join, lead, 
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.names import domain_label
 from moeq.reporting.speed import over, speedups_text
-from moeq.tables import effective, human_size, too_few
+from moeq.tables import effective, human_size, p_value, too_few
 
 
 def variants(inputs: ReportInputs) -> Section:
@@ -198,7 +198,7 @@ def _sure(change: Change) -> str:
     if change.low is None or change.high is None or change.shown_p is None:
         return too_few(change.items, change.fewest_items)
     count = effective(change.items, change.effective_items)
-    return f"{formats.interval(change.low, change.high)}, {formats.p_value(change.shown_p)}, n = {count}"
+    return f"{formats.interval(change.low, change.high)}, p {p_value(change.shown_p)}, n = {count}"
 
 
 def _how(inputs: ReportInputs) -> str:

@@ -26,8 +26,11 @@ from moeq.evaluation.harness import evaluate_tasks, open_tasks
 from moeq.evaluation.strided import read_text
 from moeq.evaluation.strided import windows as cut
 from moeq.lm_eval import make_model, register
+from moeq.models.source import open_source
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import evaluate
+from moeq.stages.checkpoint_size import original_bytes
+from moeq.tables import human_size
 from moeq.terminal import print_comparison
 
 TASKS = "made_choice,made_text,made_generate"
@@ -100,6 +103,27 @@ def test_assignments_of_a_run_are_called_as_people_do(
     print_comparison(compared)
     shown = capsys.readouterr().out
     assert "made:run: 1 expert in FP16 + prefix-split, 2.5 code bits" in " ".join(shown.split())
+
+
+def test_sizes_stand_beside_what_they_cost(
+    compared: dict[str, Any], run: Path, tiny_mixtral: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {row["name"]: row["bytes"] for row in compared["rows"]}
+    written = sum(path.stat().st_size for path in (run / "checkpoint").iterdir())
+    assert sizes["made/checkpoint"] == written
+    assert written <= sizes["made:run"] <= 1.5 * written  # never less than it comes to
+    assert sizes["mixtral"] == sizes["made:original"] == original_bytes(open_source(str(tiny_mixtral)))
+    assert sizes["made K=5 full"] is None
+    print_comparison(compared)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["whole", "checkpoint"]
+    shown = next(line.split() for line in lines if line.split()[:1] == ["made/checkpoint"])
+    assert shown[1:] == [*human_size(written).split(), f"{written / sizes['mixtral'] - 1:+.1%}"]
+    earlier = compared | {"rows": [{key: row[key] for key in row if key != "bytes"} for row in compared["rows"][:1]]}
+    print_comparison(earlier)
+    told = capsys.readouterr().out
+    assert "whole checkpoint" not in told
+    assert "differences from" not in told, "one row has none"
 
 
 def test_divergences_are_those_of_plain_forward_passes(

@@ -82,9 +82,7 @@ def test_what_is_missing_is_said_in_one_line(profiled: Context, tiny_qwen: Path,
     with pytest.raises(RecipeError, match="--analysis goes without --maps"):
         command(profiled, "--analysis", str(tmp_path / "a"), "--maps", str(tmp_path / "b"))
     bare = replace(profiled, out=tmp_path / "run")
-    with pytest.raises(
-        ArtifactError, match=r"no routing trace .*moeq profile RUN --set profile.trace=true"
-    ) as caught:
+    with pytest.raises(ArtifactError, match=r"no routing trace .*moeq profile RUN --set profile.trace=true") as caught:
         analysis.write(bare, tmp_path / "a")
     assert "\n" not in str(caught.value)
     pipeline.run(bare, ("profile",))
