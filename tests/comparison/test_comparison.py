@@ -106,8 +106,13 @@ def test_assignments_of_a_run_are_called_as_people_do(
 
 
 def test_sizes_stand_beside_what_they_cost(
-    compared: dict[str, Any], run: Path, tiny_mixtral: Path, capsys: pytest.CaptureFixture[str]
+    compared: dict[str, Any],
+    run: Path,
+    tiny_mixtral: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     sizes = {row["name"]: row["bytes"] for row in compared["rows"]}
     written = sum(path.stat().st_size for path in (run / "checkpoint").iterdir())
     assert sizes["made/checkpoint"] == written
