@@ -35,6 +35,7 @@ from moeq.exporters.front_matter import CARD, Origin, read_origin
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN, format_of, open_packed
+from moeq.folders import bytes_in
 from moeq.models.drafts import left_drafts
 from moeq.models.side_files import find_side_files
 from moeq.preflight import check_absent
@@ -97,7 +98,7 @@ def convert(
             if verify is not None:
                 against = source if name == NATIVE else checkpoint
                 verdict = check_written(unfinished, verify, against=against, trust_remote_code=trust_remote_code)
-    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    size = bytes_in(out)
     summary = {"for": name, "layers": len(source.layers), "bytes": size, "size": human_bytes(size), "path": str(out)}
     summary |= {"notes": said} if said else {}
     verified = {} if verdict is None else {"verified_with": verdict.target, "logits_error": verdict.logits_error}

@@ -27,3 +27,8 @@ def checkpoint_of(path: Path) -> Path:
     if not (inner.expanduser() / CONFIG).is_file():
         raise ModelError("this run has no checkpoint", where=str(path), do=f"go on with it: moeq run {path}")
     return inner
+
+
+def bytes_in(folder: Path) -> int:
+    """Of all files below a directory."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

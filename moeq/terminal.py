@@ -15,6 +15,7 @@ from rich.text import Text
 from moeq import final_table
 from moeq.artifacts import loads_in
 from moeq.final_table import empty_table, figure
+from moeq.folders import bytes_in
 from moeq.progress import PlainConsole
 from moeq.tables import human_bytes, human_seconds, human_size, kl_notes, p_value, too_few
 
@@ -123,8 +124,19 @@ def print_final(rows: Sequence[dict[str, Any]], paths: Mapping[str, Path], outco
         console.print(f"{term}: {meaning}", style="dim", markup=False)
     for line in _translation_lines(outcomes):
         console.print(line, soft_wrap=True, markup=False)
-    for line in named_lines(paths):
+    for line in named_lines({name: _sized(path, name, outcomes) for name, path in paths.items()}):
         console.print(line, soft_wrap=True, markup=False)
+
+
+def _sized(path: Path, name: str, outcomes: Sequence[Outcome]) -> str:
+    """Where something is and, of a checkpoint, its bytes; of one for a runtime with blocks of its own those of its
+    experts, too."""
+    if not path.is_dir():
+        return str(path)
+    assigned = next((outcome.record.summary for outcome in outcomes if outcome.stage == "assign"), {})
+    bits = assigned.get("bits_per_weight_for", {}).get(name.removeprefix("checkpoint for "))
+    more = "" if bits is None else f", {bits:.3g} bits a weight of the experts"
+    return f"{path} ({human_size(bytes_in(path))}{more})"
 
 
 def named_lines(given: Mapping[str, object]) -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from moeq.artifacts.targets import targets
+
 KEPT = Path(__file__).parents[1] / "docs" / "served.json"
 PLAIN = "unquantized"
 RIGHT, WRONG, REFUSED, FAILS, NOT_RUN = "right", "wrong", "refused", "fails", "not run"
@@ -91,6 +93,15 @@ def versions(readers: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield f"| {name} | {one['computes']} | {one['bound']:g} | {listed or 'not run'} |"
 
 
+def asked_by(runtime: str) -> str:
+    """What a run gives, or for values as they are `moeq convert`, where `--for` takes what rounds scales."""
+    target = targets().get(runtime)
+    of = [name for name, one in targets().items() if one.rounded == runtime]
+    if target is not None and target.rounded:
+        return f"`--to {runtime}`"
+    return ", ".join(f"`--for {name}`" for name in (*of, runtime))
+
+
 def short() -> str:
     """A row for readers of one runtime that agree; families: those that are right in some mix."""
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -102,7 +113,7 @@ def short() -> str:
         mixes = [mix for mix in next(iter(cells.values())) if mix != PLAIN]
         able = [family for family, row in cells.items() if any(row[mix]["verdict"] == RIGHT for mix in mixes)]
         row = (
-            f"`--for {one['runtime']}`",
+            asked_by(one["runtime"]),
             ", ".join(able),
             *(in_short(cells, able, mix, one["bound"]) for mix in mixes),
         )

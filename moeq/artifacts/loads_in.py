@@ -85,8 +85,15 @@ def called(name: str) -> str:
     return f"{name} (transformers with moeq)" if name == NATIVE else name
 
 
-def line(found: Mapping[str, Mapping[str, Any] | None]) -> str:
+def told(found: LoadsIn) -> LoadsIn:
+    """Without a runtime's stricter target where the one that rounds scales loads it."""
+    loads = {name for name, why in found.items() if why is None}
+    return {name: why for name, why in found.items() if name in loads or targets()[name].rounded not in loads}
+
+
+def line(found: LoadsIn) -> str:
     """As a summary ends with it: where it loads, and for other runtimes why not and what it costs there."""
+    found = told(found)
     there = [called(name) for name, refused in found.items() if refused is None]
     why: dict[str, list[str]] = {}
     for name, refused in found.items():

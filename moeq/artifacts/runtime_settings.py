@@ -19,6 +19,7 @@ from moeq_kernels.widths import FULL, Codes
 
 ASSUMED = (4096, 4096)  # rows and inputs of a matrix where no model is known
 GROUP_SIZES = (128, 64, 32, 256, -1)  # that are tried where the recipe's does not do
+SHORT = 32  # the group in which the native checkpoint takes what blocks with scales of their own do
 WITHIN = "optimal"  # the method that decides within any target
 SCALE_BITS = 16  # of a group
 MAKERS: dict[Codes, str] = {  # who makes codes that are read
@@ -51,10 +52,15 @@ def settings_for(
     """What a runtime needs of a recipe that does not say otherwise, and that it is written for it.
 
     layers: the model's MoE layers, where it is known; said: keys of the recipe that stay as they are, such as
-    losses.symmetric; None: all that were given. What a runtime cannot load in spite of it is refused later.
+    losses.symmetric; None: all that were given. What a runtime cannot load in spite of it is refused later. Of two
+    targets of one runtime the one is taken that rounds scales, unless the recipe's own target is the other.
     """
     asked = runtime(name)
-    settings = [Setting(key="assign.target", value=asked.name, why="assigns what it loads")]
+    if asked.target is not None and asked.target.rounded and recipe.assign.target != name:
+        asked, why = runtime(asked.target.rounded), f"loses less in the same bytes than {name}, which rounds no scale"
+    else:
+        why = "assigns what it loads"
+    settings = [Setting(key="assign.target", value=asked.name, why=why)]
     formats = [*recipe.export.formats, *({asked.name} - {NATIVE, *recipe.export.formats})]
     if formats != recipe.export.formats:
         value = f"[{', '.join(formats)}]"
@@ -105,25 +111,32 @@ def _grid(target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collect
 
     Where matrices may differ, each counts by itself. Nested codes are given up first, where it has none.
     """
-    section = recipe.losses
+    section, budget = recipe.losses, recipe.assign.bits_per_weight
     if section.nested and not target.nested:
         yield Setting(key="losses.nested", value="false", why=f"{target.name} has no codes that lead wider ones")
     if "grid" not in target.codes:
         return
     sizes = [section.group_size, *(() if "losses.group_size" in kept else GROUP_SIZES)]
     kinds = [section.symmetric, *(() if "losses.symmetric" in kept else (not section.symmetric,))]
+    why, apart = f"{target.name} reads more widths of it", may_differ(target, recipe.assign.granularity)
+    if len(sizes) > 1 and target.runs is not None and budget is not None:
+        leasts = (_least(target, layers, SHORT, kind, apart=apart)[0] for kind in kinds)
+        if any(0 < least <= Fraction(budget) for least in leasts):
+            sizes, why = [SHORT], "in the same bytes: its blocks have scales of their own"
     of_shapes = {grid: _loaded(target, layers, *grid) for grid in product(sizes, kinds)}
-    apart, own = may_differ(target, recipe.assign.granularity), set(section.bits)
+    own = set(section.bits)
     counted = {grid: widths if apart else [set.intersection(*widths)] for grid, widths in of_shapes.items()}
     size, symmetric = max(  # the first of the best
         counted, key=lambda grid: (sum(len(widths & own) for widths in counted[grid]), sum(map(len, counted[grid])))
     )
     every = set.union(*counted[size, symmetric])
     if symmetric != section.symmetric:
-        why = f"{target.name} reads more widths of it" if not target.symmetric_only else "it reads symmetric grids only"
-        yield Setting(key="losses.symmetric", value=str(symmetric).lower(), why=why)
+        kind = (
+            f"{target.name} reads more widths of it" if not target.symmetric_only else "it reads symmetric grids only"
+        )
+        yield Setting(key="losses.symmetric", value=str(symmetric).lower(), why=kind)
     if size != section.group_size:
-        yield Setting(key="losses.group_size", value=str(size), why=f"{target.name} reads more widths of it")
+        yield Setting(key="losses.group_size", value=str(size), why=why)
     if len(every & own) < CHOICE:
         widths = sorted(every | own)
         if widths != sorted(section.bits):
@@ -140,24 +153,54 @@ def _budget(target: Target, recipe: Recipe, layers: Sequence[Sized], changed: Ma
     if asked is None:
         return
     size = int(changed.get("losses.group_size", recipe.losses.group_size))
-    zeros = changed.get("losses.symmetric", str(recipe.losses.symmetric).lower()) == "false"
-    inputs = min((layer.shape(name)[1] for layer in layers for name in layer.projections), default=ASSUMED[1])
-    bits = min(target.widths)
-    least = bits + Fraction(SCALE_BITS + zeros * bits, size if size != -1 else inputs)
+    symmetric = changed.get("losses.symmetric", str(recipe.losses.symmetric).lower()) == "true"
+    apart = "assign.granularity" not in changed and may_differ(target, recipe.assign.granularity)
+    least, bits = _least(target, layers, size, symmetric, apart=apart)
     if Fraction(asked) < least:
         why = f"{target.name} loads nothing narrower than {bits} bits"
         yield Setting(key="assign.bits_per_weight", value=str(least), why=why)
 
 
+def _least(
+    target: Target, layers: Sequence[Sized], size: int, symmetric: bool, *, apart: bool = False
+) -> tuple[Fraction, int]:
+    """The fewest bits a weight at which it loads every matrix, and the widest width that takes; (0, 0) where it loads
+    none. apart: whether matrices may differ."""
+
+    def stored(shape: tuple[int, int], bits: int) -> Fraction | None:
+        """None of a width that it has blocks for, and loads not."""
+        if target.blocks is None:
+            return bits + Fraction(SCALE_BITS + (not symmetric) * bits, size if size != -1 else shape[1])
+        grid = Grid(rows=shape[0], inputs=shape[1], bits=bits, group_size=size, symmetric=symmetric)
+        there = target.matrix_bytes(grid)
+        return None if there is None else Fraction(8 * there, shape[0] * shape[1])
+
+    def least(shape: tuple[int, int]) -> tuple[Fraction, int]:
+        known = ((one, bits) for bits in target.widths if (one := stored(shape, bits)) is not None)
+        return min(known, default=(Fraction(0), 0))
+
+    every = [layer.shape(name) for layer in layers for name in layer.projections] or [ASSUMED]
+    found = {shape: least(shape) for shape in {*every}}
+    if not apart:
+        return max(found.values())
+    weights = sum(rows * inputs for rows, inputs in every)
+    mean = sum((rows * inputs * found[rows, inputs][0] for rows, inputs in every), Fraction(0)) / weights
+    return mean, max(bits for _, bits in found.values())
+
+
+def _shapes(layers: Sequence[Sized]) -> list[tuple[int, int]]:
+    """Rows and inputs of the model's matrices, each once."""
+    return sorted({layer.shape(name) for layer in layers for name in layer.projections} or {ASSUMED})
+
+
 def _loaded(target: Target, layers: Sequence[Sized], group_size: int, symmetric: bool) -> list[set[int]]:
     """The widths at which it loads every shape of the model's matrices."""
-    shapes = {layer.shape(projection) for layer in layers for projection in layer.projections} or {ASSUMED}
 
     def fits(rows: int, inputs: int, bits: int) -> bool:
         grid = Grid(rows=rows, inputs=inputs, bits=bits, group_size=group_size, symmetric=symmetric)
         return refuse_matrix(target, grid) is None
 
-    return [{bits for bits in WIDTHS if fits(*shape, bits)} for shape in sorted(shapes)]
+    return [{bits for bits in WIDTHS if fits(*shape, bits)} for shape in _shapes(layers)]
 
 
 def _placed(target: Target, recipe: Recipe) -> Iterator[Setting]:

@@ -57,9 +57,10 @@ class Target:
     shorter; groups: sizes of groups that it has kernels for, None: any; nested: whether codes may be the leading bits
     of wider ones; codes: of what kinds; stacks: whether, where the experts of a layer share a width,
     their matrices may differ; blocks: {(bits, symmetric): of what a row and its groups must be multiples}, where only
-    these grids have a type at all; runs: the same of groups alone, where scales may be rounded to fit; rounded: the
-    name of such a target beside one that takes values as they are; proof: the test or source behind the row; called,
-    snippet: the runtime in words and how it loads, where they are not its exporter's.
+    these grids have a type at all; block_bytes: what such a block takes, whatever its groups; runs: of what groups
+    alone must be multiples, where scales may be rounded to fit; rounded: the name of such a target beside one that
+    takes values as they are; proof: the test or source behind the row; called, snippet: the runtime in words and how
+    it loads, where they are not its exporter's.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Target:
     codes: tuple[Codes, ...] = ("grid",)
     stacks: bool = False
     blocks: Mapping[tuple[int, bool], int] | None = None
+    block_bytes: Mapping[tuple[int, bool], int] | None = None
     runs: Mapping[tuple[int, bool], int] | None = None
     rounded: str = ""
     proof: str
@@ -84,6 +86,14 @@ class Target:
     def run(self, bits: int, symmetric: bool) -> int | None:
         """Of what the groups of a grid must be multiples where it has blocks; None where no type holds it."""
         return (self.runs or self.blocks or {}).get((bits, symmetric))
+
+    def matrix_bytes(self, grid: Grid, *, widen: bool = False) -> int | None:
+        """What it stores of a matrix; None where that is as the native format has it, or where it does not load it."""
+        stored = loadable_grid(self, grid) if widen else grid
+        if self.blocks is None or self.block_bytes is None or refuse_matrix(self, stored) is not None:
+            return None
+        kind = (stored.bits, stored.symmetric)
+        return grid.rows * grid.inputs // self.blocks[kind] * self.block_bytes[kind]
 
     def listed(self) -> str:
         """Its widths as a message has them."""

@@ -23,6 +23,7 @@ from moeq.artifacts.sums import check_sums
 from moeq.comparison.refusals import assignments_of, split_run
 from moeq.errors import EvaluationError, ModelError
 from moeq.evaluation.context_options import ContextOptions
+from moeq.folders import bytes_in
 from moeq.models.source import ModelSource, open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -68,7 +69,7 @@ class Subject:
         if self.context is not None or self.dynamic is not None:
             return None
         if self.checkpoint is not None:
-            return sum(path.stat().st_size for path in self.checkpoint.rglob("*") if path.is_file())
+            return bytes_in(self.checkpoint)
         if self.run is not None:
             return CheckpointSize(self.run).of(self.assignment)
         return None if self.source.is_remote else original_bytes(self.source)

@@ -11,7 +11,7 @@ from typing import Any
 
 from moeq.artifacts.targets import Grid, Target, loadable_grid, widest_of
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, ExportSizes, Loader, later
-from moeq.numerics.ggml_types import LENGTHS, NEAREST, NEAREST_LENGTHS, RUNS, TYPES
+from moeq.numerics.ggml_types import LENGTHS, NEAREST, NEAREST_BYTES, NEAREST_LENGTHS, RUNS, TYPES
 from moeq_kernels.widths import FULL
 
 VERSION = "0.19.0"
@@ -74,6 +74,7 @@ model = Llama("THIS_DIRECTORY/{FILE}")""",
             short_groups=True,
             stacks=True,
             blocks=LENGTHS,
+            block_bytes=NEAREST_BYTES,
             rounded=REFIT,
             proof=f"tests/exporters/test_gguf.py, gguf {VERSION}, transformers 5.23, llama-cpp-python 0.3.36",
         ),
@@ -87,6 +88,7 @@ model = Llama("THIS_DIRECTORY/{FILE}")""",
             short_groups=True,
             stacks=True,
             blocks=NEAREST_LENGTHS,
+            block_bytes=NEAREST_BYTES,
             runs=RUNS,
             called=f"llama.cpp, scales rounded to its blocks, with gguf {VERSION}",
             proof=f"tests/exporters/test_gguf_refit.py, gguf {VERSION}, llama-cpp-python 0.3.36",

@@ -88,3 +88,4 @@ RUNS = {  # (bits, symmetric): of what groups must be multiples where scales may
 }
 NEAREST = HOLDS | {(3, False): "Q3_K", (6, False): "Q6_K", (8, False): "Q8_0"}  # with scales rounded, or zero points
 NEAREST_LENGTHS = {grid: TYPES[name].length for grid, name in NEAREST.items()}
+NEAREST_BYTES = {grid: TYPES[name].bytes for grid, name in NEAREST.items()}

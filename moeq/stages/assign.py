@@ -37,14 +37,13 @@ from moeq.errors import ArtifactError, AssignmentError, RecipeError
 from moeq.estimator import load_hardware
 from moeq.estimator.terms import expert_seconds
 from moeq.models.experts import ExpertLayer
-from moeq.models.loading import source_dtype
 from moeq.recipe import BUDGETS, AssignSection
 from moeq.registry import ALLOCATORS
 from moeq.stages import non_experts as others
 from moeq.stages import profile, replicas
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
-from moeq.stages.expert_bytes import bits_per_weight, matrix_bytes, total_bytes
+from moeq.stages.expert_bytes import bits_per_weight, expert_weights, loaded_bytes, total_bytes, total_loaded_bytes
 from moeq.stages.hessian_traces import traces
 from moeq.stages.loading import loaded_matrices, where_it_loads
 from moeq.stages.needs import Needs, Rates, Sizes
@@ -178,11 +177,13 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
 
 def _inputs(context: Context, config: AssignSection, name: str, statistics: ExpertProfile) -> AssignInputs:
     """What an assigner is given beside what was measured of the experts."""
-    section, full = context.recipe.losses, source_dtype(context.model.source).itemsize
-    own = section.encoding
+    section = context.recipe.losses
     widths = (DROPPED, *section.bits, FULL)
     matrices = tuple(
-        {name: {bits: matrix_bytes(layer, name, bits, own, full) for bits in widths} for name in layer.projections}
+        {
+            name: {bits: loaded_bytes(context, config, layer, name, bits) for bits in widths}
+            for name in layer.projections
+        }
         for layer in context.model.layers
     )
     return AssignInputs(
@@ -190,7 +191,7 @@ def _inputs(context: Context, config: AssignSection, name: str, statistics: Expe
         config=config,
         profile=statistics,
         losses=None,
-        **vars(own),
+        **vars(section.encoding),
         bytes=tuple({bits: sum(sizes[bits] for sizes in each.values()) for bits in widths} for each in matrices),
         weights=tuple(layer.weights_per_expert for layer in context.model.layers),
         matrix_bytes=matrices,
@@ -208,10 +209,17 @@ def _loaded(context: Context, config: AssignSection) -> Loaded:
 def _checkpoint_sizes(
     context: Context, config: AssignSection, matrices: Sequence[Mapping[str, Mapping[int, int]]]
 ) -> dict[str, Any]:
-    """What `size` counts beside the experts' own tensors; nothing where a section does not limit it."""
+    """What `size` counts beside the experts' own tensors; nothing where a section does not limit it.
+
+    Of a target with blocks of its own it is the file for that which is limited: it has all else that the native
+    checkpoint has, the tokenizer twice, and says nothing of single matrices.
+    """
     if config.size is None:
         return {}
     size = CheckpointSize(context)
+    if target_of(config.target).block_bytes is not None:
+        none = tuple({name: dict.fromkeys(sizes, 0) for name, sizes in own.items()} for own in matrices)
+        return {"other_bytes": size.other_bytes + sum(context.model.side_files.sizes().values()), "record_bytes": none}
     records = tuple(
         {
             name: {bits: size.matrix_bytes(layer, name, bits) - stored for bits, stored in sizes.items()}
@@ -280,7 +288,8 @@ def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:
 
     bits_per_weight: all that is stored for the experts; code_bits: the codes' alone; checkpoint_bytes: of the
     directory that `export` writes; other_bytes: of the tensors of all that is no expert, where the recipe packs
-    some of it.
+    some of it; bits_per_weight_for: where the target stores the experts otherwise, what it takes there, which the
+    budget limits.
     """
     flat = [width for layer in assignment.expert_widths() for width in layer]
     size = total_bytes(context, assignment)
@@ -288,6 +297,7 @@ def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:
     return {
         "method": assignment.method,
         **_bits(context, assignment),
+        **_loaded_bits(context, assignment, size),
         "expert_bytes": size,
         **({"other_bytes": others.non_expert_bytes(context)[1]} if context.recipe.others.widths() else {}),
         "checkpoint_bytes": CheckpointSize(context).total(assignment),
@@ -295,6 +305,15 @@ def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:
         **({"mixed_experts_matrices_by_code_bits": matrices} if matrices else {}),
         "gpu_experts": int(sum(hot.sum() for hot in assignment.hot())),
     }
+
+
+def _loaded_bits(context: Context, assignment: Assignment, size: int) -> dict[str, Any]:
+    """What is stored for a weight of the experts where the recipe's target has blocks of its own."""
+    section = context.recipe.assign
+    there = total_loaded_bytes(context, section, assignment)
+    if there == size:
+        return {}
+    return {"bits_per_weight_for": {section.target: 8 * there / expert_weights(context.model.layers)}}
 
 
 def _bits(context: Context, assignment: Assignment) -> dict[str, float | None]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from moeq.artifacts.assignment import FULL, Assignment, Tier, Width, width_of
+from moeq.artifacts.assignment import DROPPED, FULL, Assignment, Tier, Width, width_of
+from moeq.artifacts.targets import grids_of, target_of
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
+from moeq.recipe import AssignSection
 from moeq.stages.context import Context
 from moeq_kernels.packed import packed_bytes
 from moeq_kernels.widths import Encoding
@@ -31,6 +33,19 @@ def matrix_bytes(layer: ExpertLayer, projection: str, bits: int, encoding: Encod
     return packed_bytes(rows, inputs, bits, encoding) + bias
 
 
+def loaded_bytes(context: Context, section: AssignSection, layer: ExpertLayer, projection: str, bits: int) -> int:
+    """What a section's budget counts of one matrix of an expert: what its target stores of it, whose blocks may be
+    larger than codes, scales and zero points; else `matrix_bytes`."""
+    encoding, full = context.recipe.losses.encoding, source_dtype(context.model.source).itemsize
+    own = matrix_bytes(layer, projection, bits, encoding, full)
+    if section.target is None or bits in (DROPPED, FULL):
+        return own
+    target, widen = target_of(section.target), context.recipe.export.widen
+    (grid,) = grids_of(layer, projection, [bits], **vars(encoding))
+    there = target.matrix_bytes(grid, widen=widen)
+    return own if there is None else there + own - packed_bytes(grid.rows, grid.inputs, bits, encoding)
+
+
 def store_bytes(layer: ExpertLayer, widths: Sequence[int], encoding: Encoding) -> int:
     """Bytes of the packed replicas of one layer by one method: all experts at some widths, without their biases."""
     return layer.num_experts * sum(expert_bytes(layer, bits, encoding, 0) for bits in widths)
@@ -39,6 +54,16 @@ def store_bytes(layer: ExpertLayer, widths: Sequence[int], encoding: Encoding) -
 def total_bytes(context: Context, assignment: Assignment) -> int:
     """Bytes of all experts at their placed widths."""
     return sum(size for size, _ in _sizes(context, assignment))
+
+
+def total_loaded_bytes(context: Context, section: AssignSection, assignment: Assignment) -> int:
+    """Bytes of all experts at their placed widths, as a section's budget counts them (`loaded_bytes`)."""
+    return sum(
+        loaded_bytes(context, section, layer, name, width_of(choice.widths, name))
+        for layer, placed in zip(context.model.layers, assignment.layers, strict=True)
+        for choice in placed.experts
+        for name in layer.projections
+    )
 
 
 def expert_weights(layers: Iterable[ExpertLayer]) -> int:

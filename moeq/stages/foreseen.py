@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from moeq.artifacts.assignment import FULL, Width
+from moeq.artifacts.targets import target_of
 from moeq.models.experts import ExpertLayer
 from moeq.recipe import AssignSection
 from moeq.stages.checkpoint_size import CheckpointSize
-from moeq.stages.expert_bytes import expert_bytes
+from moeq.stages.expert_bytes import expert_bytes, loaded_bytes
 
 
 def foreseen_widths(checkpoint: CheckpointSize, section: AssignSection) -> list[list[Width]]:
@@ -30,9 +31,9 @@ def _fullest(checkpoint: CheckpointSize, section: AssignSection, cold: Sequence[
     def price(layer: ExpertLayer, bits: int) -> int:
         if section.code_bits is not None:
             return bits
-        if section.size is not None:
+        if section.size is not None and target_of(section.target).block_bytes is None:
             return sum(checkpoint.matrix_bytes(layer, name, bits) for name in layer.projections)
-        return expert_bytes(layer, bits, checkpoint.recipe.losses.encoding, checkpoint.dtype.itemsize)
+        return sum(loaded_bytes(checkpoint.context, section, layer, name, bits) for name in layer.projections)
 
     left: Fraction | int
     if section.code_bits is not None:

@@ -14,6 +14,7 @@ from moeq.artifacts.evaluation import EvalReport
 from moeq.artifacts.files import make_directory, write_text
 from moeq.artifacts.gates import NAME as GATES
 from moeq.artifacts.gates import Gate, read_gates, write_gates
+from moeq.artifacts.loads_in import told
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.stage import current_digest, read_record
 from moeq.assigners.report import around
@@ -106,7 +107,7 @@ def collect(context: Context) -> ReportInputs:
 def loads(context: Context, assignment: Assignment) -> list[Loads]:
     """Every runtime that moeq writes for, with why it does not load what was assigned as it is."""
     found = where_it_loads(context, assignment)
-    return [Loads(name=name, reason=None if why is None else why["reason"]) for name, why in found.items()]
+    return [Loads(name=name, reason=None if why is None else why["reason"]) for name, why in told(found).items()]
 
 
 def _domains(context: Context, evaluation: EvalReport) -> dict[str, str]:

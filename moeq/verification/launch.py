@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moeq.errors import EvaluationError, MoeqError, RecipeError, missing
+from moeq.folders import bytes_in
 from moeq.tables import human_seconds
 from moeq.verification import probe
 from moeq_kernels import names
@@ -168,8 +169,7 @@ def answer(process: subprocess.Popen[bytes], request: Request) -> Answer:
 
 def limit_seconds(checkpoint: Path) -> float:
     """How long the probe may take: by the bytes of the checkpoint's files."""
-    size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-    return BASE_SECONDS + size / BYTES_PER_SECOND
+    return BASE_SECONDS + bytes_in(checkpoint) / BYTES_PER_SECOND
 
 
 def _absent(request: Request, package: str, python: str, error: str) -> MoeqError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeq.artifacts.loads_in import LoadsIn, line, loads_in
+from moeq.artifacts.loads_in import LoadsIn, line, loads_in, told
 from moeq.artifacts.targets import in_words
 from moeq.errors import FormatError
 from moeq.terminal import print_summary
@@ -131,3 +131,12 @@ def test_a_model_that_a_runtime_does_not_know_is_told() -> None:
             raise FormatError("model_type strange is none that it knows; see its list")
 
     assert reasons(found([[4, 4]], check=check)) == {"llama.cpp": "model_type strange is none that it knows"}
+
+
+def test_a_runtime_that_loads_it_rounded_is_not_named_as_one_that_does_not() -> None:
+    where = found([[3, 3]], symmetric=True, group_size=32)
+    assert where["llama.cpp-refit"] is None
+    assert where["llama.cpp"] is not None, "blocks of 256 have one scale"
+    assert "llama.cpp" not in told(where)
+    assert "llama.cpp (" not in line(where)
+    assert "llama.cpp" in told(found([[1, 4], [1, 4]])), "neither loads it"

@@ -24,7 +24,7 @@ SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=48", "losses.methods=[rtn]", "assign.quantizer=rtn",
     "assign.bits_per_weight=3", "eval.compare=[]",
 )  # fmt: skip
-SYMMETRIC = ("transformers", "vllm", "vllm-cuda", "vllm-gptq", "humming", "llama.cpp")
+SYMMETRIC = ("transformers", "vllm", "vllm-cuda", "vllm-gptq", "humming")
 NARROW = 4  # bits a weight that some runtimes cannot store it in
 
 
@@ -79,8 +79,8 @@ def test_presets_make_grids_for_runtimes_that_read_no_trellis_codes(quality: str
 def test_settings_follow_from_the_target() -> None:
     for name, target in targets().items():
         recipe, settings = recipe_for(name)
-        assert recipe.assign.target == name
-        assert recipe.export.formats == ([] if name == "native" else [name])
+        assert recipe.assign.target == (target.rounded or name)
+        assert recipe.export.formats == ([] if name == "native" else [target.rounded or name])
         assert ("losses.symmetric" in settings) == (name in SYMMETRIC)
         assert recipe.assign.method == "optimal"
         assert "assign.method" not in settings
@@ -110,7 +110,6 @@ def test_what_is_given_stays_and_what_does_not_fit_goes() -> None:
     assert settings["others.attention"] == "null"
     assert settings["assign.gpu_experts"] == "0"
     assert all(str(one).count("\n") == 0 and one.why for one in settings_for("transformers", recipe, said=()))
-    assert recipe_for("llama.cpp", "losses.symmetric=true")[1]["losses.group_size"] == "256", "blocks of 2 and 3 bits"
 
 
 def test_the_budget_is_the_least_that_loads() -> None:
@@ -140,9 +139,20 @@ def test_groups_follow_from_the_models_matrices() -> None:
     assert "losses.group_size=32" in {one.change for one in settings}, "96 inputs are no whole groups of 128 or 64"
 
 
-@pytest.mark.parametrize(("granularity", "size"), [("projection", 256), ("expert", None)])
-def test_groups_are_those_in_which_most_is_loaded_of_each_matrix(granularity: str, size: int | None) -> None:
-    """llama.cpp has 2 and 3 bits in blocks of 256, of which 1408 inputs of `down_proj` are no multiple."""
+@pytest.mark.parametrize(
+    ("granularity", "bits", "size", "exact"),
+    [
+        ("projection", "3.5", None, "256"),  # 2.625 bits of one and 4.5 of the other are more
+        ("projection", "3.5625", "32", "256"),
+        ("expert", "3.5625", None, None),  # 4 bits of both
+        ("expert", "4.5", "32", None),
+    ],
+)
+def test_groups_are_those_in_which_most_is_loaded_of_each_matrix(
+    granularity: str, bits: str, size: str | None, exact: str | None
+) -> None:
+    """llama.cpp has 2 and 3 bits in blocks of 256, of which 1408 inputs of `down_proj` are no multiple; its blocks have
+    scales for every 16 or 32 weights, which take no more where a budget pays for the blocks."""
 
     class Layer:
         name, projections = "experts", ("up_proj", "down_proj")
@@ -150,9 +160,17 @@ def test_groups_are_those_in_which_most_is_loaded_of_each_matrix(granularity: st
         def shape(self, projection: str) -> tuple[int, int]:
             return (1408, 2048) if projection == "up_proj" else (2048, 1408)
 
-    recipe = load_recipe(None, [f"assign={{method: optimal, bits_per_weight: 3, granularity: {granularity}}}"])
+    recipe = load_recipe(None, [f"assign={{method: optimal, bits_per_weight: {bits}, granularity: {granularity}}}"])
     changes = {one.key: one.value for one in settings_for("llama.cpp", recipe, [Layer()], said=())}
-    assert changes.get("losses.group_size") == (None if size is None else str(size))
+    assert changes["assign.target"] == "llama.cpp-refit"
+    assert changes["export.formats"] == "[llama.cpp-refit]"
+    assert changes.get("losses.group_size") == size
+    as_they_are = recipe.model_copy(update={"assign": recipe.assign.model_copy(update={"target": "llama.cpp"})})
+    changes = {one.key: one.value for one in settings_for("llama.cpp", as_they_are, [Layer()], said=())}
+    assert changes["assign.target"] == "llama.cpp"
+    assert changes.get("losses.group_size") == exact
+    again = recipe.model_copy(update={"assign": recipe.assign.model_copy(update={"target": "llama.cpp-refit"})})
+    assert settings_for("llama.cpp", again, [Layer()])[0].value == "llama.cpp-refit", "a run that goes on"
 
 
 def test_the_option_changes_the_recipe_and_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,76 @@
+"""Budgets of a run for a runtime with blocks of its own limit what its file takes, to the byte.
+
+Skipped where gguf is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peers
+import pytest
+from made_sources import save_model
+from typer.testing import CliRunner
+
+from moeq.artifacts.targets import Grid, target_of
+from moeq.cli import app
+from moeq.exporters.gguf import FILE
+from moeq.folders import bytes_in
+from moeq.numerics.ggml_types import NEAREST, TYPES
+
+LESS = ("corpus.sequences=4", "corpus.sequence_length=24", "losses.bits=[2, 3, 4, 8]", "eval.perplexity.sequences=2",
+        "eval.perplexity.sequence_length=24", "eval.compare=[]", "losses.clip=minmax", "losses.layer_effects=null",
+        "assign.layer_weighting=null")  # fmt: skip
+SETTINGS = [word for setting in LESS for word in ("--set", setting)]
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 512, "head_dim": 64, "norm_topk_prob": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    peers.module("gguf")
+    return save_model(tmp_path_factory.mktemp("wide") / "model", "qwen3_moe", **WIDE)
+
+
+def ran(model: Path, out: Path, *words: str) -> dict[str, Any]:
+    asked = ["run", str(model), "--for", "llama.cpp", "--out", str(out), "--no-verify", "--json", *SETTINGS, *words]
+    done = CliRunner().invoke(app, asked, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return dict(json.loads(done.stdout))
+
+
+def bits_of_experts(file: Path) -> float:
+    """What gguf's own reader counts for a weight of the experts."""
+    tensors = [tensor for tensor in peers.module("gguf").GGUFReader(file).tensors if "_exps" in tensor.name]
+    return float(8 * sum(int(one.n_bytes) for one in tensors) / sum(int(one.n_elements) for one in tensors))
+
+
+@pytest.mark.parametrize("budget", ["2.75", "3.5"])
+def test_the_budget_is_that_of_the_file(model: Path, tmp_path: Path, budget: str) -> None:
+    made = ran(model, tmp_path / "run", "--bits", budget)
+    folder = Path(made["paths"]["checkpoint for llama.cpp-refit"])
+    bits = bits_of_experts(folder / FILE)
+    assigned = next(stage["summary"] for stage in made["stages"] if stage["stage"] == "assign")
+    assert assigned["bits_per_weight_for"] == {"llama.cpp-refit": pytest.approx(bits)}
+    assert float(budget) - 0.5 < bits <= float(budget)
+    assert made["loads_in"]["llama.cpp-refit"] is None
+
+
+def test_a_size_is_that_of_the_files_directory(model: Path, tmp_path: Path) -> None:
+    plenty = ran(model, tmp_path / "plenty", "--bits", "8.5")
+    whole = bytes_in(Path(plenty["paths"]["checkpoint for llama.cpp-refit"]))
+    size = round(0.8 * whole)
+    made = ran(model, tmp_path / "run", "--size", str(size))
+    assert 0.5 * size < bytes_in(Path(made["paths"]["checkpoint for llama.cpp-refit"])) <= size
+
+
+@pytest.mark.parametrize("name", ["llama.cpp", "llama.cpp-refit"])
+@pytest.mark.parametrize(("bits", "symmetric"), NEAREST)
+def test_a_matrix_takes_whole_blocks(name: str, bits: int, symmetric: bool) -> None:
+    target, block = target_of(name), TYPES[NEAREST[bits, symmetric]]
+    grid = Grid(rows=3, inputs=512, bits=bits, group_size=256, symmetric=symmetric)
+    found = target.matrix_bytes(grid)
+    assert found == (3 * block.row_bytes(512) if (bits, symmetric) in (target.blocks or {}) else None)
+    assert target.matrix_bytes(Grid(rows=3, inputs=80, bits=bits, group_size=16, symmetric=symmetric)) is None
+    assert target_of("auto-round").matrix_bytes(grid) is None, "as the native format has it"
