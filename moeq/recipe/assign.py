@@ -54,7 +54,8 @@ class AssignSection(Section):
     method: str = Field(DEFAULT_METHOD, description="what decides which expert gets which width")
     bits_per_weight: Rational | None = Field(
         None,
-        description="a budget: bits stored for a weight of the experts on NDP, with scales, zero points and biases",
+        description="a budget: bits stored for a weight of the experts on NDP, with scales, zero points and biases; "
+        "within a target that has blocks of its own (llama.cpp) those of its file, as all budgets of bytes",
     )
     code_bits: Rational | None = Field(
         None,

@@ -1,6 +1,6 @@
 """Quality in llama.cpp at equal bytes of model.gguf: what moeq writes for it beside llama.cpp's own quantizer.
 
-    python benchmarks/llama_cpp.py [--model DIR] [--budgets 2.625 3.4375] [--json PATH]
+    python benchmarks/gguf_quality.py [--model DIR] [--budgets 2.625 3.4375] [--json PATH]
 
 Needs .peers/llama-cpp-python (`make peers`), or MOEQ_PEERS, the package gguf, and the texts beside the trained models
 in ../shared. llama.cpp's blocks of 2 and 3 bits are of 256 weights, which no row of these models has, so one of 256 x
@@ -177,9 +177,8 @@ def goals(results: figures.Figures, made: list[Made]) -> None:
             best = min(near, key=lambda one: one.kl, default=None)
             if best is not None:
                 goal = {"at_most": 1.0} if kinds else {}
-                results.add(
-                    f"KL of {own.name} ({own.bits:.2f} bits), of {best.name}'s ({what})", own.kl / best.kl, **goal
-                )
+                name = f"KL of {own.name} ({own.bits:.2f} bits), of {best.name}'s ({what})"
+                results.add(name, own.kl / best.kl, **goal)
 
 
 def main() -> int:
