@@ -47,13 +47,18 @@ class Setting:
 
 
 def settings_for(
-    name: str, recipe: Recipe, layers: Sequence[Sized] = (), said: Collection[str] | None = None
+    name: str,
+    recipe: Recipe,
+    layers: Sequence[Sized] = (),
+    said: Collection[str] | None = None,
+    room: Fraction | None = None,
 ) -> list[Setting]:
     """What a runtime needs of a recipe that does not say otherwise, and that it is written for it.
 
     layers: the model's MoE layers, where it is known; said: keys of the recipe that stay as they are, such as
-    losses.symmetric; None: all that were given. What a runtime cannot load in spite of it is refused later. Of two
-    targets of one runtime the one is taken that rounds scales, unless the recipe's own target is the other.
+    losses.symmetric; None: all that were given; room: bits a weight of the experts that a budget of bytes leaves. What
+    a runtime cannot load in spite of it is refused later. Of two targets of one runtime the one is taken that rounds
+    scales, unless the recipe's own target is the other.
     """
     asked = runtime(name)
     if asked.target is not None and asked.target.rounded and recipe.assign.target != name:
@@ -68,7 +73,7 @@ def settings_for(
     if asked.target is None:
         return settings
     kept = _given(recipe) if said is None else said
-    codes, grid = _codes(asked.target, recipe), _grid(asked.target, recipe, layers, kept)
+    codes, grid = _codes(asked.target, recipe), _grid(asked.target, recipe, layers, kept, room)
     settings += [setting for setting in (*codes, *grid, *_placed(asked.target, recipe)) if setting.key not in kept]
     if not {f"assign.{key}" for key in BUDGETS} & set(kept):
         settings += _budget(asked.target, recipe, layers, {one.key: one.value for one in settings})
@@ -106,12 +111,15 @@ def _codes(target: Target, recipe: Recipe) -> Iterator[Setting]:
         yield Setting(key="quantize.refine", value="{}", why="codes of a grid gain by it what trellis codes begin with")
 
 
-def _grid(target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collection[str]) -> Iterator[Setting]:
+def _grid(
+    target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collection[str], room: Fraction | None
+) -> Iterator[Setting]:
     """The grid in which it loads most of the widths, the recipe's own where that does; widths, where it loads too few.
 
     Where matrices may differ, each counts by itself. Nested codes are given up first, where it has none.
     """
-    section, budget = recipe.losses, recipe.assign.bits_per_weight
+    section, asked = recipe.losses, recipe.assign.bits_per_weight
+    budget = room if asked is None else Fraction(asked)
     if section.nested and not target.nested:
         yield Setting(key="losses.nested", value="false", why=f"{target.name} has no codes that lead wider ones")
     if "grid" not in target.codes:
@@ -121,7 +129,7 @@ def _grid(target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collect
     why, apart = f"{target.name} reads more widths of it", may_differ(target, recipe.assign.granularity)
     if len(sizes) > 1 and target.runs is not None and budget is not None:
         leasts = (_least(target, layers, SHORT, kind, apart=apart)[0] for kind in kinds)
-        if any(0 < least <= Fraction(budget) for least in leasts):
+        if any(0 < least <= budget for least in leasts):
             sizes, why = [SHORT], "in the same bytes: its blocks have scales of their own"
     of_shapes = {grid: _loaded(target, layers, *grid) for grid in product(sizes, kinds)}
     own = set(section.bits)

@@ -110,7 +110,9 @@ def runtime_changes(context: Context, start: Start, name: str, *, only_grid: boo
     if only_grid:
         settings = grid_settings(name, context.recipe, said)
     else:
-        settings = settings_for(name, context.recipe, context.given().model.layers, said)
+        from moeq.stages.expert_bytes import room
+
+        settings = settings_for(name, context.recipe, context.given().model.layers, said, room(context.given()))
     for setting in settings:
         context.reporter.say(escape(f"for {name}: {setting}"))
     return [setting.change for setting in settings]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 
 from moeq.artifacts.assignment import DROPPED, FULL, Assignment, Tier, Width, width_of
 from moeq.artifacts.targets import grids_of, target_of
@@ -64,6 +65,19 @@ def total_loaded_bytes(context: Context, section: AssignSection, assignment: Ass
         for choice in placed.experts
         for name in layer.projections
     )
+
+
+def room(context: Context) -> Fraction | None:
+    """Bits a weight of the experts that the recipe's budget of bytes leaves, 2 % less for what files say of them; None
+    where it is in other units, or the model's own weights are packed."""
+    section, source = context.recipe.assign, context.model.source
+    weights = expert_weights(context.model.layers)
+    if section.expert_bytes is not None:
+        return Fraction(8 * section.expert_bytes, weights)
+    if section.size is None or source.is_remote:
+        return None
+    rest = sum(path.stat().st_size for path in source.files) - weights * source_dtype(source).itemsize
+    return Fraction(8 * 98 * (section.size - rest), 100 * weights) if rest >= 0 else None
 
 
 def expert_weights(layers: Iterable[ExpertLayer]) -> int:

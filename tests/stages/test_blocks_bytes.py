@@ -11,14 +11,17 @@ from typing import Any
 
 import peers
 import pytest
+import yaml
 from made_sources import save_model
 from typer.testing import CliRunner
 
 from moeq.artifacts.targets import Grid, target_of
 from moeq.cli import app
+from moeq.cli.runs import context_of
 from moeq.exporters.gguf import FILE
 from moeq.folders import bytes_in
 from moeq.numerics.ggml_types import NEAREST, TYPES
+from moeq.options import BudgetOptions
 
 LESS = ("corpus.sequences=4", "corpus.sequence_length=24", "losses.bits=[2, 3, 4, 8]", "eval.perplexity.sequences=2",
         "eval.perplexity.sequence_length=24", "eval.compare=[]", "losses.clip=minmax", "losses.layer_effects=null",
@@ -62,6 +65,7 @@ def test_a_size_is_that_of_the_files_directory(model: Path, tmp_path: Path) -> N
     whole = bytes_in(Path(plenty["paths"]["checkpoint for llama.cpp-refit"]))
     size = round(0.8 * whole)
     made = ran(model, tmp_path / "run", "--size", str(size))
+    assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text("utf-8"))["losses"]["group_size"] == 32
     assert 0.5 * size < bytes_in(Path(made["paths"]["checkpoint for llama.cpp-refit"])) <= size
 
 
@@ -74,3 +78,11 @@ def test_a_matrix_takes_whole_blocks(name: str, bits: int, symmetric: bool) -> N
     assert found == (3 * block.row_bytes(512) if (bits, symmetric) in (target.blocks or {}) else None)
     assert target.matrix_bytes(Grid(rows=3, inputs=80, bits=bits, group_size=16, symmetric=symmetric)) is None
     assert target_of("auto-round").matrix_bytes(grid) is None, "as the native format has it"
+
+
+@pytest.mark.parametrize(("bits", "size"), [("2", 128), ("2.7", 32)])
+def test_where_no_block_of_two_bits_fits_there_is_one_bit(model: Path, tmp_path: Path, bits: str, size: int) -> None:
+    asked = BudgetOptions(for_="llama.cpp", what=str(model), out=tmp_path / "run", bits=bits, quiet=True)
+    recipe = context_of(asked, "plan").recipe
+    assert recipe.losses.group_size == size
+    assert recipe.assign.target == "llama.cpp-refit"
