@@ -215,4 +215,5 @@ def test_it_is_exported_for_every_runtime(name: str, tmp_path: Path) -> None:
     )
     context = context_of(asked, "run")
     pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
-    assert name == "native" or (export.format_directory(context.out, name) / "config.json").is_file()
+    written = target.rounded or name if target is not None else name
+    assert name == "native" or (export.format_directory(context.out, written) / "config.json").is_file()

@@ -96,10 +96,10 @@ NO_TASKS: Case = (
 NO_HARDWARE: Case = ((*BUNDLED, "--set", "estimate.hardware=abacus"), 10, "unknown hardware 'abacus'")
 EVERY = of_a_run(NO_TEXT, NO_EVALUATION, NO_TASKS, NO_HARDWARE)
 
+TWO_RUNS: Case = (("run", "--out", "other"), 2, "two runs: run and --out other; give one of them")
 NO_TEXT_FILE: Case = (("model", "--text", "no.txt"), 13, "no.txt: no such file or directory")
 WITHOUT_RECIPE: list[Case] = [
     (("./nowhere",), 13, "./nowhere: no such file or directory"),
-    (("run", "--out", "other"), 2, "two runs: run and --out other; give one of them"),
     (("--model", "run"), 2, "run: this is a run, no model; its recipe is run/recipe.yaml; `moeq run run` goes"),
     (("model", *BUNDLED), 2, "two models: model and --model bundled:tiny-mixtral"),
     (("model", "--preset", "paper-0000"), 2, "no preset 'paper-0000'; did you mean 'paper-000'"),
@@ -114,8 +114,8 @@ WITHOUT_RECIPE: list[Case] = [
 ]
 
 REFUSED: dict[str, list[Case]] = {
-    "run": [*EVERY, *WITHOUT_RECIPE],
-    "plan": [*EVERY, *WITHOUT_RECIPE],
+    "run": [*EVERY, *WITHOUT_RECIPE, TWO_RUNS],
+    "plan": [*EVERY, *WITHOUT_RECIPE, TWO_RUNS],
     "init": [
         *(case for case in WITHOUT_RECIPE if case is not NO_TEXT_FILE and case[0][0] != "run/recipe.yaml"),
         (("broken.yaml",), 2, "broken.yaml: is a recipe"),
@@ -207,10 +207,10 @@ REFUSED: dict[str, list[Case]] = {
         (("model", "--placement-for", "llama.cpp"), 7, "placement.json"),
     ],
     "convert": [
-        (("run", "--to", "llama.cpp", "--out", "new", "--max-shard", "two"), 2, "--max-shard: no size: 'two'"),
+        (("model", "--to", "llama.cpp", "--out", "new", "--max-shard", "two"), 2, "--max-shard: no size: 'two'"),
         (("nowhere/x", "--to", "llama.cpp", "--out", "new"), 3, "nowhere/x"),
         (("empty", "--to", "llama.cpp", "--out", "new"), 3, "no config.json"),
-        (("run", "--to", "llama.cpp", "--out", "empty"), 2, "empty: is there already"),
+        (("model", "--to", "llama.cpp", "--out", "empty"), 2, "empty: is there already"),
     ],
     "verify": [
         (("nowhere",), 13, "nowhere: no such file or directory"),
