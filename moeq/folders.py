@@ -13,10 +13,13 @@ CONFIG = "config.json"  # of a model
 
 def is_run(path: Path) -> bool:
     """Whether a run lies there, begun or ended; a model that has a recipe beside it is none."""
-    folder = path.expanduser()
-    return not (folder / CONFIG).is_file() and (
-        (folder / RECIPE_COPY).is_file() or (folder / CHECKPOINT / CONFIG).is_file()
-    )
+    try:
+        folder = path.expanduser()
+        if (folder / CONFIG).is_file():
+            return False
+        return (folder / RECIPE_COPY).is_file() or (folder / CHECKPOINT / CONFIG).is_file()
+    except (OSError, RuntimeError):  # no name that can be looked up: whoever reads it says so
+        return False
 
 
 def checkpoint_of(path: Path) -> Path:

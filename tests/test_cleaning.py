@@ -177,7 +177,7 @@ def test_refuses_while_a_run_goes_on(tiny_mixtral: Path, tmp_path: Path) -> None
 
 
 def test_refusals(tiny_mixtral: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="nothing to clean; give --out RUN or --store DIR"):
+    with pytest.raises(RecipeError, match="nothing to clean; give a RUN or --store DIR"):
         cleaning.collect([], None, dry_run=False)
     with pytest.raises(ArtifactError, match="not a run directory"):
         cleaning.collect([tmp_path], None, dry_run=False)
@@ -206,4 +206,4 @@ def test_the_command_prints_what_it_freed(moeq: ForkServer, tiny_mixtral: Path, 
     assert done["freed_bytes"] > 0
     assert done["stores"] == [str(made.store)]
     refused = moeq.run("gc")
-    assert (refused.code, refused.stderr) == (2, "moeq: nothing to clean; give --out RUN or --store DIR\n")
+    assert (refused.code, refused.stderr) == (2, "moeq: nothing to clean; give a RUN or --store DIR\n")

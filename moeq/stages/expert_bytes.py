@@ -72,9 +72,9 @@ def room(context: Context) -> Fraction | None:
     where it is in other units, or the model's own weights are packed."""
     section, source = context.recipe.assign, context.model.source
     weights = expert_weights(context.model.layers)
-    if section.expert_bytes is not None:
+    if section.expert_bytes is not None and weights:
         return Fraction(8 * section.expert_bytes, weights)
-    if section.size is None or source.is_remote:
+    if section.size is None or source.is_remote or not weights:
         return None
     rest = sum(path.stat().st_size for path in source.files) - weights * source_dtype(source).itemsize
     return Fraction(8 * 98 * (section.size - rest), 100 * weights) if rest >= 0 else None

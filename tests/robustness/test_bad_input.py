@@ -21,7 +21,9 @@ from robustness.runs import can_mount, mounted, partials, remount, restamp, snap
 from safetensors.torch import load_file, save_file
 
 from moeq.artifacts.run import DIRECTORIES
+from moeq.folders import bytes_in
 from moeq.models.source import INDEX
+from moeq.tables import human_size
 
 RECIPE, MODEL, CORPUS, QUANTIZATION, ASSIGNMENT, ARTIFACT, STORAGE, EVALUATION, ESTIMATE, PLAN, FORMAT, MISSING = range(
     2, 14
@@ -848,7 +850,6 @@ def test_generate(moeq: ForkServer, finished_run: Path, tiny_model: Path, tmp_pa
     assert_refused(moeq.run("generate", tmp_path, "a"), MODEL, str(tmp_path))
     assert_refused(moeq.run("generate", tmp_path / "none", "a"), MISSING, str(tmp_path / "none"))
     assert_refused(moeq.run("generate", tiny_model, "a"), ARTIFACT, str(tiny_model), "not exported by moeq")
-    assert_refused(moeq.run("generate", finished_run, "a"), MODEL, str(finished_run))
     long = moeq.run("generate", checkpoint, "a", "--max-new-tokens", "500")
     assert_refused(long, EVALUATION, "500", "128 positions", "--max-new-tokens")
     device = moeq.run("generate", checkpoint, "a", "--device", "gpu")
@@ -900,7 +901,8 @@ def test_paths_are_printed_as_they_are(
     out = Path(shutil.copytree(finished_run, tmp_path / "mön [bold] run"))
     finished = moeq.run("run", recipe, "--out", out.name, cwd=tmp_path, env={"COLUMNS": columns})
     assert finished.code == 0, finished.stderr
-    for line in ("checkpoint mön [bold] run/checkpoint", "evaluation mön [bold] run/eval/eval.json"):
+    size = human_size(bytes_in(out / "checkpoint"))
+    for line in (f"checkpoint mön [bold] run/checkpoint ({size})", "evaluation mön [bold] run/eval/eval.json"):
         assert line in finished.stdout.splitlines()
 
 

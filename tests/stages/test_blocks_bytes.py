@@ -5,28 +5,28 @@ Skipped where gguf is not installed.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import peers
 import pytest
-import yaml
 from made_sources import save_model
-from typer.testing import CliRunner
 
+from moeq import pipeline
+from moeq.artifacts.stage import read_record
 from moeq.artifacts.targets import Grid, target_of
-from moeq.cli import app
 from moeq.cli.runs import context_of
 from moeq.exporters.gguf import FILE
 from moeq.folders import bytes_in
 from moeq.numerics.ggml_types import NEAREST, TYPES
 from moeq.options import BudgetOptions
+from moeq.stages.export import format_directory
 
-LESS = ("corpus.sequences=4", "corpus.sequence_length=24", "losses.bits=[2, 3, 4, 8]", "eval.perplexity.sequences=2",
-        "eval.perplexity.sequence_length=24", "eval.compare=[]", "losses.clip=minmax", "losses.layer_effects=null",
-        "assign.layer_weighting=null")  # fmt: skip
-SETTINGS = [word for setting in LESS for word in ("--set", setting)]
+LESS = (
+    "losses.methods=[rtn]", "assign.quantizer=rtn", "corpus.sequences=4", "corpus.sequence_length=24",
+    "losses.bits=[2, 3, 4, 8]", "losses.clip=minmax", "losses.layer_effects=null", "assign.layer_weighting=null",
+    "eval.perplexity.sequences=2", "eval.perplexity.sequence_length=24", "eval.compare=[]",
+)  # fmt: skip
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 512, "head_dim": 64, "norm_topk_prob": True}
 
 
@@ -36,11 +36,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("wide") / "model", "qwen3_moe", **WIDE)
 
 
-def ran(model: Path, out: Path, *words: str) -> dict[str, Any]:
-    asked = ["run", str(model), "--for", "llama.cpp", "--out", str(out), "--no-verify", "--json", *SETTINGS, *words]
-    done = CliRunner().invoke(app, asked, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return dict(json.loads(done.stdout))
+def ran(model: Path, out: Path, **given: str) -> tuple[Path, dict[str, Any]]:
+    """What is written for llama.cpp, and what assign says."""
+    asked = BudgetOptions(for_="llama.cpp", what=str(model), out=out, set_=[*LESS], verify=False, quiet=True, **given)
+    context = context_of(asked, "run")
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    assert context.recipe.losses.group_size == 32
+    return format_directory(out, "llama.cpp-refit"), read_record(out / "assign", "assign").summary
 
 
 def bits_of_experts(file: Path) -> float:
@@ -49,24 +51,22 @@ def bits_of_experts(file: Path) -> float:
     return float(8 * sum(int(one.n_bytes) for one in tensors) / sum(int(one.n_elements) for one in tensors))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("budget", ["2.75", "3.5"])
 def test_the_budget_is_that_of_the_file(model: Path, tmp_path: Path, budget: str) -> None:
-    made = ran(model, tmp_path / "run", "--bits", budget)
-    folder = Path(made["paths"]["checkpoint for llama.cpp-refit"])
+    folder, assigned = ran(model, tmp_path / "run", bits=budget)
     bits = bits_of_experts(folder / FILE)
-    assigned = next(stage["summary"] for stage in made["stages"] if stage["stage"] == "assign")
     assert assigned["bits_per_weight_for"] == {"llama.cpp-refit": pytest.approx(bits)}
     assert float(budget) - 0.5 < bits <= float(budget)
-    assert made["loads_in"]["llama.cpp-refit"] is None
+    assert assigned["loads_in"]["llama.cpp-refit"] is None
 
 
+@pytest.mark.full
 def test_a_size_is_that_of_the_files_directory(model: Path, tmp_path: Path) -> None:
-    plenty = ran(model, tmp_path / "plenty", "--bits", "8.5")
-    whole = bytes_in(Path(plenty["paths"]["checkpoint for llama.cpp-refit"]))
-    size = round(0.8 * whole)
-    made = ran(model, tmp_path / "run", "--size", str(size))
-    assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text("utf-8"))["losses"]["group_size"] == 32
-    assert 0.5 * size < bytes_in(Path(made["paths"]["checkpoint for llama.cpp-refit"])) <= size
+    plenty, _ = ran(model, tmp_path / "plenty", bits="8.5")
+    size = round(0.8 * bytes_in(plenty))
+    folder, _ = ran(model, tmp_path / "run", size=str(size))
+    assert 0.5 * size < bytes_in(folder) <= size
 
 
 @pytest.mark.parametrize("name", ["llama.cpp", "llama.cpp-refit"])
