@@ -82,8 +82,12 @@ def test_a_runs_recipe_is_printed(run: Path) -> None:
     assert yaml.safe_load(answered("recipe", str(run))) == yaml.safe_load(answered("recipe", str(run / "recipe.yaml")))
 
 
-def test_a_run_stands_for_its_checkpoint(run: Path, tmp_path: Path) -> None:
+def test_a_run_stands_for_its_checkpoint(run: Path) -> None:
     assert answered("generate", str(run), "a b", "--max-new-tokens", "3").strip()
+
+
+@pytest.mark.full
+def test_a_run_is_verified_and_converted_as_its_checkpoint(run: Path, tmp_path: Path) -> None:
     assert json.loads(answered("verify", str(run), "--json"))["checkpoint"] == str(run / "checkpoint")
     out = tmp_path / "plain"
     answered("convert", str(run), "--to", "dequantized", "--out", str(out), "--no-verify")
