@@ -22,6 +22,7 @@ from moeq.artifacts.files import BEGUN, PARTIAL, held, locked
 from moeq.artifacts.replicas import INDEX, LayerReplicas, ReplicaIndex
 from moeq.artifacts.run import DIRECTORIES, OLDER, RECIPE_COPY, STAGES, STORE, store_folder
 from moeq.errors import ArtifactError, RecipeError, missing
+from moeq.folders import bytes_in
 from moeq.recipe import load_recipe
 
 SET = re.compile(r"[0-9a-f]{64}")
@@ -158,5 +159,6 @@ def _clean_run(run: Path, sweep: _Sweep) -> None:
 
 
 def _bytes(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    if path.is_dir():
+        return bytes_in(path)
+    return path.stat().st_size if path.is_file() else 0

@@ -126,7 +126,8 @@ def _grid(
         return
     sizes = [section.group_size, *(() if "losses.group_size" in kept else GROUP_SIZES)]
     kinds = [section.symmetric, *(() if "losses.symmetric" in kept else (not section.symmetric,))]
-    why, apart = f"{target.name} reads more widths of it", may_differ(target, recipe.assign.granularity)
+    more, apart = f"{target.name} reads more widths of it", may_differ(target, recipe.assign.granularity)
+    why = more
     if len(sizes) > 1 and target.runs is not None and budget is not None:
         leasts = (_least(target, layers, SHORT, kind, apart=apart)[0] for kind in kinds)
         if any(0 < least <= budget for least in leasts):
@@ -139,10 +140,8 @@ def _grid(
     )
     every = set.union(*counted[size, symmetric])
     if symmetric != section.symmetric:
-        kind = (
-            f"{target.name} reads more widths of it" if not target.symmetric_only else "it reads symmetric grids only"
-        )
-        yield Setting(key="losses.symmetric", value=str(symmetric).lower(), why=kind)
+        reason = "it reads symmetric grids only" if target.symmetric_only else more
+        yield Setting(key="losses.symmetric", value=str(symmetric).lower(), why=reason)
     if size != section.group_size:
         yield Setting(key="losses.group_size", value=str(size), why=why)
     if len(every & own) < CHOICE:

@@ -12,6 +12,7 @@ from moeq.artifacts.stage import RECORD
 from moeq.errors import RecipeError
 from moeq.estimation.questions import Question
 from moeq.estimator.cases import EstimateDocument
+from moeq.folders import RECIPE_COPY
 
 NAME = "estimate.json"
 SCHEMA = "estimate.schema.json"
@@ -21,7 +22,7 @@ TIMELINE = "timeline.json"
 
 def is_run(out: Path) -> bool:
     """Whether a run lies in a directory: its recipe, or what a stage that was run alone left there."""
-    return (out / "recipe.yaml").is_file() or any((out / stage / RECORD).is_file() for stage in ("profile", "assign"))
+    return (out / RECIPE_COPY).is_file() or any((out / stage / RECORD).is_file() for stage in ("profile", "assign"))
 
 
 def check_out(out: Path) -> None:
