@@ -8,14 +8,14 @@ in ../shared. llama.cpp's blocks of 2 and 3 bits are of 256 weights, which no ro
 clock sets its learning rate, so that a rerun gives close but not the same figures; --model takes one that is there.
 
 Of llama.cpp's quantizer: one type for all experts, with the importance matrix that `moeq profile --imatrix` writes of
-the text that moeq calibrates on. Of moeq: `--for llama.cpp` at each budget, as it is by default, with `--refine`, and
-with `--quality best`'s training too, and exactly as it is stored (assign.target: llama.cpp). Also the widths that moeq
-assigned, written by llama.cpp's quantizer in its i-quants (`moeq inspect --tensor-types iq`). All else stays in
-float16. KL: mean over the tokens of 48 held-out texts of 256 tokens, of four domains, of llama.cpp's predictions from
-those of the file in full precision; with the standard error over texts.
+the text that moeq calibrates on. Of moeq: `--for llama.cpp` at each budget, as it is by default (i-quants), and with
+`--tune`; and in grids (`--quantizer gptq`), as they are and with `--refine`. Also the types that moeq assigned, filled
+by llama.cpp's quantizer (`moeq inspect --tensor-types iq`). All else stays in float16. KL: mean over the tokens of 48
+held-out texts of 256 tokens, of four domains, of llama.cpp's predictions from those of the file in full precision; with
+the standard error over texts.
 
-Goals: no more lost than by llama.cpp's own k-quants of about the same size. Its i-quants, codebooks that moeq does not
-write, stand beside.
+Goals: i-quants, trained or not, lose less than any of llama.cpp's own files of about the same size, and grids than its
+k-quants.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ THEIRS, NEAR = "llama.cpp's ", 0.1  # bits of a weight
 KEPT = "attn_|token_embd|output"  # tensors that stay in float16
 WAYS: dict[str, list[str]] = {
     "default": [],
-    "refined": ["--refine"],
-    "refined, tuned": ["--refine", "--tune"],
+    "tuned": ["--tune"],
+    "grids": ["--quantizer", "gptq"],
+    "grids, refined": ["--quantizer", "gptq", "--refine"],
 }
-EXACT = ["--set", "assign.target=llama.cpp"]
+GRIDS = "moeq's grids"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ def by_moeq(model: Path, budget: str, out: Path, words: list[str]) -> Path:
 
 
 def assigned(run: Path) -> dict[str, str]:
-    """llama.cpp's i-quants of the widths that a run assigned, {pattern of tensors' names: type}."""
+    """The types that a run assigned, {pattern of tensors' names: type}."""
     told = figures.moeq_json("inspect", str(run / "assign"), "--tensor-types", "iq", "--widen", "--json")
     return dict(word.split("=") for word in shlex.split(told["arguments"]) if "=" in word)
 
@@ -176,7 +177,7 @@ def goals(results: figures.Figures, made: list[Made]) -> None:
             near = [one for one in near if -NEAR < one.bits - own.bits < 2 * NEAR]
             best = min(near, key=lambda one: one.kl, default=None)
             if best is not None:
-                goal = {"at_most": 1.0} if kinds else {}
+                goal = {"at_most": 1.0} if kinds or not own.name.startswith(GRIDS) else {}
                 name = f"KL of {own.name} ({own.bits:.2f} bits), of {best.name}'s ({what})"
                 results.add(name, own.kl / best.kl, **goal)
 
@@ -184,9 +185,9 @@ def goals(results: figures.Figures, made: list[Made]) -> None:
 def main() -> int:
     options = figures.arguments(
         __doc__, models=figures.SHARED / "models", model=Path(), minutes=40.0,
-        budgets=(["2.625", "3.4375", "4.5"], ["3.4375"]),
+        budgets=(["2.0625", "2.3125", "2.625", "3.0625", "3.4375", "4.25"], ["3.4375"]),
         ways=(list(WAYS), ["default"]),
-        types=(["IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_K"], ["Q3_K"]),
+        types=(["IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_K"], ["Q3_K"]),
     )  # fmt: skip
     os.environ.setdefault("MOEQ_PEERS", str(figures.ROOT / ".peers"))
     script = options.models / "train_tiny.py"
@@ -212,9 +213,7 @@ def main() -> int:
                 made.append(Made(name=f"moeq's {way}, --bits {budget}", folder=own))
             types = {KEPT: "F16", **assigned(folder / f"{options.ways[0]}-{budget}")}
             of_types = quantized(folder / f"types-{budget}", exact, types, means)
-            made.append(Made(name=f"moeq's widths in i-quants, --bits {budget}", folder=of_types))
-            own = by_moeq(model, budget, folder / f"exact-{budget}", EXACT)
-            made.append(Made(name=f"moeq's exact, --bits {budget}", folder=own))
+            made.append(Made(name=f"moeq's types by llama.cpp, --bits {budget}", folder=of_types))
         made = measured(exact, made, held_out(script, folder / "ids.safetensors"))
     results.table(["made by", "bits of a weight", "KL", "types of the experts' stacks"])
     for one in sorted(made, key=lambda one: (one.bits, one.kl)):

@@ -37,6 +37,7 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtimes import formats, runtimes
 from moeq.tables import human_bytes
+from moeq_kernels.iq_types import SETS
 from moeq_kernels.widths import Encoding
 
 QUIET = Reporter(quiet=True)
@@ -161,6 +162,8 @@ def _codes(encoding: Encoding) -> dict[str, Any]:
     """Of what kind codes are that are no grid's."""
     if encoding.floats:
         return {"float_codes": encoding.codebook}
+    if encoding.codes == "iq":
+        return {"iq_types": [*SETS[encoding.codebook].values()]}
     if encoding.codebook:
         return {"exl3_codebook": encoding.codebook}
     return {"trellis_states": 1 << encoding.state_bits} if encoding.state_bits else {}

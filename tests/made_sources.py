@@ -62,7 +62,7 @@ class MadeSource:
 
     choose: the width of every matrix, 16 for full precision; others: {module: bits} of linears outside of the experts;
     positive: the magnitudes of the experts' weights are taken, so that all zero points are 0; exl3: experts have any
-    codes of EXL3 instead of those nearest on a grid; floats: or any of nvfp4 or mxfp4.
+    codes of EXL3 instead of those nearest on a grid; floats: or any of nvfp4 or mxfp4; iq: or any of a set of i-quants.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class MadeSource:
         positive: bool = False,
         exl3: bool = False,
         floats: str = "",
+        iq: str = "",
     ) -> None:
         self.source = open_source(str(path))
         self.config = self.source.config
@@ -85,6 +86,8 @@ class MadeSource:
         self.encoding = Encoding.exl3() if exl3 else Encoding(group_size=group_size, symmetric=symmetric)
         if floats:
             self.encoding = Encoding.floating(floats)
+        if iq:
+            self.encoding = Encoding.iq(iq)
         self._reader = ExpertReader(self.source, skeleton(self.source, source_dtype(self.source)))
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:

@@ -44,6 +44,8 @@ def matrix(
         return parts["dense"].astype(np.float64)
     if layout.get("codebook") in ("nvfp4", "mxfp4"):
         return floating(parts, inputs, bits, layout["codebook"])
+    if "types" in layout:
+        return blocks(parts, layout["types"][str(bits)])
     if "codebook" in layout:
         return turned(parts, inputs, bits)
     if "state_bits" in layout:
@@ -96,6 +98,16 @@ def floating(parts: dict[str, np.ndarray], inputs: int, bits: int, codebook: str
     if codebook == "mxfp4":
         return small(codes, 2, 1, 1) * (2.0 ** (scales - 127.0))[:, of]
     return small(codes, 2, 1, 1) * (small(scales, 4, 3, 7) * parts["unit"].astype(np.float64))[:, of]
+
+
+def blocks(parts: dict[str, np.ndarray], kind: str) -> np.ndarray:
+    """Values [rows, inputs] of i-quants, by gguf, which llama.cpp's makers publish."""
+    import gguf
+
+    rows, count = parts["scales"].shape
+    numbers = parts["scales"].view(np.uint8).reshape(rows, count, 2)
+    whole = np.concatenate([numbers, parts["codes"].reshape(rows, count, -1)], -1).reshape(rows, -1)
+    return gguf.quants.dequantize(whole, gguf.GGMLQuantizationType[kind]).astype(np.float64)
 
 
 def turned(parts: dict[str, np.ndarray], inputs: int, bits: int) -> np.ndarray:

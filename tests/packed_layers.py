@@ -60,10 +60,12 @@ def any_codes(rows: int, inputs: int, bits: int, encoding: Encoding, *, seed: in
     random = torch.Generator().manual_seed(seed)
     if encoding.floats:
         return _any_floats(rows, inputs, bits, encoding, random)
-    codes, dtype = packed_shapes(rows, inputs, bits, encoding)["codes"]
+    shapes = packed_shapes(rows, inputs, bits, encoding)
+    (codes, dtype), (scales, _) = shapes["codes"], shapes["scales"]
+    size = 0.001 if encoding.codes == "iq" else 0.02
     parts = {
         "codes": torch.randint(0, 256, codes, generator=random).to(dtype),
-        "scales": (torch.randn(rows, 1, generator=random) * 0.02).half(),
+        "scales": (torch.randn(scales, generator=random) * size).half(),
     }
     if encoding.codebook:
         parts["scales"] = parts["scales"].abs()

@@ -93,13 +93,15 @@ def versions(readers: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield f"| {name} | {one['computes']} | {one['bound']:g} | {listed or 'not run'} |"
 
 
-def asked_by(runtime: str) -> str:
+def asked_by(runtime: str, iq: str = "") -> str:
     """What a run gives, or for values as they are `moeq convert`, where `--for` takes what rounds scales."""
     target = targets().get(runtime)
+    if iq:
+        return f"`--for {runtime}`"
     of = [name for name, one in targets().items() if one.rounded == runtime]
     if target is not None and target.rounded:
         return f"`--to {runtime}`"
-    return ", ".join(f"`--for {name}`" for name in (*of, runtime))
+    return ", ".join([*(f"`--for {name}` in grids" for name in of), f"`--for {runtime}`"])
 
 
 def short() -> str:
@@ -113,7 +115,7 @@ def short() -> str:
         mixes = [mix for mix in next(iter(cells.values())) if mix != PLAIN]
         able = [family for family, row in cells.items() if any(row[mix]["verdict"] == RIGHT for mix in mixes)]
         row = (
-            asked_by(one["runtime"]),
+            asked_by(one["runtime"], one.get("iq", "")),
             ", ".join(able),
             *(in_short(cells, able, mix, one["bound"]) for mix in mixes),
         )

@@ -33,6 +33,7 @@ from moeq.bundled import bundled_path
 from moeq.errors import FormatError
 from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
+from moeq_kernels.iq_types import WIDTHS
 
 PROBES = Path(__file__).parent / "exporters"
 TRAINED = "tiny-mixtral"
@@ -58,7 +59,7 @@ Place = tuple[str, str, str]  # reader, family, mix
 ORDER = (2, 4, 3, 8, 16, 1, 6, 5, 7)  # in which a mix takes the widths that a runtime loads: a narrow one first
 
 
-REFERENCES: dict[tuple[str, int, Mix, tuple[int, ...]], Tensor] = {}  # logits, by family, group size, mix and widths
+REFERENCES: dict[tuple[str, int, str, Mix, tuple[int, ...]], Tensor] = {}  # logits, by family, grid, mix and widths
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,15 @@ MIXES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """runtime: what moeq is asked to write for; package: of the environment below MOEQ_PEERS, "": this one, None: there
-    is none here; loader: of peer_probe.py, or vllm; group_size: of the grids; bound: of the divergence from what is
-    right, in nats, mean over positions; computes: in which type; plugins: whether vLLM takes them; families: those that
-    are shown; given: whether the runtime is not the one that moeq is asked for; not_run: why."""
+    """runtime: what moeq is asked to write for; iq: in which set of i-quants, instead of a grid; package: of the
+    environment below MOEQ_PEERS, "": this one, None: there is none here; loader: of peer_probe.py, or vllm;
+    group_size: of the grids; bound: of the divergence from what is right, in nats, mean over positions; computes: in
+    which type; plugins: whether vLLM takes them; families: those that are shown; given: whether the runtime is not the
+    one that moeq is asked for; not_run: why."""
 
     runtime: str
     package: str | None
+    iq: str = ""
     loader: str = "transformers"
     group_size: int = 64
     bound: float = 1e-5
@@ -119,7 +122,17 @@ class Reader:
 
     def described(self) -> dict[str, Any]:
         """What the file says of it beside its cells."""
-        return {name: getattr(self, name) for name in ("runtime", "computes", "bound", "given")}
+        found = {name: getattr(self, name) for name in ("runtime", "computes", "bound", "given")}
+        return found | {"iq": self.iq} if self.iq else found
+
+    def widths(self, mix: Mix) -> tuple[int, ...]:
+        """The widths that a mix takes in turn."""
+        return mix.several(WIDTHS if self.iq else target_of(self.runtime).widths)
+
+    def source(self, model: Path, mix: Mix) -> MadeSource:
+        """A model in a mix."""
+        choose, size = mix.choose(self.widths(mix)), self.group_size
+        return MadeSource(model, choose, group_size=size, symmetric=mix.symmetric, iq=self.iq)
 
 
 OF_VLLM: dict[str, Any] = {
@@ -143,6 +156,10 @@ READERS = {
     "llama.cpp": Reader(
         runtime="llama.cpp", package="llama-cpp-python", loader="llama.cpp", group_size=256, bound=0.005,
         computes="float32, activations rounded to 8 bits",
+    ),
+    "llama.cpp, i-quants": Reader(
+        runtime="llama.cpp", iq="iq-s", package="llama-cpp-python", loader="llama.cpp", bound=0.005,
+        computes="float32, activations rounded to 8 bits", families=tuple(name for name in FAMILIES if name != TRAINED),
     ),
     "llama.cpp, refitted": Reader(
         runtime="llama.cpp-refit", package="llama-cpp-python", loader="llama.cpp", bound=0.02,
@@ -242,8 +259,10 @@ def exported(
         for name in names:
             reader = READERS[name]
             for mix, what in MIXES.items() if family in reader.families else ():
-                several = what.several(target_of(reader.runtime).widths)
-                source = MadeSource(model, what.choose(several), group_size=reader.group_size, symmetric=what.symmetric)
+                if reader.iq and not what.symmetric:
+                    refused[name, family, mix] = Cell(verdict=REFUSED, said="i-quants have no zero points")
+                    continue
+                source = reader.source(model, what)
                 out = folder / f"{family}-{len(written)}"
                 try:
                     if mix != PLAIN or reader.loader == "llama.cpp":
@@ -251,7 +270,7 @@ def exported(
                 except FormatError as error:
                     refused[name, family, mix] = Cell(verdict=REFUSED, said=refusal(error))
                     continue
-                grid = (family, reader.group_size, what, several)
+                grid = (family, reader.group_size, reader.iq, what, reader.widths(what))
                 if grid not in REFERENCES:
                     REFERENCES[grid] = reference_logits(source)
                 written[name, family, mix] = out if out.exists() else model, REFERENCES[grid]

@@ -11,8 +11,8 @@ from typing import Any
 
 from moeq_kernels.errors import ArtifactError
 from moeq_kernels.widths import (
+    CODEBOOKS,
     DROPPED,
-    EXL3_CODEBOOKS,
     FLOAT_BITS,
     FLOAT_GROUPS,
     FULL,
@@ -90,7 +90,7 @@ class Stored:
         if type(state_bits) is not int or state_bits not in (0, *STATE_BITS) or (state_bits and nested):
             raise wrong_config("no trellis code has so many states", "quantization_config.state_bits")
         codebook = block.get("codebook", "")
-        if not isinstance(codebook, str) or codebook not in ("", *EXL3_CODEBOOKS, *FLOAT_GROUPS):
+        if not isinstance(codebook, str) or codebook not in CODEBOOKS:
             raise wrong_config("no code has this codebook", "quantization_config.codebook")
         group_size, experts = block.get("group_size", 128), block.get("experts") or {}
         _check_group_size(group_size, "quantization_config")
@@ -101,6 +101,8 @@ class Stored:
         if own.floats and own != Encoding.floating(codebook):
             what = f"{codebook} has groups of {FLOAT_GROUPS[codebook]}, no zero points and no states"
             raise wrong_config(what, "quantization_config")
+        if own.codes == "iq" and own != Encoding.iq(codebook):
+            raise wrong_config("i-quants have blocks of 256, no zero points and no states", "quantization_config")
         if own.codes == "exl3" and own != Encoding.exl3(codebook):
             raise wrong_config("EXL3's codes have 2^16 states, a scale a row and no zero points", "quantization_config")
         if state_bits and not codebook and own != Encoding.trellis(state_bits):
@@ -113,7 +115,9 @@ class Stored:
             for widths in layer
             for width in (widths.values() if isinstance(widths, dict) else () if widths == DROPPED else [widths])
         )
-        widths = (*TRELLIS_BITS, FULL) if state_bits else (*FLOAT_BITS, FULL) if own.floats else WIDTHS
+        widths = (
+            (*TRELLIS_BITS, FULL) if state_bits or own.codes == "iq" else (*FLOAT_BITS, FULL) if own.floats else WIDTHS
+        )
         if any(type(width) is not int or width not in widths for width in every):
             raise wrong_config(f"widths of experts must be of {widths}", "quantization_config")
         return cls(

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # which loads a compiler
     from moeq_kernels.gpu.versions import VersionedTritonLayer
 
 NO_KERNEL = "moeq has no kernel for {} codes"
+_NAMES = {"exl3": "EXL3's", "iq": "i-quants'"}
 Policy = Literal["measured", "fixed", "reference"]
 _policy: ContextVar[Policy] = ContextVar("policy", default="measured")
 _at_once: ContextVar[bool] = ContextVar("at_once", default=True)
@@ -152,7 +153,7 @@ def _kernel(device: torch.device, policy: Policy, matrices: Sequence[Matrix]) ->
     if REFERENCE in (name, policy):
         return ReferenceKernel(), None
     if (other := next((one for one in packed if one.codebook), None)) is not None:
-        return None, NO_KERNEL.format("EXL3's" if other.state_bits else other.codebook.upper())
+        return None, NO_KERNEL.format(_NAMES.get(other.encoding.codes, other.codebook.upper()))
     if takes_triton(device):
         return _triton()
     if device.type != "cpu":

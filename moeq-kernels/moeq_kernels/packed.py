@@ -3,9 +3,9 @@
 codes uint8 [..., N, ceil(K*b/8)]; scales float16 [..., N, G]; zeros uint8 [..., N, ceil(G*b/8)], absent for 1 bit (0.5)
 and for symmetric grids (2**(b-1)). Of trellis codes, and of EXL3's, codes [..., ceil(N/16), ceil(K/16)*32*b], scales
 [..., N, 1], see trellis.py and exl3.py. A nested weight of 2, 3 or 4 bits has the scales and zeros of its 4-bit grid at
-every width, see `grids.nested_grid`. Of codes that are floating-point numbers see floats.py; of these NVFP4 has a
-`unit` float32 [..., 1, 1], what its scales are counted in. Of 0 bits, a matrix of a dropped expert, nothing is stored,
-and all values are zero.
+every width, see `grids.nested_grid`. Of i-quants see iq.py. Of codes that are floating-point numbers see floats.py; of
+these NVFP4 has a `unit` float32 [..., 1, 1], what its scales are counted in. Of 0 bits, a matrix of a dropped expert,
+nothing is stored, and all values are zero.
 
 Letters: E experts, N output rows, K inputs, G groups of inputs, b bits, B bytes of a row.
 """
@@ -19,7 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from moeq_kernels import exl3, floats, grids, trellis
+from moeq_kernels import exl3, floats, grids, iq, trellis
 from moeq_kernels.packing import BLOCK_VALUES, pack, packed_row_bytes, unpack
 from moeq_kernels.widths import DROPPED, EXL3_SIDE, PARTS, SUPPORTED_BITS, Encoding, group_count, resolved_group_size
 
@@ -46,6 +46,8 @@ def packed_shapes(
         return {"codes": (codes, dtype), "scales": ((rows, 1), grids.SCALE_DTYPE)}
     if encoding.floats:
         return floats.packed_shapes(rows, inputs, bits, encoding.codebook)
+    if encoding.codes == "iq":
+        return iq.packed_shapes(rows, inputs, bits, encoding.codebook)
     groups = group_count(inputs, encoding.group_size)
     shapes = {
         "codes": ((rows, packed_row_bytes(inputs, bits)), torch.uint8),
@@ -156,6 +158,8 @@ class PackedWeight:
         if self.encoding.floats:
             stored = self.codes, self.scales, self.unit
             return floats.dequantize(*stored, self.bits, self.inputs, self.codebook, dtype)
+        if self.encoding.codes == "iq":
+            return iq.dequantize(self.codes, self.scales, self.bits, self.codebook, dtype)
         if self.codebook:
             return exl3.dequantize(self.codes, self.scales.squeeze(-1), self.bits, self.inputs, self.codebook, dtype)
         if self.state_bits:
@@ -238,7 +242,7 @@ def _whole_tiles(weight: PackedWeight, what: str, first: int, count: int, length
 
 def some_inputs(weight: PackedWeight, first: int, count: int) -> PackedWeight:
     """The weight [N, count] of some of the inputs [N, K]; ValueError unless they are whole groups of the grid, or all
-    lie in one, or whole tiles of trellis codes."""
+    lie in one, or whole tiles of trellis codes, or blocks of i-quants."""
     if weight.state_bits:
         tiles = _whole_tiles(weight, "inputs", first, count, weight.inputs)
         each = trellis.STEPS // 8 * weight.bits
@@ -248,9 +252,14 @@ def some_inputs(weight: PackedWeight, first: int, count: int) -> PackedWeight:
     size = resolved_group_size(weight.inputs, weight.group_size)
     last = first + count
     whole = not first % size and (not last % size or last == weight.inputs)
-    if not (whole or first // size == (last - 1) // size) or not 0 <= first < last <= weight.inputs:
+    blocks = weight.encoding.codes == "iq"
+    within = whole or (first // size == (last - 1) // size and not blocks)
+    if not within or not 0 <= first < last <= weight.inputs:
         raise ValueError(f"inputs {first} to {last - 1} are no whole groups of {size}")
     groups = slice(first // size, -(-last // size))
+    if blocks:
+        codes = weight.codes.unflatten(-1, (weight.scales.shape[-1], -1))[..., groups, :].flatten(-2).contiguous()
+        return replace(weight, codes=codes, scales=weight.scales[..., groups].contiguous(), inputs=count)
     zeros = weight.zeros
     if zeros is not None:
         bits = weight.encoding.grid_bits(weight.bits)

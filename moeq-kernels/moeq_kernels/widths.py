@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NotRequired, Protocol, TypedDict
 
+from moeq_kernels import iq_types
+
 FULL = 16  # stands for an expert or a matrix as the checkpoint has it
 WIDTHS = (1, 2, 3, 4, 8, FULL)  # of an expert, or of one of its matrices
 DROPPED = 0  # stands for an expert of which nothing is stored: whatever it is given, it adds nothing
@@ -20,6 +22,7 @@ NESTED_VERSION = 2  # where weights are nested
 TRELLIS_VERSION = 3  # where experts have trellis codes
 EXL3_VERSION = 4  # where they have EXL3's codes
 FLOAT_VERSION = 5  # where their codes are floating-point numbers
+IQ_VERSION = 6  # where they are llama.cpp's i-quants
 TRELLIS_BITS = (1, 2, 3, 4, 8)  # widths of trellis codes; those of 8 bits are the values themselves
 STATE_BITS = range(8, 17)  # L of trellis codes of 2**L states
 EXL3_CODEBOOKS = ("mul1",)  # of EXL3's codes in moeq's own checkpoints
@@ -30,6 +33,7 @@ FLOAT_GROUPS = {
     "mxfp4": 32,
 }  # {codes that are floating-point numbers: inputs that share a scale at 4 bits}
 FLOAT_BITS = (4, 8)  # widths of these
+CODEBOOKS = ("", *EXL3_CODEBOOKS, *FLOAT_GROUPS, *iq_types.SETS)  # of codes that have one, and of others
 ROUNDING: Literal["half_up"] = "half_up"
 MULTIPLIER_BITS = 16
 EXACT_BITS = 52  # whole numbers up to 2**52, and half of one more, are exact in float64
@@ -47,7 +51,7 @@ class _Said(Protocol):
     def nested(self) -> bool: ...
 
 
-Codes = Literal["grid", "trellis", "exl3", "nvfp4", "mxfp4"]  # what codes are of
+Codes = Literal["grid", "trellis", "exl3", "nvfp4", "mxfp4", "iq"]  # what codes are of
 
 
 class EncodingKeys(TypedDict):
@@ -71,7 +75,8 @@ class Encoding:
     of 2 and 3 bits are the leading bits of those of 4; state_bits: L of trellis codes of 2**L states, 0 for grids, see
     `moeq_kernels.trellis`: of them a scale a row is all that is stored beside the codes; codebook: of EXL3's, which are
     trellis codes of 2**16 states between Hadamard transforms, see `moeq_kernels.exl3`, and of those that are
-    floating-point numbers, see `moeq_kernels.floats`, whose groups of 4 bits it decides; at 8 bits they are whole rows.
+    floating-point numbers, see `moeq_kernels.floats`, whose groups of 4 bits it decides; at 8 bits they are whole rows;
+    and of i-quants, see `moeq_kernels.iq`: which set, whose blocks are the groups.
     """
 
     group_size: int
@@ -94,6 +99,11 @@ class Encoding:
     def floating(cls, codebook: str) -> Encoding:
         """Codes that are floating-point numbers: nvfp4 or mxfp4."""
         return cls(group_size=FLOAT_GROUPS[codebook], symmetric=True, codebook=codebook)
+
+    @classmethod
+    def iq(cls, codebook: str) -> Encoding:
+        """llama.cpp's i-quants of a set."""
+        return cls(group_size=iq_types.BLOCK, symmetric=True, codebook=codebook)
 
     @classmethod
     def of(cls, said: _Said) -> Encoding:
@@ -119,6 +129,8 @@ class Encoding:
         """What the codes are of."""
         if self.floats:
             return "nvfp4" if self.codebook == "nvfp4" else "mxfp4"
+        if self.codebook in iq_types.SETS:
+            return "iq"
         return "exl3" if self.codebook else "trellis" if self.state_bits else "grid"
 
     @property
@@ -130,12 +142,17 @@ class Encoding:
     def layout_version(self) -> int:
         """Of the layout that such weights are written in."""
         grid = NESTED_VERSION if self.nested else LAYOUT_VERSION
-        return {"grid": grid, "trellis": TRELLIS_VERSION, "exl3": EXL3_VERSION}.get(self.codes, FLOAT_VERSION)
+        return {"grid": grid, "trellis": TRELLIS_VERSION, "exl3": EXL3_VERSION, "iq": IQ_VERSION}.get(
+            self.codes, FLOAT_VERSION
+        )
 
     def at(self, bits: int) -> Encoding:
-        """That of weights of one width: others than 2, 3 and 4 bits are never nested; FP8 has a scale a row."""
+        """That of weights of one width: others than 2, 3 and 4 bits are never nested; FP8 has a scale a row, i-quants
+        of 8 bits have one for 32 weights."""
         if self.floats:
             return replace(self, group_size=-1 if bits == FLOAT_BITS[-1] else FLOAT_GROUPS[self.codebook])
+        if self.codes == "iq" and bits in iq_types.WIDTHS:
+            return replace(self, group_size=iq_types.BLOCKS[iq_types.type_of(bits, self.codebook)][0])
         return replace(self, nested=False) if self.nested and bits not in NESTED_BITS else self
 
     def has_zeros(self, bits: int) -> bool:

@@ -23,7 +23,8 @@ from moeq.artifacts.stage import Frozen, ModelStamp, read_model
 from moeq.bounded import shown
 from moeq.errors import ArtifactError
 from moeq.version import __version__
-from moeq_kernels.widths import EXL3_CODEBOOKS, FLOAT_GROUPS, LAYOUT, STATE_BITS, TRELLIS_BITS, Encoding
+from moeq_kernels.iq_types import SETS
+from moeq_kernels.widths import CODEBOOKS, LAYOUT, STATE_BITS, TRELLIS_BITS, Encoding
 
 SCHEMA_VERSION = 1
 NAME = "placement.json"
@@ -52,6 +53,12 @@ EXL3_TEXT = (
     "value is that of the 16 bits w that end with it: with h(b) the float16 of bits b, float16 of (1024 + the sum of "
     "the four bytes of w * 0x83DCD12D mod 2^32) * h(0x1EEE) + h(0xC931). `codes` uint8 [rows/16, inputs/16*32*bits], "
     "tile by tile; `scales` float16 [rows, 1]. `dense` and `bias` are in the checkpoint's type."
+)
+IQ_TEXT = (
+    "llama.cpp's i-quants: a matrix [rows, inputs] has the type of ggml that `types` names for its width; `codes` "
+    "uint8 [rows, blocks*(size-2)] are the blocks of a row as ggml/src/ggml-common.h has them, each without its first "
+    "two bytes, the float16 d, which is in `scales` float16 [rows, blocks]. Blocks are of 256 weights, of Q8_0 of 32. "
+    "`dense` and `bias` are in the checkpoint's type."
 )
 FLOAT_TEXT = (
     "A matrix [rows, inputs] is a bitstream of codes a row, least significant bit first, each a floating-point number. "
@@ -297,7 +304,7 @@ class PlacementManifest(Frozen):
         state_bits = self.layout.get("state_bits", 0)
         if type(state_bits) is not int or state_bits not in (0, *STATE_BITS):
             raise ValueError("layout.state_bits is no trellis code's")
-        if self.layout.get("codebook", "") not in ("", *EXL3_CODEBOOKS, *FLOAT_GROUPS):
+        if self.layout.get("codebook", "") not in CODEBOOKS:
             raise ValueError("layout.codebook is no code's")
         return self
 
@@ -339,7 +346,7 @@ def trellis_values(encoding: Encoding) -> dict[str, str]:
 def _described(encoding: Encoding, mixed: bool, drops: bool) -> str:
     """How weights are stored, in words."""
     grid = LAYOUT_TEXT + (NESTED_TEXT if encoding.nested else "")
-    kind = {"grid": grid, "trellis": TRELLIS_TEXT, "exl3": EXL3_TEXT}.get(encoding.codes, FLOAT_TEXT)
+    kind = {"grid": grid, "trellis": TRELLIS_TEXT, "exl3": EXL3_TEXT, "iq": IQ_TEXT}.get(encoding.codes, FLOAT_TEXT)
     return kind + (MIXED_TEXT if mixed else "") + (DROPPED_TEXT if drops else "")
 
 
@@ -351,6 +358,11 @@ def layout(encoding: Encoding, mixed: bool = False, drops: bool = False) -> dict
         "version": encoding.layout_version,
         **encoding.describe(),
         **({"values": trellis_values(encoding)} if encoding.codes == "trellis" else {}),
+        **(
+            {"types": {str(bits): name for bits, name in SETS[encoding.codebook].items()}}
+            if encoding.codes == "iq"
+            else {}
+        ),
         "description": _described(encoding, mixed, drops),
     }
 

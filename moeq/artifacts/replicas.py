@@ -32,7 +32,7 @@ from moeq.artifacts.reading import NAME_BYTES, PlainName, TensorHeader, parse_js
 from moeq.artifacts.stage import Frozen, check_schema_version, read_model
 from moeq.artifacts.tensor_files import dtype_name, layout_of, stored_chunks, tensor_bytes, write_in_chunks
 from moeq.errors import ArtifactError
-from moeq_kernels.widths import PARTS, Encoding
+from moeq_kernels.widths import CODEBOOKS, PARTS, Encoding
 
 if TYPE_CHECKING:
     from moeq_kernels.packed import PackedWeight
@@ -167,7 +167,7 @@ class _ProjectionText(Frozen, strict=True):
     symmetric: bool
     nested: bool = False
     state_bits: int = Field(0, ge=0, le=16)
-    codebook: Literal["", "mul1", "nvfp4", "mxfp4"] = ""
+    codebook: Literal[CODEBOOKS] = ""  # type: ignore[valid-type]
 
     @field_validator("group_size")
     @classmethod

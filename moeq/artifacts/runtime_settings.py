@@ -13,8 +13,9 @@ from typing import get_args
 
 from moeq.artifacts.targets import CODES, FINENESS, Grid, Sized, Target, may_differ, refuse_matrix
 from moeq.recipe import BUDGETS, SHARED, Bits, Recipe
-from moeq.registry import ALLOCATORS
+from moeq.registry import ALLOCATORS, QUANTIZERS
 from moeq.runtimes import NATIVE, runtime
+from moeq_kernels.iq_types import SETS, stored_bits
 from moeq_kernels.widths import FULL, Codes
 
 ASSUMED = (4096, 4096)  # rows and inputs of a matrix where no model is known
@@ -23,7 +24,7 @@ SHORT = 32  # the group in which the native checkpoint takes what blocks with sc
 WITHIN = "optimal"  # the method that decides within any target
 SCALE_BITS = 16  # of a group
 MAKERS: dict[Codes, str] = {  # who makes codes that are read
-    "grid": "gptq", "trellis": "trellis", "exl3": "exl3", "nvfp4": "nvfp4", "mxfp4": "mxfp4",
+    "grid": "gptq", "trellis": "trellis", "exl3": "exl3", "nvfp4": "nvfp4", "mxfp4": "mxfp4", "iq": "iq",
 }  # fmt: skip
 CHOICE = 2  # widths that there should be to choose from
 WIDTHS: tuple[int, ...] = get_args(Bits)  # that replicas can have
@@ -58,10 +59,11 @@ def settings_for(
     layers: the model's MoE layers, where it is known; said: keys of the recipe that stay as they are, such as
     losses.symmetric; None: all that were given; room: bits a weight of the experts that a budget of bytes leaves. What
     a runtime cannot load in spite of it is refused later. Of two targets of one runtime the one is taken that rounds
-    scales, unless the recipe's own target is the other.
+    scales, unless the recipe's own target is the other, or codes are no grid's.
     """
-    asked = runtime(name)
-    if asked.target is not None and asked.target.rounded and recipe.assign.target != name:
+    asked, kept = runtime(name), _given(recipe) if said is None else said
+    codes = recipe.losses.encoding.codes if asked.target is None else _wanted(asked.target, recipe, layers, kept, room)
+    if codes == "grid" and asked.target is not None and asked.target.rounded and recipe.assign.target != name:
         asked, why = runtime(asked.target.rounded), f"loses less in the same bytes than {name}, which rounds no scale"
     else:
         why = "assigns what it loads"
@@ -72,10 +74,13 @@ def settings_for(
         settings.append(Setting(key="export.formats", value=value, why="beside the native checkpoint"))
     if asked.target is None:
         return settings
-    kept = _given(recipe) if said is None else said
-    codes, grid = _codes(asked.target, recipe), _grid(asked.target, recipe, layers, kept, room)
-    settings += [setting for setting in (*codes, *grid, *_placed(asked.target, recipe)) if setting.key not in kept]
-    if not {f"assign.{key}" for key in BUDGETS} & set(kept):
+    more = (
+        *_codes(asked.target, recipe, codes, room),
+        *_grid(asked.target, recipe, layers, kept, room, codes),
+        *_placed(asked.target, recipe),
+    )
+    settings += [setting for setting in more if setting.key not in kept]
+    if codes != "iq" and not {f"assign.{key}" for key in BUDGETS} & set(kept):
         settings += _budget(asked.target, recipe, layers, {one.key: one.value for one in settings})
     return settings if "assign.method" in kept else [*settings, *_method(asked.target, recipe)]
 
@@ -84,7 +89,7 @@ def grid_settings(name: str, recipe: Recipe, said: Collection[str] | None = None
     """The grid of an `assign.target` that loads no other, where the recipe does not say it; said: as `settings_for`."""
     target, section = runtime(name).target, recipe.losses
     kept = _given(recipe) if said is None else said
-    found = [] if target is None else list(_codes(target, recipe))
+    found = [] if target is None else list(_codes(target, recipe, _wanted(target, recipe, (), kept, None), None))
     if target is not None and target.symmetric_only and not section.symmetric:
         found.append(Setting(key="losses.symmetric", value="true", why=f"{name} reads symmetric grids only"))
     if target is not None and target.groups is not None and section.group_size not in target.groups:
@@ -99,30 +104,74 @@ def _given(recipe: Recipe) -> set[str]:
     return {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields_set}
 
 
-def _codes(target: Target, recipe: Recipe) -> Iterator[Setting]:
+def _wanted(
+    target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collection[str], room: Fraction | None
+) -> Codes:
+    """The recipe's codes where a target reads them, else the first of its own that suit the model and the budget."""
+    made = recipe.losses.encoding.codes
+    if made in target.codes:
+        return made
+    budget = _bits(recipe, room)
+    return next((codes for codes in target.codes if _suits(codes, layers, kept, budget)), target.codes[-1])
+
+
+def _bits(recipe: Recipe, room: Fraction | None) -> Fraction | None:
+    """The recipe's budget of bits a weight, or what one of bytes leaves; None where it is in other units."""
+    asked = recipe.assign.bits_per_weight
+    return room if asked is None else Fraction(asked)
+
+
+def _codes(target: Target, recipe: Recipe, wanted: Codes, room: Fraction | None) -> Iterator[Setting]:
     """Codes that it reads instead of those that it does not; grids are trained layer by layer first where scales are
     trained."""
-    made, wanted = recipe.losses.encoding.codes, target.codes[0]
-    if made in target.codes:
+    made = recipe.losses.encoding.codes
+    if made == wanted:
         return
     yield Setting(key="losses.methods", value=f"[{MAKERS[wanted]}]", why=f"{target.name} reads no {CODES[made]}")
     yield Setting(key="assign.quantizer", value=MAKERS[wanted], why="the same")
+    if wanted == "iq" and (fitting := iq_set(_bits(recipe, room))) not in (None, recipe.losses.iq_set):  # type: ignore[attr-defined]
+        yield Setting(key="losses.iq_set", value=fitting, why="the finest types of 2 bits that the budget has room for")
     if wanted == "grid" and recipe.quantize.tune is not None and recipe.quantize.refine is None:
         yield Setting(key="quantize.refine", value="{}", why="codes of a grid gain by it what trellis codes begin with")
 
 
+def _suits(codes: Codes, layers: Sequence[Sized], kept: Collection[str], budget: Fraction | None) -> bool:
+    """Whether codes suit every matrix of a model, what was said of the grid, and a budget."""
+    sides = QUANTIZERS.get(MAKERS[codes]).sides
+    if any(size % sides for layer in layers for name in layer.projections for size in layer.shape(name)):
+        return False
+    said = {"losses.symmetric", "losses.symmetric_range", "losses.group_size"} & {*kept}
+    return codes != "iq" or (bool(layers) and not said and iq_set(budget) is not None)
+
+
+def iq_set(budget: Fraction | None) -> str | None:
+    """The finest set of i-quants whose 2 bits a budget of bits a weight has room for, the smallest where it has room
+    for 1 bit; None where it has not."""
+    finest, *_, smallest = SETS
+    if budget is None:
+        return finest.removeprefix("iq-")
+    fitting = [name for name in SETS if stored_bits(2, name) <= budget]
+    if not fitting and stored_bits(1, smallest) <= budget:
+        fitting = [smallest]
+    return fitting[0].removeprefix("iq-") if fitting else None
+
+
 def _grid(
-    target: Target, recipe: Recipe, layers: Sequence[Sized], kept: Collection[str], room: Fraction | None
+    target: Target,
+    recipe: Recipe,
+    layers: Sequence[Sized],
+    kept: Collection[str],
+    room: Fraction | None,
+    codes: Codes,
 ) -> Iterator[Setting]:
     """The grid in which it loads most of the widths, the recipe's own where that does; widths, where it loads too few.
 
     Where matrices may differ, each counts by itself. Nested codes are given up first, where it has none.
     """
-    section, asked = recipe.losses, recipe.assign.bits_per_weight
-    budget = room if asked is None else Fraction(asked)
+    section, budget = recipe.losses, _bits(recipe, room)
     if section.nested and not target.nested:
         yield Setting(key="losses.nested", value="false", why=f"{target.name} has no codes that lead wider ones")
-    if "grid" not in target.codes:
+    if codes != "grid":
         return
     sizes = [section.group_size, *(() if "losses.group_size" in kept else GROUP_SIZES)]
     kinds = [section.symmetric, *(() if "losses.symmetric" in kept else (not section.symmetric,))]

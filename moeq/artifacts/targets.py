@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Unpack
 
 from moeq.errors import FormatError
 from moeq.runtimes import NATIVE, runtimes
+from moeq_kernels.iq_types import SETS
 from moeq_kernels.widths import FULL, Codes, Encoding, EncodingKeys
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ WIDEN = "set export.widen: true (--widen), which stores the same values in a wid
 ONE_WIDTH = "give every layer's experts one width (assign.granularity: layer), or write it for native or auto-round"
 CODES: dict[Codes, str] = {  # in messages
     "grid": "grids", "trellis": "trellis codes", "exl3": "EXL3's codes", "nvfp4": "NVFP4", "mxfp4": "MXFP4",
+    "iq": "i-quants",
 }  # fmt: skip
 ANY_GRID = "write it for native or dequantized"
 
@@ -41,6 +43,8 @@ def in_words(encoding: Encoding) -> str:
     groups = "one group a row" if encoding.group_size == -1 else f"groups of {encoding.group_size} weights"
     if encoding.floats:
         return f"{encoding.codebook.upper()} ({groups}) at 4 bits, FP8 (one scale a row) at 8"
+    if encoding.codes == "iq":
+        return f"i-quants ({', '.join(SETS[encoding.codebook].values())})"
     if encoding.codebook:
         return f"EXL3's codes ({encoding.codebook}), {groups}"
     if encoding.state_bits:
@@ -90,7 +94,9 @@ class Target:
     def matrix_bytes(self, grid: Grid, *, widen: bool = False) -> int | None:
         """What it stores of a matrix; None where that is as the native format has it, or where it does not load it."""
         stored = loadable_grid(self, grid) if widen else grid
-        if self.blocks is None or self.block_bytes is None or refuse_matrix(self, stored) is not None:
+        if self.blocks is None or self.block_bytes is None or Encoding.of(grid).codes == "iq":
+            return None
+        if refuse_matrix(self, stored) is not None:
             return None
         kind = (stored.bits, stored.symmetric)
         return grid.rows * grid.inputs // self.blocks[kind] * self.block_bytes[kind]
@@ -153,7 +159,9 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     for what, size in (("rows", grid.rows), ("inputs", grid.inputs)):
         if size % target.multiple:
             return f"{size} {what}; {target.name} packs multiples of {target.multiple}", ANY_GRID
-    return None if target.blocks is None else _refuse_blocks(target, target.blocks, grid)
+    if target.blocks is None or Encoding.of(grid).codes == "iq":
+        return None
+    return _refuse_blocks(target, target.blocks, grid)
 
 
 def _refuse_codes(target: Target, encoding: Encoding) -> tuple[str, str] | None:
@@ -306,6 +314,8 @@ def _least(grid: Grid) -> int:
 
 def widest_of(target: Target, grids: Sequence[Grid]) -> int | None:
     """The least width of symmetric codes that holds all grids, none nested, and that a target can read; or None."""
+    if any(grid.codebook or grid.state_bits for grid in grids):
+        return None
     least = max(map(_least, grids))
     for width in target.widths:
         wide = [replace(grid, bits=width, symmetric=True) for grid in grids]

@@ -12,6 +12,7 @@ from typing import Any
 from moeq.artifacts.targets import Grid, Target, loadable_grid, widest_of
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, ExportSizes, Loader, later
 from moeq.numerics.ggml_types import LENGTHS, NEAREST, NEAREST_BYTES, NEAREST_LENGTHS, RUNS, TYPES
+from moeq_kernels.iq_types import stored_bits
 from moeq_kernels.widths import FULL
 
 VERSION = "0.19.0"
@@ -45,6 +46,8 @@ def _stack_bits(target: Target, grids: tuple[Grid, ...], full: bool, widen: bool
     if not grids or full:
         return FULL
     bits, symmetric = grids[0].bits, grids[0].symmetric
+    if grids[0].codebook:
+        return stored_bits(bits, grids[0].codebook)
     if len(grids) > 1:
         bits, symmetric = widest_of(target, grids) or FULL, True
     elif widen:
@@ -70,13 +73,15 @@ model = Llama("THIS_DIRECTORY/{FILE}")""",
             widths=(1, 2, 3, 4, 5, 6, 8, FULL),
             granularity="layer",
             reads="one type a stack of a layer's experts: 4, 5, 8 bits symmetric in groups of 32 and more, 1 bit of "
-            "128, 2, 3, 6 bits and zero points of 4, 5 bits of 256 (numerics.ggml_types)",
+            "128, 2, 3, 6 bits and zero points of 4, 5 bits of 256 (numerics.ggml_types); i-quants (iq_types)",
             short_groups=True,
             stacks=True,
             blocks=LENGTHS,
             block_bytes=NEAREST_BYTES,
             rounded=REFIT,
-            proof=f"tests/exporters/test_gguf.py, gguf {VERSION}, transformers 5.23, llama-cpp-python 0.3.36",
+            codes=("iq", "grid"),
+            proof=f"tests/exporters/test_gguf.py, test_gguf_iq.py, gguf {VERSION}, transformers 5.23, "
+            "llama-cpp-python 0.3.36",
         ),
         Target(
             name=REFIT,
@@ -90,6 +95,7 @@ model = Llama("THIS_DIRECTORY/{FILE}")""",
             blocks=NEAREST_LENGTHS,
             block_bytes=NEAREST_BYTES,
             runs=RUNS,
+            codes=("grid", "iq"),
             called=f"llama.cpp, scales rounded to its blocks, with gguf {VERSION}",
             proof=f"tests/exporters/test_gguf_refit.py, gguf {VERSION}, llama-cpp-python 0.3.36",
         ),

@@ -50,6 +50,8 @@ from moeq.numerics.ggml_refit import refit
 from moeq.numerics.ggml_types import FLOATS, NEAREST, TYPES
 from moeq.numerics.matrix_error import relative_error
 from moeq.version import __version__
+from moeq_kernels import iq
+from moeq_kernels.iq_types import type_of
 from moeq_kernels.packed import PackedWeight
 
 WHERE = "format gguf"
@@ -282,11 +284,11 @@ def _stack(
         return kind, (tensor_bytes(matrix) for matrix in full)
     bits = _common_width(draft, f"{layer.name}, {projection}", [grid_of(weight) for weight in packed], bool(full))
     wide = [draft.loadable(name, weight, bits) for name, weight in zip(names, packed, strict=True)]
-    kinds = {NEAREST[weight.bits, weight.zeros is None] for weight in wide}
-    assert len(kinds) == 1, kinds
+    (one,) = {_kind(grid_of(weight)) for weight in wide}
+    assert one is not None, names[0]
     stack = stack_name(layer, projection)
     every = enumerate(zip(names, wide, strict=True))
-    return kinds.pop(), (_blocks(draft, writer, name, weight, stack, place) for place, (name, weight) in every)
+    return one, (_blocks(draft, writer, name, weight, stack, place) for place, (name, weight) in every)
 
 
 def _common_width(draft: Draft, what: str, grids: list[Grid], full: bool) -> int | None:
@@ -297,7 +299,7 @@ def _common_width(draft: Draft, what: str, grids: list[Grid], full: bool) -> int
     refused = refuse_stack(draft.target, grids, full=full, widen=draft.options.widen)
     if refused is not None:
         raise FormatError(refused[0], where=f"{WHERE}: {what}", do=refused[1])
-    if len({NEAREST.get((grid.bits, grid.symmetric)) for grid in grids}) == 1:
+    if len({_kind(grid) for grid in grids}) == 1:
         return None
     bits = widest_of(draft.target, grids) if draft.options.widen else None
     if bits is None:
@@ -311,9 +313,16 @@ def _common_width(draft: Draft, what: str, grids: list[Grid], full: bool) -> int
     return bits
 
 
+def _kind(grid: Grid) -> str | None:
+    """The type that holds what is packed in a grid, or i-quants; None where none does."""
+    return type_of(grid.bits, grid.codebook) if grid.codebook else NEAREST.get((grid.bits, grid.symmetric))
+
+
 def _blocks(draft: Draft, writer: Writer, name: str, weight: PackedWeight, tensor: str, place: int = 0) -> memoryview:
     """The blocks of one matrix, the place-th of a tensor; of rounded ones the error is noted."""
     try:
+        if weight.encoding.codes == "iq":
+            return tensor_bytes(iq.joined(weight.codes, weight.scales))
         if draft.target.runs is None or ggml.holds(weight):
             return tensor_bytes(ggml.encode(weight))
         kind, blocks = refit(weight)

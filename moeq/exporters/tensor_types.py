@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from moeq.artifacts.manifest import read_manifest
 from moeq.errors import ArtifactError, FormatError, RecipeError
 from moeq.exporters.gguf import STACKS
 from moeq.models.stored_experts import LAYER
+from moeq_kernels.iq_types import SETS
 
 Kind = Literal["k", "iq"]
 ASSIGNMENT = "assignment.json"
@@ -27,41 +28,44 @@ TYPES: dict[Kind, dict[int, str]] = {
     "k": {2: "q2_K", 3: "q3_K", 4: "q4_K", 5: "q5_K", 6: "q6_K", 8: "q8_0", 16: "bf16"},
     "iq": {1: "iq1_m", 2: "iq2_xs", 3: "iq3_s", 4: "iq4_xs", 5: "q5_K", 6: "q6_K", 8: "q8_0", 16: "bf16"},
 }
-ONLY_WITH_IMATRIX = ("iq1_m", "iq2_xs")
+ONLY_WITH_IMATRIX = ("iq1_m", "iq1_s", "iq2_xxs", "iq2_xs", "iq2_s")
 WIDER = "give every layer's experts one width (assign.granularity: layer or projection), or --widen to the widest"
 
 Layers = Sequence[tuple[str, Sequence[Width]]]  # a layer's name, and the widths of its experts
 
 
-def types_of(layers: Layers, kind: Kind, *, widen: bool = False) -> dict[str, str]:
+def types_of(layers: Layers, kind: Kind, *, widen: bool = False, codebook: str = "") -> dict[str, str]:
     """{pattern of tensors' names: type} of the stacks of all layers.
 
-    widen: whether a stack of several widths gets the widest of them. FormatError for one without it, for a width that
-    has no type, and for experts in no numbered layer.
+    codebook: the set of i-quants that they have already, whose types are those of iq then; widen: whether a stack
+    of several widths gets the widest of them. FormatError for one without it, for a width that has no type, and for
+    experts in no numbered layer.
     """
     numbers: dict[tuple[str, str], list[int]] = defaultdict(list)
+    known = TYPES[kind]
+    if kind == "iq" and codebook in SETS:
+        known = known | {bits: type_name.lower() for bits, type_name in SETS[codebook].items()}
     for name, widths in layers:
         found = LAYER.search(name)
         if found is None:
             raise FormatError("experts are in no numbered layer", where=name, do="quantize it with `moeq run`")
         for projection in STACKS:
-            numbers[projection, _type(f"{name}, {projection}", widths, projection, kind, widen)].append(int(found[1]))
+            numbers[projection, _type(f"{name}, {projection}", widths, projection, known, widen)].append(int(found[1]))
     return {
         rf"^blk\.({'|'.join(map(str, sorted(blocks)))})\.{STACKS[projection]}\.weight$": name
         for (projection, name), blocks in numbers.items()
     }
 
 
-def _type(where: str, widths: Sequence[Width], projection: str, kind: Kind, widen: bool) -> str:
+def _type(where: str, widths: Sequence[Width], projection: str, known: Mapping[int, str], widen: bool) -> str:
     """The type of one stack."""
     used = sorted({width_of(width, projection) for width in widths})
     if len(used) > 1 and not widen:
         listed = ", ".join(map(str, used))
         raise FormatError(f"{listed} bits among its experts; llama.cpp has one type for all", where=where, do=WIDER)
-    known = TYPES[kind]
     if used[-1] not in known:
         do = "take iq" if used[-1] in TYPES["iq"] else f"assign {', '.join(map(str, known))}"
-        raise FormatError(f"{used[-1]} bits; no type of {kind} is as narrow", where=where, do=do)
+        raise FormatError(f"{used[-1]} bits; no type of k is as narrow", where=where, do=do)
     return known[used[-1]]
 
 
@@ -73,7 +77,8 @@ def told(path: Path, kind: Kind, out: Path | None = None, *, widen: bool = False
     """
     if out is not None and out.exists():
         raise RecipeError("is there already", where=f"--out {out}", do="name another, or remove it")
-    found = types_of(list(_layers(path)), kind, widen=widen)
+    layers, codebook = _assigned(path)
+    found = types_of(layers, kind, widen=widen, codebook=codebook)
     pairs = [f"{pattern}={name}" for pattern, name in found.items()]
     if out is not None:
         write_text(out, "".join(f"{pair}\n" for pair in pairs))
@@ -86,15 +91,16 @@ def told(path: Path, kind: Kind, out: Path | None = None, *, widen: bool = False
     } | ({} if out is None else {"path": str(out)})
 
 
-def _layers(path: Path) -> Iterator[tuple[str, Sequence[Width]]]:
-    """Layers and the widths of their experts, as a checkpoint or an assignment has them."""
+def _assigned(path: Path) -> tuple[Layers, str]:
+    """Layers and the widths of their experts, as a checkpoint or an assignment has them, and its codebook."""
     if (path / MANIFEST).is_file():
-        for layer in read_manifest(path).layers:
-            yield layer.name, [expert.widths for expert in layer.experts]
-        return
+        manifest = read_manifest(path)
+        layers = [(layer.name, [expert.widths for expert in layer.experts]) for layer in manifest.layers]
+        return layers, manifest.encoding.codebook
     file = next((one for one in (path, path / ASSIGNMENT, path / "assign" / ASSIGNMENT) if one.is_file()), None)
     if file is None:
         do = "give a native checkpoint, an assignment.json, or a run that has one"
         raise ArtifactError("no assignment of widths", where=str(path), do=do)
-    for assigned in read_assignment(file).layers:
-        yield assigned.name, [choice.widths for choice in assigned.experts]
+    assignment = read_assignment(file)
+    layers = [(layer.name, [choice.widths for choice in layer.experts]) for layer in assignment.layers]
+    return layers, assignment.encoding.codebook

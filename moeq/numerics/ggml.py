@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moeq.numerics.ggml_types import HOLDS, TYPES
+from moeq.numerics.ggml_types import HOLDS, IQ_NUMBERS, TYPES
+from moeq_kernels import iq
 from moeq_kernels.grids import SCALE_DTYPE
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack, unpack
@@ -23,6 +24,8 @@ ONES_Q3 = (0x11,) * 8 + (0xAA,) * 4  # sixteen scales of 6 bits, each 33, which 
 def type_of(weight: PackedWeight) -> str:
     """The type that holds a weight; ValueError where none does."""
     name = HOLDS.get((weight.bits, weight.zeros is None))
+    if weight.encoding.codes != "grid":
+        raise ValueError("codes that are no grid's")
     if name is None or (weight.nested and weight.bits < 4):
         zeros = "" if weight.zeros is None else " with zero points"
         raise ValueError(f"no type of ggml holds {'nested ' * weight.nested}{weight.bits} bits{zeros}")
@@ -68,6 +71,8 @@ def decode(name: str, data: Tensor, inputs: int) -> Tensor:
     """
     if name in FLOAT_DTYPES:
         return data.contiguous().view(FLOAT_DTYPES[name]).float()
+    if name in IQ_NUMBERS:
+        return iq.decoded(data, name)
     blocks = data.contiguous().view(len(data), -1, TYPES[name].bytes)
     sizes, values = _DECODERS[name]
     return values(*blocks.split(sizes, -1)).reshape(len(data), inputs)
@@ -79,6 +84,8 @@ def packed(name: str, data: Tensor, inputs: int) -> PackedWeight:
     Groups that are alike all along are joined, two by two. ValueError where no grid of moeq's holds them: where a
     block's multiplier of a scale makes a number that float16 lacks, or what is taken off is no whole number of steps.
     """
+    if name not in _GRIDS:
+        raise ValueError("codes that are no grid's")
     blocks = data.contiguous().view(len(data), -1, TYPES[name].bytes)
     parts = blocks.split(_DECODERS[name][0], -1)
     bits, grid = _GRIDS[name]

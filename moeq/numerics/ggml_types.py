@@ -13,12 +13,14 @@ A row is cut into blocks of equally many weights. What a block stands for, with 
 s and t, one for 16 or 32 weights, are whole numbers: a group shorter than a block, whose scale is any float16, fits
 only the types of 32. Q4_1 and Q5_1 (d * q + m) would need scale * zero point in float16, which has too few digits for
 most of them. TQ1_0 and TQ2_0 hold 1 bit too, in more bytes than Q1_0. 7 bits, and zero points of 3, 6 and 8 bits, have
-no type.
+no type. The i-quants hold no grid; moeq_kernels/iq_types.py says what they have.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from moeq_kernels.iq_types import BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class BlockType:
         return inputs // self.length * self.bytes
 
 
+IQ_NUMBERS = {"IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ1_S": 19, "IQ3_S": 21, "IQ2_S": 22, "IQ4_XS": 23}
 TYPES = {
     name: BlockType(name=name, number=number, length=length, bytes=size)
     for name, number, length, size in (
@@ -52,6 +55,7 @@ TYPES = {
         ("Q4_K", 12, 256, 144),
         ("Q5_K", 13, 256, 176),
         ("Q6_K", 14, 256, 210),
+        *((name, number, *BLOCKS[name]) for name, number in IQ_NUMBERS.items()),
     )
 }
 BY_NUMBER = {block.number: block for block in TYPES.values()}

@@ -10,8 +10,8 @@ Letters: E experts of a batch, B bit widths, N output rows, K inputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel
@@ -67,6 +67,7 @@ class Quantizer:
     codes [1, 1, N, K], at one width; grid: `quantizers.non_experts.Grid`; factor: `numerics.factor.Factor` of what the
     module is given, for who needs Hessians; None: experts alone. encoding(settings): of codes that are no grid's: such
     a quantizer gives {projection: {bits: a stack of PackedWeight}} and goes alone; None: the section's grid.
+    packages: {one that it imports: how to install it}, without which a run is refused before it begins.
     memory(sizes): bytes at its fullest moments beside the batch's float32 weights, those of its start apart;
     operations(sizes): floating-point operations of one expert, beside WEIGHT_OPERATIONS a weight.
     """
@@ -91,6 +92,7 @@ class Quantizer:
     linear: Callable[..., Quantized] | None = None
     encoding: Callable[[LossesSection], Encoding] | None = None
     stored: bool = True
+    packages: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[a-z][a-z0-9_-]{0,39}", self.name) or self.name in ("best", self.starts_from):

@@ -79,7 +79,7 @@ def refine_layer(
     start: all experts below 16 bits; scales_alone: codes and zero points stay, as those of trellis codes always do.
     Matrices come back on the CPU, in the order of the experts.
     """
-    fixed = scales_alone or any(packed.state_bits for own in start.values() for packed in own.values())
+    fixed = scales_alone or any(packed.encoding.codes != "grid" for own in start.values() for packed in own.values())
     device = job.inputs.hidden.device
     memory = working_memory(section.working_memory, device)
     trained = train_layer(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,19 @@ def check(context: Context) -> None:
     where they do not grow."""
     others_stage.check(context)
     losses_tasks.check(context)
+    _check_packages(context)
     _check_sides(context)
     if context.recipe.corpus.until_covered is None:
         _check_count(context, context.recipe.corpus.sequences)
+
+
+def _check_packages(context: Context) -> None:
+    """RecipeError for a method that needs what is not installed."""
+    for quantizer in (QUANTIZERS.get(method) for method in context.recipe.losses.methods):
+        for package, do in quantizer.packages.items():
+            if find_spec(package) is None:
+                where = f"losses.methods: {quantizer.name}"
+                raise RecipeError(f"the package {package} is not installed", where=where, do=do)
 
 
 def _check_sides(context: Context) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,64 @@ def test_groups_are_those_in_which_most_is_loaded_of_each_matrix(
     assert changes.get("losses.group_size") == exact
     again = recipe.model_copy(update={"assign": recipe.assign.model_copy(update={"target": "llama.cpp-refit"})})
     assert settings_for("llama.cpp", again, [Layer()])[0].value == "llama.cpp-refit", "a run that goes on"
+
+
+class Sides:
+    """A layer of such matrices."""
+
+    name, projections = "experts", ("up_proj",)
+
+    def __init__(self, rows: int = 512, inputs: int = 256) -> None:
+        self.sides = rows, inputs
+
+    def shape(self, projection: str) -> tuple[int, int]:
+        return self.sides
+
+
+@pytest.mark.parametrize(
+    ("sides", "given", "methods", "name"),
+    [
+        ((512, 256), ["assign.bits_per_weight=3"], "[iq]", None),
+        ((512, 256), ["assign.bits_per_weight=2.5625"], "[iq]", None),  # IQ2_S exactly
+        ((512, 256), ["assign.bits_per_weight=2.5"], "[iq]", "xs"),
+        ((512, 256), ["assign.bits_per_weight=2.1"], "[iq]", "xxs"),
+        ((512, 256), ["assign.bits_per_weight=1.6"], "[iq]", "xxs"),
+        ((512, 256), ["assign.bits_per_weight=1.5"], "[gptq]", None),  # below IQ1_S
+        ((512, 384), ["assign.bits_per_weight=3"], "[gptq]", None),  # no whole blocks
+        ((384, 256), ["assign.bits_per_weight=3"], "[gptq]", None),  # rows are what the next matrix is given
+    ],
+)
+def test_llama_cpp_has_i_quants_where_they_fit(
+    sides: tuple[int, int], given: list[str], methods: str, name: str | None
+) -> None:
+    recipe = Start(preset="balanced", changes=given).recipe()
+    settings = {one.key: one.value for one in settings_for("llama.cpp", recipe, [Sides(*sides)], said=())}
+    made = methods == "[iq]"
+    assert settings["losses.methods"] == methods
+    assert settings["assign.quantizer"] == methods.strip("[]")
+    assert settings.get("losses.iq_set") == name
+    assert settings["assign.target"] == ("llama.cpp" if made else "llama.cpp-refit")
+    assert not made or not {"losses.group_size", "assign.bits_per_weight"} & {*settings}
+
+
+def test_llama_cpp_has_grids_where_they_are_asked_for() -> None:
+    budget = "assign.bits_per_weight=3"
+    for given in ("losses.group_size=64", "losses.symmetric=true"):
+        recipe = Start(preset="balanced", changes=[budget]).recipe()
+        said = {given.partition("=")[0]}
+        settings = {one.key: one.value for one in settings_for("llama.cpp", recipe, [Sides()], said=said)}
+        assert settings["losses.methods"] == "[gptq]"
+    gptq = Start(preset="balanced", changes=[budget, "losses.methods=[gptq]", "assign.quantizer=gptq"]).recipe()
+    settings = {one.key: one.value for one in settings_for("llama.cpp", gptq, [Sides()], said=("losses.methods",))}
+    assert "losses.methods" not in settings
+    assert settings["assign.target"] == "llama.cpp-refit"
+    unknown = Start(preset="balanced", changes=[budget]).recipe()
+    settings = {one.key: one.value for one in settings_for("llama.cpp", unknown, said=())}
+    assert settings["losses.methods"] == "[gptq]", "no model is known"
+    sized = Start(preset="balanced", changes=["assign.size=1GiB", "assign.bits_per_weight=null"]).recipe()
+    for room, name in ((Fraction(3), None), (Fraction(9, 4), "xxs")):
+        settings = {one.key: one.value for one in settings_for("llama.cpp", sized, [Sides()], said=(), room=room)}
+        assert (settings["losses.methods"], settings.get("losses.iq_set")) == ("[iq]", name)
 
 
 def test_the_option_changes_the_recipe_and_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ import peers
 import pytest
 import torch
 from exporters import handmade
+from gguf_read import ROUNDED, check_stacks, llama_logits, tensors_of, values
 from made_sources import IDS, Choose, MadeSource, reference, reference_logits, save_model
 from safetensors.torch import load_file, save_file
 from strangers import changed
@@ -41,7 +42,6 @@ from moeq.verification.written import check_written
 from moeq_kernels.packed import PackedWeight
 
 RIGHT = 0.002
-ROUNDED = 0.05  # of the median position, where activations are rounded to 8 bits
 WRONG = 0.1
 WIDE = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 512, "intermediate_size": 512}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -93,28 +93,6 @@ def exported(source: MadeSource, out: Path, **options: Any) -> Path:
     peers.module("gguf")
     write("llama.cpp", source, out, WriteOptions(**options))
     return out
-
-
-def tensors_of(out: Path) -> dict[str, Tensor]:
-    """Every tensor of a file, as gguf's own reader and dequantization have it."""
-    gguf = peers.module("gguf")
-    found = {}
-    for tensor in gguf.GGUFReader(out / FILE).tensors:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        found[tensor.name] = torch.from_numpy(values.copy()).view(*reversed(tensor.shape.tolist()))
-    return found
-
-
-def values(matrix: PackedWeight | Tensor) -> Tensor:
-    return matrix.dequantize() if isinstance(matrix, PackedWeight) else matrix.float()
-
-
-def check_stacks(source: MadeSource, tensors: dict[str, Tensor]) -> None:
-    for layer in source.layers:
-        experts = [source.expert(layer, expert)[0] for expert in range(layer.num_experts)]
-        for projection in layer.projections:
-            wanted = torch.stack([values(expert[projection]) for expert in experts])
-            assert torch.equal(tensors[stack_name(layer, projection)], wanted), (layer.name, projection)
 
 
 @pytest.mark.cases(1)
@@ -185,12 +163,6 @@ def test_transformers_computes_the_dequantized_logits(family: str, mix: Choose, 
         logits = loaded.eval()(input_ids=IDS).logits
     wanted = reference_logits(source)
     assert float((logits - wanted).norm() / wanted.norm()) < RIGHT
-
-
-def llama_logits(path: Path, folder: Path) -> Any:
-    """llama.cpp's logits for IDS, or the error's last line."""
-    save_file({"ids": IDS}, folder / "ids.safetensors")
-    return peers.load("llama-cpp-python", "llama.cpp", [path], folder / "ids.safetensors")[0]
 
 
 @pytest.mark.parametrize("family", list(SETTINGS))

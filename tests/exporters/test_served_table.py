@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import served_table
 import torch
-from made_sources import MadeSource
 from served_pages import FAILS, NOT_RUN, REFUSED, RIGHT, WRONG, kept
 from served_table import MIXES, READERS, made_model
 
-from moeq.artifacts.targets import target_of
 from moeq.errors import FormatError
 from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
@@ -72,10 +70,8 @@ def test_moeq_refuses_what_the_table_has_as_refused_by_it(family: str, tmp_path:
     for name, of, mix, cell in cells():
         if of == family and cell["verdict"] == REFUSED and cell["said"].startswith("moeq: "):
             what, reader = MIXES[mix], READERS[name]
-            choose = what.choose(target_of(reader.runtime).widths)
-            source = MadeSource(model, choose, group_size=reader.group_size, symmetric=what.symmetric)
             with pytest.raises(FormatError) as error:
-                write(reader.runtime, source, tmp_path / "out", WriteOptions())
+                write(reader.runtime, reader.source(model, what), tmp_path / "out", WriteOptions())
             assert served_table.refusal(error.value) == cell["said"], (name, mix)
 
 

@@ -1,4 +1,4 @@
-"""Budgets of a run for a runtime with blocks of its own limit what its file takes, to the byte.
+"""Budgets of a run in grids for a runtime with blocks of its own limit what its file takes, to the byte.
 
 Skipped where gguf is not installed.
 """
@@ -82,7 +82,8 @@ def test_a_matrix_takes_whole_blocks(name: str, bits: int, symmetric: bool) -> N
 
 @pytest.mark.parametrize(("bits", "size"), [("2", 128), ("2.7", 32)])
 def test_where_no_block_of_two_bits_fits_there_is_one_bit(model: Path, tmp_path: Path, bits: str, size: int) -> None:
-    asked = BudgetOptions(for_="llama.cpp", what=str(model), out=tmp_path / "run", bits=bits, quiet=True)
+    grids = ["losses.methods=[gptq]", "assign.quantizer=gptq"]
+    asked = BudgetOptions(for_="llama.cpp", what=str(model), out=tmp_path / "run", bits=bits, set_=grids, quiet=True)
     recipe = context_of(asked, "plan").recipe
     assert recipe.losses.group_size == size
     assert recipe.assign.target == "llama.cpp-refit"

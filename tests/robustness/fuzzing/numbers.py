@@ -80,7 +80,7 @@ class Packed(Unpack):
             if isinstance(value, torch.Tensor):
                 settings[name] = chance.choice([value[..., :-1], value[0], value.to(torch.int64), value[:, :1], value])
             elif isinstance(value, str):
-                settings[name] = chance.choice(["", "mul1", "nvfp4", "mxfp4", "other"])
+                settings[name] = chance.choice(["", "mul1", "nvfp4", "mxfp4", "iq-s", "other"])
             elif value is not None:
                 settings[name] = chance.choice([0, 1, 2, 3, 4, 5, 7, -1, 2**40, True])
         with _refusing():
