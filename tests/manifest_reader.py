@@ -1,6 +1,7 @@
 """The stand-in of another runtime: rebuilds every expert from placement.json and the safetensors, without moeq.
 
-Nothing here imports moeq, torch or safetensors: what it needs to know it reads from the manifest's own description.
+Nothing here imports moeq, torch or safetensors: what it needs to know it reads from the manifest's own description, and
+of i-quants from gguf.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from moeq.runtimes import NATIVE, formats, runtimes
 RECORDED = "# The recipe as it was run, defaults filled in."  # the first line of a run's own copy
 EARLIER, CODE_BITS, LATER = "average_bits", "code_bits", "bits_per_weight"
 SPEED, DROP = "speed", "drop"  # keys that came later
+OF_METHODS = {"trellis": "trellis_states", "iq": "iq_set"}  # likewise, of losses.methods
 SHOWN = {EARLIER: CODE_BITS, "bits": CODE_BITS, "hot_bits": "hot_code_bits", "cold_bits": "cold_code_bits"}
 
 
@@ -90,7 +91,7 @@ def as_in_keys(recipe: dict[str, Any]) -> dict[str, Any]:
 def losses_in_keys(losses: dict[str, Any]) -> dict[str, Any]:
     """The section `losses`, all keys filled in, without those that came later and are as if they were not there."""
     absent = {"hessian_weighting"} if losses.get("hessian_weighting") == "none" else set()
-    absent |= set() if "trellis" in losses.get("methods", ()) else {"trellis_states"}
+    absent |= {key for method, key in OF_METHODS.items() if method not in losses.get("methods", ())}
     return {name: value for name, value in losses.items() if name not in absent}
 
 

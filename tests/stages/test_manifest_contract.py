@@ -60,7 +60,7 @@ def test_the_reader_knows_nothing_of_moeq() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names])
     }
-    assert found == {"__future__", "base64", "hashlib", "json", "pathlib", "typing", "numpy"}
+    assert found == {"__future__", "base64", "hashlib", "json", "pathlib", "typing", "numpy", "gguf"}
 
 
 @pytest.mark.full
