@@ -30,16 +30,10 @@ def quantize(
 ) -> dict[str, dict[int, PackedWeight]]:
     """EXL3's codes of a batch of experts, {projection: [E, N, K]}; what a factorization fell back to is noted of the
     expert."""
-    import torch
-
     from moeq.numerics import exl3_ldlq
 
     made: dict[str, dict[int, PackedWeight]] = {}
-    for names, hessians in statistics.hessians_by_input(weights):
-        hessian = torch.stack(hessians)
-        hessians.clear()
-        factor = exl3_ldlq.factorize_turned(hessian, settings.damping)
-        statistics.note_fallbacks(factor)
+    for names, hessian, factor in statistics.factors(weights, exl3_ldlq.factorize_turned):
         for name in names:
             found = exl3_ldlq.quantize(weights[name], factor, hessian, settings.bits)
             made[name] = {one.bits: one for one in found}

@@ -46,17 +46,11 @@ def quantize(
 ) -> dict[str, dict[int, PackedWeight]]:
     """i-quants of a batch of experts, {projection: [E, N, K]}; what a factorization fell back to is noted of the
     expert."""
-    import torch
-
     from moeq.numerics import iq_ldlq
     from moeq.numerics.factor import factorize
 
     made: dict[str, dict[int, PackedWeight]] = {}
-    for names, hessians in statistics.hessians_by_input(weights):
-        hessian = torch.stack(hessians)
-        hessians.clear()
-        factor = factorize(hessian, settings.damping)
-        statistics.note_fallbacks(factor)
+    for names, hessian, factor in statistics.factors(weights, factorize):
         for name in names:
             found = iq_ldlq.quantize(weights[name], factor, hessian, settings.bits, codebook(settings))
             made[name] = {one.bits: one for one in found}

@@ -5,9 +5,10 @@ Letters: T tokens, n rows of one expert, H hidden size, I intermediate size, K i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from moeq.models.experts import DOWN
@@ -86,6 +87,17 @@ class Statistics:
         first, second = self.hessians()
         yield [name for name in projections if name != DOWN], first
         yield [DOWN], second
+
+    def factors(
+        self, projections: Iterable[str], factorize: Callable[[Tensor, float], Factor]
+    ) -> Iterator[tuple[list[str], Tensor, Factor]]:
+        """As `hessians_by_input`, stacked, [E, K, K], beside their factors; what these fell back to is noted."""
+        for names, hessians in self.hessians_by_input(projections):
+            hessian = torch.stack(hessians)
+            hessians.clear()
+            factor = factorize(hessian, self.settings.damping)
+            self.note_fallbacks(factor)
+            yield names, hessian, factor
 
     def note_fallbacks(self, factor: Factor) -> None:
         """Note of every expert what the factor of its Hessian [K, K] fell back to."""

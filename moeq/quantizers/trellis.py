@@ -50,19 +50,13 @@ def quantize(
 ) -> dict[str, dict[int, PackedWeight]]:
     """Trellis codes of a batch of experts, {projection: [E, N, K]}; what a factorization fell back to is noted of the
     expert."""
-    import torch
-
     from moeq.numerics import trellis_ldlq
     from moeq.numerics.factor import factorize
     from moeq_kernels.packed import PackedWeight
 
     encoding = Encoding.trellis(state_bits(settings))
     made: dict[str, dict[int, PackedWeight]] = {}
-    for names, hessians in statistics.hessians_by_input(weights):
-        hessian = torch.stack(hessians)
-        hessians.clear()
-        factor = factorize(hessian, settings.damping)
-        statistics.note_fallbacks(factor)
+    for names, hessian, factor in statistics.factors(weights, factorize):
         for name in names:
             walks = trellis_ldlq.quantize(weights[name], factor, hessian, settings.bits, encoding.state_bits)
             made[name] = {

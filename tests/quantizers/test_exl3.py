@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from greedy_walks import walks
-from torch import Tensor, nn
+from one_layer import DEAD, SILU, layer_inputs, layer_of, layer_weights
 
 from moeq.artifacts.losses import WHOLE
 from moeq.errors import QuantizationError
-from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
+from moeq.models.experts import DOWN
 from moeq.models.kinds import GATED
-from moeq.models.kinds.base import act_then_multiply
-from moeq.models.walk import LayerInputs
 from moeq.numerics import trellis
 from moeq.quantizers.layer import LayerResult, quantize_layer
 from moeq.quantizers.layer_data import RoutedTokens
@@ -25,10 +23,8 @@ from moeq.recipe import LossesSection
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.widths import Encoding
 
-LAYER = ExpertLayer(index=3, name="layers.3.experts", num_experts=2, hidden_size=128, intermediate_size=128)
-DEAD = 1  # an expert without a token
-SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
-TOKENS, SEQUENCES = 24, 8
+LAYER = layer_of(128)
+INPUTS = layer_inputs(LAYER, 24)
 
 
 @pytest.fixture(autouse=True)
@@ -40,24 +36,8 @@ def section(**settings: Any) -> LossesSection:
     return LossesSection.model_validate({"bits": [2, 3], "methods": ["exl3"], "min_tokens": 4} | settings)
 
 
-def layer_inputs() -> LayerInputs:
-    generator = torch.Generator().manual_seed(0)
-    count = TOKENS * SEQUENCES
-    hidden = torch.randn(count, LAYER.hidden_size, generator=generator)
-    index = torch.arange(count)
-    return LayerInputs(
-        layer=LAYER, hidden=hidden + 0.8 * hidden.roll(1, -1), experts=torch.zeros(count, 1, dtype=torch.long),
-        weights=torch.ones(count, 1), sequence=index // TOKENS, position=index % TOKENS,
-    )  # fmt: skip
-
-
-def layer_weights() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {name: 0.1 * torch.randn(LAYER.num_experts, *LAYER.shape(name), generator=generator) for name in GATED}
-
-
 def quantized(**settings: Any) -> LayerResult:
-    return quantize_layer(layer_inputs(), layer_weights(), SILU, section(**settings))
+    return quantize_layer(INPUTS, layer_weights(LAYER), SILU, section(**settings))
 
 
 def replica(result: LayerResult, bits: int, expert: int) -> dict[str, PackedWeight]:
@@ -67,8 +47,8 @@ def replica(result: LayerResult, bits: int, expert: int) -> dict[str, PackedWeig
 def test_the_stored_values_are_the_measured_ones() -> None:
     """Bit for bit; codes are EXL3's, more bits lose less, and an expert without tokens is given those of others."""
     result = quantized()
-    rows = RoutedTokens.of(layer_inputs(), section()).routed(0, heldout=True)
-    exact = {name: stack[0] for name, stack in layer_weights().items()}
+    rows = RoutedTokens.of(INPUTS, section()).routed(0, heldout=True)
+    exact = {name: stack[0] for name, stack in layer_weights(LAYER).items()}
     losses = {(row["expert"], row["bits"]): row["loss"] for row in result.rows if row["projection"] == WHOLE}
     for bits in (2, 3):
         own = replica(result, bits, 0)
@@ -92,7 +72,7 @@ def test_the_same_bytes_whenever_at_whatever_widths_and_by_itself() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_numbers_that_are_none_are_one_error_that_names_the_expert(value: float) -> None:
-    weights = layer_weights()
+    weights = layer_weights(LAYER)
     weights["up_proj"][1, 4, 2] = value
     with pytest.raises(QuantizationError, match=rf"{LAYER.name}, expert 1, "):
-        quantize_layer(layer_inputs(), weights, SILU, section(bits=[2]))
+        quantize_layer(INPUTS, weights, SILU, section(bits=[2]))

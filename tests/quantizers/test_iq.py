@@ -12,14 +12,12 @@ from typing import Any
 import peers
 import pytest
 import torch
-from torch import Tensor, nn
+from one_layer import DEAD, SILU, layer_inputs, layer_of, layer_weights
 
 from moeq.artifacts.losses import WHOLE
 from moeq.errors import QuantizationError, RecipeError
-from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
+from moeq.models.experts import DOWN
 from moeq.models.kinds import GATED
-from moeq.models.kinds.base import act_then_multiply
-from moeq.models.walk import LayerInputs
 from moeq.progress import Reporter
 from moeq.quantizers.iq import QUANTIZER
 from moeq.quantizers.layer import LayerResult, quantize_layer
@@ -34,10 +32,8 @@ from moeq_kernels.errors import ModelError
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.widths import Encoding
 
-LAYER = ExpertLayer(index=3, name="layers.3.experts", num_experts=2, hidden_size=256, intermediate_size=256)
-SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
-TOKENS, SEQUENCES = 40, 8
-DEAD = 1  # an expert without a token
+LAYER = layer_of(256)
+INPUTS = layer_inputs(LAYER, 40)
 
 
 @pytest.fixture(autouse=True)
@@ -49,24 +45,8 @@ def section(**settings: Any) -> LossesSection:
     return LossesSection.model_validate({"bits": [2, 3], "methods": ["iq"], "min_tokens": 4} | settings)
 
 
-def layer_inputs() -> LayerInputs:
-    generator = torch.Generator().manual_seed(0)
-    count = TOKENS * SEQUENCES
-    hidden = torch.randn(count, LAYER.hidden_size, generator=generator)
-    index = torch.arange(count)
-    return LayerInputs(
-        layer=LAYER, hidden=hidden + 0.8 * hidden.roll(1, -1), experts=torch.zeros(count, 1, dtype=torch.long),
-        weights=torch.ones(count, 1), sequence=index // TOKENS, position=index % TOKENS,
-    )  # fmt: skip
-
-
-def layer_weights() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {name: 0.1 * torch.randn(LAYER.num_experts, *LAYER.shape(name), generator=generator) for name in GATED}
-
-
 def quantized(**settings: Any) -> LayerResult:
-    return quantize_layer(layer_inputs(), layer_weights(), SILU, section(**settings))
+    return quantize_layer(INPUTS, layer_weights(LAYER), SILU, section(**settings))
 
 
 def replica(result: LayerResult, bits: int, expert: int) -> dict[str, PackedWeight]:
@@ -81,8 +61,8 @@ def result() -> LayerResult:
 
 def test_the_stored_values_are_the_measured_ones(result: LayerResult) -> None:
     """Bit for bit; more bits lose less, and an expert without tokens is given those of others."""
-    rows = RoutedTokens.of(layer_inputs(), section()).routed(0, heldout=True)
-    exact = {name: stack[0] for name, stack in layer_weights().items()}
+    rows = RoutedTokens.of(INPUTS, section()).routed(0, heldout=True)
+    exact = {name: stack[0] for name, stack in layer_weights(LAYER).items()}
     losses = {(row["expert"], row["bits"]): row["loss"] for row in result.rows if row["projection"] == WHOLE}
     for bits in (2, 3):
         own = replica(result, bits, 0)
@@ -106,24 +86,24 @@ def test_the_same_bytes_whenever_at_whatever_widths_and_by_itself(result: LayerR
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_numbers_that_are_none_are_one_error_that_names_the_expert(value: float) -> None:
-    weights = layer_weights()
+    weights = layer_weights(LAYER)
     weights["up_proj"][1, 4, 2] = value
     with pytest.raises(QuantizationError, match=rf"{LAYER.name}, expert 1"):
-        quantize_layer(layer_inputs(), weights, SILU, section(bits=[2]))
+        quantize_layer(INPUTS, weights, SILU, section(bits=[2]))
 
 
 def test_training_a_layer_moves_scales_alone_and_loses_less(result: LayerResult) -> None:
     start = {expert: replica(result, 2, expert) for expert in range(2)}
     job = LayerJob(
-        inputs=layer_inputs(), weights=layer_weights(), biases={}, math=SILU, behind=None, bits=(2, 2), group_size=256,
+        inputs=INPUTS, weights=layer_weights(LAYER), biases={}, math=SILU, behind=None, bits=(2, 2), group_size=256,
         symmetric=True,
     )  # fmt: skip
     trained = refine_layer(job, start, RefineSection(iterations=40))
-    rows = layer_inputs().hidden
+    rows = INPUTS.hidden
 
     def off(own: dict[str, PackedWeight]) -> float:
         values = {name: one.dequantize() for name, one in own.items()}
-        exact = {name: stack[0] for name, stack in layer_weights().items()}
+        exact = {name: stack[0] for name, stack in layer_weights(LAYER).items()}
         outputs = [SILU.output(SILU.intermediate(rows, one, {}), one[DOWN], None) for one in (values, exact)]
         return float((outputs[0] - outputs[1]).square().mean())
 
