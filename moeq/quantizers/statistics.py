@@ -1,6 +1,7 @@
 """What quantizers may ask of a batch of experts: Hessians and rows of tokens, computed when they are asked for.
 
-Letters: T tokens, n rows of one expert, H hidden size, I intermediate size, K inputs of a matrix, either of them.
+Letters: E experts, T tokens, n rows of one expert, H hidden size, I intermediate size, K inputs of a matrix, either of
+them.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from moeq_kernels.packed import PackedWeight
 WIDE = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 512, "intermediate_size": 512}
 LESS = (
     "corpus.sequences=4", "corpus.sequence_length=24", "losses.layer_effects=null", "assign.layer_weighting=null",
-    "eval.perplexity.sequences=2", "eval.perplexity.sequence_length=24", "eval.compare=[]",
+    "eval.perplexity.sequences=2", "eval.perplexity.sequence_length=24", "eval.compare=[]", "losses.bits=[1, 2, 4, 8]",
 )  # fmt: skip
 
 
