@@ -162,11 +162,10 @@ def _run(  # type: ignore[no-untyped-def]
             for place in range(8):
                 sum_of += inverse[expert, number, at, place] * own[local + place]
             target[at] = sum_of * inverted
-        _choose(target, counts, base, eight, halves, starts, others, table, signs, shift, linear, costs, found, values)
-        cost = _cost(target, values, metric, expert, number, across)
-        for _ in range(AGAIN if limit < 0 else 0):
+        cost = _FAR
+        for attempt in range(1 + AGAIN if limit < 0 else 1):
             for at in range(8):
-                moved[at] = target[at] + across[at] / counts[eight, at]
+                moved[at] = target[at] + (across[at] / counts[eight, at] if attempt > 0 else np.float32(0))
             _choose(
                 moved, counts, base, eight, halves, starts, others, table, signs, shift, linear, costs, other, tried
             )
