@@ -50,22 +50,26 @@ def types_of(layers: Layers, kind: Kind, *, widen: bool = False, codebook: str =
         if found is None:
             raise FormatError("experts are in no numbered layer", where=name, do="quantize it with `moeq run`")
         for projection in STACKS:
-            numbers[projection, _type(f"{name}, {projection}", widths, projection, known, widen)].append(int(found[1]))
+            numbers[projection, _type(f"{name}, {projection}", widths, projection, kind, known, widen)].append(
+                int(found[1])
+            )
     return {
         rf"^blk\.({'|'.join(map(str, sorted(blocks)))})\.{STACKS[projection]}\.weight$": name
         for (projection, name), blocks in numbers.items()
     }
 
 
-def _type(where: str, widths: Sequence[Width], projection: str, known: Mapping[int, str], widen: bool) -> str:
-    """The type of one stack."""
+def _type(
+    where: str, widths: Sequence[Width], projection: str, kind: Kind, known: Mapping[int, str], widen: bool
+) -> str:
+    """The type of one stack; known: that of every width."""
     used = sorted({width_of(width, projection) for width in widths})
     if len(used) > 1 and not widen:
         listed = ", ".join(map(str, used))
         raise FormatError(f"{listed} bits among its experts; llama.cpp has one type for all", where=where, do=WIDER)
     if used[-1] not in known:
         do = "take iq" if used[-1] in TYPES["iq"] else f"assign {', '.join(map(str, known))}"
-        raise FormatError(f"{used[-1]} bits; no type of k is as narrow", where=where, do=do)
+        raise FormatError(f"{used[-1]} bits; no type of {kind} is as narrow", where=where, do=do)
     return known[used[-1]]
 
 

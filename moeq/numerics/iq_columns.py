@@ -1,10 +1,13 @@
-"""What every i-quant's columns have in common: targets of eights, and what a run's errors give to later columns."""
+"""What every i-quant's columns have in common: targets of eights, steps, what a run's errors give to later columns."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from moeq.numerics.sweep import inside
 
 ROWS = 16  # that are worked on side by side
+FAR = np.float32(3e38)
 
 
 @inside  # type: ignore[untyped-decorator]
@@ -35,3 +38,14 @@ def give(upper, expert, start, first, run, errors, count, into):  # type: ignore
             for place in range(first + run, into.shape[1]):
                 given = error1 * one[start + place] + error2 * two[start + place]
                 line[place] += given + error3 * three[start + place] + error4 * four[start + place]
+
+
+@inside  # type: ignore[untyped-decorator]
+def nearest_step(unit, factors, ideal):  # type: ignore[no-untyped-def]
+    """The step whose scale comes nearest to the ideal one."""
+    middle, distance = 0, FAR
+    for step in range(factors.shape[0]):
+        away = abs(unit * factors[step] - ideal)
+        if away < distance:
+            middle, distance = step, away
+    return middle

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from moeq.numerics.iq_columns import ROWS, give, moved_eight
+from moeq.numerics.iq_columns import FAR, ROWS, give, moved_eight, nearest_step
 from moeq.numerics.sweep import compiled, inside
 
 FIRST = 8  # scales that are tried first, of either sign
-FAR = np.float32(3e38)
 
 
 @inside  # type: ignore[untyped-decorator]
@@ -90,11 +89,7 @@ def round_levels(  # type: ignore[no-untyped-def]
         for place in range(width // run):
             for row in range(count):
                 unit = scale[expert, begin + row]
-                middle, distance = 0, FAR
-                for step in range(factors.shape[0]):
-                    away = abs(unit * factors[step] - ideal[expert, begin + row, place])
-                    if away < distance:
-                        middle, distance = step, away
+                middle = nearest_step(unit, factors, ideal[expert, begin + row, place])
                 best = FAR
                 for step in range(max(0, middle - near), min(factors.shape[0], middle + near + 1)):
                     size = unit * factors[step]

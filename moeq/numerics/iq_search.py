@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeq.numerics.iq_blocks import KINDS, SHIFTED, Kind, book, table
-from moeq.numerics.iq_columns import ROWS, give, moved_eight
+from moeq.numerics.iq_columns import ROWS, give, moved_eight, nearest_step
 from moeq.numerics.iq_levels import fit_levels, round_levels
 from moeq.numerics.sweep import in_threads
 from moeq_kernels.cpu.kept_code import compiler, internal
@@ -247,17 +247,6 @@ def _way(tries, before, moved):  # type: ignore[no-untyped-def]
 
 
 @_inside  # type: ignore[untyped-decorator]
-def _nearest_step(unit, factors, ideal):  # type: ignore[no-untyped-def]
-    """The step whose scale comes nearest to the ideal one."""
-    middle, distance = 0, _FAR
-    for step in range(factors.shape[0]):
-        away = abs(unit * factors[step] - ideal)
-        if away < distance:
-            middle, distance = step, away
-    return middle
-
-
-@_inside  # type: ignore[untyped-decorator]
 def _of_run(upper, metric, expert, start, place, run, ahead, counts):  # type: ignore[no-untyped-def]
     """A run's own part of the factor into ahead [run, run], what errors count into counts [b, 8]."""
     first = start + place * run
@@ -315,7 +304,7 @@ def _sweep(  # type: ignore[no-untyped-def]
                 unit = scale[expert, begin + row]
                 for at in range(run):
                     weights[at] = columns[expert, start + place * run + at, begin + row]
-                middle = _nearest_step(unit, factors, ideal[expert, begin + row, place])
+                middle = nearest_step(unit, factors, ideal[expert, begin + row, place])
                 limit, step, turn, way, attempts = _FAR, middle, 0, 1, (2 * near + 1) * turns
                 tried, size = middle, unit * factors[middle]
                 for attempt in range(attempts + 1):

@@ -72,6 +72,10 @@ def test_mixes_and_widths_without_a_type_are_refused() -> None:
     assert {*types_of(narrow, "iq").values()} == {"iq1_m"}
     with pytest.raises(FormatError, match="no numbered layer"):
         types_of([("experts", [4])], "k")
+    with pytest.raises(FormatError, match="7 bits; no type of iq is as narrow"):
+        types_of([("model.layers.0.mlp.experts", [7])], "iq")
+    own = types_of([("model.layers.0.mlp.experts", [2])], "iq", codebook="iq-s")
+    assert {*own.values()} == {"iq2_s"}, "the types that a run of i-quants has"
 
 
 def test_an_assignment_a_run_and_a_checkpoint_say_the_same(tmp_path: Path) -> None:
