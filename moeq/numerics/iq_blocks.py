@@ -22,7 +22,6 @@ Signs = Literal["free", "even", "shifted", "levels"]
 HALF_ONE = 0x3C00  # the bits of a float16 of 1
 SHIFTED = 8  # in a step of IQ1_S: 1/8 down
 MIDDLE = 32  # what a step of IQ4_XS is stored with
-FAR = 1e6  # what no weight comes near, in units of its scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,21 +130,3 @@ def table(name: str) -> Tensor:
     values = decoded(torch.cat([one, data], -1), name) / float(kind.factors[step])
     found = values.view(-1, kind.length)[: kind.entries].T.contiguous()
     return found - 1 / SHIFTED if kind.signs == "shifted" else found
-
-
-@cache
-def book(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The entries of a table by their halves: what halves there are, float32 [2, length / 2, halves], filled up with
-    far ones; where the entries of a first half begin, [halves + 1], and the second half of each, [entries]; and which
-    entry of the table each is, [entries], all int64."""
-    values, half = table(name), KINDS[name].length // 2
-    sides = [side.T.unique(dim=0, return_inverse=True) for side in values.split(half)]
-    (first, places), (second, others) = sides
-    order = places.argsort(stable=True)
-    count = max(len(first), len(second))
-    halves = torch.full((2, half, count), FAR)
-    for side, found in enumerate((first, second)):
-        halves[side, :, : len(found)] = found.T
-    starts = torch.zeros(count + 1, dtype=torch.int64)
-    starts[1:] = torch.bincount(places, minlength=count).cumsum(0)
-    return halves, starts, others[order].contiguous(), order

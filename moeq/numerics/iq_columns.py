@@ -1,51 +1,63 @@
-"""What every i-quant's columns have in common: targets of eights, steps, what a run's errors give to later columns."""
+"""What every i-quant's columns have in common, of LANES rows at once: targets of eights, steps, what a run's errors
+give to later columns. Arrays are addresses; those of many rows lie column after column."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from moeq.numerics import vectors
 from moeq.numerics.sweep import inside
+from moeq.numerics.vectors import LANES
 
-ROWS = 16  # that are worked on side by side
 FAR = np.float32(3e38)
+NONE = np.float32(0)
 
 
 @inside  # type: ignore[untyped-decorator]
-def moved_eight(columns, given, inverse, expert, start, first, row, local, into):  # type: ignore[no-untyped-def]
-    """The target of an eight [8]: its weights, moved by what is given to them; local: place of the eight in the run."""
+def targets(columns, stride, own, inverse, size, into):  # type: ignore[no-untyped-def]
+    """The targets of an eight in units of a scale, into [8]: its weights, `stride` numbers from one to the next, moved
+    by what is given to them, own [8]; inverse: [8, 8], lower triangular; size: 0 where there is no scale."""
+    inverted = vectors.pick(
+        vectors.equal(size, vectors.floats(NONE)), size, vectors.ratio(vectors.floats(np.float32(1)), size)
+    )
     for at in range(8):
-        total = columns[expert, start + first + at, row]
+        total = vectors.load(columns, at * stride)
         for other in range(at + 1):
-            total += inverse[at, other] * given[local + other]
-        into[at] = total
+            factor = vectors.floats(vectors.number_at(inverse, at * 8 + other))
+            total = vectors.fused(factor, vectors.load(own, other * LANES), total)
+        vectors.store(into, at * LANES, vectors.mul(total, inverted))
 
 
 @inside  # type: ignore[untyped-decorator]
-def give(upper, expert, start, first, run, errors, count, into):  # type: ignore[no-untyped-def]
-    """Add to into [rows, W], of `count` rows, what the errors [rows, run] of a run give to all later columns of the
-    block; four columns at a time."""
+def give(upper, inputs, first, run, width, errors, into):  # type: ignore[no-untyped-def]
+    """Add to into [W] what the errors [run] of a run give to all later columns of the block; four columns at a time;
+    upper: of the block's own part of the factor, `inputs` numbers from one line to the next."""
     for at in range(0, run, 4):
-        one, two = upper[expert, start + first + at], upper[expert, start + first + at + 1]
-        three, four = upper[expert, start + first + at + 2], upper[expert, start + first + at + 3]
-        for row in range(count):
-            error1, error2, error3, error4 = (
-                errors[row, at],
-                errors[row, at + 1],
-                errors[row, at + 2],
-                errors[row, at + 3],
-            )
-            line = into[row]
-            for place in range(first + run, into.shape[1]):
-                given = error1 * one[start + place] + error2 * two[start + place]
-                line[place] += given + error3 * three[start + place] + error4 * four[start + place]
+        line = (first + at) * inputs
+        one, two = vectors.load(errors, at * LANES), vectors.load(errors, (at + 1) * LANES)
+        three, four = vectors.load(errors, (at + 2) * LANES), vectors.load(errors, (at + 3) * LANES)
+        for place in range(first + run, width):
+            total = vectors.load(into, place * LANES)
+            total = vectors.fused(vectors.floats(vectors.number_at(upper, line + place)), one, total)
+            total = vectors.fused(vectors.floats(vectors.number_at(upper, line + inputs + place)), two, total)
+            total = vectors.fused(vectors.floats(vectors.number_at(upper, line + 2 * inputs + place)), three, total)
+            total = vectors.fused(vectors.floats(vectors.number_at(upper, line + 3 * inputs + place)), four, total)
+            vectors.store(into, place * LANES, total)
 
 
 @inside  # type: ignore[untyped-decorator]
-def nearest_step(unit, factors, ideal):  # type: ignore[no-untyped-def]
+def factor_of(step, least, each):  # type: ignore[no-untyped-def]
+    """What a scale is multiplied by at a step."""
+    return vectors.fused(vectors.floats(step), vectors.floats(each), vectors.floats(least))
+
+
+@inside  # type: ignore[untyped-decorator]
+def nearest_step(unit, least, each, steps, ideal):  # type: ignore[no-untyped-def]
     """The step whose scale comes nearest to the ideal one."""
-    middle, distance = 0, FAR
-    for step in range(factors.shape[0]):
-        away = abs(unit * factors[step] - ideal)
-        if away < distance:
-            middle, distance = step, away
+    middle, distance = vectors.words(0), vectors.floats(FAR)
+    for step in range(steps):
+        tried = vectors.mul(unit, factor_of(vectors.words(step), least, each))
+        away = vectors.size_of(vectors.sub(tried, ideal))
+        nearer = vectors.less(away, distance)
+        middle, distance = vectors.pick(nearer, vectors.words(step), middle), vectors.pick(nearer, away, distance)
     return middle

@@ -25,6 +25,7 @@ from torch import Tensor
 from moeq.numerics import gptq, iq_search
 from moeq.numerics.factor import Factor, feedback
 from moeq.numerics.iq_blocks import KINDS, blocks
+from moeq.numerics.vectors import LANES
 from moeq_kernels.iq_types import BLOCK, BLOCKS, type_of
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.widths import Encoding
@@ -65,20 +66,22 @@ def _whole_numbers(columns: Tensor, upper: Tensor, size: int) -> tuple[Tensor, T
 
 
 class _Columns:
-    """Weights as one type's codes, column after column; residuals are input-major, [E, K, N]."""
+    """Weights as one type's codes, column after column; residuals are input-major, [E, K, N], of rows up to a multiple
+    of LANES, the last of which are 0."""
 
     def __init__(self, columns: Tensor, upper: Tensor, parts: tuple[Tensor, Tensor, Tensor], name: str) -> None:
         """parts: of `eights`, and pivots."""
-        self._columns, self._upper, self._parts, self._name = columns, upper, parts, name
-        self._residual = torch.empty_like(columns)
+        self._upper, self._parts, self._name, self._rows = upper, parts, name, columns.shape[2]
+        self._columns = torch.nn.functional.pad(columns, (0, -columns.shape[2] % LANES))
+        self._residual = torch.empty_like(self._columns)
 
     def made(self, hessian: Tensor) -> tuple[Tensor, Tensor]:
         """Codes uint8 [E, N, B*L] and scales float16 [E, N, B]."""
         codes, scales = zip(*map(self._block, range(0, self._columns.shape[1], BLOCK)), strict=True)
         stored = torch.stack(scales, -1)
         for expert, own in enumerate(hessian.float().cpu()):
-            columns = self._columns[expert]
-            stored[expert] = fitted_scales(columns.mT, (columns - self._residual[expert]).mT, stored[expert], own)
+            weight, left = self._columns[expert, :, : self._rows].mT, self._residual[expert, :, : self._rows].mT
+            stored[expert] = fitted_scales(weight, weight - left, stored[expert], own)
         return torch.cat(codes, -1), stored
 
     def _block(self, start: int) -> tuple[Tensor, Tensor]:
@@ -88,13 +91,13 @@ class _Columns:
         own = slice(start // 8, (start + BLOCK) // 8)
         parts = inverse[:, own].contiguous(), metric[:, own].contiguous(), pivots
         ideal = iq_search.fitted(self._name, self._columns, given, start, *parts[:2])
-        largest = ideal.gather(-1, ideal.abs().argmax(-1, keepdim=True)).squeeze(-1)
+        largest = ideal.gather(1, ideal.abs().argmax(1, keepdim=True)).squeeze(1)
         stored = _storable(largest * ROOM / iq_search.last_factor(KINDS[self._name]))
         entries, signs, steps = iq_search.swept(
             self._name, self._columns, given, self._upper, start, parts, stored.float(), ideal, self._residual, NEAR
         )
-        flat = [part.flatten(0, 1) for part in (entries, signs, steps)]
-        return blocks(self._name, *flat).unflatten(0, entries.shape[:2]), stored
+        flat = [part[:, : self._rows].flatten(0, 1) for part in (entries, signs, steps)]
+        return blocks(self._name, *flat).unflatten(0, (-1, self._rows)), stored[:, : self._rows]
 
 
 def eights(upper: Tensor, pivots: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,122 +1,158 @@
 """i-quants of single levels, IQ4_XS: GPTQ's columns on 16 levels that are not equally far apart, compiled.
 
-A run of weights that share a step is made with several steps, and the cheapest is kept, as in iq_search.py. Letters:
-E experts, K inputs, N output rows, W columns of a block, R runs of one.
+A run of weights that share a step is made with several steps, and the cheapest is kept, as in iq_search.py, of LANES
+rows at once. Letters: E experts, K inputs, N output rows, a multiple of LANES, W columns of a block, R runs of one.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from moeq.numerics.iq_columns import FAR, ROWS, give, moved_eight, nearest_step
+from moeq.numerics import vectors
+from moeq.numerics.iq_columns import FAR, NONE, factor_of, give, nearest_step, targets
 from moeq.numerics.sweep import compiled, inside
+from moeq.numerics.vectors import LANES
+from moeq_kernels.cpu.memory import address_of, new_float32s
 
 FIRST = 8  # scales that are tried first, of either sign
+BYTES = 4
+ONE, HALF = np.float32(1), np.float32(0.5)
 
 
 @inside  # type: ignore[untyped-decorator]
-def _level(levels, wanted):  # type: ignore[no-untyped-def]
-    """The place of the nearest level, of levels in order: how many middles between two lie below."""
-    place = 0
-    for at in range(levels.shape[0] - 1):
-        place += wanted > np.float32(0.5) * (levels[at] + levels[at + 1])
-    return place
+def _level(levels, count, wanted):  # type: ignore[no-untyped-def]
+    """The nearest level and its place, of levels in order: how many middles between two lie below."""
+    place, value = vectors.words(0), vectors.floats(vectors.number_at(levels, 0))
+    for at in range(1, count):
+        lower, upper = vectors.number_at(levels, at - 1), vectors.number_at(levels, at)
+        above = vectors.less(vectors.floats(HALF * (lower + upper)), wanted)
+        place = vectors.pick(above, vectors.words(at), place)
+        value = vectors.pick(above, vectors.floats(upper), value)
+    return value, place
 
 
 @compiled  # type: ignore[untyped-decorator]
 def fit_levels(columns, given, start, inverse, metric, levels, run, ideal, first, last):  # type: ignore[no-untyped-def]
-    """Into ideal [E, N, R] the scale of every run with the least error, weighted by the diagonal of metric alone."""
-    rows, width, eights = columns.shape[2], given.shape[1], run // 8
-    target, own, counts = np.empty(run, np.float32), np.empty(run, np.float32), np.empty(run, np.float32)
-    chunks = (rows + ROWS - 1) // ROWS
+    """Into ideal [E, R, N] the scale of every run with the least error, weighted by the diagonal of metric alone."""
+    inputs, rows, width, book = columns.shape[1], columns.shape[2], given.shape[1], address_of(levels)
+    room = new_float32s(2 * run * LANES)
+    own, target = address_of(room), address_of(room) + BYTES * run * LANES
+    chunks = rows // LANES
     for item in range(first, last):
-        expert, chunk = divmod(item, chunks)
-        for row in range(chunk * ROWS, min(rows, (chunk + 1) * ROWS)):
-            for place in range(width // run):
+        expert, begin = item // chunks, item % chunks * LANES
+        whole = address_of(columns) + BYTES * ((expert * inputs + start) * rows + begin)
+        gifts = address_of(given) + BYTES * (expert * width * rows + begin)
+        for place in range(width // run):
+            eights = (expert * width + place * run) * 8  # numbers of the eights before
+            most = vectors.floats(NONE)
+            for at in range(run):
+                vectors.store(own, at * LANES, vectors.load(gifts, (place * run + at) * rows))
+            for eight in range(run // 8):
+                moved = BYTES * eight * 8 * LANES
+                targets(whole + BYTES * (place * run + eight * 8) * rows, rows, own + moved,
+                        address_of(inverse) + BYTES * (eights + eight * 64), vectors.floats(ONE),
+                        target + moved)  # fmt: skip
+            for at in range(run):
+                size = vectors.size_of(vectors.load(target, at * LANES))
+                most = vectors.pick(vectors.less(most, size), size, most)
+            best, found = vectors.floats(NONE), vectors.floats(NONE)
+            for attempt in range(2 * FIRST):
+                factor = np.float32((1 - 2 * (attempt // FIRST)) * (90 + 8 * (attempt % FIRST)))
+                inverted = vectors.ratio(vectors.floats(factor), most)
+                along, across = vectors.floats(NONE), vectors.floats(NONE)
                 for at in range(run):
-                    own[at] = given[expert, place * run + at, row]
-                most = np.float32(0)
-                for eight in range(eights):
-                    number = place * eights + eight
-                    moved_eight(
-                        columns,
-                        own,
-                        inverse[expert, number],
-                        expert,
-                        start,
-                        place * run + eight * 8,
-                        row,
-                        eight * 8,
-                        target[eight * 8 : eight * 8 + 8],
-                    )
-                    for at in range(8):
-                        counts[eight * 8 + at] = metric[expert, number, at, at]
-                        most = max(most, abs(target[eight * 8 + at]))
-                best, found = np.float32(0), np.float32(0)
-                if most > 0:
-                    for turn in range(2):
-                        for tried in range(FIRST):
-                            guess = (1 - 2 * turn) * most / np.float32(90 + 8 * tried)
-                            along, across = np.float32(0), np.float32(0)
-                            for at in range(run):
-                                value = levels[_level(levels, target[at] / guess)]
-                                along += counts[at] * target[at] * value
-                                across += counts[at] * value * value
-                            if along * along > best * across:
-                                best, found = along * along / across, along / across
-                ideal[expert, row, place] = found
+                    wanted = vectors.load(target, at * LANES)
+                    value, _ = _level(book, levels.shape[0], vectors.mul(wanted, inverted))
+                    counts = vectors.number_at(address_of(metric), eights + at // 8 * 64 + at % 8 * 9)
+                    value_counts = vectors.mul(value, vectors.floats(counts))
+                    along = vectors.fused(wanted, value_counts, along)
+                    across = vectors.fused(value, value_counts, across)
+                better = vectors.less(vectors.mul(best, across), vectors.mul(along, along))
+                scale = vectors.ratio(along, across)
+                best = vectors.pick(better, vectors.mul(along, scale), best)
+                found = vectors.pick(better, scale, found)
+            empty = vectors.equal(most, vectors.floats(NONE))
+            found = vectors.pick(empty, vectors.floats(NONE), found)
+            vectors.store(address_of(ideal), (expert * (width // run) + place) * rows + begin, found)
+
+
+@inside  # type: ignore[untyped-decorator]
+def _tried(levels, count, weights, stride, ahead, inputs, run, pivots, size, taken, own):  # type: ignore[no-untyped-def]
+    """What a run costs at one scale; behind its own part of what is given to each, own [run], its errors and levels.
+
+    weights: the run's, `stride` numbers from one to the next; ahead: its own part of the factor; pivots: its numbers;
+    taken: what is given to each by the runs before.
+    """
+    inverted = vectors.pick(vectors.equal(size, vectors.floats(NONE)), size, vectors.ratio(vectors.floats(ONE), size))
+    cost = vectors.floats(NONE)
+    for at in range(run):
+        vectors.store(own, at * LANES, vectors.load(taken, at * LANES))
+    for at in range(run):
+        weight, moved = vectors.load(weights, at * stride), vectors.load(own, at * LANES)
+        value, entry = _level(levels, count, vectors.mul(vectors.add(weight, moved), inverted))
+        error = vectors.sub(weight, vectors.mul(size, value))
+        off, pivot = vectors.add(error, moved), vectors.floats(vectors.number_at(pivots, at))
+        cost = vectors.fused(vectors.mul(pivot, off), off, cost)
+        vectors.store(own, (run + at) * LANES, error)
+        vectors.store_words(own, (2 * run + at) * LANES, entry)
+        for later in range(at + 1, run):
+            factor = vectors.floats(vectors.number_at(ahead, at * inputs + later))
+            vectors.store(own, later * LANES, vectors.fused(factor, error, vectors.load(own, later * LANES)))
+    return cost
 
 
 @compiled  # type: ignore[untyped-decorator]
 def round_levels(  # type: ignore[no-untyped-def]
-    columns, given, upper, start, pivots, levels, factors, run, near,
+    columns, given, upper, start, pivots, levels, least, each, count, run, near,
     scale, ideal, steps, entries, residual, first, last,
 ):  # fmt: skip
-    """Into steps [E, N, R], entries [E, N, W] and residual [E, K, N] the codes of a block of given scales [E, N];
-    near: steps on each side of the one nearest to the ideal scale that are tried."""
-    rows, width = columns.shape[2], given.shape[1]
-    taken = np.empty((ROWS, width), np.float32)
-    own, kept = np.empty(run, np.float32), np.zeros(run, np.float32)
-    errors, found = np.zeros((ROWS, run), np.float32), np.empty(run, np.int64)
-    chunks = (rows + ROWS - 1) // ROWS
+    """Into steps [E, R, N], entries [E, W, N] and residual [E, K, N] the codes of a block of given scales [E, N];
+    least, each, count: of the steps' factors; near: steps on each side of the one nearest to the ideal scale that are
+    tried."""
+    inputs, rows, width, book = columns.shape[1], columns.shape[2], given.shape[1], address_of(levels)
+    room = new_float32s((width + 5 * run) * LANES)
+    taken = address_of(room)
+    own = taken + BYTES * width * LANES
+    kept, found, errors, best_found = (own + BYTES * run * LANES * 1, own + BYTES * run * LANES * 2,
+                                       own + BYTES * run * LANES * 3, own + BYTES * run * LANES * 4)  # fmt: skip
+    chunks = rows // LANES
     for item in range(first, last):
-        expert, chunk = divmod(item, chunks)
-        begin = chunk * ROWS
-        count = min(ROWS, rows - begin)
-        for row in range(count):
-            for at in range(width):
-                taken[row, at] = given[expert, at, begin + row]
+        expert, begin = item // chunks, item % chunks * LANES
+        block = (expert * inputs + start) * rows + begin
+        factor = address_of(upper) + BYTES * ((expert * inputs + start) * inputs + start)
+        for at in range(width):
+            taken_now = vectors.load(address_of(given), (expert * width + at) * rows + begin)
+            vectors.store(taken, at * LANES, taken_now)
+        unit = vectors.load(address_of(scale), expert * rows + begin)
         for place in range(width // run):
-            for row in range(count):
-                unit = scale[expert, begin + row]
-                middle = nearest_step(unit, factors, ideal[expert, begin + row, place])
-                best = FAR
-                for step in range(max(0, middle - near), min(factors.shape[0], middle + near + 1)):
-                    size = unit * factors[step]
-                    inverted = 1 / size if size != 0 else np.float32(0)
-                    cost = np.float32(0)
+            runs = (expert * (width // run) + place) * rows + begin
+            middle = nearest_step(unit, least, each, count, vectors.load(address_of(ideal), runs))
+            best, step = vectors.floats(FAR), middle
+            for away in range(-near, near + 1):
+                tried = vectors.add(middle, vectors.words(away))
+                outside = vectors.less(tried, vectors.words(0))
+                beyond = vectors.less(vectors.words(count - 1), tried)
+                size = vectors.mul(unit, factor_of(tried, least, each))
+                cost = _tried(book, levels.shape[0], address_of(columns) + BYTES * (block + place * run * rows), rows,
+                              factor + BYTES * place * run * (inputs + 1), inputs, run,
+                              address_of(pivots) + BYTES * (expert * inputs + start + place * run), size,
+                              taken + BYTES * place * run * LANES, own)  # fmt: skip
+                cost = vectors.pick(outside, vectors.floats(FAR), vectors.pick(beyond, vectors.floats(FAR), cost))
+                better = vectors.less(cost, best)
+                best, step = vectors.pick(better, cost, best), vectors.pick(better, tried, step)
+                if vectors.somewhere(better):
                     for at in range(run):
-                        own[at] = taken[row, place * run + at]
-                    for at in range(run):
-                        column = start + place * run + at
-                        weight = columns[expert, column, begin + row]
-                        entry = _level(levels, (weight + own[at]) * inverted)
-                        error = weight - size * levels[entry]
-                        off = error + own[at]
-                        cost += pivots[expert, column] * off * off
-                        if cost >= best:
-                            break
-                        found[at], kept[at] = entry, error
-                        line = upper[expert, column]
-                        for later in range(at + 1, run):
-                            own[later] += error * line[start + place * run + later]
-                    if cost < best:
-                        best = cost
-                        steps[expert, begin + row, place] = step
-                        for at in range(run):
-                            errors[row, at] = kept[at]
-                            entries[expert, begin + row, place * run + at] = found[at]
+                        some = at * LANES
+                        chosen = vectors.pick(better, vectors.load(kept, some), vectors.load(errors, some))
+                        vectors.store(errors, some, chosen)
+                        place_of = vectors.pick(
+                            better, vectors.load_words(found, some), vectors.load_words(best_found, some)
+                        )
+                        vectors.store_words(best_found, some, place_of)
+            vectors.store_words(address_of(steps), runs, step)
             for at in range(run):
-                for row in range(count):
-                    residual[expert, start + place * run + at, begin + row] = errors[row, at]
-            give(upper, expert, start, place * run, run, errors, count, taken)
+                column = place * run + at
+                vectors.store(address_of(residual), block + column * rows, vectors.load(errors, at * LANES))
+                vectors.store_words(address_of(entries), (expert * width + column) * rows + begin,
+                                    vectors.load_words(best_found, at * LANES))  # fmt: skip
+            give(factor, inputs, place * run, run, width, errors, taken)

@@ -18,6 +18,7 @@ from torch import Tensor
 from moeq.numerics import iq_ldlq, iq_search
 from moeq.numerics.factor import Factor, factorize
 from moeq.numerics.iq_blocks import KINDS, MIDDLE, SHIFTED, blocks, table
+from moeq.numerics.vectors import LANES
 from moeq.quantizers.tune import units_of
 from moeq_kernels import iq
 from moeq_kernels.iq_types import BLOCKS, SETS, WIDTHS, stored_bits, type_of
@@ -140,6 +141,15 @@ def test_each_expert_is_what_it_is_alone() -> None:
             assert torch.equal(alone.scales[0], both.scales[expert])
 
 
+def test_each_row_is_what_it_is_alone() -> None:
+    """However many rows are worked on at once, and beside whichever."""
+    seen, weight = hessian(experts=1), weights(1, 20)
+    for codebook, bits in ONCE.values():
+        every, some = made(bits, codebook, weight, seen), made(bits, codebook, weight[:, 3:12], seen)
+        assert torch.equal(some.codes, every.codes[:, 3:12])
+        assert torch.equal(some.scales, every.scales[:, 3:12])
+
+
 def best(target: Tensor, counts: Tensor, name: str, scale: float) -> float:
     """The least weighted error of an eight over all entries and signs at a scale."""
     kind = KINDS[name]
@@ -153,17 +163,17 @@ def best(target: Tensor, counts: Tensor, name: str, scale: float) -> float:
 
 @pytest.mark.parametrize("name", ["IQ2_S", "IQ3_S"])
 def test_entries_are_the_nearest_ones_where_nothing_is_fed_back(name: str) -> None:
-    kind, weight = KINDS[name], weights(1, 6, 256)
+    kind, weight = KINDS[name], weights(1, LANES, 256)
     columns, counts = weight.mT.contiguous(), 0.5 + torch.rand(256, generator=generator(5))
     metric = torch.diag_embed(counts.view(1, 32, 8))
     inverse = torch.eye(8).expand(1, 32, 8, 8).contiguous()
-    given, upper = torch.zeros(1, 256, 6), torch.eye(256)[None].contiguous()
+    given, upper = torch.zeros(1, 256, LANES), torch.eye(256)[None].contiguous()
     ideal = iq_search.fitted(name, columns, given, 0, inverse, metric)
-    scale = (ideal.amax(-1) / float(kind.factors[-1])).half().float()
+    scale = (ideal.amax(1) / float(kind.factors[-1])).half().float()
     residual = torch.empty_like(columns)
     parts = inverse, metric, counts[None].contiguous()
     entries, signs, steps = iq_search.swept(name, columns, given, upper, 0, parts, scale, ideal, residual, 0)
-    for row, eight in product(range(6), range(32)):
+    for row, eight in product(range(LANES), range(32)):
         own = slice(eight * 8, eight * 8 + 8)
         size = float(scale[0, row] * kind.factors[int(steps[0, row, eight * 8 // kind.run])])
         error = float((counts[own] * residual[0, own, row] ** 2).sum())
