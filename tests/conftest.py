@@ -43,13 +43,16 @@ from moeq.verification import launch, probe
 from moeq_kernels import names
 
 LONGEST_FIRST = (  # so that no process is left with one of them at the end
-    "robustness/test_kill_resume.py", "robustness/test_bad_input.py", "test_docs.py", "stages/test_families.py",
-    "stages/test_demo.py", "planning/test_disk.py", "verification/test_peers.py", "stages/test_end_to_end.py",
+    # the first compiles what nearly all others run; the next ones need none of it, and are done when it is there
+    "stages/test_families.py", "kernels/gpu/test_products.py", "estimation/test_estimation_answers.py",
+    "robustness/test_early_refusals.py", "test_security.py", "kernels/gpu/test_walks.py",
+    "robustness/test_kill_resume.py", "robustness/test_bad_input.py", "test_docs.py", "stages/test_demo.py",
+    "planning/test_disk.py", "verification/test_peers.py", "stages/test_end_to_end.py",
     "stages/test_first_run.py", "robustness/test_memory_of_runs.py", "stages/test_non_experts.py",
     "stages/test_formats.py", "planning/test_memory.py", "exporters/test_peers.py", "reporting/test_report_page.py",
     "models/test_every_family.py", "stages/test_store.py", "models/test_non_experts.py", "test_cli.py", "test_api.py",
     "stages/test_refine.py", "runtime/test_hook.py", "numerics/test_gptq.py", "verification/test_tampering.py",
-    "verification/test_verify.py", "kernels/gpu/test_products.py",
+    "verification/test_verify.py",
 )  # fmt: skip
 PROBE = Path(probe.__file__)
 LONG_SEARCH = 0.03  # seconds

@@ -108,7 +108,8 @@ def test_families_whose_layers_read_more_run_whole(tmp_path: Path) -> None:
     assert found.divergence == pytest.approx(whole(context, 2), rel=1e-6)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("switch_transformers", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_moe", "switch_transformers"])
 def test_workers_measure_what_one_process_does(family: str, tmp_path: Path, parts: list[list[tuple[str, Any]]]) -> None:
     """Of five batches two workers have two and three; switch's layers need more than the one before."""
     model = save(family, tmp_path / "model")

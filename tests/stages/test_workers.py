@@ -223,7 +223,7 @@ def test_a_killed_driver_takes_its_workers_and_its_memory_along(
         running.wait()
         if number % 2:
             wait_for(lambda: not left_in_memory(running.pid))  # noqa: B023
-    done = moeq.run("losses", path, "--out", out, "--quiet")
+    done = moeq.run("losses", path, "--out", out, "--quiet", *(() if FULL else ("--set", "workers=1")))
     assert (done.code, done.stderr) == (0, "")
     assert [left for pid in drivers for left in left_in_memory(pid)] == []
     assert content(out) == alone
