@@ -16,6 +16,7 @@ from moeq_kernels.widths import Encoding, EncodingKeys
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Width
 
+UNKNOWN = "no setting helps: it does not know this model"
 LoadsIn = dict[str, dict[str, Any] | None]
 
 
@@ -36,7 +37,11 @@ def loads_in(
     """
     own, found = Encoding(**encoding), LoadsIn()
     for name, target in targets().items():
-        reason, do = None, f"`--for {name}` assigns what it loads"
+        reason, do = _unknown(check, name), UNKNOWN
+        if reason is not None:
+            found[name] = {"reason": reason, "do": do, "price": None}
+            continue
+        do = f"`--for {name}` assigns what it loads"
         if layers:
             refused = refuse_layers(name, layers, widths, **encoding)
             reason = None if refused is None else refused[0]
@@ -48,13 +53,17 @@ def loads_in(
             reason = _short(target, widths, own.symmetric, own.nested) or reason.rpartition(": ")[2].partition(";")[0]
         elif others and not target.others:
             reason, do = "packed modules beside the experts", "run without `others`"
-        else:
-            try:
-                check(name)
-            except FormatError as error:
-                reason, do = error.what.partition(";")[0], "no setting helps: it does not know this model"
         found[name] = None if reason is None else {"reason": reason, "do": do, "price": None}
     return found
+
+
+def _unknown(check: Callable[[str], None], name: str) -> str | None:
+    """Why a runtime knows no such model; None where it does."""
+    try:
+        check(name)
+    except FormatError as error:
+        return error.what.partition(";")[0]
+    return None
 
 
 def _short(target: Target, widths: Sequence[Sequence[Width]], symmetric: bool, nested: bool) -> str | None:

@@ -293,15 +293,19 @@ def families(
     from moeq import suitability, terminal
     from moeq.models import support
 
-    answered = None
-    if name is not None:
-        answered = suitability.of_model(name) if suitability.is_model(name) else suitability.of_dense_type(name)
-    if answered is not None:
+    answered, dense = None, False
+    if name is not None and suitability.is_model(name):
+        answered = suitability.of_model(name)
+    elif name is not None:
+        dense = (answered := suitability.of_dense_type(name)) is not None and support.has(name)
+    if answered is not None and not dense:
         show(answered, lambda _: print(*suitability.lines_of(answered), sep="\n"), json=json, quiet=quiet)
         return
     rows = support.families(name)
-    found = {"families": [asdict(row) | {"runtimes": suitability.runtimes_of(row)} for row in rows]}
+    found = {"families": [asdict(row) | {"runtimes": suitability.runtimes_of(row)} for row in rows], "dense": dense}
     show(found, lambda _: terminal.print_families(rows), json=json, quiet=quiet)
+    if dense and not (json or quiet):
+        print(f"{name} itself is dense: it has no experts")
 
 
 def generate(

@@ -78,6 +78,9 @@ def context_of(asked: RunOptions, command: str) -> Context:
     start = start_of(asked, path, asked.preset_name, model)
     recipe = start.recipe()
     model = model or recipe.model
+    if model is None and out is not None and is_run(out):
+        do = f"moeq {command} MODEL --preset {start.preset} --out OTHER starts another; without it this one goes on"
+        raise RecipeError("this run has a recipe already", where=str(out), do=do)
     if model is None:
         do = f"name one (moeq {command} MODEL), a recipe, or --out of a run"
         raise RecipeError("no model", where=str(start), do=do)
@@ -94,11 +97,16 @@ def context_of(asked: RunOptions, command: str) -> Context:
         needed = runtime_changes(context, start, recipe.assign.target, only_grid=True)
     else:
         needed = []
+    codes = recipe.losses.encoding.codes
+    if isinstance(asked, BuildOptions) and asked.group_size is not None and codes != "grid" and asked.for_ is None:
+        said = f"{codes} codes have no groups of weights that --group-size could set: grids have (--quality fast)"
+        context.reporter.say(f"[dim]{said}[/dim]")
     return replace(context, recipe=replace(start, changes=[*start.changes, *needed]).recipe()) if needed else context
 
 
 def runtime_changes(context: Context, start: Start, name: str, *, only_grid: bool = False) -> list[str]:
-    """What --for changes of a run's recipe, told in a line each; of a preset all but what was asked for may change.
+    """What --for changes of a run's recipe, told in a line each; of a preset, and of the recipe of a run that goes on,
+    all but what was asked for may change.
 
     only_grid: as assign.target alone has it: the grid, where the runtime loads no other.
     """
@@ -106,7 +114,8 @@ def runtime_changes(context: Context, start: Start, name: str, *, only_grid: boo
 
     from moeq.artifacts.runtime_settings import grid_settings, settings_for
 
-    said = None if start.path is not None else {change.partition("=")[0].strip() for change in start.changes}
+    own = start.path is None or (not only_grid and start.path == context.out / RECIPE_COPY)
+    said = None if not own else {change.partition("=")[0].strip() for change in start.changes}
     if only_grid:
         settings = grid_settings(name, context.recipe, said)
     else:

@@ -28,6 +28,7 @@ from moeq.exporters.exporter import Exporter
 from moeq.exporters.front_matter import CARD, code_lines, front_matter, markdown, read_origin
 from moeq.exporters.packed_source import Matrices, PackedSource
 from moeq.exporters.plain import METADATA, write_index, write_plain
+from moeq.models.auto_names import CAUSAL, auto_name
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import describe
@@ -306,6 +307,7 @@ def card(draft: Draft) -> str:
     source, exporter, target = draft.source.source, draft.exporter, draft.runtime.target
     called, snippet = (target and target.called) or exporter.runtime, (target and target.snippet) or exporter.snippet
     name = draft.options.model_name or source.name
+    snippet = snippet.replace(CAUSAL, auto_name(source.config))
     widths = Counter(grid.bits for grid in draft.grids.values())
     counted = ", ".join(f"{count} at {bits} code bits" for bits, count in sorted(widths.items())) or "none"
     return "\n".join(

@@ -318,8 +318,10 @@ def _read_headers(path: Path, remote: Mapping[str, Path]) -> dict[str, TensorHea
     if not index.is_file():
         single = remote.get(SINGLE, path / SINGLE)
         if not single.is_file():
-            other = "; it has .bin weights: save it as safetensors first" if list(path.glob("*.bin")) else ""
-            raise ModelError(f"no safetensors weights{other}", where=str(path), do="download the weights")
+            if any(path.glob("*.bin")):
+                do = "load it with transformers and save_pretrained it, which writes safetensors"
+                raise ModelError("no safetensors weights, only .bin files", where=str(path), do=do)
+            raise ModelError("no safetensors weights", where=str(path), do="download the weights")
         return read_header(single)
     try:
         weight_map = _weight_map(path)

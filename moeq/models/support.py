@@ -81,6 +81,14 @@ def families(name: str | None = None) -> list[Support]:
     return named
 
 
+def has(name: str) -> bool:
+    """Whether any family's model_type or class contains a name."""
+    try:
+        return bool(families(name))
+    except ModelError:
+        return False
+
+
 def dense_types() -> frozenset[str]:
     """Model types of transformers whose code knows no experts."""
     return frozenset(json.loads(DENSE.read_text("utf-8")))

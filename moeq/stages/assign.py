@@ -32,7 +32,7 @@ from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, w
 from moeq.artifacts.targets import granularity_within, loaded_by, target_of
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs, Loaded
-from moeq.assigners.limits import limit_of
+from moeq.assigners.limits import limit_of, loaded_among
 from moeq.errors import ArtifactError, AssignmentError, RecipeError
 from moeq.estimator import load_hardware
 from moeq.estimator.terms import expert_seconds
@@ -45,9 +45,10 @@ from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import bits_per_weight, expert_weights, loaded_bytes, total_bytes, total_loaded_bytes
 from moeq.stages.hessian_traces import traces
-from moeq.stages.loading import loaded_matrices, where_it_loads
+from moeq.stages.loading import check_family, loaded_matrices, where_it_loads
 from moeq.stages.needs import Needs, Rates, Sizes
 
+WITHIN_TARGETS = ("optimal", "frequency", "uniform")  # allocators that choose among what a target loads
 NAME = "assignment.json"
 
 
@@ -106,6 +107,8 @@ def check(context: Context) -> None:
     for name, section in [*own, *((compared.name, compared) for compared in context.recipe.eval.compare)]:
         if section.statistics == "decode" and context.model.takes_images:
             raise RecipeError("images have no decode positions", where="assign.statistics: decode", do="use all")
+        if section.target is not None:
+            check_family(context, section.target)
         hardware = context.recipe.hardware_of(section)
         if hardware is not None:
             load_hardware(hardware)
@@ -117,9 +120,12 @@ def check(context: Context) -> None:
                     do="lower gpu_experts",
                 )
         if any(getattr(section, budget) is not None for budget in BUDGETS):
-            widths = sorted(section.named() or context.recipe.losses.bits)
             granularity = granularity_within(target_of(section.target), section.granularity)
-            limit_of(_inputs(context, section, name, _unmeasured(context)), widths, granularity=granularity)
+            inputs = _inputs(context, section, name, _unmeasured(context))
+            known = sorted(section.named() or context.recipe.losses.bits)
+            refused_anyway = target_of(section.target).symmetric_only and not inputs.symmetric
+            within = section.method in WITHIN_TARGETS and not refused_anyway
+            limit_of(inputs, loaded_among(inputs, known) if within else known, granularity=granularity)
 
 
 def _unmeasured(context: Context) -> ExpertProfile:

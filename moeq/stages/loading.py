@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.loads_in import LoadsIn, loads_in
+from moeq.artifacts.loads_in import UNKNOWN, LoadsIn, loads_in
 from moeq.artifacts.targets import Target, grids_of, refuse_stack
 from moeq.assigners import report
 from moeq.assigners.inputs import AssignInputs, Loaded
@@ -28,10 +28,10 @@ def where_it_loads(context: Context, assignment: Assignment, inputs: AssignInput
         **vars(assignment.encoding),
         layers=context.model.layers,
         others=bool(context.recipe.others.widths()),
-        check=partial(_check, context),
+        check=partial(check_family, context),
     )
     experts = sum(layer.num_experts for layer in context.model.layers)
-    refused = [name for name, why in found.items() if why is not None]
+    refused = [name for name, why in found.items() if why is not None and why["do"] != UNKNOWN]
     if inputs is None or experts > PRICED or not refused:
         return found
     for price in report.prices(
@@ -43,7 +43,7 @@ def where_it_loads(context: Context, assignment: Assignment, inputs: AssignInput
     return found
 
 
-def _check(context: Context, name: str) -> None:
+def check_family(context: Context, name: str) -> None:
     """FormatError for a model that a runtime does not know; what is not installed here is not asked."""
     check = runtimes()[name].exporter.check
     if check is not None:

@@ -9,7 +9,8 @@ from moeq.artifacts.assignment import DROPPED_NAME, MIXED_NAME, count_matrices, 
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.targets import in_words
 from moeq.exporters.front_matter import Origin, code_lines, front_matter, markdown
-from moeq.integers.vit.configuration import MODEL_TYPE as MOE_VIT
+from moeq.models.auto_names import CAUSAL, auto_name
+from moeq.models.declared import quantization_of
 from moeq.recipe.used import parameters_text
 from moeq.tables import human_bytes, human_size
 
@@ -28,7 +29,7 @@ def render(
     figures: rows name, bits_per_weight, expert_bytes, perplexity, accuracy, kl and same_top (against the original); of
     image classifiers cross_entropy and logit_error too.
     """
-    loader = _loader(config)
+    loader = auto_name(config)
     totals, assignment = manifest.totals, manifest.assignment
     widths = [expert.widths for layer in manifest.layers for expert in layer.experts]
     tiers = Counter(expert.tier for layer in manifest.layers for expert in layer.experts)
@@ -39,7 +40,7 @@ def render(
         *front_matter(manifest.model.name, "transformers", origin, converted=converted),
         f"# {name}, experts packed by moeq {manifest.moeq_version}",
         "",
-        f"Routed experts of {markdown(config.get('model_type'))} quantized one by one; {_rest(manifest)}.",
+        f"Routed experts of {markdown(config.get('model_type'))} quantized one by one; {_rest(manifest, config)}.",
         "",
         "```python",
         "import moeq  # registers the format with transformers",
@@ -77,7 +78,7 @@ def render(
 def _snippet(loader: str) -> list[str]:
     """How transformers loads the checkpoint and, of a model of text, continues a prompt."""
     load = [f"from transformers import {loader}", f'model = {loader}.from_pretrained("THIS_DIRECTORY")']
-    if loader != "AutoModelForCausalLM":
+    if loader != CAUSAL:
         return load
     return [
         f"from transformers import {loader}, AutoTokenizer",
@@ -86,13 +87,6 @@ def _snippet(loader: str) -> list[str]:
         'inputs = tokenizer("Once upon a time", return_tensors="pt").to(model.device)',
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))",
     ]
-
-
-def _loader(config: dict[str, Any]) -> str:
-    """The Auto class that loads the model."""
-    named = any(name.endswith("ForImageClassification") for name in config.get("architectures") or ())
-    images = named or config.get("model_type") == MOE_VIT
-    return "AutoModelForImageClassification" if images else "AutoModelForCausalLM"
 
 
 def figures_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -121,10 +115,12 @@ def _counts(by_bits: dict[str, int]) -> str:
     )
 
 
-def _rest(manifest: PlacementManifest) -> str:
+def _rest(manifest: PlacementManifest, config: dict[str, Any]) -> str:
     """What was done to everything else."""
     if not manifest.others:
-        return "everything else is untouched"
+        if quantization_of(config).get("quant_method") != "fp8":
+            return "everything else is untouched"
+        return "everything else is dequantized, of which the original keeps some in FP8"
     kinds = ", ".join(dict.fromkeys(module.kind for module in manifest.others))
     return f"of the rest, {kinds} are quantized too, routers and norms are untouched"
 
