@@ -28,7 +28,7 @@ from moeq.artifacts.provenance import (
 )
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import Sums
-from moeq.errors import ArtifactError
+from moeq.errors import ArtifactError, RecipeError
 from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.front_matter import CARD, Origin, read_origin
@@ -69,6 +69,7 @@ def convert(
     """
     name = named(name, convertible(), "--to")
     check_absent(out)
+    _check_apart(out)
     source = open_packed(checkpoint, trust_remote_code=trust_remote_code)
     if format_of(source.source) == PLAIN:
         do = "make a packed one of it with `moeq run`"
@@ -108,6 +109,14 @@ def convert(
 def convertible() -> tuple[str, ...]:
     """Names of the runtimes for which another's checkpoint can be written."""
     return (NATIVE, *written())
+
+
+def _check_apart(out: Path) -> None:
+    """RecipeError for a directory within a checkpoint, whose list of files would not know it."""
+    for folder in out.absolute().parents:
+        if (folder / SUMS).is_file():
+            do = "choose another --out: a checkpoint holds nothing that its list of files does not name"
+            raise RecipeError(f"lies within the checkpoint {folder}", where=str(out), do=do)
 
 
 def _unlisted(sums: Sums | None) -> str | None:

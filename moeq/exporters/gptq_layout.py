@@ -30,6 +30,7 @@ from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import unpack
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
+RENAMED = "block_sparse_moe."  # of Mixtral's kin, on disk; in memory transformers calls it mlp
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # by vLLM and SGLang
 Naming = Literal["memory", "renamed", "family"]
 
@@ -235,14 +236,18 @@ def _named(draft: Draft, naming: Naming, names: list[str]) -> list[str]:
 def patterns(names: Iterable[str]) -> list[str]:
     """Patterns that match exactly these names of modules, one for every numbered block that they lie in.
 
-    An expert all of whose matrices are named is named by its number.
+    An expert all of whose matrices are named is named by its number. A name on disk that transformers changes stands in
+    its pattern as it is: auto-round changes it there, too, by replacing ".block_sparse_moe.", dots being any character.
     """
-    by_block: dict[str, list[str]] = {}
+    by_block: dict[tuple[str, str], list[str]] = {}
     for name in names:
         match = re.match(r".+?\.\d+\.", name)
         block = match[0] if match else ""
-        by_block.setdefault(block, []).append(name.removeprefix(block))
-    return [f"^{re.escape(block)}(?:{'|'.join(_short(below))})$" for block, below in by_block.items()]
+        renamed = f"{block}{RENAMED}" if name.startswith(f"{block}{RENAMED}") else ""
+        by_block.setdefault((block, renamed), []).append(name.removeprefix(renamed or block))
+    return [
+        f"^{renamed or re.escape(block)}(?:{'|'.join(_short(below))})$" for (block, renamed), below in by_block.items()
+    ]
 
 
 def _short(names: list[str]) -> list[str]:

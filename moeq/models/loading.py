@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moeq.artifacts.reading import read_json_file
-from moeq.errors import ModelError
+from moeq.errors import ModelError, RecipeError
 from moeq.models import half_products
 from moeq.models.configuration import check_top_k
 from moeq.models.declared import DEQUANTIZED, PACKED, is_dequantized, main_dtype, quantization_of, scale_keys
@@ -73,10 +73,14 @@ def loaded_bytes(source: ModelSource, dtype: torch.dtype) -> int:
     return sum(_weights_in(source, key) for key in set(source.tensors) - scale_keys(source)) * dtype.itemsize
 
 
-def compute_dtype(source: ModelSource, wanted: str, device: torch.device) -> torch.dtype:
-    """`auto` keeps the checkpoint's dtype, except float16 on a CPU, which computes in float32."""
+def compute_dtype(source: ModelSource, wanted: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto` keeps the checkpoint's dtype, except float16 on a CPU, which computes in float32; RecipeError for a type
+    that models are not computed in."""
     if wanted != "auto":
-        return DTYPES[wanted]
+        found = DTYPES.get(str(wanted).removeprefix("torch."))
+        if found is None:
+            raise RecipeError(f"unknown type {wanted}", where="dtype", do=f"use auto, {', '.join(DTYPES)}")
+        return found
     dtype = source_dtype(source)
     return torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
 

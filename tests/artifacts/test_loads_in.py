@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeq.artifacts.loads_in import LoadsIn, line, loads_in, told
+from moeq.artifacts.loads_in import UNKNOWN, LoadsIn, line, loads_in, told
 from moeq.artifacts.targets import in_words
 from moeq.errors import FormatError
 from moeq.terminal import print_summary
@@ -131,6 +131,10 @@ def test_a_model_that_a_runtime_does_not_know_is_told() -> None:
             raise FormatError("model_type strange is none that it knows; see its list")
 
     assert reasons(found([[4, 4]], check=check)) == {"llama.cpp": "model_type strange is none that it knows"}
+    mixed = found([[1, 4]], check=check)["llama.cpp"]
+    assert mixed is not None
+    assert mixed["reason"] == "model_type strange is none that it knows", "whatever the widths"
+    assert mixed["do"] == UNKNOWN
 
 
 def test_a_runtime_that_loads_it_rounded_is_not_named_as_one_that_does_not() -> None:

@@ -13,9 +13,11 @@ from moeq.artifacts.runtime_settings import grid_settings, settings_for
 from moeq.artifacts.targets import targets
 from moeq.bundled.preset_files import QUALITIES
 from moeq.cli.runs import context_of
+from moeq.folders import RECIPE_COPY
 from moeq.options import StageOptions
 from moeq.progress import Reporter
 from moeq.recipe import Recipe, Start, load_recipe
+from moeq.recipe.editing import as_yaml
 from moeq.runtimes import runtimes
 from moeq.stages import assign, export
 from moeq.stages.context import Context
@@ -240,6 +242,21 @@ def test_the_option_changes_the_recipe_and_tells_it(tmp_path: Path, capsys: pyte
     told = capsys.readouterr().err.replace("\n", " ")
     for words in ("assign.target: vllm", "losses.symmetric: true (it reads symmetric grids only)"):
         assert words in told
+
+
+def test_the_recipe_of_a_run_that_goes_on_may_be_changed_too(tmp_path: Path) -> None:
+    """It says every key, of which the user gave few; a recipe of the user's own is kept."""
+    out = tmp_path / "run"
+    first = context_of(StageOptions(model="bundled:tiny-mixtral", out=out), "run")
+    out.mkdir()
+    text = as_yaml(first.recipe.model_dump(mode="json") | {"model": "bundled:tiny-mixtral"})
+    for place in (out / RECIPE_COPY, tmp_path / "mine.yaml"):
+        place.write_text(text, "utf-8")
+    recipe = context_of(StageOptions(for_="vllm", out=out), "run").recipe
+    assert recipe.losses.symmetric
+    assert recipe.assign.granularity is None
+    mine = StageOptions(for_="vllm", what=str(tmp_path / "mine.yaml"), out=tmp_path / "other")
+    assert not context_of(mine, "run").recipe.losses.symmetric
 
 
 def test_a_target_alone_chooses_its_grid_before_anything_is_measured(

@@ -312,6 +312,32 @@ def test_patterns_match_exactly_what_they_name() -> None:
     assert {name for name in every if any(re.match(pattern, name) for pattern in found)} == set(chosen)
 
 
+def test_patterns_outlive_what_auto_round_makes_of_them() -> None:
+    """It renames them as transformers renames Mixtral's weights, by a pattern whose dots are any character."""
+    below = ["gate", *(f"experts.{expert}.{leaf}" for expert in range(12) for leaf in ("w1", "w2", "w3"))]
+    every = [f"model.layers.{layer}.{place}.{name}" for layer in range(12) for place in ("block_sparse_moe", "mlp")
+             for name in below] + [f"model.layers.{layer}.self_attn.q_proj" for layer in range(12)]  # fmt: skip
+    chosen = {name for name in every if sum(map(ord, name.replace("block_sparse_moe", "mlp"))) % 3 == 0}
+    found = patterns(sorted(chosen))
+    assert {name for name in every if any(re.search(pattern, name) for pattern in found)} == chosen
+    renamed = [re.compile(re.sub(".block_sparse_moe.", ".mlp.", pattern)) for pattern in found]
+    memory = {name for name in every if "block_sparse_moe" not in name}
+    assert {name for name in memory if any(one.search(name) for one in renamed)} == chosen & memory
+
+
+@pytest.mark.full
+@pytest.mark.fresh_process
+def test_a_mixtral_is_loaded_by_auto_round_in_a_process_of_its_own(mixtral: Path, tmp_path: Path) -> None:
+    pytest.importorskip("auto_round")
+    from moeq.conversion import convert
+    from moeq.progress import Reporter
+
+    source = MadeSource(mixtral, lambda layer, expert, part: 2 + expert % 3, group_size=32)
+    write("native", source, tmp_path / "packed", WriteOptions())
+    found = convert(tmp_path / "packed", "auto-round", tmp_path / "out", verify=Reporter(quiet=True))
+    assert found["verified_with"] == "auto-round"
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "phimoe", "jamba", "nemotron_h"])
 def test_names_on_disk_are_the_familys(family: str, tmp_path: Path) -> None:
     family_models.build(family).save_pretrained(tmp_path)

@@ -228,6 +228,16 @@ def test_plot_and_tables_are_outside_the_digest(finished: Context, tmp_path: Pat
     assert plain["digest"] == more["digest"]
 
 
+def test_a_budget_that_a_target_cannot_meet_is_refused_before_anything_is_measured(
+    tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    asked = "assign={method: optimal, bits_per_weight: 2.5, target: auto-round}"
+    context = context_of(tiny_mixtral, tmp_path / "run", asked, "losses.bits=[1,4]", "losses.group_size=32")
+    with pytest.raises(AssignmentError, match=r"2\.5 bits a weight cannot be met; the least possible is [4-9]"):
+        pipeline.run(context, ("profile", "losses", "assign"))
+    assert not (tmp_path / "run" / "profile").exists()
+
+
 def test_a_target_that_cannot_load_it(finished: Context, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"target gptqmodel: .*, expert \d+: 1 bits"):
         moeq_assign(finished, tmp_path / "run", "--target", "gptqmodel")
