@@ -183,7 +183,7 @@ def plan(
 
 def evaluate(
     *what: str | Path,
-    tasks: Sequence[str] = (),
+    tasks: str | Sequence[str] = (),
     text: str | Path | None = None,
     out: str | Path | None = None,
     include_path: str | Path | None = None,
@@ -214,7 +214,7 @@ def evaluate(
         raise RecipeError("nothing to evaluate", do="name models, checkpoints or runs")
     asked = EvalOptions(
         recipe=[str(word) for word in what],
-        tasks=", ".join(tasks) or None,
+        tasks=(tasks if isinstance(tasks, str) else ", ".join(tasks)) or None,
         text=None if text is None else str(text),
         out=_path(out),
         include_path=_path(include_path),

@@ -19,7 +19,7 @@ from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.provenance import check_listed, words
 from moeq.artifacts.run import DIRECTORIES, EDITABLE, STAGES, store_folder
 from moeq.artifacts.sealed import is_sealed
-from moeq.artifacts.stage import RECORD, StageRecord, check_files, edited_files, read_record
+from moeq.artifacts.stage import RECORD, StageRecord, check_files, edited_files, of_earlier_codes, read_record
 from moeq.artifacts.sums import SIGNATURE
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
@@ -205,11 +205,13 @@ def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
         about[name] = f"{record.digest[:16]}, {edited} edited by hand since" if edited else record.digest[:16]
         if name == "losses":
             _check_replicas(directory, store_folder(recipe, path), reporter)
+    earlier = {*of_earlier_codes(path)}
     for directory in sorted(path.glob("checkpoint-*")):
         if (directory / RECORD).is_file():
             sums, _ = check_listed(directory, reporter)
             check_files(directory, read_record(directory, "export"), {} if sums is None else sums.files, reporter)
-            about[directory.name] = "there are no digests" if sums is None else sums.text
+            said = "there are no digests" if sums is None else sums.text
+            about[directory.name] = f"of an earlier assignment; {said}" if directory in earlier else said
     return about
 
 

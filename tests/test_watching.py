@@ -58,6 +58,7 @@ def test_a_page_is_read_again_while_the_run_goes_on(tmp_path: Path) -> None:
     assert "nothing runs here" in ended
 
 
+@pytest.mark.full
 def test_a_run_is_watched_from_elsewhere(moeq: ForkServer, tiny_mixtral: Path, tmp_path: Path) -> None:
     """While it runs, when it was killed, and when it has ended."""
     out, html = tmp_path / "run", tmp_path / "page.html"

@@ -24,6 +24,7 @@ from moeq.version import __version__
 
 SCHEMA_VERSION = 1
 RECORD = "stage.json"
+QUANTIZED = "quantize"  # the stage whose codes checkpoints hold
 EARLIER_FIGURES = {  # of summaries, when bits were those of codes alone
     "average_bits_ndp": "code_bits_ndp",
     "average_bits_all": "code_bits_all",
@@ -98,6 +99,20 @@ def read_record(directory: Path, stage: str) -> StageRecord:
     if not path.exists():
         raise ArtifactError("this stage has not been run", where=str(directory), do=remedy)
     return read_model(path, StageRecord, SCHEMA_VERSION, remedy=remedy)
+
+
+def of_earlier_codes(out: Path) -> list[Path]:
+    """A run's checkpoints for other runtimes that were written before its codes were made again; one whose record does
+    not say of which they are is none."""
+    path = out / QUANTIZED / RECORD
+    if not path.is_file():
+        return []
+    made, found = read_record(out / QUANTIZED, QUANTIZED).digest, []
+    for directory in sorted(out.glob("checkpoint-*")):
+        if (directory / RECORD).is_file():
+            of = read_record(directory, "export").inputs.get(QUANTIZED)
+            found += [directory] if of not in (None, made) else []
+    return found
 
 
 def missing_files(directory: Path, record: StageRecord) -> list[str]:

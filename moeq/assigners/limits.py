@@ -92,10 +92,10 @@ def choices(inputs: AssignInputs) -> tuple[int, ...]:
     """Widths to choose from, rising: the section's, or all of the loss table; only those that the target loads, of some
     matrix where matrices are decided, else of all."""
     known: Sequence[int] = inputs.config.widths or inputs.measured()
-    return loaded_among(inputs, [*known, *({*inputs.decided_among()} - {*inputs.measured()})])
+    return widths_within(inputs, [*known, *({*inputs.decided_among()} - {*inputs.measured()})])
 
 
-def loaded_among(inputs: AssignInputs, known: Sequence[int]) -> tuple[int, ...]:
+def widths_within(inputs: AssignInputs, known: Sequence[int]) -> tuple[int, ...]:
     """Those of some widths, rising, that the section's target loads, all without one; AssignmentError where it loads
     none."""
     target = inputs.config.target

@@ -97,7 +97,7 @@ def assignments_of(recipe: Recipe, name: str | None, run: Path) -> list[str]:
 def _check_options(asked: EvalOptions) -> None:
     """RecipeError for options that nothing would follow, EvaluationError for windows that cannot be."""
     if text_source(asked) is not None:
-        check_windows(asked.window or WINDOW, asked.stride)
+        check_windows(WINDOW if asked.window is None else asked.window, asked.stride)
     for mark, there in ((OF_TASKS, asked.task_names), (OF_TEXT, text_source(asked))):
         wrong = asked.given(mark)
         if wrong and not there:

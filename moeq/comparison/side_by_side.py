@@ -164,7 +164,7 @@ def _measure(
     row: document.Row = {"name": subject.name, "of": subject.described(), "lm_eval": None, "perplexity": None}
     source = text_source(asked)
     if source is not None:
-        window = asked.window or min(WINDOW, lm.max_length)
+        window = min(WINDOW, lm.max_length) if asked.window is None else asked.window
         text = read_text(source, model.tokenizer, window, asked.stride)
         scorer = Scorer() if reference is None else reference.scorer(subject.name, text.tokens)
         row["perplexity"] = score_text(lm, text, settings.batch_size, scorer)

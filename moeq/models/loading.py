@@ -144,7 +144,8 @@ def skeleton(
     where, declared = source.path / CONFIG, quantization_of(source.config)
     method = declared.get("quant_method", "unknown")
     if declared and not packed and method not in DEQUANTIZED:
-        raise ModelError(f"already quantized ({method})", where=str(where), do="give the original checkpoint")
+        do = "give the original checkpoint; `moeq convert` writes a packed one for other runtimes"
+        raise ModelError(f"already quantized ({method})", where=str(where), do=do)
     config = load_config(source, trust_remote_code)
     for part in (config, config.get_text_config()):
         if getattr(part, "quantization_config", None) is not None:

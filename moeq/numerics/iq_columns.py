@@ -21,11 +21,11 @@ def targets(columns, stride, own, inverse, size, into):  # type: ignore[no-untyp
         vectors.equal(size, vectors.floats(NONE)), size, vectors.ratio(vectors.floats(np.float32(1)), size)
     )
     for at in range(8):
-        total = vectors.load(columns, at * stride)
+        total = vectors.floats_at(columns, at * stride)
         for other in range(at + 1):
             factor = vectors.floats(vectors.number_at(inverse, at * 8 + other))
-            total = vectors.fused(factor, vectors.load(own, other * LANES), total)
-        vectors.store(into, at * LANES, vectors.mul(total, inverted))
+            total = vectors.fused(factor, vectors.floats_at(own, other * LANES), total)
+        vectors.put_floats(into, at * LANES, vectors.mul(total, inverted))
 
 
 @inside  # type: ignore[untyped-decorator]
@@ -34,15 +34,15 @@ def give(upper, inputs, first, run, width, errors, into):  # type: ignore[no-unt
     upper: of the block's own part of the factor, `inputs` numbers from one line to the next."""
     for at in range(0, run, 4):
         line = (first + at) * inputs
-        one, two = vectors.load(errors, at * LANES), vectors.load(errors, (at + 1) * LANES)
-        three, four = vectors.load(errors, (at + 2) * LANES), vectors.load(errors, (at + 3) * LANES)
+        one, two = vectors.floats_at(errors, at * LANES), vectors.floats_at(errors, (at + 1) * LANES)
+        three, four = vectors.floats_at(errors, (at + 2) * LANES), vectors.floats_at(errors, (at + 3) * LANES)
         for place in range(first + run, width):
-            total = vectors.load(into, place * LANES)
+            total = vectors.floats_at(into, place * LANES)
             total = vectors.fused(vectors.floats(vectors.number_at(upper, line + place)), one, total)
             total = vectors.fused(vectors.floats(vectors.number_at(upper, line + inputs + place)), two, total)
             total = vectors.fused(vectors.floats(vectors.number_at(upper, line + 2 * inputs + place)), three, total)
             total = vectors.fused(vectors.floats(vectors.number_at(upper, line + 3 * inputs + place)), four, total)
-            vectors.store(into, place * LANES, total)
+            vectors.put_floats(into, place * LANES, total)
 
 
 @inside  # type: ignore[untyped-decorator]

@@ -56,32 +56,32 @@ def _half_costs(book, counts, target, signs, shift, room):  # type: ignore[no-un
     for pair in range(length // 2):
         for two in range(2):
             at = 2 * pair + two
-            wanted = vectors.load(target, at * LANES)
+            wanted = vectors.floats_at(target, at * LANES)
             wanted = vectors.sub(wanted, shift) if signs == SHIFT else vectors.size_of(wanted)
             twice, count = vectors.add(wanted, wanted), vectors.number_at(counts, at)
             least, digit = vectors.floats(FAR), vectors.words(0)
             for place in range(levels):
                 level = vectors.number_at(book, DIGITS + place)
                 cost = vectors.mul(vectors.floats(count * level), vectors.sub(vectors.floats(level), twice))
-                vectors.store(room, (_LEVELS + 8 * two + place) * LANES, cost)
+                vectors.put_floats(room, (_LEVELS + 8 * two + place) * LANES, cost)
                 closer = vectors.less(cost, least)
                 least = vectors.pick(closer, cost, least)
                 digit = vectors.pick(closer, vectors.words(place), digit)
             number = vectors.add(vectors.mul(number, vectors.words(levels)), digit)
         into = _PAIRS + 9 * pair if long else pair * levels * levels
         for one in range(levels):
-            cost = vectors.load(room, (_LEVELS + one) * LANES)
+            cost = vectors.floats_at(room, (_LEVELS + one) * LANES)
             for other in range(levels):
-                both = vectors.add(cost, vectors.load(room, (_LEVELS + 8 + other) * LANES))
-                vectors.store(room, (into + one * levels + other) * LANES, both)
+                both = vectors.add(cost, vectors.floats_at(room, (_LEVELS + 8 + other) * LANES))
+                vectors.put_floats(room, (into + one * levels + other) * LANES, both)
     if long:
         pairs = levels * levels
         for side in range(2):
             for one in range(pairs):
-                cost = vectors.load(room, (_PAIRS + 18 * side + one) * LANES)
+                cost = vectors.floats_at(room, (_PAIRS + 18 * side + one) * LANES)
                 for other in range(pairs):
-                    both = vectors.add(cost, vectors.load(room, (_PAIRS + 18 * side + 9 + other) * LANES))
-                    vectors.store(room, ((side * pairs + one) * pairs + other) * LANES, both)
+                    both = vectors.add(cost, vectors.floats_at(room, (_PAIRS + 18 * side + 9 + other) * LANES))
+                    vectors.put_floats(room, ((side * pairs + one) * pairs + other) * LANES, both)
     return number
 
 
@@ -94,23 +94,23 @@ def _nearest(book, number, room):  # type: ignore[no-untyped-def]
         vectors.word_at(book, SECONDS),
     )
     nearest, firsts = vectors.word_at(book, NEAREST), vectors.word_at(book, FIRSTS)
-    vectors.store_words(room, _LANE * LANES, number)
+    vectors.put_words(room, _LANE * LANES, number)
     for lane in range(LANES):
         entry = vectors.word_at(book, nearest + vectors.word_at(room, _LANE * LANES + lane))
         vectors.put_word(room, _LANE * LANES + lane, np.int32(entry))
         first, second = vectors.word_at(book, firsts + entry), vectors.word_at(book, seconds + entry)
         cost = vectors.number_at(room, first + lane) + vectors.number_at(room, second + lane)
         vectors.put_number(room, (_LANE + 1) * LANES + lane, cost)
-    found, best = vectors.load_words(room, _LANE * LANES), vectors.load(room, (_LANE + 1) * LANES)
-    least = vectors.load(room, halves * LANES)
+    found, best = vectors.words_at(room, _LANE * LANES), vectors.floats_at(room, (_LANE + 1) * LANES)
+    least = vectors.floats_at(room, halves * LANES)
     for half in range(halves + 1, 2 * halves):
-        cost = vectors.load(room, half * LANES)
+        cost = vectors.floats_at(room, half * LANES)
         least = vectors.pick(vectors.less(cost, least), cost, least)
     for half in range(halves):
-        cost = vectors.load(room, half * LANES)
+        cost = vectors.floats_at(room, half * LANES)
         if vectors.somewhere(vectors.less(vectors.add(cost, least), best)):
             for entry in range(vectors.word_at(book, starts + half), vectors.word_at(book, starts + half + 1)):
-                total = vectors.add(cost, vectors.load(room, vectors.word_at(book, seconds + entry)))
+                total = vectors.add(cost, vectors.floats_at(room, vectors.word_at(book, seconds + entry)))
                 closer = vectors.less(total, best)
                 best = vectors.pick(closer, total, best)
                 found = vectors.pick(closer, vectors.words(np.int32(entry)), found)
@@ -126,23 +126,23 @@ def choose(book, counts, signs, shift, room):  # type: ignore[no-untyped-def]
     for part in range(8 // length):
         first, place = part * length, (OTHERS + part) * LANES
         number = _half_costs(book, counts + BYTES * first, place_of(target, first), signs, shift, room)
-        vectors.store_words(room, place, _nearest(book, number, room))
+        vectors.put_words(room, place, _nearest(book, number, room))
         for lane in range(LANES):
             entry = table + vectors.word_at(room, place + lane) * length
             for at in range(length):
                 vectors.put_number(values, (first + at) * LANES + lane, vectors.number_at(book, entry + at))
     if signs == SHIFT:
         for at in range(8):
-            vectors.store(values, at * LANES, vectors.add(vectors.load(values, at * LANES), shift))
+            vectors.put_floats(values, at * LANES, vectors.add(vectors.floats_at(values, at * LANES), shift))
         return
     zero = vectors.floats(NONE)
     odd = vectors.less(zero, zero)
     least, turned = vectors.floats(FAR), vectors.words(0)
     for at in range(8):
-        value, wanted = vectors.load(values, at * LANES), vectors.load(target, at * LANES)
+        value, wanted = vectors.floats_at(values, at * LANES), vectors.floats_at(target, at * LANES)
         below = vectors.less(wanted, zero)
         odd = vectors.differ(odd, below)
-        vectors.store(values, at * LANES, vectors.pick(below, vectors.negated(value), value))
+        vectors.put_floats(values, at * LANES, vectors.pick(below, vectors.negated(value), value))
         count = vectors.floats(vectors.number_at(counts, at))
         cost = vectors.mul(count, vectors.mul(vectors.size_of(wanted), value))
         cheaper = vectors.less(cost, least)
@@ -150,9 +150,9 @@ def choose(book, counts, signs, shift, room):  # type: ignore[no-untyped-def]
         turned = vectors.pick(cheaper, vectors.words(at), turned)
     if signs == EVEN:
         for at in range(8):
-            value = vectors.load(values, at * LANES)
+            value = vectors.floats_at(values, at * LANES)
             turn = vectors.both(odd, vectors.equal(turned, vectors.words(at)))
-            vectors.store(values, at * LANES, vectors.pick(turn, vectors.negated(value), value))
+            vectors.put_floats(values, at * LANES, vectors.pick(turn, vectors.negated(value), value))
 
 
 @inside  # type: ignore[untyped-decorator]
@@ -161,17 +161,17 @@ def _cost(target, values, metric, across, room):  # type: ignore[no-untyped-def]
     [8, 8]."""
     errors = place_of(room, _ERRORS)
     for at in range(8):
-        error = vectors.sub(vectors.load(target, at * LANES), vectors.load(values, at * LANES))
-        vectors.store(errors, at * LANES, error)
+        error = vectors.sub(vectors.floats_at(target, at * LANES), vectors.floats_at(values, at * LANES))
+        vectors.put_floats(errors, at * LANES, error)
     total = vectors.floats(NONE)
     for at in range(8):
         row = vectors.floats(NONE)
         for other in range(8):
             if other != at:
                 factor = vectors.floats(vectors.number_at(metric, at * 8 + other))
-                row = vectors.fused(factor, vectors.load(errors, other * LANES), row)
-        error = vectors.load(errors, at * LANES)
-        vectors.store(across, at * LANES, row)
+                row = vectors.fused(factor, vectors.floats_at(errors, other * LANES), row)
+        error = vectors.floats_at(errors, at * LANES)
+        vectors.put_floats(across, at * LANES, row)
         whole = vectors.fused(vectors.floats(vectors.number_at(metric, at * 9)), error, row)
         total = vectors.fused(whole, error, total)
     return total
@@ -184,20 +184,20 @@ def eight_of(book, counts, signs, shift, metric, attempts, room):  # type: ignor
     best = vectors.floats(FAR)
     for attempt in range(attempts):
         for at in range(8):
-            moved = vectors.load(room, (TARGET + at) * LANES)
+            moved = vectors.floats_at(room, (TARGET + at) * LANES)
             if attempt > 0:
                 count = vectors.floats(vectors.number_at(counts, at))
-                moved = vectors.add(moved, vectors.ratio(vectors.load(room, (ACROSS + at) * LANES), count))
-            vectors.store(room, (MOVED + at) * LANES, moved)
+                moved = vectors.add(moved, vectors.ratio(vectors.floats_at(room, (ACROSS + at) * LANES), count))
+            vectors.put_floats(room, (MOVED + at) * LANES, moved)
         choose(book, counts, signs, shift, room)
         cost = _cost(place_of(room, TARGET), place_of(room, TRIED), metric, place_of(room, ACROSS), room)
         better = vectors.less(cost, best)
         best = vectors.pick(better, cost, best)
         for at in range(8):
-            value, tried = vectors.load(room, (VALUES + at) * LANES), vectors.load(room, (TRIED + at) * LANES)
-            vectors.store(room, (VALUES + at) * LANES, vectors.pick(better, tried, value))
+            value, tried = vectors.floats_at(room, (VALUES + at) * LANES), vectors.floats_at(room, (TRIED + at) * LANES)
+            vectors.put_floats(room, (VALUES + at) * LANES, vectors.pick(better, tried, value))
         for part in range(2):
-            entry = vectors.load_words(room, (ENTRIES + part) * LANES)
-            other = vectors.load_words(room, (OTHERS + part) * LANES)
-            vectors.store_words(room, (ENTRIES + part) * LANES, vectors.pick(better, other, entry))
+            entry = vectors.words_at(room, (ENTRIES + part) * LANES)
+            other = vectors.words_at(room, (OTHERS + part) * LANES)
+            vectors.put_words(room, (ENTRIES + part) * LANES, vectors.pick(better, other, entry))
     return best

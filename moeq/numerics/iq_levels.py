@@ -46,14 +46,14 @@ def fit_levels(columns, given, start, inverse, metric, levels, run, ideal, first
             eights = (expert * width + place * run) * 8  # numbers of the eights before
             most = vectors.floats(NONE)
             for at in range(run):
-                vectors.store(own, at * LANES, vectors.load(gifts, (place * run + at) * rows))
+                vectors.put_floats(own, at * LANES, vectors.floats_at(gifts, (place * run + at) * rows))
             for eight in range(run // 8):
                 moved = BYTES * eight * 8 * LANES
                 targets(whole + BYTES * (place * run + eight * 8) * rows, rows, own + moved,
                         address_of(inverse) + BYTES * (eights + eight * 64), vectors.floats(ONE),
                         target + moved)  # fmt: skip
             for at in range(run):
-                size = vectors.size_of(vectors.load(target, at * LANES))
+                size = vectors.size_of(vectors.floats_at(target, at * LANES))
                 most = vectors.pick(vectors.less(most, size), size, most)
             best, found = vectors.floats(NONE), vectors.floats(NONE)
             for attempt in range(2 * FIRST):
@@ -61,7 +61,7 @@ def fit_levels(columns, given, start, inverse, metric, levels, run, ideal, first
                 inverted = vectors.ratio(vectors.floats(factor), most)
                 along, across = vectors.floats(NONE), vectors.floats(NONE)
                 for at in range(run):
-                    wanted = vectors.load(target, at * LANES)
+                    wanted = vectors.floats_at(target, at * LANES)
                     value, _ = _level(book, levels.shape[0], vectors.mul(wanted, inverted))
                     counts = vectors.number_at(address_of(metric), eights + at // 8 * 64 + at % 8 * 9)
                     value_counts = vectors.mul(value, vectors.floats(counts))
@@ -73,7 +73,7 @@ def fit_levels(columns, given, start, inverse, metric, levels, run, ideal, first
                 found = vectors.pick(better, scale, found)
             empty = vectors.equal(most, vectors.floats(NONE))
             found = vectors.pick(empty, vectors.floats(NONE), found)
-            vectors.store(address_of(ideal), (expert * (width // run) + place) * rows + begin, found)
+            vectors.put_floats(address_of(ideal), (expert * (width // run) + place) * rows + begin, found)
 
 
 @inside  # type: ignore[untyped-decorator]
@@ -86,18 +86,18 @@ def _tried(levels, count, weights, stride, ahead, inputs, run, pivots, size, tak
     inverted = vectors.pick(vectors.equal(size, vectors.floats(NONE)), size, vectors.ratio(vectors.floats(ONE), size))
     cost = vectors.floats(NONE)
     for at in range(run):
-        vectors.store(own, at * LANES, vectors.load(taken, at * LANES))
+        vectors.put_floats(own, at * LANES, vectors.floats_at(taken, at * LANES))
     for at in range(run):
-        weight, moved = vectors.load(weights, at * stride), vectors.load(own, at * LANES)
+        weight, moved = vectors.floats_at(weights, at * stride), vectors.floats_at(own, at * LANES)
         value, entry = _level(levels, count, vectors.mul(vectors.add(weight, moved), inverted))
         error = vectors.sub(weight, vectors.mul(size, value))
         off, pivot = vectors.add(error, moved), vectors.floats(vectors.number_at(pivots, at))
         cost = vectors.fused(vectors.mul(pivot, off), off, cost)
-        vectors.store(own, (run + at) * LANES, error)
-        vectors.store_words(own, (2 * run + at) * LANES, entry)
+        vectors.put_floats(own, (run + at) * LANES, error)
+        vectors.put_words(own, (2 * run + at) * LANES, entry)
         for later in range(at + 1, run):
             factor = vectors.floats(vectors.number_at(ahead, at * inputs + later))
-            vectors.store(own, later * LANES, vectors.fused(factor, error, vectors.load(own, later * LANES)))
+            vectors.put_floats(own, later * LANES, vectors.fused(factor, error, vectors.floats_at(own, later * LANES)))
     return cost
 
 
@@ -121,12 +121,12 @@ def round_levels(  # type: ignore[no-untyped-def]
         block = (expert * inputs + start) * rows + begin
         factor = address_of(upper) + BYTES * ((expert * inputs + start) * inputs + start)
         for at in range(width):
-            taken_now = vectors.load(address_of(given), (expert * width + at) * rows + begin)
-            vectors.store(taken, at * LANES, taken_now)
-        unit = vectors.load(address_of(scale), expert * rows + begin)
+            taken_now = vectors.floats_at(address_of(given), (expert * width + at) * rows + begin)
+            vectors.put_floats(taken, at * LANES, taken_now)
+        unit = vectors.floats_at(address_of(scale), expert * rows + begin)
         for place in range(width // run):
             runs = (expert * (width // run) + place) * rows + begin
-            middle = nearest_step(unit, least, each, count, vectors.load(address_of(ideal), runs))
+            middle = nearest_step(unit, least, each, count, vectors.floats_at(address_of(ideal), runs))
             best, step = vectors.floats(FAR), middle
             for away in range(-near, near + 1):
                 tried = vectors.add(middle, vectors.words(away))
@@ -143,16 +143,16 @@ def round_levels(  # type: ignore[no-untyped-def]
                 if vectors.somewhere(better):
                     for at in range(run):
                         some = at * LANES
-                        chosen = vectors.pick(better, vectors.load(kept, some), vectors.load(errors, some))
-                        vectors.store(errors, some, chosen)
+                        chosen = vectors.pick(better, vectors.floats_at(kept, some), vectors.floats_at(errors, some))
+                        vectors.put_floats(errors, some, chosen)
                         place_of = vectors.pick(
-                            better, vectors.load_words(found, some), vectors.load_words(best_found, some)
+                            better, vectors.words_at(found, some), vectors.words_at(best_found, some)
                         )
-                        vectors.store_words(best_found, some, place_of)
-            vectors.store_words(address_of(steps), runs, step)
+                        vectors.put_words(best_found, some, place_of)
+            vectors.put_words(address_of(steps), runs, step)
             for at in range(run):
                 column = place * run + at
-                vectors.store(address_of(residual), block + column * rows, vectors.load(errors, at * LANES))
-                vectors.store_words(address_of(entries), (expert * width + column) * rows + begin,
-                                    vectors.load_words(best_found, at * LANES))  # fmt: skip
+                vectors.put_floats(address_of(residual), block + column * rows, vectors.floats_at(errors, at * LANES))
+                vectors.put_words(address_of(entries), (expert * width + column) * rows + begin,
+                                    vectors.words_at(best_found, at * LANES))  # fmt: skip
             give(factor, inputs, place * run, run, width, errors, taken)

@@ -46,7 +46,7 @@ def _run(  # type: ignore[no-untyped-def]
     total, own, counts = vectors.floats(NONE), place_of(room, iq_eights.OWN), place_of(room, iq_eights.COUNTS)
     length = vectors.word_at(book, LENGTH)
     for at in range(run):
-        vectors.store(own, at * LANES, vectors.load(room, (iq_eights.TAKEN + first + at) * LANES))
+        vectors.put_floats(own, at * LANES, vectors.floats_at(room, (iq_eights.TAKEN + first + at) * LANES))
     for eight in range(run // 8):
         local, square = 8 * eight, BYTES * 64 * eight
         seen = counts + BYTES * local
@@ -63,24 +63,24 @@ def _run(  # type: ignore[no-untyped-def]
         if not last and not vectors.somewhere(vectors.less(total, limit)):
             break
         for at in range(8):
-            value = vectors.mul(size, vectors.load(room, (iq_eights.VALUES + at) * LANES))
-            error = vectors.sub(vectors.load(weights, (local + at) * stride), value)
-            vectors.store(room, (iq_eights.KEPT + local + at) * LANES, error)
+            value = vectors.mul(size, vectors.floats_at(room, (iq_eights.VALUES + at) * LANES))
+            error = vectors.sub(vectors.floats_at(weights, (local + at) * stride), value)
+            vectors.put_floats(room, (iq_eights.KEPT + local + at) * LANES, error)
         for later in range(local + 8, run):
-            moved = vectors.load(own, later * LANES)
+            moved = vectors.floats_at(own, later * LANES)
             for at in range(8):
                 factor = vectors.floats(vectors.number_at(ahead, (local + at) * inputs + later))
-                moved = vectors.fused(factor, vectors.load(room, (iq_eights.KEPT + local + at) * LANES), moved)
-            vectors.store(own, later * LANES, moved)
+                moved = vectors.fused(factor, vectors.floats_at(room, (iq_eights.KEPT + local + at) * LANES), moved)
+            vectors.put_floats(own, later * LANES, moved)
         if last:
             mask = vectors.words(0)
             for at in range(8):
-                below = vectors.less(vectors.load(room, (iq_eights.VALUES + at) * LANES), vectors.floats(NONE))
+                below = vectors.less(vectors.floats_at(room, (iq_eights.VALUES + at) * LANES), vectors.floats(NONE))
                 mask = vectors.pick(below, vectors.add(mask, vectors.words(1 << at)), mask)
-            vectors.store_words(room, (iq_eights.NEGATIVE + eight) * LANES, mask)
+            vectors.put_words(room, (iq_eights.NEGATIVE + eight) * LANES, mask)
             for part in range(8 // length):
-                entry = vectors.load_words(room, (iq_eights.ENTRIES + part) * LANES)
-                vectors.store_words(room, (iq_eights.FOUND + eight * (8 // length) + part) * LANES, entry)
+                entry = vectors.words_at(room, (iq_eights.ENTRIES + part) * LANES)
+                vectors.put_words(room, (iq_eights.FOUND + eight * (8 // length) + part) * LANES, entry)
     return total
 
 
@@ -99,7 +99,9 @@ def _fit(columns, given, start, inverse, metric, tables, run, signs, usual, idea
             eights = (expert * width + place * run) * 8  # numbers of the eights before
             size = zero
             for at in range(run):
-                vectors.store(room, (iq_eights.OWN + at) * LANES, vectors.load(gifts, (place * run + at) * rows))
+                vectors.put_floats(
+                    room, (iq_eights.OWN + at) * LANES, vectors.floats_at(gifts, (place * run + at) * rows)
+                )
                 seen = vectors.number_at(address_of(metric), eights + at // 8 * 64 + at % 8 * 9)
                 vectors.put_number(counts, at, seen)
             for eight in range(run // 8):
@@ -108,7 +110,7 @@ def _fit(columns, given, start, inverse, metric, tables, run, signs, usual, idea
                         address_of(inverse) + BYTES * (eights + eight * 64), vectors.floats(ONE),
                         place_of(target, eight * 8))  # fmt: skip
             for at in range(run):
-                wanted = vectors.load(target, at * LANES)
+                wanted = vectors.floats_at(target, at * LANES)
                 size = vectors.fused(wanted, wanted, size)
             guess = vectors.mul(vectors.root(size), vectors.floats(usual))
             best, found = zero, zero
@@ -120,14 +122,14 @@ def _fit(columns, given, start, inverse, metric, tables, run, signs, usual, idea
                     along, across = zero, zero
                     for eight in range(run // 8):
                         for at in range(8):
-                            scaled = vectors.mul(vectors.load(target, (eight * 8 + at) * LANES), inverted)
-                            vectors.store(room, (iq_eights.MOVED + at) * LANES, scaled)
+                            scaled = vectors.mul(vectors.floats_at(target, (eight * 8 + at) * LANES), inverted)
+                            vectors.put_floats(room, (iq_eights.MOVED + at) * LANES, scaled)
                         seen = counts + BYTES * 8 * eight
                         choose(book, seen, signs, shift, room)
                         for at in range(8):
-                            value = vectors.load(room, (iq_eights.TRIED + at) * LANES)
+                            value = vectors.floats_at(room, (iq_eights.TRIED + at) * LANES)
                             counted = vectors.mul(value, vectors.floats(vectors.number_at(seen, at)))
-                            wanted = vectors.load(target, (eight * 8 + at) * LANES)
+                            wanted = vectors.floats_at(target, (eight * 8 + at) * LANES)
                             along = vectors.fused(wanted, counted, along)
                             across = vectors.fused(value, counted, across)
                     alive = vectors.both(alive, vectors.less(zero, along))
@@ -135,7 +137,7 @@ def _fit(columns, given, start, inverse, metric, tables, run, signs, usual, idea
                     tried, gain = vectors.pick(alive, scale, tried), vectors.mul(along, scale)
                     better = vectors.both(alive, vectors.less(best, gain))
                     best, found = vectors.pick(better, gain, best), vectors.pick(better, scale, found)
-            vectors.store(address_of(ideal), (expert * (width // run) + place) * rows + begin, found)
+            vectors.put_floats(address_of(ideal), (expert * (width // run) + place) * rows + begin, found)
 
 
 @_inside  # type: ignore[untyped-decorator]
@@ -168,9 +170,9 @@ def _sweep(  # type: ignore[no-untyped-def]
         block = (expert * inputs + start) * rows + begin
         factor = address_of(upper) + BYTES * ((expert * inputs + start) * inputs + start)
         for at in range(width):
-            gift = vectors.load(address_of(given), (expert * width + at) * rows + begin)
-            vectors.store(room, (iq_eights.TAKEN + at) * LANES, gift)
-        unit = vectors.load(address_of(scale), expert * rows + begin)
+            gift = vectors.floats_at(address_of(given), (expert * width + at) * rows + begin)
+            vectors.put_floats(room, (iq_eights.TAKEN + at) * LANES, gift)
+        unit = vectors.floats_at(address_of(scale), expert * rows + begin)
         for place in range(width // run):
             column, runs = place * run, (expert * (width // run) + place) * rows + begin
             square = BYTES * (expert * width + column) * 8
@@ -179,7 +181,7 @@ def _sweep(  # type: ignore[no-untyped-def]
             for at in range(run):
                 seen = vectors.number_at(address_of(metric) + square, at // 8 * 64 + at % 8 * 9)
                 vectors.put_number(place_of(room, iq_eights.COUNTS), at, seen)
-            middle = nearest_step(unit, least, each, count, vectors.load(address_of(ideal), runs))
+            middle = nearest_step(unit, least, each, count, vectors.floats_at(address_of(ideal), runs))
             limit, step, way, tried = vectors.floats(FAR), middle, vectors.words(0), middle
             shift_found, attempts = vectors.floats(UP), (2 * near + 1) * turns
             for attempt in range(attempts + 1):
@@ -207,18 +209,18 @@ def _sweep(  # type: ignore[no-untyped-def]
                         shift_found = vectors.pick(better, shift, shift_found)
             down = vectors.less(shift_found, vectors.floats(NONE))
             step = vectors.pick(down, vectors.add(step, vectors.words(SHIFTED)), step)
-            vectors.store_words(address_of(steps), runs, step)
+            vectors.put_words(address_of(steps), runs, step)
             for at in range(run // length):
-                entry = vectors.load_words(room, (iq_eights.FOUND + at) * LANES)
-                vectors.store_words(address_of(entries), (expert * width + column) // length * rows + at * rows + begin,
+                entry = vectors.words_at(room, (iq_eights.FOUND + at) * LANES)
+                vectors.put_words(address_of(entries), (expert * width + column) // length * rows + at * rows + begin,
                                     entry)  # fmt: skip
             for at in range(run // 8):
-                mask = vectors.load_words(room, (iq_eights.NEGATIVE + at) * LANES)
-                vectors.store_words(address_of(negative), (expert * width + column) // 8 * rows + at * rows + begin,
+                mask = vectors.words_at(room, (iq_eights.NEGATIVE + at) * LANES)
+                vectors.put_words(address_of(negative), (expert * width + column) // 8 * rows + at * rows + begin,
                                     mask)  # fmt: skip
             for at in range(run):
-                error = vectors.load(room, (iq_eights.KEPT + at) * LANES)
-                vectors.store(address_of(residual), block + (column + at) * rows, error)
+                error = vectors.floats_at(room, (iq_eights.KEPT + at) * LANES)
+                vectors.put_floats(address_of(residual), block + (column + at) * rows, error)
             give(factor, inputs, column, run, width, place_of(room, iq_eights.KEPT), place_of(room, iq_eights.TAKEN))
 
 

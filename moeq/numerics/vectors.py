@@ -56,7 +56,7 @@ def _place(builder: ir.IRBuilder, address: Any, place: Any, kind: ir.Type) -> An
     return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
 
 
-def _loaded(name: str, kind: Any, native: ir.Type, wider: bool = False) -> Any:
+def _found(name: str, kind: Any, native: ir.Type, wider: bool = False) -> Any:
     """A function of an address and a place, in numbers of 32 bits from it on: what lies there."""
 
     def typed(typing: Any, address: Any, place: Any) -> Any:
@@ -70,7 +70,7 @@ def _loaded(name: str, kind: Any, native: ir.Type, wider: bool = False) -> Any:
     return intrinsic(typed)
 
 
-def _stored(name: str, kind: Any, native: ir.Type) -> Any:
+def _put(name: str, kind: Any, native: ir.Type) -> Any:
     """A function of an address, a place and a value, which it puts there."""
 
     def typed(typing: Any, address: Any, place: Any, value: Any) -> Any:
@@ -84,13 +84,13 @@ def _stored(name: str, kind: Any, native: ir.Type) -> Any:
     return intrinsic(typed)
 
 
-load, store = _loaded("load", _FLOATS, _FLOATS.llvm), _stored("store", _FLOATS, _FLOATS.llvm)
-load_words, store_words = _loaded("load_words", _WORDS, _WORDS.llvm), _stored("store_words", _WORDS, _WORDS.llvm)
+floats_at, put_floats = _found("floats_at", _FLOATS, _FLOATS.llvm), _put("put_floats", _FLOATS, _FLOATS.llvm)
+words_at, put_words = _found("words_at", _WORDS, _WORDS.llvm), _put("put_words", _WORDS, _WORDS.llvm)
 number_at, put_number = (
-    _loaded("number_at", types.float32, ir.FloatType()),
-    _stored("put_number", types.float32, ir.FloatType()),
+    _found("number_at", types.float32, ir.FloatType()),
+    _put("put_number", types.float32, ir.FloatType()),
 )
-word_at, put_word = _loaded("word_at", types.int64, _I32, wider=True), _stored("put_word", types.int32, _I32)
+word_at, put_word = _found("word_at", types.int64, _I32, wider=True), _put("put_word", types.int32, _I32)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -32,7 +32,7 @@ from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, w
 from moeq.artifacts.targets import granularity_within, loaded_by, target_of
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs, Loaded
-from moeq.assigners.limits import limit_of, loaded_among
+from moeq.assigners.limits import limit_of, widths_within
 from moeq.errors import ArtifactError, AssignmentError, RecipeError
 from moeq.estimator import load_hardware
 from moeq.estimator.terms import expert_seconds
@@ -125,7 +125,7 @@ def check(context: Context) -> None:
             known = sorted(section.named() or context.recipe.losses.bits)
             refused_anyway = target_of(section.target).symmetric_only and not inputs.symmetric
             within = section.method in WITHIN_TARGETS and not refused_anyway
-            limit_of(inputs, loaded_among(inputs, known) if within else known, granularity=granularity)
+            limit_of(inputs, widths_within(inputs, known) if within else known, granularity=granularity)
 
 
 def _unmeasured(context: Context) -> ExpertProfile:

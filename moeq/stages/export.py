@@ -20,7 +20,7 @@ from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import building, digest_of, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
-from moeq.artifacts.stage import RECORD, damage, is_current, read_record, write_record
+from moeq.artifacts.stage import RECORD, damage, is_current, of_earlier_codes, read_record, write_record
 from moeq.artifacts.sums import SIGNATURE
 from moeq.artifacts.targets import WIDEN, grids_of, loads_width, refuse_layers
 from moeq.artifacts.trace import NAME as TRACE
@@ -95,6 +95,9 @@ def run(context: Context) -> dict[str, Any]:
     if not onnx.is_intact(context):
         for told in onnx.write(context, verify=context.recipe.export.verify).values():
             context.reporter.say(f"  {escape(told['file'])}")
+    for old in of_earlier_codes(context.out):
+        said = f"  [yellow]{old.name} holds an earlier assignment: remove it, or name it in export.formats[/yellow]"
+        context.reporter.say(said)
     where = where_it_loads(context, assignment)
     return totals | {"original_expert_bytes": original_expert_bytes(context), "loads_in": where}
 
@@ -240,7 +243,8 @@ def _write_format(context: Context, name: str, key: str, directory: Path) -> Non
     if recipe.export.verify:
         _check_written(context, directory, native)
     stage, stamp, seed = _format_stage(format_directory(context.out, name)), context.model.stamp, recipe.seed
-    write_record(directory, stage=stage, model=stamp, seed=seed, key=key, inputs={}, summary={}, volatile={})
+    inputs = {"quantize": read_record(context.directory("quantize"), "quantize").digest}
+    write_record(directory, stage=stage, model=stamp, seed=seed, key=key, inputs=inputs, summary={}, volatile={})
 
 
 def _settings(context: Context, name: str) -> BaseModel | None:

@@ -17,6 +17,7 @@ from moeq.artifacts.stage import (
     current_digest,
     damage,
     is_current,
+    of_earlier_codes,
     read_record,
     write_record,
 )
@@ -133,3 +134,15 @@ def test_a_folded_model_that_is_gone_is_told_as_what_reparam_made(tmp_path: Path
 def test_a_tensor_file_that_is_gone_is_missing_not_damaged(tmp_path: Path) -> None:
     with pytest.raises(MissingError, match=r"a\.safetensors: no such file or directory; download or make it again"):
         read_header(tmp_path / "a.safetensors")
+
+
+def test_checkpoints_of_earlier_codes_are_told(tmp_path: Path) -> None:
+    """By the digest of the stage that made them; one whose record does not say it is not judged."""
+    assert of_earlier_codes(tmp_path) == []
+    digest = record(finished(tmp_path / "quantize", "quantize"), "quantize").digest
+    for name, inputs in {"now": {"quantize": digest}, "before": {"quantize": "0" * 64}, "unsaid": {}}.items():
+        folder = tmp_path / f"checkpoint-{name}"
+        folder.mkdir()
+        more = {"key": "k", "summary": {}, "volatile": {}}
+        write_record(folder, stage=f"export-{name}", model=STAMP, seed=0, inputs=inputs, **more)
+    assert [path.name for path in of_earlier_codes(tmp_path)] == ["checkpoint-before"]

@@ -8,6 +8,7 @@ from moeq.numerics import trellis
 from moeq_kernels.trellis import values
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [1, 3])
 def test_steps_alike_are_the_walks_of_moeq(bits: int) -> None:
     tiles = torch.randn(3, 256, generator=torch.Generator().manual_seed(bits))

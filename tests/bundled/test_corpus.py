@@ -147,6 +147,7 @@ def test_refuses_other_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.python_version() != build_corpus.PYTHON_VERSION, reason="the text is CPython 3.11.7's")
 def test_rebuild_gives_the_frozen_files(tmp_path: Path) -> None:
     assert build_corpus.main([str(tmp_path), "--no-training-check"]) == 0

@@ -124,6 +124,7 @@ FAILING = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("how", FAILING)
 def test_what_it_raises_is_one_line_that_names_package_layer_and_expert(

@@ -101,6 +101,7 @@ def run(device: str, *cases: str, **environment: str) -> tuple[list[str], str]:
     return done.stdout.split(), done.stderr
 
 
+@pytest.mark.cases(0)
 def test_the_kernel_finds_the_walks_of_plain_torch() -> None:
     """Around rings of 32 steps."""
     equal, said = run("cpu", *SHORT, TRITON_INTERPRET="1")

@@ -242,6 +242,7 @@ def test_a_throttled_disk_slows_no_step(checkpoint: Path) -> None:
     assert said == []
 
 
+@pytest.mark.full
 def test_a_process_holds_no_more_than_its_budget(exported: Path, tmp_path: Path) -> None:
     """RssAnon and RssShmem over some thousand switches, with the pools and the cache written."""
     script = Path(__file__).with_name("dynamic_memory.py")

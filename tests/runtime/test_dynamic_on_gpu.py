@@ -307,6 +307,7 @@ def test_a_device_that_refuses_a_copy_leaves_the_old_version(place: str, monkeyp
     dynamic.close()
 
 
+@pytest.mark.cases(0)
 def test_calls_are_of_one_set_of_versions_while_another_thread_changes_them(place: str) -> None:
     dynamic, _ = made(device=place, period=1 << 30, background=True, busy=1.0)
     module, stop, rng = dynamic.modules[0], threading.Event(), random.Random(0)

@@ -29,6 +29,7 @@ def context(model: Path, out: Path, said: list[str], *overrides: str) -> Context
     return Context(recipe=load_recipe(None, [*SMALL, *overrides]), model_name=str(model), out=out, reporter=reporter)
 
 
+@pytest.mark.full
 def test_another_machine_has_nothing_left_to_do(moeq: ForkServer, tiny_mixtral: Path, tmp_path: Path) -> None:
     """The run, its checkpoint and other formats; and what is changed there comes back."""
     corpus, url = save_short_corpus(tmp_path / "corpus.jsonl"), f"file://{tmp_path}/bucket/run"

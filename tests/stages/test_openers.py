@@ -54,6 +54,7 @@ def run(made: Context) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.full
 def test_text_is_counted_and_variants_are_measured_with_the_bytes_of_one_process(
     tiny_mixtral: Path, tmp_path: Path, parts: list[list[tuple[str, Any]]]
 ) -> None:

@@ -212,6 +212,7 @@ def test_refined_at_the_widths_of_matrices(tiny_mixtral: Path, tmp_path: Path) -
     torch.testing.assert_close(predictions(context, packed), outputs[2], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h"])  # biases; two matrices
 def test_other_kinds_of_experts(family: str, tmp_path: Path) -> None:

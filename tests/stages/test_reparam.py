@@ -174,6 +174,7 @@ def test_padding_is_no_sample(tiny_mixtral: Path, tmp_path: Path) -> None:
     assert report.norms[0].high[1] < 5  # the padding's is the root of 40
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_the_folded_model(tiny_mixtral: Path, tmp_path: Path) -> None:
     context = context_of(tiny_mixtral, tmp_path, QUICK)
     first = pipeline.run(context)

@@ -163,6 +163,10 @@ def _local_file(name: str, own: SourceSection | None, part: str) -> LocalFile:
     if name == DIGITS:
         raise CorpusError("digits are images, the model reads text", where=name, do="give a text file, or bundled")
     path = bundled_path(f"corpus/{part}.jsonl") if name == BUNDLED else Path(name).expanduser()
+    if path.is_dir():
+        raise CorpusError(
+            "is a directory", where=name, do=f"name its files (of {', '.join(SUFFIXES)}), one after another"
+        )
     known = kind_of(path.name) in SUFFIXES and (path.suffix in SUFFIXES or path.suffix in COMPRESSED)
     if not known or (kind_of(path.name) == ".parquet" and path.suffix != ".parquet"):
         raise CorpusError(f"not a text file (one of {', '.join(SUFFIXES)})", where=name, do="convert it")

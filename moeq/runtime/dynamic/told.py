@@ -31,6 +31,8 @@ def watched(dynamic: DynamicMoE, reporter: Reporter) -> Iterator[None]:
         vertical_overflow="ellipsis",
     ):
         yield
+    if not reporter.console.is_terminal:  # there the last table ends without a new line
+        reporter.console.print()
 
 
 def table(dynamic: DynamicMoE, began: list[np.ndarray]) -> Group:

@@ -220,6 +220,7 @@ def test_activations_in_the_same_pass(place: str, activation: str, gated: bool) 
     check(untold, rows, index, torch.ones(2, 1, device=place), ROWS)
 
 
+@pytest.mark.cases(0)
 def test_biases_other_names_and_what_finishes_rows(place: str) -> None:
     maker = Maker(5, place)
     names = {"up_proj": (32, 48), "gate_proj": (32, 48), "third": (32, 48), DOWN: (48, 32)}
@@ -342,6 +343,7 @@ def test_persistent_programs_store_the_same(
         assert torch.equal(prepared(layer, replace(alone, persistent=programs))(rows, index, weights), wanted)
 
 
+@pytest.mark.cases(0)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("splits", "dtype"), [(2, torch.float32), (1, torch.float16)])
 def test_several_tiles_a_step_store_the_same(place: str, splits: int, dtype: torch.dtype) -> None:
