@@ -234,7 +234,7 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.benching.llama_bench.llama_bench": PROGRAM,
     "moeq.api.read_recipe": NO_FILE,
     "moeq.artifacts.replicas.LayerReplicas.is_sound.read": NO_FILE,
-    "moeq.assigners.limits.choices": NO_FILE,
+    "moeq.assigners.limits.widths_within": NO_FILE,
     "moeq.assigners.report._none_of": NO_FILE,
     "moeq.assigners.report._price": NO_FILE,
     "moeq.cli.ending._drop_output": NO_FILE,
