@@ -205,7 +205,7 @@ def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
         about[name] = f"{record.digest[:16]}, {edited} edited by hand since" if edited else record.digest[:16]
         if name == "losses":
             _check_replicas(directory, store_folder(recipe, path), reporter)
-    earlier = {*of_earlier_codes(path)}
+    earlier = of_earlier_codes(path)
     for directory in sorted(path.glob("checkpoint-*")):
         if (directory / RECORD).is_file():
             sums, _ = check_listed(directory, reporter)
@@ -435,7 +435,7 @@ def _json_file(path: Path) -> dict[str, Any] | None:
 
 def _assignment(path: Path) -> dict[str, Any]:
     assignment = read_assignment(path)
-    average = assignment.code_bits()
+    average, names = assignment.code_bits(), [layer.name for layer in assignment.layers]
     return {
         "kind": "assignment",
         "name": assignment.name,
@@ -443,9 +443,5 @@ def _assignment(path: Path) -> dict[str, Any]:
         "layers": len(assignment.layers),
         "code_bits": None if average is None else float(average),
         **_by_bits(list(chain.from_iterable(assignment.expert_widths()))),
-        "loads_in": loads_in(
-            assignment.expert_widths(),
-            **vars(assignment.encoding),
-            names=[layer.name for layer in assignment.layers],
-        ),
+        "loads_in": loads_in(assignment.expert_widths(), **vars(assignment.encoding), names=names),
     }

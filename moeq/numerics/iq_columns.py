@@ -10,16 +10,21 @@ from moeq.numerics.sweep import inside
 from moeq.numerics.vectors import LANES
 
 FAR = np.float32(3e38)
-NONE = np.float32(0)
+NONE, ONE = np.float32(0), np.float32(1)
+BYTES = 4  # of a number
+
+
+@inside  # type: ignore[untyped-decorator]
+def inverse_of(size):  # type: ignore[no-untyped-def]
+    """1 / size, and 0 for a scale of 0."""
+    return vectors.pick(vectors.equal(size, vectors.floats(NONE)), size, vectors.ratio(vectors.floats(ONE), size))
 
 
 @inside  # type: ignore[untyped-decorator]
 def targets(columns, stride, own, inverse, size, into):  # type: ignore[no-untyped-def]
     """The targets of an eight in units of a scale, into [8]: its weights, `stride` numbers from one to the next, moved
     by what is given to them, own [8]; inverse: [8, 8], lower triangular; size: 0 where there is no scale."""
-    inverted = vectors.pick(
-        vectors.equal(size, vectors.floats(NONE)), size, vectors.ratio(vectors.floats(np.float32(1)), size)
-    )
+    inverted = inverse_of(size)
     for at in range(8):
         total = vectors.floats_at(columns, at * stride)
         for other in range(at + 1):

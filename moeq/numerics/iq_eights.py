@@ -15,15 +15,14 @@ import numpy as np
 from moeq.numerics import vectors
 from moeq.numerics.iq_blocks import SHIFTED
 from moeq.numerics.iq_book import DIGITS, FIRSTS, HALVES, LENGTH, LEVELS, NEAREST, SECONDS, STARTS, TABLE
-from moeq.numerics.iq_columns import FAR, NONE
+from moeq.numerics.iq_columns import BYTES, FAR, NONE
 from moeq.numerics.sweep import inside
 from moeq.numerics.vectors import LANES
 
 AGAIN = 1  # how often an entry is looked for again, from where the rest of A moves the weights
 FREE, EVEN, SHIFT = 0, 1, 2
-BYTES = 4
 LONGEST = 32  # weights of a run
-ONE, UP, DOWN = np.float32(1), np.float32(1 / SHIFTED), np.float32(-1 / SHIFTED)
+UP, DOWN = np.float32(1 / SHIFTED), np.float32(-1 / SHIFTED)
 
 # Room of one thread, in vectors: what halves cost, first and second ones; then what is told apart below
 _MOST_HALVES = 81

@@ -9,14 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from moeq.numerics import vectors
-from moeq.numerics.iq_columns import FAR, NONE, factor_of, give, nearest_step, targets
+from moeq.numerics.iq_columns import BYTES, FAR, NONE, ONE, factor_of, give, inverse_of, nearest_step, targets
 from moeq.numerics.sweep import compiled, inside
 from moeq.numerics.vectors import LANES
 from moeq_kernels.cpu.memory import address_of, new_float32s
 
 FIRST = 8  # scales that are tried first, of either sign
-BYTES = 4
-ONE, HALF = np.float32(1), np.float32(0.5)
+HALF = np.float32(0.5)
 
 
 @inside  # type: ignore[untyped-decorator]
@@ -83,7 +82,7 @@ def _tried(levels, count, weights, stride, ahead, inputs, run, pivots, size, tak
     weights: the run's, `stride` numbers from one to the next; ahead: its own part of the factor; pivots: its numbers;
     taken: what is given to each by the runs before.
     """
-    inverted = vectors.pick(vectors.equal(size, vectors.floats(NONE)), size, vectors.ratio(vectors.floats(ONE), size))
+    inverted = inverse_of(size)
     cost = vectors.floats(NONE)
     for at in range(run):
         vectors.put_floats(own, at * LANES, vectors.floats_at(taken, at * LANES))

@@ -19,8 +19,8 @@ from torch import Tensor
 from moeq.numerics import iq_eights, vectors
 from moeq.numerics.iq_blocks import KINDS, SHIFTED, Kind, table
 from moeq.numerics.iq_book import LENGTH, book, order
-from moeq.numerics.iq_columns import FAR, NONE, factor_of, give, nearest_step, targets
-from moeq.numerics.iq_eights import BYTES, DOWN, EVEN, FREE, ONE, SHIFT, UP, choose, eight_of, place_of
+from moeq.numerics.iq_columns import BYTES, FAR, NONE, ONE, factor_of, give, nearest_step, targets
+from moeq.numerics.iq_eights import DOWN, EVEN, FREE, SHIFT, UP, choose, eight_of, place_of
 from moeq.numerics.iq_levels import fit_levels, round_levels
 from moeq.numerics.sweep import in_threads
 from moeq.numerics.vectors import LANES
