@@ -171,7 +171,7 @@ def assign_in(
 def plan(
     recipe: Given = None, *, out: str | Path, model: str | Path | None = None, probe: bool = True, quiet: bool = True
 ) -> Plan:
-    """What a run will need in memory, disk and time, and whether it fits here; reads no weights.
+    """What a run will need in memory, disk and time, and whether it fits here; reads no weights, and downloads none.
 
     probe: measure for a few seconds how fast this machine is; without, no times. Nothing is written.
     """
@@ -348,7 +348,8 @@ def opened(
     check_run(read, name, folder, command)
     from moeq.stages.context import Context
 
-    return Context(recipe=read, model_name=name, out=folder, reporter=Reporter(quiet=quiet), check=check)
+    there = command != "plan"
+    return Context(recipe=read, model_name=name, out=folder, reporter=Reporter(quiet=quiet), check=check, weights=there)
 
 
 def read_recipe(recipe: Given, out: Path, model: str | None) -> Recipe:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import torch
 from fork_server import ForkServer
 
 import moeq
@@ -47,8 +48,10 @@ def test_again_nothing_is_done_and_the_recipe_is_that_of_the_directory(done: moe
 
 
 def test_stages_assignments_and_plans(done: moeq.Run, tiny_mixtral: Path, tmp_path: Path) -> None:
-    recipe = moeq.Recipe.model_validate({**KEYS, "assign": {"method": "uniform", "bits": 2}})
+    threads = torch.get_num_threads()
+    recipe = moeq.Recipe.model_validate({**KEYS, "assign": {"method": "uniform", "bits": 2}, "threads": threads + 1})
     moeq.stage("profile", recipe, model=tiny_mixtral, out=tmp_path / "run", quiet=True)
+    assert torch.get_num_threads() == threads
     left = moeq.load_recipe(tmp_path / "run" / "recipe.yaml")
     assert (left.assign, left.losses, left.model) == (recipe.assign, recipe.losses, str(tiny_mixtral))
     assert moeq.stage("profile", out=tmp_path / "run", quiet=True).skipped  # by that recipe alone

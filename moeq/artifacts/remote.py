@@ -25,6 +25,7 @@ from moeq_kernels import caches
 
 SCHEMES = ("s3", "gs", "gcs", "hf", "file", "memory")
 EXTRAS = {"s3": "'moeq[s3]'", "gs": "gcsfs", "gcs": "gcsfs"}  # what pip is told
+PLAIN = {"hf": {"cache_type": "none"}}  # of clients that would fetch more than they are asked for
 VARIABLE = "MOEQ_REMOTE_CACHE"  # bytes of the cache of blocks
 CACHE_BYTES = 8 << 30
 BLOCK_BYTES, LEAST_BLOCK_BYTES = 8 << 20, 16 << 10
@@ -182,7 +183,7 @@ class Store:
         """A range over the network, asked for again where that fails or comes short."""
 
         def ask() -> bytes:
-            data: bytes = self.system.cat_file(file.path, start=start, end=stop)
+            data: bytes = self.system.cat_file(file.path, start=start, end=stop, **PLAIN.get(self.scheme, {}))
             if len(data) != stop - start:
                 raise OSError(f"{len(data)} bytes came where {stop - start} were asked for")
             with self._lock:

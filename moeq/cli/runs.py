@@ -166,7 +166,7 @@ class PlanOptions(BuildOptions):
 
 @takes_options("for_", "device", "workers", "quantizer", "refine", "tune")
 def plan(asked: PlanOptions) -> None:
-    """Say what a run will need in memory, disk and time, and whether it fits here; reads no weights."""
+    """Say what a run will need in memory, disk and time, and whether it fits here; reads and downloads no weights."""
     context = context_of(replace(asked, quiet=True), "plan")
     from moeq import terminal
     from moeq.planning.plan import error_of, make_plan

@@ -21,6 +21,7 @@ from moeq.errors import ModelError
 from moeq_kernels import caches
 
 SMALL_BYTES = 512 << 20  # the largest file that is copied
+HEADERS_BYTES = 2 << 20  # of blocks that are kept where headers alone are read; a request asks for a sixteenth
 
 
 def files_of(url: str, wanted: Any) -> dict[str, RemoteFile]:
@@ -51,6 +52,16 @@ def copied(url: str, files: Mapping[str, RemoteFile]) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return folder
+
+
+def heads(url: str, names: Iterable[str]) -> dict[str, RemoteFile]:
+    """Those of some files below an address that are there, to read their headers in this order: a little of each is
+    fetched."""
+    found = {file.name: file for file in listed(url, HEADERS_BYTES)}
+    there = {name: found[name] for name in names if name in found}
+    for store in dict.fromkeys(file.store for file in there.values()):
+        store.follow((file, 0, 1) for file in there.values())
+    return there
 
 
 def as_path(file: RemoteFile) -> Path:

@@ -9,7 +9,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,8 @@ class ModelSource:
     """A local model directory whose configuration and headers have been checked.
 
     read: how a tensor is read where it lies in no safetensors file as it is. drafts: tensors of layers that draft later
-    tokens, which are not among the others: nothing is made of them.
+    tokens, which are not among the others: nothing is made of them. to_fetch: bytes of files whose headers alone were
+    read, in the hub; the others are there.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ModelSource:
     tensors: dict[str, TensorHeader]
     read: Callable[[str], Tensor] | None = None
     drafts: Mapping[str, TensorHeader] = field(default_factory=dict)
+    to_fetch: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_remote(self) -> bool:
@@ -114,10 +116,13 @@ def shown_name(url: str) -> str:
     return url.rstrip("/").rpartition("/")[2] or "model"
 
 
-def open_source(name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> ModelSource:
+def open_source(
+    name: str, revision: str | None = None, *, trust_remote_code: bool = False, weights: bool = True
+) -> ModelSource:
     """Resolve a directory, a hub id, `bundled:NAME` or the address of a folder in an object store, and check it.
 
-    trust_remote_code: also download the Python files of a hub model. Raises ModelError: not a model directory,
+    trust_remote_code: also download the Python files of a hub model; weights: and its weights, else the headers of
+    those that are not in the cache, to which `to_fetch` adds their sizes. Raises ModelError: not a model directory,
     configuration or shards missing, truncated or mismatched, links that lead out of it; a hub model that is gated,
     unknown or out of reach.
     """
@@ -126,14 +131,20 @@ def open_source(name: str, revision: str | None = None, *, trust_remote_code: bo
         path, shards = _remote(name, trust_remote_code)
         commit = None
     else:
-        path, commit = _resolve(name, revision, trust_remote_code)
+        path, commit = _resolve(name, revision, trust_remote_code, weights=weights)
     check_parts(path)
-    config, tensors = read_config(path / CONFIG), _read_headers(path, shards)
+    config, to_fetch = read_config(path / CONFIG), dict[str, int]()
+    if weights or commit is None:
+        tensors = _read_headers(path, shards)
+    else:
+        tensors, to_fetch = _read_heads(name, path)
     check_counts(config, tensors, path / CONFIG)
     if is_remote(name) or Path(name).expanduser().is_dir():
         name = shown_name(name) if is_remote(name) else path.resolve().name  # where it lies is nobody's business
     drafts = {key: tensors.pop(key) for key in draft_keys(list(tensors), config)}
-    return ModelSource(name=name, path=path, revision=commit, config=config, tensors=tensors, drafts=drafts)
+    return ModelSource(
+        name=name, path=path, revision=commit, config=config, tensors=tensors, drafts=drafts, to_fetch=to_fetch
+    )
 
 
 def check_parts(directory: Path) -> None:
@@ -206,7 +217,12 @@ def open_config(name: str, *, beside: Sequence[str] = (), trust_remote_code: boo
 
 
 def _resolve(
-    name: str, revision: str | None, trust_remote_code: bool, *, only: Sequence[str] | None = None
+    name: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    *,
+    only: Sequence[str] | None = None,
+    weights: bool = True,
 ) -> tuple[Path, str | None]:
     """The directory of a model and, from the hub, its commit; only: files that are all that is wanted of it."""
     if name.startswith(BUNDLED):
@@ -241,7 +257,7 @@ def _resolve(
     if only is not None:
         path = hub.snapshot(name, revision, [*only, *(CODE_FILES if trust_remote_code else ())], error=ModelError)
         return path, path.name
-    return _from_hub(name, revision, trust_remote_code)
+    return _from_hub(name, revision, trust_remote_code, weights)
 
 
 def _remote(url: str, trust_remote_code: bool) -> tuple[Path, dict[str, Path]]:
@@ -258,19 +274,38 @@ def _remote(url: str, trust_remote_code: bool) -> tuple[Path, dict[str, Path]]:
     return remote_source.copied(url, small), shards
 
 
-def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> tuple[Path, str | None]:
+def _from_hub(name: str, revision: str | None, trust_remote_code: bool, weights: bool) -> tuple[Path, str | None]:
     """Download (or find in the cache) what a hub model needs; the revision is pinned to its commit.
 
     Configuration and tokenizer first, then the weights that the index names: repositories often hold others beside.
     """
-    from moeq.models import hub
+    from moeq.models import hub, offline
 
     patterns = [*SMALL_FILES, *(CODE_FILES if trust_remote_code else ())]
     path = hub.snapshot(name, revision, patterns, error=ModelError)
+    if not weights and not offline.is_set():
+        return path, path.name
     hub.snapshot(name, path.name, [*patterns, *_weight_files(path)], error=ModelError)
     with suppress(ModelError):  # what an export says of its origin; a cache without them serves as well
         hub.snapshot(name, path.name, [*patterns, *_weight_files(path), *CARD_FILES], error=ModelError)
     return path, path.name
+
+
+def _read_heads(name: str, path: Path) -> tuple[dict[str, TensorHeader], dict[str, int]]:
+    """Headers of a hub model's weights, and the bytes of the files that are not in its snapshot `path`, by name."""
+    from moeq.models import hub, remote_source
+
+    absent = [file for file in _weight_files(path) if not (path / file).is_file()]
+    found: dict[str, RemoteFile] = {}
+    if absent:
+        with hub.hub_errors(name, "model", path.name, ModelError):
+            found = remote_source.heads(f"hf://{name}@{path.name}", absent)
+    headers = _read_headers(path, {file: remote_source.as_path(there) for file, there in found.items()})
+    headers = {
+        key: replace(header, file=path / header.file.name) if header.file.name in found else header
+        for key, header in headers.items()
+    }
+    return headers, {file: there.size for file, there in found.items()}
 
 
 def _weight_files(path: Path) -> list[str]:

@@ -18,23 +18,27 @@ CGROUP = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for none
 
 
-def machine(out: Path, device: torch.device, store: Path | None = None) -> Machine:
+def machine(out: Path, device: torch.device, store: Path | None = None, hub: Path | None = None) -> Machine:
     """What is free now; on the disk, what an earlier run left in `out` counts as free: it is replaced.
 
-    Of the run's own replica store, only what the last run had in it. store: another one.
+    Of the run's own replica store, only what the last run had in it. store: another one; hub: the hub's cache, where
+    weights are to be downloaded.
     """
     folder = existing(out)
     lying = sum(path.stat().st_blocks * 512 for path in _replaced(out))
-    other = None if store is None else existing(store)
-    apart = other is not None and other.stat().st_dev != folder.stat().st_dev
+    others = [existing(other) if other is not None else folder for other in (store, hub)]
+    apart = [other if other.stat().st_dev != folder.stat().st_dev else None for other in others]
+    store_disk, hub_disk = (None if other is None else shutil.disk_usage(other).free for other in apart)
     gpu = int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
     return Machine(
         ram=available_ram(),
         gpu=gpu,
         disk=shutil.disk_usage(folder).free + lying,
         disk_path=str(folder),
-        store_disk=shutil.disk_usage(other).free if other is not None and apart else None,
-        store_path=str(other) if apart else "",
+        store_disk=store_disk,
+        store_path=str(apart[0] or ""),
+        hub_disk=hub_disk,
+        hub_path=str(apart[1] or ""),
     )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+from huggingface_hub import constants
 
 from moeq.artifacts.run import STORE
 from moeq.artifacts.stage import RECORD
@@ -26,6 +29,7 @@ TASKS = 45 * MIB  # lm-eval, from eval on
 HEADER = 1300  # bytes of one tensor's entry in the tables of headers and names
 RECORD_BYTES, DIGEST, STAMP, ASSIGNMENT = 850, 85, 135, 140  # of a record: each input, file and assignment in it
 ORDER = [stage.name for stage in STAGES]
+DOWNLOAD = "download"  # of weights, before any stage
 FOLD = "reparam"  # the one stage that takes a model without experts
 
 
@@ -45,7 +49,8 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
         if stage.check is not None:
             stage.check(context)
     context.text.check([part for part in ("calibration", "evaluation") if context.text.lies_here(part)])
-    there = machine(context.out, sizes.device, context.store)
+    fetched = sum(sizes.source.to_fetch.values())
+    there = machine(context.out, sizes.device, context.store, _hub_cache() if fetched else None)
     rates = measure(sizes, context.out) if probe and not dense else None
     needs = add_up(sizes, stages, rates, elsewhere=there.store_disk is not None)
     return Plan(
@@ -55,9 +60,15 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
         machine=there,
         rates=None if rates is None else asdict(rates[0]),
         refusals=() if dense else tuple(refusals(context, sizes.widths[0])),
-        shortages=tuple(shortages(needs, there)),
+        shortages=tuple(shortages(needs, there, fetched)),
         notes=tuple(_notes(sizes, probe)),
+        download=fetched,
     )
+
+
+def _hub_cache() -> Path:
+    """Where weights of the hub are downloaded to."""
+    return Path(constants.HF_HUB_CACHE).expanduser()
 
 
 def _dense(context: Context, stages: Sequence[Stage]) -> Sizes:
@@ -132,10 +143,18 @@ def _seconds(own: Needs, rates: Rates) -> float:
     return own.seconds(rates) + (size - own.linked) / rates.write_bytes + size / rates.hash_bytes
 
 
-def shortages(needs: Sequence[Need], there: Machine) -> list[Shortage]:
-    """Every stage and resource of which more is needed than there is; of the disk, the stage at which it runs full."""
+def shortages(needs: Sequence[Need], there: Machine, fetched: int = 0) -> list[Shortage]:
+    """Every stage and resource of which more is needed than there is; of the disk, the stage at which it runs full.
+
+    fetched: bytes of weights that are downloaded before, to the hub's cache.
+    """
     short: list[Shortage] = []
-    lying, full = 0, False
+    before, full = fetched if there.hub_disk is None else 0, False
+    room = there.disk if there.hub_disk is None else there.hub_disk
+    if fetched > room:
+        do, before = "set HF_HOME to a folder on another disk", 0
+        short.append(Shortage(stage=DOWNLOAD, resource="disk", need=fetched, have=room, do=do))
+    lying = before
     for need in needs:
         compared = [
             ("memory", need.ram, there.ram, _levers(need.ram_terms)),
@@ -145,7 +164,7 @@ def shortages(needs: Sequence[Need], there: Machine) -> list[Shortage]:
         lying += need.written
         if lying + need.temporary > there.disk and not full:
             full = True
-            most = max(lying + need.temporary, sum(other.written for other in needs))
+            most = max(lying + need.temporary, before + sum(other.written for other in needs))
             compared.append(("disk", most, there.disk, f"choose an --out on another disk than {there.disk_path}"))
         short += [
             Shortage(stage=need.stage, resource=resource, need=size, have=have, do=do)
@@ -203,7 +222,13 @@ def _describe(sizes: Sizes) -> dict[str, Any]:
 
 def _notes(sizes: Sizes, probe: bool) -> list[str]:
     """What the reader should know about the figures."""
-    notes = []
+    notes, fetched = [], sizes.source.to_fetch
+    if fetched:
+        files = f"{len(fetched)} file{'s' if len(fetched) > 1 else ''}"
+        notes.append(
+            f"the weights are in the hub: a run downloads {human_bytes(sum(fetched.values()))} in {files} to "
+            f"{_hub_cache()}, for which no time is counted; their headers alone were read now"
+        )
     if not sizes.layers:
         notes.append("a model without experts: `moeq reparam` alone, whose time is not foreseen")
     if sizes.layers and sizes.streams and sizes.tasks is not None:

@@ -53,7 +53,7 @@ def measure(sizes: Sizes, out: Path) -> tuple[Rates, Rates]:
         return nn.functional.linear(gated.prod(-2), second)
 
     operations = 2 * square.numel() * len(hidden)
-    read, cached = _reading(max(sizes.source.files, key=lambda path: path.stat().st_size))
+    read, cached = _reading_weights(sizes, out)
     rates = {
         "matrix_flops": operations / _seconds(lambda: nn.functional.linear(hidden, square), device),
         "expert_seconds": _seconds(expert, device) * tokens / len(routed),
@@ -157,6 +157,19 @@ def _dequantizing(sizes: Sizes) -> np.ndarray:
     codes = gptq.quantize(weight, None, bits=section.bits, group_size=section.group_size, symmetric=section.symmetric)
     packed = [packed_of(codes, bits, section.symmetric) for bits in section.bits]
     return weight.numel() * len(packed) / _seconds(lambda: [made.dequantize(sizes.dtype) for made in packed], device)
+
+
+def _reading_weights(sizes: Sizes, out: Path) -> tuple[np.ndarray, np.ndarray]:
+    """`_reading` of the model's largest file; of one that is still in the hub, of a file on the disk of the run."""
+    here = [path for path in sizes.source.files if path.name not in sizes.source.to_fetch]
+    if here:
+        return _reading(max(here, key=lambda path: path.stat().st_size))
+    folder = existing(out)
+    with storage_errors(folder), tempfile.NamedTemporaryFile(dir=folder, prefix=".moeq-plan-") as stream:
+        stream.write(bytes(SLICE_BYTES))
+        stream.flush()
+        sync(Path(stream.name))
+        return _reading(Path(stream.name))
 
 
 def _reading(path: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -63,7 +63,7 @@ class Need:
 class Machine:
     """What there is: free memory (of the machine or the cgroup), GPU memory (None: computes on the CPU), free disk.
 
-    store_disk: free disk of the replica store, None when it lies on the run's own.
+    store_disk, hub_disk: free disk of the replica store and of the hub's cache, None where it lies on the run's own.
     """
 
     ram: int
@@ -72,9 +72,14 @@ class Machine:
     disk_path: str
     store_disk: int | None = None
     store_path: str = ""
+    hub_disk: int | None = None
+    hub_path: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        free = {"ram": self.ram, "gpu": self.gpu, "disk": self.disk, "store_disk": self.store_disk}
+        free = {
+            "ram": self.ram, "gpu": self.gpu, "disk": self.disk, "store_disk": self.store_disk,
+            "hub_disk": self.hub_disk,
+        }  # fmt: skip
         return {f"available_{what}_bytes": size for what, size in free.items()} | {"disk_path": self.disk_path}
 
 
@@ -94,7 +99,8 @@ class Shortage:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A recipe on a model on this machine. `refusals`: why the target format cannot carry what the recipe asks for."""
+    """A recipe on a model on this machine. `refusals`: why the target format cannot carry what the recipe asks for;
+    `download`: bytes of its weights that are still in the hub."""
 
     recipe: str
     model: dict[str, Any]
@@ -104,16 +110,20 @@ class Plan:
     refusals: tuple[str, ...]
     shortages: tuple[Shortage, ...]
     notes: tuple[str, ...]
+    download: int = 0
 
     @property
     def fits(self) -> bool:
         return not self.refusals and not self.shortages
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as JSON types, bytes and seconds in the names; disk_bytes: the most that lies there at any time."""
+        """The plan as JSON types, bytes and seconds in the names; disk_bytes: the most that lies there at any time, of
+        what a run writes, and download_bytes what comes from the hub before."""
         short = {shortage.stage for shortage in self.shortages}
         lying = list(accumulate(need.written for need in self.stages))
-        return vars(self) | {
+        fields = {name: value for name, value in vars(self).items() if name != "download"}
+        return fields | {
+            "download_bytes": self.download,
             "machine": self.machine.as_json(),
             "stages": [need.as_json() | {"fits": need.stage not in short} for need in self.stages],
             "disk_bytes": max(size + need.temporary for size, need in zip(lying, self.stages, strict=True)),

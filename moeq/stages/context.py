@@ -22,7 +22,8 @@ class Context:
 
     as_given: the model is the one that was named, even where the recipe goes on with a folded one. check: files are
     read and hashed also where a digest that was taken of them before would do. called: what artifacts call the model
-    where it is not as it lies here, of a checkpoint that is made again.
+    where it is not as it lies here, of a checkpoint that is made again. weights: of a hub model, whether they are
+    downloaded, or their headers alone are read.
     """
 
     recipe: Recipe
@@ -31,6 +32,7 @@ class Context:
     as_given: bool = False
     check: bool = False
     called: NamedModel | None = None
+    weights: bool = True
     reporter: Reporter = field(default_factory=Reporter)
     unfinished: dict[str, Path] = field(default_factory=dict)  # where a stage that is running writes
     text_digests: dict[str, str] = field(default_factory=dict)  # of calibration and evaluation, which may be large
@@ -80,6 +82,7 @@ class Context:
             reporter=self.reporter,
             check=self.check,
             called=self.called,
+            weights=self.weights,
             folded=self.directory("reparam") if self.folds else None,
         )
 

@@ -42,7 +42,7 @@ class RunModel:
 
     name: as the user has it; out: the run directory; folded: the directory of reparam, where the run goes on with what
     that stage made. check: files are hashed also where a digest that was taken of them before would do. called: what
-    artifacts call it, where that is not what it is called here.
+    artifacts call it, where that is not what it is called here. weights: of a hub model, whether they are downloaded.
     """
 
     name: str
@@ -52,6 +52,7 @@ class RunModel:
     check: bool
     folded: Path | None
     called: NamedModel | None = None
+    weights: bool = True
     _announced: bool = False
 
     @cached_property
@@ -61,7 +62,7 @@ class RunModel:
         if self.reporter.quiet:
             hub.be_quiet()
         if self.folded is None:
-            source = open_source(self.name, self.recipe.revision, trust_remote_code=trust)
+            source = open_source(self.name, self.recipe.revision, trust_remote_code=trust, weights=self.weights)
             called = self.called or source
             return replace(source, name=called.name, revision=called.revision)
         record = read_record(self.folded, "reparam")

@@ -64,18 +64,20 @@ class Handler(BaseHTTPRequestHandler):
         if token is not None and token not in KNOWN:
             return self.refuse(401, message="Invalid credentials in Authorization header")
         api = path.startswith("/api/")
-        name = next((n for n in hub.repositories if path.startswith((f"/{n}/", f"/api/{_plural(n)}/"))), None)
+        name = next((n for n in hub.repositories if f"{path}/".startswith((f"/{n}/", f"/api/{_plural(n)}/"))), None)
         if name is None:
             return self.refuse(401 if token is None else 404, "RepoNotFound")
-        rest = path.split(f"{name}/", 1)[1].split("/")
+        rest = f"{path}/".split(f"{name}/", 1)[1].split("/")
         folder = hub.repositories[name]
         if api:
+            if rest == [""]:
+                return self.json(_info(name, folder))
             if rest[1] not in ("main", COMMIT):
                 return self.refuse(404, "RevisionNotFound")
             return self.json(_info(name, folder) if rest[0] == "revision" else _tree(folder))
         if name in hub.gated and token != TOKEN:
             return self.refuse(401 if token is None else 403, "GatedRepo")
-        self.file(folder / "/".join(rest[2:]))
+        self.file(folder / "/".join(rest[2:-1]))
 
     def refuse(self, status: int, code: str | None = None, message: str | None = None) -> None:
         self.send_response(status)
@@ -98,14 +100,15 @@ class Handler(BaseHTTPRequestHandler):
     def file(self, path: Path) -> None:
         if not path.is_file():
             return self.refuse(404, "EntryNotFound")
-        data = path.read_bytes()
-        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
-        self.send_response(206 if start else 200)
+        whole = path.read_bytes()
+        first, _, last = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
+        start, data = int(first), whole[: int(last) + 1 if last else None]
+        self.send_response(206 if start or last else 200)
         self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{_blob(data)}"')
+        self.send_header("ETag", f'"{_blob(whole)}"')
         self.send_header("Accept-Ranges", "bytes")
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        if start or last:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(whole)}")
         self.send_header("Content-Length", str(len(data) - start))
         self.end_headers()
         if self.command == "HEAD":

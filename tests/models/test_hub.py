@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from huggingface_hub import constants
 from models.hub_server import COMMIT, TOKEN, Hub, serving
 from safetensors.torch import load_file, save_file
 
-from moeq.errors import ModelError
+from moeq.artifacts.remote import BLOCKS
+from moeq.errors import MissingError, ModelError
 from moeq.exporters.front_matter import Origin, read_origin
+from moeq.models.remote_source import HEADERS_BYTES, tensor_of
 from moeq.models.side_files import find_side_files
 from moeq.models.source import INDEX, open_config, open_source
 
@@ -73,6 +77,47 @@ def test_a_configuration_alone_takes_no_weights_along(hub: Hub) -> None:
     assert "tokenizer.json" in hub.fetched()
     assert not [name for name in hub.fetched() if name.endswith((".safetensors", ".py"))]
     assert source.config == open_source(NAME).config
+
+
+def test_headers_are_known_without_the_weights(hub: Hub) -> None:
+    source = open_source(NAME, weights=False)
+    sizes = {path.name: path.stat().st_size for path in hub.repositories[NAME].glob("model-*.safetensors")}
+    assert source.to_fetch == sizes
+    assert {path.name for path in source.files} == set(sizes)
+    assert not source.is_remote
+    for name, size in sizes.items():
+        assert size > HEADERS_BYTES // BLOCKS
+        assert hub.gets(name) == [f"bytes=0-{HEADERS_BYTES // BLOCKS - 1}"]
+        assert not (source.path / name).exists()
+    whole = open_source(NAME)
+    assert (whole.tensors, whole.to_fetch) == (source.tensors, {})
+    asked = len(hub.requests)
+    assert open_source(NAME, COMMIT, weights=False).to_fetch == {}
+    assert len(hub.requests) == asked
+
+
+def test_without_weights_a_refusal_is_that_of_a_download(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = next(iter(hub.repositories[NAME].glob("model-00002*")))
+    damaged = shard.read_bytes()
+    shard.write_bytes(damaged[:-1])
+    with pytest.raises(ModelError, match="model-00002.*truncated"):
+        open_source(NAME, weights=False)
+    shard.unlink()
+    with pytest.raises(MissingError, match="model-00002.*shard is missing"):
+        open_source(NAME, weights=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
+        open_source(NAME, weights=False)
+
+
+def test_an_address_of_the_hub_is_read_by_ranges(hub: Hub) -> None:
+    source = open_source(f"hf://{NAME}")
+    assert source.is_remote
+    assert source.tensors.keys() == open_source(NAME).tensors.keys()
+    for key, header in source.tensors.items():
+        assert torch.equal(tensor_of(header, key), load_file(hub.repositories[NAME] / header.file.name)[key])
+    for file, size in ((file.name, file.stat().st_size) for file in source.files):
+        assert hub.gets(file)[0] == f"bytes=0-{size - 1}", "one block, no more than it"
 
 
 def test_code_comes_only_when_it_is_allowed(hub: Hub) -> None:

@@ -5,6 +5,7 @@ Skipped where gguf is not installed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 import peers
@@ -32,6 +33,15 @@ ONCE = {type_of(bits, codebook): (codebook, bits) for codebook, bits in reversed
 @pytest.fixture(autouse=True)
 def _gguf() -> None:
     peers.module("gguf")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Several would share what takes them one by one, as a lone Hessian's factor, and add up in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -131,6 +141,7 @@ def test_more_bits_lose_less() -> None:
     assert len(losses) == len(KINDS) + 1
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_each_expert_is_what_it_is_alone() -> None:
     seen, weight = hessian(), weights()
     for codebook, bits in ONCE.values():

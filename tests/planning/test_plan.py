@@ -10,6 +10,7 @@ from typing import Any
 
 import family_models
 import pytest
+from models.hub_server import serving
 from rich.console import Console
 from strangers import changed
 from typer.testing import CliRunner
@@ -46,7 +47,7 @@ def context_of(model: Path, tmp_path: Path, *overrides: str) -> Context:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **limits: int | None) -> None:
     there = {"ram": 1 << 50, "gpu": None, "disk": 1 << 50, "disk_path": "/data"} | limits
-    monkeypatch.setattr(plan_module, "machine", lambda out, device, store: Machine(**there))  # type: ignore[arg-type]
+    monkeypatch.setattr(plan_module, "machine", lambda *_: Machine(**there))  # type: ignore[arg-type]
 
 
 def need(stage: str, ram: int = 1, gpu: int = 0, size: int = 0, temporary: int = 0) -> Need:
@@ -108,6 +109,38 @@ def test_what_is_short_is_named_with_need_and_remedy(
     assert plan.shortages[0].need == sum(one.written for one in plan.stages)
     pretend(monkeypatch)
     assert error_of(make_plan(context_of(tiny_mixtral, tmp_path), probe=False)) is None
+
+
+def test_a_model_of_the_hub_is_planned_without_its_weights(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = make_plan(context_of(tiny_mixtral, tmp_path), probe=False)
+    weights = (tiny_mixtral / "model.safetensors").stat().st_size
+    with serving(tmp_path / "cache", monkeypatch) as hub:
+        hub.repositories["org/tiny"] = tiny_mixtral
+        context = replace(context_of(Path("org/tiny"), tmp_path), weights=False)
+        plan = make_plan(context, probe=True)
+        assert len(hub.gets("model.safetensors")) == 1
+    for one, two in zip(here.stages, plan.stages, strict=True):
+        assert (one.stage, one.ram, one.temporary) == (two.stage, two.ram, two.temporary)
+        assert two.written == pytest.approx(one.written, abs=1000)  # the name, and the commit beside it
+        assert (two.seconds or 0) > 0
+    assert (here.download, plan.download) == (0, weights)
+    assert "in 1 file to" in plan.notes[0]
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    most = plan.as_json()["disk_bytes"]
+    assert most > weights
+    limits: dict[str, Any]
+    for limits, downloads, runs in (
+        ({"disk": weights - 1}, False, False),  # nor would the run's own files, without the weights
+        ({"disk": weights + most - 1}, True, False),
+        ({"disk": weights + most}, True, True),
+        ({"disk": most, "hub_disk": weights - 1, "hub_path": "/hub"}, False, True),
+        ({"disk": most, "hub_disk": weights, "hub_path": "/hub"}, True, True),
+    ):
+        pretend(monkeypatch, **limits)
+        short = [one.stage for one in make_plan(context, probe=False).shortages]
+        assert ("download" not in short, not set(short) - {"download"}) == (downloads, runs), limits
 
 
 def test_a_store_on_another_disk_needs_room_there(
