@@ -28,7 +28,20 @@ from moeq import plugin
 plugin.install()
 
 if TYPE_CHECKING:
-    from moeq.api import Assigned, Run, assign, bench, evaluate, plan, reproduce, run, stage
+    from moeq.api import (
+        Assigned,
+        Run,
+        assign,
+        bench,
+        convert,
+        evaluate,
+        inspect,
+        plan,
+        reproduce,
+        run,
+        stage,
+        verify,
+    )
     from moeq.errors import MoeqError
     from moeq.exporters.native_dynamic import open_dynamic
     from moeq.recipe import Recipe, load_recipe
@@ -36,9 +49,8 @@ if TYPE_CHECKING:
     from moeq.runtime.checkpoint import load
 
 _MODULES = {
-    **dict.fromkeys(
-        ("Assigned", "Run", "assign", "bench", "evaluate", "plan", "reproduce", "run", "stage"), "moeq.api"
-    ),
+    **dict.fromkeys(("Assigned", "Run", "assign", "bench", "convert", "evaluate", "inspect"), "moeq.api"),
+    **dict.fromkeys(("plan", "reproduce", "run", "stage", "verify"), "moeq.api"),
     "MoeqError": "moeq.errors",
     **dict.fromkeys(("Recipe", "load_recipe"), "moeq.recipe"),
     "Reproduction": "moeq.reproduction.result",
@@ -67,7 +79,9 @@ __all__ = [
     "__version__",
     "assign",
     "bench",
+    "convert",
     "evaluate",
+    "inspect",
     "load",
     "load_recipe",
     "open_dynamic",
@@ -75,4 +89,5 @@ __all__ = [
     "reproduce",
     "run",
     "stage",
+    "verify",
 ]

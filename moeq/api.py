@@ -1,7 +1,6 @@
-"""From Python: runs, stages, assignments, plans, comparisons, benches, reproductions; commands go through these.
+"""From Python: runs, stages, assignments, plans, comparisons, benches, reproductions, checkpoints that are converted,
+verified, inspected; commands go through these.
 
-`moeq.run`, `moeq.stage`, `moeq.assign`, `moeq.plan`, `moeq.evaluate`, `moeq.bench` and `moeq.reproduce`, with
-`moeq.Recipe` and `moeq.load_recipe`.
 Importing this module imports neither torch nor transformers. Errors are those of `moeq.errors`: one line each.
 """
 
@@ -11,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from moeq.artifacts.run import RECIPE_COPY, STAGES
+from moeq.artifacts.run import STAGES
 from moeq.errors import RecipeError, hint
-from moeq.recipe import Recipe, Start, load_recipe
+from moeq.folders import checkpoint_of
+from moeq.recipe import Recipe
+from moeq.runtimes import NATIVE, named, written
+from moeq.starting import Given, OneLine, Texts, begun, listed, opened
 
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Assignment
@@ -24,8 +26,7 @@ if TYPE_CHECKING:
     from moeq.planning.result import Plan
     from moeq.reproduction.result import Reproduction
     from moeq.stages.context import Context
-
-Given = Recipe | Mapping[str, Any] | str | Path | None  # a recipe, its keys, its file; None: the run directory's
+    from moeq.verification.verify import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +75,26 @@ class Assigned:
 def run(
     recipe: Given = None,
     *,
-    out: str | Path,
+    out: str | Path | None = None,
     model: str | Path | None = None,
     force: bool = False,
     check: bool = False,
     quiet: bool = False,
+    **options: Unpack[OneLine],
 ) -> Run:
     """Run all stages of a recipe into the directory `out`, from the profile to the report; stopped, it goes on.
 
-    recipe: None takes the one in `out`, without one the preset `balanced`. model: a directory, a hub id or
-    bundled:NAME, instead of the recipe's. force: files that were edited by hand are made anew. check: every file is
+    recipe: its file, its keys, or in its place a model or a run's directory; None takes the one in `out`, without one
+    the preset `balanced`. out: moeq-out/NAME of the recipe or model where it is not named. model: a directory, a hub id
+    or bundled:NAME, instead of the recipe's. force: files that were edited by hand are made anew. check: every file is
     read and hashed, also those that have not changed since they were. Raises the MoeqError of the stage that fails;
     what was finished before it stays.
+
+    options: what changes the recipe or stands in its place, as `moeq run` has it on the command line: bits=2.5 (or
+    size, code_bits), quality="best" or preset, for_="llama.cpp", text and eval_text, quantizer, refine, tune,
+    group_size, device, workers, overrides=["losses.bits=[2, 4]"].
     """
-    return run_in(opened(recipe, "run", out=out, model=model, check=check, quiet=quiet), force=force)
+    return run_in(begun(recipe, "run", out=out, model=model, check=check, quiet=quiet, **options), force=force)
 
 
 def run_in(context: Context, *, force: bool = False) -> Run:
@@ -169,13 +176,20 @@ def assign_in(
 
 
 def plan(
-    recipe: Given = None, *, out: str | Path, model: str | Path | None = None, probe: bool = True, quiet: bool = True
+    recipe: Given = None,
+    *,
+    out: str | Path | None = None,
+    model: str | Path | None = None,
+    probe: bool = True,
+    quiet: bool = True,
+    **options: Unpack[OneLine],
 ) -> Plan:
     """What a run will need in memory, disk and time, and whether it fits here; reads no weights, and downloads none.
 
-    probe: measure for a few seconds how fast this machine is; without, no times. Nothing is written.
+    probe: measure for a few seconds how fast this machine is; without, no times; the rest as `run` has it. Nothing is
+    written.
     """
-    context = opened(recipe, "plan", out=out, model=model, quiet=quiet)
+    context = begun(recipe, "plan", out=out, model=model, quiet=quiet, **options)
     from moeq.planning.plan import make_plan
 
     return make_plan(context, probe=probe)
@@ -192,8 +206,8 @@ def evaluate(
     batch_size: int | Literal["auto"] | None = None,
     window: int | None = None,
     stride: int | None = None,
-    context_aware: Sequence[str] = (),
-    dynamic: Sequence[str] = (),
+    context_aware: str | Sequence[str] = (),
+    dynamic: str | Sequence[str] = (),
     dynamic_log: str | Path | None = None,
     truncate: bool = False,
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto",
@@ -223,8 +237,8 @@ def evaluate(
         batch_size=None if batch_size is None else str(batch_size),
         window=window,
         stride=stride,
-        context_aware=list(context_aware),
-        dynamic=list(dynamic),
+        context_aware=listed(context_aware),
+        dynamic=listed(dynamic),
         dynamic_log=_path(dynamic_log),
         truncate=truncate,
         dtype=dtype,
@@ -301,7 +315,7 @@ def reproduce(
     checkpoint: str | Path,
     *,
     model: str | Path,
-    texts: Sequence[str | Path] = (),
+    texts: Texts = (),
     out: str | Path | None = None,
     trust_remote_code: bool = False,
     quiet: bool = False,
@@ -317,52 +331,108 @@ def reproduce(
     from moeq.reproduction.matching import match
 
     reporter = Reporter(quiet=quiet)
-    inputs = match(Path(checkpoint), str(model), [str(text) for text in texts], trust_remote_code, reporter)
+    inputs = match(checkpoint_of(Path(checkpoint)), str(model), listed(texts), trust_remote_code, reporter)
     from moeq.reproduction import again
 
     return again.reproduce(inputs, _path(out), reporter)
 
 
-def opened(
-    recipe: Given,
-    command: str,
-    *,
+def convert(
+    checkpoint: str | Path,
+    to: str,
     out: str | Path,
-    model: str | Path | None = None,
-    check: bool = False,
+    *,
+    max_shard: str = "5GB",
+    widen: bool = False,
+    verify: bool = True,
+    trust_remote_code: bool = False,
     quiet: bool = False,
-) -> Context:
-    """A recipe on a model in a directory, for a stage, `run` or `plan`.
+) -> dict[str, Any]:
+    """Write a packed checkpoint, or a run's, for another runtime, without calibration; codes are taken over exactly.
 
-    What can be refused without a model's code is refused before any is imported: RecipeError, and the errors of a
-    model, a text, hardware or tasks that are not there.
+    to: the runtime, `native` also for checkpoints of other tools; out: a directory that is not there yet; widen: codes
+    that it cannot read go into wider ones of the same values; verify: load what was written in a fresh process and
+    compare it. Returns what was written, by name. Raises FormatError for what the runtime cannot read.
     """
-    from moeq.preflight import check_run
+    from moeq import preflight
+    from moeq.models.source import check_there
+    from moeq.recipe.types import bytes_of
+
+    path, runtime = checkpoint_of(Path(checkpoint)), named(to, (NATIVE, *written()), "--to")
+    shard = bytes_of(max_shard, "--max-shard")
+    preflight.check_absent(Path(out))
+    if not path.is_file():
+        check_there(str(path))
+    from moeq import conversion
     from moeq.progress import Reporter
 
-    folder = Path(out)
-    read = read_recipe(recipe, folder, None if model is None else str(model))
-    name = read.model if model is None else str(model)
-    if name is None:
-        raise RecipeError("no model", where=str(folder), do="name one, or give a recipe that does")
-    check_run(read, name, folder, command)
-    from moeq.stages.context import Context
+    reporter = Reporter(quiet=quiet) if verify else None
+    return conversion.convert(
+        path,
+        runtime,
+        Path(out),
+        widen=widen,
+        max_shard=shard,
+        trust_remote_code=trust_remote_code,
+        verify=reporter,
+    )
 
-    there = command != "plan"
-    return Context(recipe=read, model_name=name, out=folder, reporter=Reporter(quiet=quiet), check=check, weights=there)
+
+def verify(
+    checkpoint: str | Path,
+    *,
+    against: str | Path | None = None,
+    target: str | None = None,
+    python: str | Path | None = None,
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32",
+    signature: bool | None = None,
+    public_key: str | Path | None = None,
+    certificate_chain: Sequence[str | Path] = (),
+    trust_remote_code: bool = False,
+    quiet: bool = False,
+) -> Verdict:
+    """Load a checkpoint, or a run's, with its target's own loader in a fresh process and compare it with its weights.
+
+    against: the model that it was made of; target: another runtime than the one that it is for; python: the interpreter
+    that has its package. public_key, certificate_chain: whose signature (model.sig) is verified before anything is
+    loaded; signature: whether one is, None: where a key or certificates are given. What is wrong is no error:
+    `problems` of what is returned says it.
+    """
+    from moeq import preflight, signing
+    from moeq.models.source import check_there
+
+    path = checkpoint_of(Path(checkpoint))
+    preflight.check_path(path, "give a checkpoint's directory")
+    preflight.check_loader(target)
+    if against is not None:
+        check_there(str(against))
+    trust = signing.Trust(public_key=_path(public_key), roots=[Path(one) for one in certificate_chain])
+    wanted = bool(public_key or certificate_chain) if signature is None else signature
+    signing.check_trust(path, trust, wanted=wanted)
+    signed = signing.check_signature(path, trust) if wanted else None
+    from moeq.progress import Reporter
+    from moeq.verification import verify as verification
+
+    options = verification.Options(
+        target=target,
+        python=None if python is None else str(python),
+        against=None if against is None else str(against),
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        signature=signed,
+    )
+    return verification.verify(path, options, Reporter(quiet=quiet))
 
 
-def read_recipe(recipe: Given, out: Path, model: str | None) -> Recipe:
-    """A recipe as it is given; None: the one in the run directory `out`, or without one the default preset."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    if recipe is not None:
-        return load_recipe(Path(recipe) if isinstance(recipe, str) else recipe)
-    if (out / RECIPE_COPY).is_file():
-        return load_recipe(out / RECIPE_COPY)
-    from moeq.models.source import known_positions
+def inspect(path: str | Path, *, trust_remote_code: bool = False, quiet: bool = True) -> dict[str, Any]:
+    """What a checkpoint, a run's directory, a model or any file that moeq writes is; bytes and digests are checked."""
+    from moeq import preflight
 
-    return Start(positions=None if model is None else known_positions(model, None)).recipe()
+    preflight.check_path(Path(path))
+    from moeq import inspection
+    from moeq.progress import Reporter
+
+    return inspection.inspect(Path(path), Reporter(quiet=quiet), trust_remote_code)
 
 
 def _path(given: str | Path | None) -> Path | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +18,7 @@ from moeq.recipe import LossesSection
 from moeq.runtime.dynamic.copies import Switch
 from moeq.runtime.dynamic.model import DynamicMoE, DynamicSettings
 from moeq.runtime.dynamic.pools import HIGH, LOW
+from moeq_kernels.names import VARIABLE
 
 CPU = torch.device("cpu")
 UNITS = {"hidden_size": 64, "intermediate_size": 96}  # whole units of 32 inputs
@@ -59,6 +62,16 @@ def settings(**given: Any) -> DynamicSettings:
     return DynamicSettings(**{**usual, "threshold": 0.0, **given})
 
 
+@cache
+def _budget(family: str, nested: bool, device: str, kernel: str | None) -> Any:
+    """What a tiny model's experts take; kernel: what the environment says."""
+    probed = tiny_model(family, **UNITS if nested else {}).eval().to(device)
+    source = Nested(probed) if nested else Source(probed)
+    probe = DynamicMoE(probed, source.layers, source, settings(), policy="fixed")
+    probe.close()
+    return probe.budget
+
+
 def made(family: str = "mixtral", **given: Any) -> tuple[DynamicMoE, Source]:
     """A tiny model, half of whose experts are in high precision unless memory is given."""
     torch.manual_seed(0)
@@ -68,10 +81,7 @@ def made(family: str = "mixtral", **given: Any) -> tuple[DynamicMoE, Source]:
     model = tiny_model(family, **sizes).eval()
     source = Nested(model) if nested else Source(model)
     said: list[str] = given.pop("said", [])
-    probed = tiny_model(family, **sizes).eval().to(device)
-    probe = DynamicMoE(probed, source.layers, source, settings(), policy="fixed")
-    probe.close()
-    budget = probe.budget
+    budget = _budget(family, nested, device, os.environ.get(VARIABLE))
     half = min(budget.layers) // 2
     wanted = (
         sum(budget.other_bytes.values())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +17,10 @@ GRID = LossesSection(group_size=16)
 
 
 class Made:
-    """A ReplicaSource over a model in memory."""
+    """A ReplicaSource over a model in memory; what is rounded once is not rounded again for another model of the same
+    weights."""
+
+    rounded: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def __init__(self, model: Any, bits: tuple[int, ...] = (1, 2, 3, 4)) -> None:
         self.layers = find_expert_layers(model)
@@ -38,8 +42,14 @@ class Made:
         biases = {name: stack[expert] for name, stack in self.biases[layer.index].items()}
         if key == FULL:
             return mine, biases
-        floats = {name: one.float() for name, one in mine.items()}
-        return dict(made_on_demand("rtn", floats, GRID, key, layer=layer, expert=expert)), biases
+        named = hashlib.sha256(f"{key} {sorted(mine)}".encode())
+        for _, one in sorted(mine.items()):
+            named.update(one.cpu().contiguous().view(torch.uint8).numpy())
+        digest = named.hexdigest()
+        if digest not in self.rounded:
+            floats = {name: one.float() for name, one in mine.items()}
+            self.rounded[digest] = dict(made_on_demand("rtn", floats, GRID, key, layer=layer, expert=expert))
+        return {name: weight.map(torch.clone) for name, weight in self.rounded[digest].items()}, biases
 
 
 def losses_of(layers: list[ExpertLayer]) -> np.ndarray:

@@ -14,6 +14,7 @@ import torch
 from fork_server import ForkServer
 
 import moeq
+from moeq import starting
 from moeq.errors import ArtifactError, MissingError, RecipeError
 
 KEYS = {
@@ -36,7 +37,7 @@ def test_a_run_tells_what_it_made(done: moeq.Run) -> None:
     assert {row["name"] for row in done.table} == {"original", "small"}
     assert done.recipe.assign.bits_per_weight == "4"
     assert (done.report.suffix, done.checkpoint.name) == (".html", "checkpoint")
-    model = moeq.load(done.checkpoint)
+    model = moeq.load(done.out)
     assert type(model).__name__ == "MixtralForCausalLM"
 
 
@@ -96,6 +97,12 @@ def test_the_command_line_gives_the_same(done: moeq.Run, request: pytest.Fixture
         (lambda out: moeq.run({"nmae": "x"}, out=out), RecipeError, "unknown key 'nmae'.*did you mean 'name'"),
         (lambda out: moeq.run({}, out=out), RecipeError, "no model"),
         (lambda out: moeq.run({}, out=out, model="no/such/model/here"), MissingError, "no/such/model/here"),
+        (lambda out: moeq.run(model="bundled:tiny-mixtral", out=out, bit=3), RecipeError, "no option 'bit'.*bits"),
+        (lambda out: moeq.run({}, out=out, for_="vllm"), RecipeError, "for_: goes without"),
+        (lambda out: moeq.run({}, bits=3, size="1MiB", out=out), RecipeError, "one budget is enough"),
+        (lambda out: moeq.run("bundled:tiny-mixtral", out=out, quality="bset"), RecipeError, "did you mean 'best'"),
+        (lambda out: moeq.bench("bundled:tiny-mixtral", repeat=0), RecipeError, "repeat: cannot be 0"),
+        (lambda out: moeq.bench("bundled:tiny-mixtral", beams=(1, 0)), RecipeError, "beams: cannot be 0"),
         (lambda out: moeq.stage("profil", {}, out=out, model="bundled:tiny-mixtral"), RecipeError, "did you mean"),
         (lambda out: moeq.evaluate(), RecipeError, "nothing to evaluate"),
     ],
@@ -108,9 +115,46 @@ def test_refusals_are_errors_of_one_line(call, error: type[moeq.MoeqError], what
     assert not (tmp_path / "run").exists()
 
 
+def test_checkpoints_are_converted_verified_and_inspected(done: moeq.Run, tmp_path: Path) -> None:
+    assert moeq.inspect(done.out)["kind"] == moeq.inspect(str(done.out))["kind"]
+    verdict = moeq.verify(done.out, quiet=True)
+    assert (verdict.target, verdict.problems) == ("native", ())
+    made = moeq.convert(done.out, "dequantized", tmp_path / "plain", quiet=True)
+    assert made["verified_with"] == "transformers"
+    assert moeq.verify(tmp_path / "plain", target="transformers", against=done.checkpoint, quiet=True).problems == ()
+    with pytest.raises(RecipeError, match="did you mean 'vllm'"):
+        moeq.convert(done.out, "vlm", tmp_path / "other")
+    with pytest.raises(MissingError, match=r"key\.pem"):
+        moeq.verify(done.out, public_key=tmp_path / "key.pem")
+
+
+def test_one_line_is_that_of_the_command(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Its budget, preset, text and runtime; whatever is not named is the best that a command would take."""
+    text = tmp_path / "own.txt"
+    text.write_text("What it is calibrated on.\n" * 400)
+    given = ("--bits", "3.5", "--for", "llama.cpp", "--text", str(text), "--quality", "fast", "--no-probe", "--json",
+             "--set", "corpus.sequences=7")  # fmt: skip
+    said = request.getfixturevalue("moeq").run("plan", "bundled:tiny-mixtral", *given, "--out", str(tmp_path / "x"))
+    assert said.code == 0, said.stderr
+    plan = moeq.plan(
+        "bundled:tiny-mixtral", out=tmp_path / "x", bits=3.5, for_="llama.cpp", text=text, quality="fast", probe=False,
+        overrides=["corpus.sequences=7"],
+    )  # fmt: skip
+    shown, found = json.loads(said.stdout), json.loads(json.dumps(plan.as_json()))
+    for one in (shown, found):
+        one.pop("machine")
+        one.pop("schema_version", None)
+    assert found == shown
+    changed = starting.begun({"name": "x"}, "run", out=tmp_path / "x", model="bundled:tiny-mixtral", bits=3, text=text)
+    assert (changed.recipe.assign.bits_per_weight, changed.recipe.corpus.source) == ("3", [str(text)])
+    whole = starting.begun(changed.recipe, "run", out=tmp_path / "x", model="bundled:tiny-mixtral", overrides="seed=7")
+    assert whole.recipe == changed.recipe.model_copy(update={"seed": 7})
+    assert starting.begun(None, "run", out=None, model="bundled:tiny-mixtral").out == Path("moeq-out/tiny-mixtral")
+
+
 def test_keys_that_are_given_stay_the_callers(tmp_path: Path) -> None:
     keys = {"assign": {"method": "optimal", "bits_per_weight": 2.5}}
-    assert moeq.load_recipe(keys, ["assign.bits_per_weight=3"]).assign.bits_per_weight == "3"
+    assert moeq.load_recipe(keys, "assign.bits_per_weight=3").assign.bits_per_weight == "3"
     assert keys == {"assign": {"method": "optimal", "bits_per_weight": 2.5}}
 
 
@@ -134,6 +178,7 @@ def _for_types() -> dict[str, object]:
     from moeq.planning.result import Plan
     from moeq.reproduction.result import Reproduction
     from moeq.stages.context import Context
+    from moeq.verification.verify import Verdict
 
     return {
         "Assignment": Assignment,
@@ -141,6 +186,7 @@ def _for_types() -> dict[str, object]:
         "Plan": Plan,
         "Reproduction": Reproduction,
         "Context": Context,
+        "Verdict": Verdict,
         "nn": __import__("torch").nn,
     }
 

@@ -270,9 +270,15 @@ def test_memory_that_ran_out_behind_an_error_of_moeqs_is_told(
     assert capsys.readouterr().err.startswith("moeq: out of memory; " if code == 11 else "moeq: model: transformers")
 
 
+@pytest.mark.parametrize(("command", "more"), [("losses", "; run the same command to go on"), ("generate", "")])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_an_interrupt_that_a_library_made_another_error_of(
-    number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    code: int,
+    command: str,
+    more: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch says ValueError where it comes while a tensor is made of a file's bytes."""
 
@@ -282,6 +288,7 @@ def test_an_interrupt_that_a_library_made_another_error_of(
         except KeyboardInterrupt:
             raise ValueError("could not determine the shape of object type 'torch.storage.UntypedStorage'") from None
 
+    monkeypatch.setattr(sys, "argv", ["moeq", command, "RUN"])
     monkeypatch.setattr(ending, "quiet_libraries", lambda: None)
     before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -293,7 +300,7 @@ def test_an_interrupt_that_a_library_made_another_error_of(
         for one, handler in before.items():
             signal.signal(one, handler)
     assert ended.value.code == code
-    assert capsys.readouterr().err == "interrupted; run the same command to go on\n"
+    assert capsys.readouterr().err == f"interrupted{more}\n"
 
 
 def test_words_are_broken_behind_commas_alone() -> None:

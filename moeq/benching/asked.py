@@ -41,6 +41,17 @@ class Asked:
     device: str = "auto"
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        """RecipeError for a number that cannot be."""
+        for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("repeat", 1), ("batches", 1), ("beams", 1)):
+            given = getattr(self, name)
+            for number in (given if isinstance(given, tuple) else (given,)) if given is not None else ():
+                if not isinstance(number, int) or not least <= number <= LARGEST:
+                    do = f"give whole numbers from {least} to {LARGEST}"
+                    raise RecipeError(f"cannot be {number!r}", where=name, do=do)
+        if self.batches == () or not self.beams:
+            raise RecipeError("none is named", where="batches" if self.batches == () else "beams", do="name some")
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """The batches that are measured."""

@@ -23,7 +23,7 @@ from moeq.options import (
     among,
     checkpoint_argument,
 )
-from moeq.runtimes import NATIVE, named, written
+from moeq.runtimes import NATIVE, written
 
 PROMPT_BYTES = 1 << 24  # most that is read of a prompt
 
@@ -78,10 +78,9 @@ def inspect(
     if out is not None:
         do = "give --placement-for or --tensor-types too"
         raise RecipeError("a file, and nothing is written to it", where="--out", do=do)
-    from moeq import inspection, terminal
-    from moeq.progress import Reporter
+    from moeq import api, terminal
 
-    described = inspection.inspect(path, Reporter(quiet=quiet), trust_remote_code)
+    described = api.inspect(path, trust_remote_code=trust_remote_code, quiet=quiet)
     show(described, terminal.print_summary, json=json, quiet=quiet)
 
 
@@ -100,21 +99,20 @@ def convert(
 
     For native also checkpoints of other tools: gptq, auto-round, compressed-tensors, GGUF.
     """
-    from moeq import preflight
-    from moeq.models.source import check_there
-    from moeq.recipe.types import bytes_of
+    from moeq import api
 
-    to, shard = named(to, (NATIVE, *written()), "--to"), bytes_of(max_shard, "--max-shard")
-    preflight.check_absent(out)
-    if not checkpoint.is_file():
-        check_there(str(checkpoint))
-    from moeq import conversion, terminal
-    from moeq.progress import Reporter
-
-    reporter = Reporter(quiet=quiet or json) if verify else None
-    summary = conversion.convert(
-        checkpoint, to, out, widen=widen, max_shard=shard, trust_remote_code=trust_remote_code, verify=reporter
+    summary = api.convert(
+        checkpoint,
+        to,
+        out,
+        max_shard=max_shard,
+        widen=widen,
+        verify=verify,
+        trust_remote_code=trust_remote_code,
+        quiet=quiet or json,
     )
+    from moeq import terminal
+
     show(summary, terminal.print_summary, json=json, quiet=quiet)
 
 
@@ -153,39 +151,26 @@ def verify(
 
     With --signature nothing is loaded before the signature is right.
     """
-    from moeq import preflight
-    from moeq.models.source import check_there
+    from moeq import api
 
-    preflight.check_path(checkpoint, "give a checkpoint's directory")
-    preflight.check_loader(target)
-    if against is not None:
-        check_there(against)
-    signed = _signature(checkpoint, signature, public_key, certificate_chain)
-    from moeq import terminal
-    from moeq.progress import Reporter
-    from moeq.verification import verify as verification
-
-    options = verification.Options(
+    verdict = api.verify(
+        checkpoint,
+        against=against,
         target=target,
         python=python,
-        against=against,
         dtype=dtype,
+        signature=signature,
+        public_key=public_key,
+        certificate_chain=certificate_chain or (),
         trust_remote_code=trust_remote_code,
-        signature=signed,
+        quiet=quiet or json,
     )
-    verdict = verification.verify(checkpoint, options, Reporter(quiet=quiet or json))
+    from moeq import terminal
+    from moeq.verification.verify import error_of
+
     show(verdict.as_json(), lambda _: terminal.print_verdict(verdict), json=json, quiet=quiet)
     if verdict.problems:
-        refuse(verification.error_of(verdict), json=json)
-
-
-def _signature(checkpoint: Path, wanted: bool, public_key: Path | None, roots: list[Path] | None) -> str | None:
-    """Whose signature it is, in words; None where it was not asked for."""
-    from moeq import signing
-
-    trust = signing.Trust(public_key=public_key, roots=roots or ())
-    signing.check_trust(checkpoint, trust, wanted=wanted)
-    return signing.check_signature(checkpoint, trust) if wanted else None
+        refuse(error_of(verdict), json=json)
 
 
 def sign(

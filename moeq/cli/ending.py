@@ -99,7 +99,10 @@ def _interrupt(ended_by: list[int], number: int) -> None:
 
 def _leave(ended_by: list[int]) -> NoReturn:
     """End as somebody who is interrupted does."""
-    print("interrupted; run the same command to go on", file=sys.stderr)
+    from moeq.artifacts.run import STAGES
+
+    goes_on = sys.argv[1:2] and sys.argv[1] in ("run", *STAGES)
+    print("interrupted; run the same command to go on" if goes_on else "interrupted", file=sys.stderr)
     sys.exit(TERMINATED if signal.SIGTERM in ended_by else INTERRUPTED)
 
 

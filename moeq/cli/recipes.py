@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from moeq.cli.ending import show
-from moeq.cli.runs import check_no_run, short_name, start_of
 from moeq.errors import RecipeError
 from moeq.folders import RECIPE_COPY, is_run
 from moeq.options import BuildOptions, option, takes_options
+from moeq.starting import check_no_run, short_name, start_of
 
 STANDARD_OUTPUT = Path("-")
 

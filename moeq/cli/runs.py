@@ -1,130 +1,16 @@
-"""Whole runs: run, plan and gc, and the run that options describe."""
+"""Whole runs: run, plan and gc."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
 from moeq.cli.ending import refuse, show
-from moeq.errors import RecipeError
-from moeq.folders import RECIPE_COPY, is_run
-from moeq.options import BUNDLED_TEXT, BuildOptions, JsonOption, QuietOption, RunOptions, option, takes_options
-
-if TYPE_CHECKING:
-    from moeq.recipe import Start
-    from moeq.stages.context import Context
-
-RUNS = "moeq-out"  # where runs without --out lie
-LOSSES = "losses"  # what a run has measured of a grid
-
-
-def start_of(asked: RunOptions, path: Path | None, preset: str | None, model: str | None) -> Start:
-    """What the recipe is made of; ModelError where a preset's model is not there, which its sequences are to fit."""
-    from moeq.recipe import Start
-
-    changes = [*asked.changes(), *(["trust_remote_code=true"] if asked.trust_remote_code else [])]
-    start = Start(
-        path=path,
-        preset=preset,
-        changes=changes,
-        quantizer=asked.quantizer,
-        refine=asked.refine,
-        tune=asked.tune,
-        names=asked.keys(),
-    )
-    if path is not None:
-        return start
-    recipe = start.recipe()
-    model = model or recipe.model
-    if model is None:
-        return start
-    from moeq.models.source import known_positions
-
-    return replace(start, positions=known_positions(model, recipe.revision))
-
-
-def short_name(model: str) -> str:
-    """The last part of a model's name: of its directory or hub id, or behind bundled:."""
-    path = Path(model).expanduser()
-    return (path.resolve() if path.is_dir() else Path(model.removeprefix("bundled:"))).name or "model"
-
-
-def check_no_run(model: str) -> None:
-    """RecipeError for a run's directory where a model is wanted."""
-    if is_run(Path(model)):
-        do = f"its recipe is {Path(model) / RECIPE_COPY}; `moeq run {model}` goes on with it"
-        raise RecipeError("this is a run, no model", where=model, do=do)
-
-
-def context_of(asked: RunOptions, command: str) -> Context:
-    """The run that the options describe, for a command: wrong ones are refused before the stages are imported."""
-    from rich.markup import escape
-
-    from moeq import api
-    from moeq.preflight import check_device, check_runtime
-
-    check_runtime(asked.for_)
-    if asked.device is not None:
-        check_device(asked.device)
-    path, model, out = asked.recipe_path, asked.named_model, asked.out
-    if path is None and model is not None:
-        check_no_run(model)
-        out = out or Path(RUNS) / short_name(model)
-    if path is None and asked.preset_name is None and out is not None and (out / RECIPE_COPY).is_file():
-        path = out / RECIPE_COPY
-    start = start_of(asked, path, asked.preset_name, model)
-    recipe = start.recipe()
-    model = model or recipe.model
-    if model is None and out is not None and is_run(out):
-        do = f"moeq {command} MODEL --preset {start.preset} --out OTHER starts another; without it this one goes on"
-        raise RecipeError("this run has a recipe already", where=str(out), do=do)
-    if model is None:
-        do = f"name one (moeq {command} MODEL), a recipe, or --out of a run"
-        raise RecipeError("no model", where=str(start), do=do)
-    out = out or Path(RUNS) / (recipe.name if path is not None else short_name(model))
-    context = api.opened(recipe, command, out=out, model=model, check=asked.check, quiet=asked.quiet)
-    if start.path is None or asked.out is None:  # not in the command line already
-        context.reporter.say(f"[dim]{escape(f'{start}, into {out}')}[/dim]")
-    if isinstance(asked, BuildOptions) and asked.text and not asked.eval_text and BUNDLED_TEXT not in asked.text:
-        said = "what is lost is measured on bundled text, not on --text; on other text by --eval-text"
-        context.reporter.say(f"[dim]{said}[/dim]")
-    if asked.for_ is not None:
-        needed = runtime_changes(context, start, asked.for_)
-    elif recipe.assign.target is not None and not (out / LOSSES).exists():
-        needed = runtime_changes(context, start, recipe.assign.target, only_grid=True)
-    else:
-        needed = []
-    codes = recipe.losses.encoding.codes
-    if isinstance(asked, BuildOptions) and asked.group_size is not None and codes != "grid" and asked.for_ is None:
-        said = f"{codes} codes have no groups of weights that --group-size could set: grids have (--quality fast)"
-        context.reporter.say(f"[dim]{said}[/dim]")
-    return replace(context, recipe=replace(start, changes=[*start.changes, *needed]).recipe()) if needed else context
-
-
-def runtime_changes(context: Context, start: Start, name: str, *, only_grid: bool = False) -> list[str]:
-    """What --for changes of a run's recipe, told in a line each; of a preset, and of the recipe of a run that goes on,
-    all but what was asked for may change.
-
-    only_grid: as assign.target alone has it: the grid, where the runtime loads no other.
-    """
-    from rich.markup import escape
-
-    from moeq.artifacts.runtime_settings import grid_settings, settings_for
-
-    own = start.path is None or (not only_grid and start.path == context.out / RECIPE_COPY)
-    said = None if not own else {change.partition("=")[0].strip() for change in start.changes}
-    if only_grid:
-        settings = grid_settings(name, context.recipe, said)
-    else:
-        from moeq.stages.expert_bytes import room
-
-        settings = settings_for(name, context.recipe, context.given().model.layers, said, room(context.given()))
-    for setting in settings:
-        context.reporter.say(escape(f"for {name}: {setting}"))
-    return [setting.change for setting in settings]
+from moeq.options import BuildOptions, JsonOption, QuietOption, option, takes_options
+from moeq.starting import context_of
 
 
 @takes_options("for_", "device", "workers", "quantizer", "refine", "tune", "verify", "force")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from moeq.cli.ending import show
-from moeq.cli.runs import context_of
 from moeq.errors import RecipeError
 from moeq.estimation.estimate_options import hardware_presets
 from moeq.options import BUDGETS, BudgetOptions, RunOptions, StageOptions, among, option, takes_options
 from moeq.registry import ALLOCATORS, EXPORTERS
 from moeq.runtimes import OF_FOLDED, ONNX, QONNX
+from moeq.starting import context_of
 
 
 def run_stage(asked: RunOptions, name: str) -> None:

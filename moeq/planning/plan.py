@@ -188,8 +188,12 @@ def error_of(plan: Plan) -> FormatError | PlanError | None:
     if not plan.shortages:
         return None
     first = max(plan.shortages, key=lambda shortage: shortage.need / max(1, shortage.have))
-    others = sorted({shortage.stage for shortage in plan.shortages} - {first.stage})
-    more = f" (short as well: {', '.join(others)})" if others else ""
+    others: dict[str, list[str]] = {}  # by resource, the stages
+    for shortage in plan.shortages:
+        if shortage != first:
+            others.setdefault(shortage.resource, []).append(shortage.stage)
+    stages = [f"{', '.join(names)} of {resource}" for resource, names in others.items()]
+    more = f" (short as well: {'; '.join(stages)})" if others else ""
     return PlanError(first.line() + more, where="does not fit", do=first.do)
 
 

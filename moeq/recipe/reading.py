@@ -25,12 +25,14 @@ SET = "--set"  # where a key stands that no file has
 YAML_ADVICE = "correct that line, or quote the value"
 
 
-def load_recipe(given: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(given: str | Path | Mapping[str, Any] | None, overrides: str | Sequence[str] = ()) -> Recipe:
     """Read a recipe, a file or its keys (None: all defaults), and apply `key=value` overrides (dotted, YAML values).
 
     A budget that is given replaces the recipe's own, a method the keys that it does not read. Raises RecipeError naming
     file, line, key and the nearest known key.
     """
+    overrides = [overrides] if isinstance(overrides, str) else overrides
+    given = Path(given) if isinstance(given, str) else given
     if isinstance(given, Mapping):
         return _recipe_of(parse_yaml("{}"), "recipe", overrides, deepcopy(dict(given)))
     read = parse_yaml("{}") if given is None else _read(given)

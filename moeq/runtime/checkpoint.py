@@ -12,6 +12,7 @@ from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
 from moeq.errors import ArtifactError
+from moeq.folders import checkpoint_of
 from moeq.models.loading import compute_dtype, load_model
 from moeq.models.source import open_source
 from moeq.runtime.tiers import place, tier_devices
@@ -29,16 +30,16 @@ def load(
     verify: bool = False,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """A checkpoint that moeq exported, ready to run; `moeq.load`.
+    """A checkpoint that moeq exported, ready to run; `moeq.load`. A run stands for its checkpoint.
 
-    dtype: auto (the checkpoint's), float32, bfloat16 or float16. placement: False puts all on one device, the GPU where
-    there is one; True the experts of tier gpu and everything that is no expert there, the other experts in the
-    machine's memory; {tier: device} somewhere else. verify: first read every file and compare it with SHA256SUMS;
-    refused are also code and weights that it does not list, and a checkpoint without it. Raises ArtifactError for a
-    checkpoint that is not moeq's, is not what SHA256SUMS says or has no placement, ModelError for a device that is not
-    there.
+    dtype: auto (the checkpoint's; float32 where that is float16 and the device is a CPU), float32, bfloat16 or float16.
+    placement: False puts all on one device, the GPU where there is one; True the experts of tier gpu and everything
+    that is no expert there, the other experts in the machine's memory; {tier: device} somewhere else. verify: first
+    read every file and compare it with SHA256SUMS; refused are also code and weights that it does not list, and a
+    checkpoint without it. Raises ArtifactError for a checkpoint that is not moeq's, is not what SHA256SUMS says or has
+    no placement, ModelError for a device that is not there.
     """
-    source = open_source(str(path), trust_remote_code=trust_remote_code)
+    source = open_source(str(checkpoint_of(Path(path))), trust_remote_code=trust_remote_code)
     if verify:
         verify_files(source.path)
     devices = tier_devices(placement if isinstance(placement, Mapping) else {})

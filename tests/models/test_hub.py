@@ -100,10 +100,10 @@ def test_without_weights_a_refusal_is_that_of_a_download(hub: Hub, monkeypatch: 
     shard = next(iter(hub.repositories[NAME].glob("model-00002*")))
     damaged = shard.read_bytes()
     shard.write_bytes(damaged[:-1])
-    with pytest.raises(ModelError, match="model-00002.*truncated"):
+    with pytest.raises(ModelError, match=r"model-00002.*truncated"):
         open_source(NAME, weights=False)
     shard.unlink()
-    with pytest.raises(MissingError, match="model-00002.*shard is missing"):
+    with pytest.raises(MissingError, match=r"model-00002.*shard is missing"):
         open_source(NAME, weights=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from family_models import save
+from family_models import FAMILIES, configuration, of_name, save
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV3Config
 
 from moeq.models import loading
+from moeq.models.messages import quiet_transformers
 from moeq.models.meta import LARGE, without_weights
 from moeq.models.source import open_config
 
@@ -43,6 +45,35 @@ def test_buffers_are_real(tmp_path: Path) -> None:
     model = loading.skeleton(open_config(str(save("deepseek_v3", tmp_path))))
     computed = {name: buffer.device.type for name, buffer in model.named_buffers()}
     assert computed["model.rotary_emb.inv_freq"] == "cpu"
+
+
+@pytest.mark.cases(16)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_are_those_of_the_model_though_no_weight_is_drawn(family: str) -> None:
+    with quiet_transformers(), without_weights():
+        bare = of_name(FAMILIES[family].model)._from_config(configuration(family))
+    torch.manual_seed(0)
+    with quiet_transformers():
+        model = of_name(FAMILIES[family].model)._from_config(configuration(family))
+    whole, made = (dict(one.named_buffers(remove_duplicate=False)) for one in (model, bare))
+    assert whole.keys() == made.keys()
+    assert not [name for name, buffer in whole.items() if not torch.equal(buffer, made[name])]
+    trained = [
+        {name: one.requires_grad for name, one in each.named_parameters(remove_duplicate=False)}
+        for each in (bare, model)
+    ]
+    assert trained[0] == trained[1]
+
+
+def test_code_of_others_draws_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    kind = of_name(FAMILIES["mixtral"].model)
+    monkeypatch.setattr(kind, "_init_weights", lambda self, module: drawn.append(type(module).__name__))
+    for custom in (False, True):
+        monkeypatch.setattr(kind, "is_custom_code", lambda self, custom=custom: custom)
+        with without_weights():
+            kind._from_config(configuration("mixtral"))
+        assert bool(drawn) == custom
 
 
 def test_what_is_asked_for_elsewhere_stays_there() -> None:

@@ -23,7 +23,6 @@ from moeq import pipeline
 from moeq.artifacts.assignment import read_assignment
 from moeq.artifacts.losses import WHOLE
 from moeq.artifacts.stage import read_record
-from moeq.cli.runs import context_of
 from moeq.conversion import convert
 from moeq.errors import QuantizationError, RecipeError
 from moeq.exporters.gguf import FILE
@@ -42,6 +41,7 @@ from moeq.recipe import LossesSection, RefineSection, load_recipe
 from moeq.stages import losses
 from moeq.stages.context import Context
 from moeq.stages.export import format_directory
+from moeq.starting import context_of
 from moeq_kernels import iq
 from moeq_kernels.errors import ModelError
 from moeq_kernels.iq_types import SETS

@@ -1,0 +1,244 @@
+"""Runs that begin: the recipe that options and names describe, on a model in a directory; refused before anything heavy
+is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from rich.markup import escape
+
+from moeq.errors import RecipeError, hint
+from moeq.folders import RECIPE_COPY, is_run
+from moeq.options import BUNDLED_TEXT, BuildOptions, RunOptions
+from moeq.recipe import Recipe, Start, load_recipe
+
+if TYPE_CHECKING:
+    from moeq.stages.context import Context
+
+Given = Recipe | Mapping[str, Any] | str | Path | None  # a recipe, its keys, its file; None: the run directory's
+Texts = str | Path | Sequence[str | Path]
+
+RUNS = "moeq-out"  # where runs without --out lie
+LOSSES = "losses"  # what a run has measured of a grid
+
+
+def start_of(asked: RunOptions, path: Path | None, preset: str | None, model: str | None) -> Start:
+    """What the recipe is made of; ModelError where a preset's model is not there, which its sequences are to fit."""
+    changes = [*asked.changes(), *(["trust_remote_code=true"] if asked.trust_remote_code else [])]
+    start = Start(
+        path=path,
+        preset=preset,
+        changes=changes,
+        quantizer=asked.quantizer,
+        refine=asked.refine,
+        tune=asked.tune,
+        names=asked.keys(),
+    )
+    if path is not None:
+        return start
+    recipe = start.recipe()
+    model = model or recipe.model
+    if model is None:
+        return start
+    from moeq.models.source import known_positions
+
+    return replace(start, positions=known_positions(model, recipe.revision))
+
+
+def short_name(model: str) -> str:
+    """The last part of a model's name: of its directory or hub id, or behind bundled:."""
+    path = Path(model).expanduser()
+    return (path.resolve() if path.is_dir() else Path(model.removeprefix("bundled:"))).name or "model"
+
+
+def check_no_run(model: str) -> None:
+    """RecipeError for a run's directory where a model is wanted."""
+    if is_run(Path(model)):
+        do = f"its recipe is {Path(model) / RECIPE_COPY}; `moeq run {model}` goes on with it"
+        raise RecipeError("this is a run, no model", where=model, do=do)
+
+
+def context_of(asked: RunOptions, command: str) -> Context:
+    """The run that the options describe, for a command: wrong ones are refused before the stages are imported."""
+    from moeq.preflight import check_device, check_runtime
+
+    check_runtime(asked.for_)
+    if asked.device is not None:
+        check_device(asked.device)
+    path, model, out = asked.recipe_path, asked.named_model, asked.out
+    if path is None and model is not None:
+        check_no_run(model)
+        out = out or Path(RUNS) / short_name(model)
+    if path is None and asked.preset_name is None and out is not None and (out / RECIPE_COPY).is_file():
+        path = out / RECIPE_COPY
+    start = start_of(asked, path, asked.preset_name, model)
+    recipe = start.recipe()
+    model = model or recipe.model
+    if model is None and out is not None and is_run(out):
+        do = f"moeq {command} MODEL --preset {start.preset} --out OTHER starts another; without it this one goes on"
+        raise RecipeError("this run has a recipe already", where=str(out), do=do)
+    if model is None:
+        do = f"name one (moeq {command} MODEL), a recipe, or --out of a run"
+        raise RecipeError("no model", where=str(start), do=do)
+    out = out or Path(RUNS) / (recipe.name if path is not None else short_name(model))
+    context = opened(recipe, command, out=out, model=model, check=asked.check, quiet=asked.quiet)
+    if start.path is None or asked.out is None:  # not in the command line already
+        context.reporter.say(f"[dim]{escape(f'{start}, into {out}')}[/dim]")
+    if isinstance(asked, BuildOptions) and asked.text and not asked.eval_text and BUNDLED_TEXT not in asked.text:
+        said = "what is lost is measured on bundled text, not on --text; on other text by --eval-text"
+        context.reporter.say(f"[dim]{said}[/dim]")
+    if asked.for_ is not None:
+        needed = runtime_changes(context, start, asked.for_)
+    elif recipe.assign.target is not None and not (out / LOSSES).exists():
+        needed = runtime_changes(context, start, recipe.assign.target, only_grid=True)
+    else:
+        needed = []
+    codes = recipe.losses.encoding.codes
+    if isinstance(asked, BuildOptions) and asked.group_size is not None and codes != "grid" and asked.for_ is None:
+        said = f"{codes} codes have no groups of weights that --group-size could set: grids have (--quality fast)"
+        context.reporter.say(f"[dim]{said}[/dim]")
+    return replace(context, recipe=replace(start, changes=[*start.changes, *needed]).recipe()) if needed else context
+
+
+def runtime_changes(context: Context, start: Start, name: str, *, only_grid: bool = False) -> list[str]:
+    """What --for changes of a run's recipe, told in a line each; of a preset, and of the recipe of a run that goes on,
+    all but what was asked for may change.
+
+    only_grid: as assign.target alone has it: the grid, where the runtime loads no other.
+    """
+    from moeq.artifacts.runtime_settings import grid_settings, settings_for
+
+    own = start.path is None or (not only_grid and start.path == context.out / RECIPE_COPY)
+    said = None if not own else {change.partition("=")[0].strip() for change in start.changes}
+    if only_grid:
+        settings = grid_settings(name, context.recipe, said)
+    else:
+        from moeq.stages.expert_bytes import room
+
+        settings = settings_for(name, context.recipe, context.given().model.layers, said, room(context.given()))
+    for setting in settings:
+        context.reporter.say(escape(f"for {name}: {setting}"))
+    return [setting.change for setting in settings]
+
+
+def opened(
+    recipe: Given,
+    command: str,
+    *,
+    out: str | Path,
+    model: str | Path | None = None,
+    check: bool = False,
+    quiet: bool = False,
+) -> Context:
+    """A recipe on a model in a directory, for a stage, `run` or `plan`.
+
+    What can be refused without a model's code is refused before any is imported: RecipeError, and the errors of a
+    model, a text, hardware or tasks that are not there.
+    """
+    from moeq.preflight import check_run
+    from moeq.progress import Reporter
+
+    folder = Path(out)
+    read = read_recipe(recipe, folder, None if model is None else str(model))
+    name = read.model if model is None else str(model)
+    if name is None:
+        raise RecipeError("no model", where=str(folder), do="name one, or give a recipe that does")
+    check_run(read, name, folder, command)
+    from moeq.stages.context import Context
+
+    there = command != "plan"
+    return Context(recipe=read, model_name=name, out=folder, reporter=Reporter(quiet=quiet), check=check, weights=there)
+
+
+def read_recipe(recipe: Given, out: Path, model: str | None) -> Recipe:
+    """A recipe as it is given; None: the one in the run directory `out`, or without one the default preset."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe is not None:
+        return load_recipe(Path(recipe) if isinstance(recipe, str) else recipe)
+    if (out / RECIPE_COPY).is_file():
+        return load_recipe(out / RECIPE_COPY)
+    from moeq.models.source import known_positions
+
+    return Start(positions=None if model is None else known_positions(model, None)).recipe()
+
+
+class OneLine(TypedDict, total=False):
+    """What changes a recipe or stands in its place, as the options of `moeq run` of the same names do.
+
+    bits, code_bits, size: the budget; quality, preset: without a recipe; for_: the runtime that is to load what is
+    made; text, eval_text: what it is calibrated and measured on; overrides: `key=value`, as --set takes them.
+    """
+
+    bits: float | str
+    code_bits: float | str
+    size: int | str
+    quality: str
+    preset: str
+    for_: str
+    text: Texts
+    eval_text: Texts
+    quantizer: str
+    refine: bool
+    tune: bool
+    group_size: int
+    device: str
+    workers: int
+    overrides: str | Sequence[str]
+
+
+def begun(
+    recipe: Given,
+    command: str,
+    *,
+    out: str | Path | None,
+    model: str | Path | None,
+    check: bool = False,
+    quiet: bool = False,
+    **options: Unpack[OneLine],
+) -> Context:
+    """A run from Python, for `run` or `plan`: what was opened, its recipe as the options change it.
+
+    recipe: or what else the command takes in its place, a model or a run.
+
+    RecipeError for an option that is unknown or does not go with what else is given, and as `opened` raises.
+    """
+    places = {"out": None if out is None else Path(out), "model": None if model is None else str(model)}
+    asked = _asked(options, **places, check=check, quiet=quiet)
+    if recipe is None or isinstance(recipe, str | Path):
+        return context_of(replace(asked, what=None if recipe is None else str(recipe)).in_its_run(), command)
+    if out is None:
+        raise RecipeError("no directory", where="out", do="name one")
+    alone = [name for name in ("quality", "preset", "for_", "quantizer", "refine", "tune") if name in options]
+    if alone:
+        do = "say it in the recipe's keys"
+        raise RecipeError("goes without a recipe's keys", where=alone[0], do=do)
+    changes = asked.changes()
+    if changes and isinstance(recipe, Recipe):
+        recipe = recipe.model_dump(mode="json", exclude_unset=True)
+    keys = load_recipe(recipe, changes) if isinstance(recipe, Mapping) else recipe
+    return opened(keys, command, out=out, model=model, check=check, quiet=quiet)
+
+
+def listed(given: Texts) -> list[str]:
+    """One name, or several, as a list."""
+    return [str(given)] if isinstance(given, str | Path) else [str(one) for one in given]
+
+
+def _asked(options: OneLine, **more: Any) -> BuildOptions:
+    """Options from Python as the command line has them; RecipeError for an unknown one."""
+    for name in set(options) - set(OneLine.__annotations__):
+        raise RecipeError(f"no option {name!r}", do=hint(name, OneLine.__annotations__))
+    given: dict[str, Any] = {}
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name in ("text", "eval_text", "overrides"):
+            value = listed(value)  # type: ignore[arg-type]
+        elif name in ("bits", "code_bits", "size"):
+            value = str(value)
+        given["set_" if name == "overrides" else name] = value
+    return BuildOptions(**given, **more)
