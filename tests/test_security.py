@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
@@ -223,10 +223,11 @@ def test_moeq_runs_no_text_no_shell_and_no_pickle() -> None:
             assert not (imported(node) & {*MODULES}) - own, where  # what an engine's processes tell each other
 
 
-def nodes(path: Path) -> Iterator[ast.Call | ast.Import | ast.ImportFrom]:
+@cache
+def nodes(path: Path) -> list[ast.Call | ast.Import | ast.ImportFrom]:
     """What a file calls and imports."""
     every = ast.walk(ast.parse(path.read_text("utf-8")))
-    return (node for node in every if isinstance(node, ast.Call | ast.Import | ast.ImportFrom))
+    return [node for node in every if isinstance(node, ast.Call | ast.Import | ast.ImportFrom)]
 
 
 def dotted(called: ast.expr) -> str:

@@ -108,13 +108,13 @@ def solve(problem: Problem, effort: int = 4_000_000) -> knapsack.Solution:
     return two_limits.solve(problem.losses, problem.costs, problem.limit, problem.times, problem.most, effort)
 
 
-@pytest.mark.parametrize("count", [1500, pytest.param(7000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [700, pytest.param(7000, marks=pytest.mark.full)])
 def test_of_all_instances_with_one_limit_none_is_proven_and_wrong(count: int) -> None:
     rng = np.random.default_rng(0)
     assert count_proven([replace(instance(rng), times=None) for _ in range(count)]) == count
 
 
-@pytest.mark.parametrize("count", [800, pytest.param(3000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [400, pytest.param(3000, marks=pytest.mark.full)])
 def test_of_all_instances_with_two_limits_none_is_proven_and_wrong(count: int) -> None:
     rng = np.random.default_rng(1)
     problems = [instance(rng) for _ in range(count)]

@@ -105,7 +105,7 @@ def check(result: LayerResult, weights: dict[str, Tensor]) -> None:
         assert set(row["fallback"].split("+")) <= FALLBACKS
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     weight_kind=st.sampled_from(
         ["plain", "zero expert", "zero row", "zero column", "same rows", "constant", "one outlier", "tiny"]

@@ -121,7 +121,7 @@ def test_saved_in_shards_and_loaded_again_it_is_the_same(
     assert torch.equal(logits(again), logits(model))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_copies_and_state_dicts_are_whole(family: str, exported: Exported) -> None:
     model, other = load(exported(family)), load(exported(family))
@@ -135,7 +135,7 @@ def test_copies_and_state_dicts_are_whole(family: str, exported: Exported) -> No
     assert torch.equal(logits(other), wanted)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
 def test_batches_with_left_padding_generate_what_rows_alone_do(family: str, exported: Exported) -> None:
     folder = exported(family)

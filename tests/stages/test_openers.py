@@ -122,6 +122,7 @@ def test_the_plan_counts_the_models_of_workers(tiny_mixtral: Path, tmp_path: Pat
     assert "workers" not in need().ram_terms
 
 
+@pytest.mark.full
 def test_an_error_of_a_worker_names_the_file_as_without(tiny_mixtral: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -344,7 +344,6 @@ def test_persistent_programs_store_the_same(
 
 
 @pytest.mark.cases(0)
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(("splits", "dtype"), [(2, torch.float32), (1, torch.float16)])
 def test_several_tiles_a_step_store_the_same(place: str, splits: int, dtype: torch.dtype) -> None:
     """The same bits as tile by tile, where the last step has fewer tiles than it could and where a step is all."""

@@ -91,7 +91,7 @@ def inputs(device: str, tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor, to
     return maker.rows(tokens, H), index, maker.rows(tokens, 2).abs()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0)
 @pytest.mark.parametrize(("bits", "biased"), [((2, 4), False), ((4, 16), True)])
 def test_a_call_is_that_of_the_versions_published(place: str, bits: tuple[int, ...], biased: bool) -> None:
     """Bit for bit the layer of the same experts that was made for them, after every publication."""
