@@ -24,7 +24,7 @@ from moeq.models.forward import takes_images
 from moeq.models.loading import compute_dtype, load_config, load_model, model_class, skeleton
 from moeq.models.source import ModelSource, open_source
 from moeq.progress import Reporter
-from moeq.runtime.checkpoint import CARD
+from moeq.runtime.checkpoint import CARD, CONVERT
 from moeq.runtime.packed_modules import TiedHead
 from moeq_kernels.widths import METHOD
 
@@ -97,7 +97,8 @@ def load_subject(
     packed = method == METHOD
     if method is not None and not packed and not is_dequantized(source):
         what = f"packed by another tool ({method})"
-        raise ModelError(what, where=str(source.path), do="give a checkpoint of moeq, or a dense one")
+        do = f"give a checkpoint of moeq, or a dense one: {CONVERT.format(source.path)}"
+        raise ModelError(what, where=str(source.path), do=do)
     if takes_images(model_class(source, load_config(source, trust_remote_code), trust_remote_code)):
         raise ModelError("an image classifier makes no text", where=str(source.path), do="give a language model")
     sums = check_sums(source.path, only=lambda file: file != CARD, cached=True, reporter=reporter) if packed else None

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from huggingface_hub import HfApi, constants, get_cached_repo_tree, get_token, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
@@ -28,10 +29,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from moeq.errors import MoeqError, first_line
+from moeq.errors import MoeqError, StorageError, first_line
 from moeq.models import offline
+from moeq.tables import human_bytes
 
 Kind = Literal["model", "dataset"]
 KEPT = "what is already downloaded is kept"
@@ -66,11 +69,34 @@ def snapshot(
 
 def list_files(name: str, commit: str, *, kind: Kind, error: type[MoeqError]) -> list[str]:
     """Paths of all files of a repository at a commit, from the hub or, offline, from the cache. Raises `error`."""
+    return sorted(_sizes(name, commit, kind, error))
+
+
+def _sizes(name: str, commit: str, kind: Kind, error: type[MoeqError]) -> dict[str, int]:
+    """Bytes of all files of a repository at a commit, by path."""
     with hub_errors(name, kind, commit, error):
         try:
-            return sorted(entry.path for entry in get_cached_repo_tree(name, repo_type=kind, revision=commit))
+            tree: Iterable[Any] = get_cached_repo_tree(name, repo_type=kind, revision=commit)
         except CachedRepoTreeNotFoundError:
-            return sorted(HfApi().list_repo_files(name, revision=commit, repo_type=kind))
+            tree = HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type=kind)
+        return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+
+
+def check_room(name: str, snapshot: Path, files: Sequence[str], *, error: type[MoeqError]) -> None:
+    """StorageError where those of a model's files that are not in its snapshot yet do not fit on the disk.
+
+    What an earlier download has of them already is not needed again. Raises `error`, too.
+    """
+    absent = [file for file in files if not (snapshot / file).is_file()]
+    if not absent:
+        return
+    sizes = _sizes(name, snapshot.name, "model", error)
+    begun = sum(path.stat().st_size for path in (snapshot.parent.parent / "blobs").glob("*.incomplete"))
+    needed, free = sum(sizes.get(file, 0) for file in absent) - begun, shutil.disk_usage(snapshot).free
+    if needed > free:
+        what = f"{human_bytes(needed)} of weights are to be downloaded, {human_bytes(free)} are free there"
+        do = f"free some, set HF_HOME to another disk, or name hf://{name}, which reads them as they are needed"
+        raise StorageError(what, where=constants.HF_HUB_CACHE, do=do)
 
 
 def file(name: str, path: str, commit: str, *, kind: Kind, error: type[MoeqError]) -> Path:

@@ -20,6 +20,7 @@ from moeq_kernels import choice
 from moeq_kernels.widths import METHOD
 
 CARD = "README.md"
+CONVERT = "moeq convert {} --to native --out OTHER makes one of moeq's of it"
 
 
 def load(
@@ -73,8 +74,10 @@ def load_checkpoint(
     source = open_source(str(path))
     method = (source.config.get("quantization_config") or {}).get("quant_method")
     if method != METHOD:
-        what = f"not exported by moeq (quant_method {method!r})"
-        raise ArtifactError(what, where=str(path / "config.json"), do="give the checkpoint directory of a moeq run")
+        what, do = f"not exported by moeq, but packed by another tool ({method})", CONVERT.format(path)
+        if method is None:
+            what, do = "not exported by moeq: nothing in it is packed", "load it with transformers, or pack it: moeq run"
+        raise ArtifactError(what, where=str(path / "config.json"), do=do)
     choice.named()  # before anything is read
     with choice.choosing(policy, at_once=device.type == "cpu"):
         return load_model(source, dtype, device, trust_remote_code)

@@ -232,8 +232,10 @@ def test_what_cannot_be_benched_is_refused(packed_run: Path, tiny_mixtral: Path,
         (foreign / file.name).write_bytes(file.read_bytes())
     config = json.loads((foreign / "config.json").read_text())
     (foreign / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(ModelError, match=r"packed by another tool \(gptq\)"):
+    with pytest.raises(ModelError, match=r"packed by another tool \(gptq\).*moeq convert \S+ --to native"):
         moeq.bench(foreign, **SHORT)
+    with pytest.raises(ArtifactError, match=r"packed by another tool \(gptq\); moeq convert \S+ --to native"):
+        moeq.load(foreign)
     with pytest.raises(RecipeError, match="is one artifact of a run"):
         moeq.bench(packed_run, out=packed_run / "checkpoint", **SHORT)
     with pytest.raises(MissingError, match="GGUF"):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from models.hub_server import COMMIT, TOKEN, Hub, serving
 from safetensors.torch import load_file, save_file
 
 from moeq.artifacts.remote import BLOCKS
-from moeq.errors import MissingError, ModelError
+from moeq.errors import MissingError, ModelError, StorageError
 from moeq.exporters.front_matter import Origin, read_origin
 from moeq.models.remote_source import HEADERS_BYTES, tensor_of
 from moeq.models.side_files import find_side_files
@@ -108,6 +109,19 @@ def test_without_weights_a_refusal_is_that_of_a_download(hub: Hub, monkeypatch: 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
         open_source(NAME, weights=False)
+
+
+def test_what_does_not_fit_on_the_disk_is_not_begun(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [path.stat().st_size for path in hub.repositories[NAME].glob("model-*.safetensors")]
+    free = sum(sizes) - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(StorageError, match=r"of weights are to be downloaded, .* are free there; .*hf://org/tiny"):
+        open_source(NAME)
+    assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
+    free += 1
+    assert len(open_source(NAME).tensors) > 0
+    free = 0
+    assert len(open_source(NAME).tensors) > 0, "nothing is left to download"
 
 
 def test_an_address_of_the_hub_is_read_by_ranges(hub: Hub) -> None:
