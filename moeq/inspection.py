@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts import dynamic_log, replicas
+from moeq.artifacts import dynamic_log, gguf_file, replicas
 from moeq.artifacts.assignment import Width, count_matrices, count_widths, read_assignment
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import read_json
@@ -381,6 +381,8 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
             return _trace(path)
         headers = read_header(path)
         return {"kind": "safetensors", "tensors": len(headers), "tensor_bytes": sum(h.bytes for h in headers.values())}
+    if path.suffix == ".gguf":
+        return gguf_file.described(path)
     if path.suffix == ".parquet":
         from moeq.artifacts import losses, sensitivities
 

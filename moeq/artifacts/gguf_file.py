@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.reading import HEADER_BYTES, MOST
+from moeq.errors import ArtifactError
 from moeq.numerics.ggml_types import BY_NUMBER, BlockType
+from moeq.tables import human_bytes
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -25,6 +27,7 @@ MOST_TENSORS, MOST_KEYS = 1 << 16, 1 << 12
 MOST_NAME, MOST_TEXT = 1 << 10, 1 << 12  # bytes
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _FLOAT, _ARRAY = 8, 6, 9
+EXPERTS = "_exps."  # in the names of stacks of experts
 MOST_KEPT = 1 << 12  # numbers of an array of float32 that is kept
 
 
@@ -114,6 +117,33 @@ def read_gguf(path: Path) -> GgufFile:
     """
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _parsed(path, _Header(data), len(data))
+
+
+def described(path: Path) -> dict[str, Any]:
+    """What a file holds: of which model, and tensors, bytes and bits a weight of each type, of experts and of the rest;
+    ArtifactError for a damaged one."""
+    try:
+        found = read_gguf(path)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(str(error), where=str(path), do="make or download it again") from None
+    keys = {name: found.fields.get(f"general.{name}") for name in ("architecture", "name")}
+    told: dict[str, Any] = {"kind": "GGUF file", **{name: value for name, value in keys.items() if value is not None}}
+    told |= {"tensors": len(found.tensors), "tensor_bytes": sum(one.bytes for one in found.tensors.values())}
+    for what, of_experts in (("experts", True), ("the_rest", False)):
+        types: dict[str, list[GgufTensor]] = {}
+        for name, one in found.tensors.items():
+            if (EXPERTS in name) == of_experts:
+                types.setdefault(one.type.name, []).append(one)
+        rows = {
+            name: f"{len(each)} tensor{'s' if len(each) > 1 else ''}, {human_bytes(sum(one.bytes for one in each))}"
+            for name, each in sorted(types.items())
+        }
+        every = [one for each in types.values() for one in each]
+        weights = sum(math.prod(one.shape) for one in every)
+        if every:
+            told[f"{what}_types"] = rows
+            told[f"{what}_bits_per_weight"] = round(8 * sum(one.bytes for one in every) / weights, 4)
+    return told
 
 
 def _parsed(path: Path, header: _Header, size: int) -> GgufFile:

@@ -11,7 +11,6 @@ from moeq.cli.ending import show
 from moeq.errors import RecipeError
 from moeq.folders import RECIPE_COPY, is_run
 from moeq.options import BuildOptions, option, takes_options
-from moeq.starting import check_no_run, short_name, start_of
 
 STANDARD_OUTPUT = Path("-")
 
@@ -31,6 +30,8 @@ class InitOptions(BuildOptions):
 @takes_options("quantizer", "refine", "tune", "format")
 def init(asked: InitOptions) -> None:
     """Write a commented recipe: a preset with a model and other options put in place, to go on with in an editor."""
+    from moeq.starting import check_no_run, short_name
+
     out = asked.out or Path("recipe.yaml")
     if asked.recipe_path is not None:
         raise RecipeError("is a recipe", where=asked.what, do="give a model, or nothing; --out names the file")
@@ -56,6 +57,7 @@ def _recipe_text(asked: BuildOptions, model: str | None) -> str:
     from moeq.bounded import parse_yaml
     from moeq.recipe.editing import with_values
     from moeq.recipe.reading import parse_recipe, with_overrides
+    from moeq.starting import start_of
 
     start = start_of(asked, None, asked.preset_name, model)
     text = start.file.read_text("utf-8")
@@ -83,6 +85,8 @@ class RecipeOptions(BuildOptions):
 @takes_options("quantizer", "refine", "tune", "format")
 def recipe(asked: RecipeOptions) -> None:
     """Print a whole recipe as it is understood, every default filled in; of a preset where no file is named."""
+    from moeq.starting import start_of
+
     if asked.schema:
         from moeq.recipe.schema import recipe_schema
 

@@ -10,12 +10,13 @@ from typer import Argument, Option
 
 from moeq.cli.ending import refuse, show
 from moeq.options import BuildOptions, JsonOption, QuietOption, option, takes_options
-from moeq.starting import context_of
 
 
 @takes_options("for_", "device", "workers", "quantizer", "refine", "tune", "verify", "force")
 def run(asked: BuildOptions) -> None:
     """Make a model small: all stages below in order, from a recipe or with none; goes on where it was stopped."""
+    from moeq.starting import context_of
+
     context = context_of(asked, "run")
     from moeq import api, terminal
     from moeq.cli import gates
@@ -53,6 +54,8 @@ class PlanOptions(BuildOptions):
 @takes_options("for_", "device", "workers", "quantizer", "refine", "tune")
 def plan(asked: PlanOptions) -> None:
     """Say what a run will need in memory, disk and time, and whether it fits here; reads and downloads no weights."""
+    from moeq.starting import context_of
+
     context = context_of(replace(asked, quiet=True), "plan")
     from moeq import terminal
     from moeq.planning.plan import error_of, make_plan

@@ -13,11 +13,12 @@ from moeq.estimation.estimate_options import hardware_presets
 from moeq.options import BUDGETS, BudgetOptions, RunOptions, StageOptions, among, option, takes_options
 from moeq.registry import ALLOCATORS, EXPORTERS
 from moeq.runtimes import OF_FOLDED, ONNX, QONNX
-from moeq.starting import context_of
 
 
 def run_stage(asked: RunOptions, name: str) -> None:
     """One stage on what is there, and what came of it."""
+    from moeq.starting import context_of
+
     context = context_of(asked, name)
     from moeq import pipeline, terminal
 
@@ -44,6 +45,8 @@ class ProfileOptions(StageOptions):
 @takes_options("device", "workers")
 def profile(asked: ProfileOptions) -> None:
     """Count what the routers choose on calibration text."""
+    from moeq.starting import context_of
+
     if asked.imatrix is None:
         run_stage(asked, "profile")
         return
@@ -137,6 +140,8 @@ class AssignOptions(BudgetOptions):
 @takes_options("for_", "device", "quantizer", "force")
 def assign(asked: AssignOptions) -> None:
     """Decide which expert gets which precision and where it lives."""
+    from moeq.starting import context_of
+
     asked = asked.by_names_of_today()
     context = context_of(asked, "assign")
     from moeq import api, terminal
@@ -189,6 +194,7 @@ def export(asked: StageOptions) -> None:
 def _export_onnx(asked: StageOptions, form: str) -> None:
     """OUT/onnx, or OUT/qonnx, of a run's integer forward, and nothing else."""
     from moeq.preflight import ONNX_EXPORT
+    from moeq.starting import context_of
 
     context = context_of(asked, ONNX_EXPORT)
     from moeq import terminal
@@ -204,6 +210,8 @@ def _export_onnx(asked: StageOptions, form: str) -> None:
 
 def _export_w8a8(asked: StageOptions) -> None:
     """The stage reparam with reparam.w8a8; RecipeError where later ones went on with the model as it was."""
+    from moeq.starting import context_of
+
     context = context_of(asked, "reparam")
     from moeq import pipeline, terminal
     from moeq.stages.w8a8 import FOLDER, wanted
@@ -232,6 +240,8 @@ class ReportOptions(StageOptions):
 @takes_options()
 def report(asked: ReportOptions) -> None:
     """Write the HTML report."""
+    from moeq.starting import context_of
+
     if asked.analysis is not None and asked.maps is not None:
         raise RecipeError("--analysis goes without --maps", do="give one of them")
     context = context_of(asked, "report")

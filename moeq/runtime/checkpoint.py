@@ -76,7 +76,7 @@ def load_checkpoint(
     if method != METHOD:
         what, do = f"not exported by moeq, but packed by another tool ({method})", CONVERT.format(path)
         if method is None:
-            what, do = "not exported by moeq: nothing in it is packed", "load it with transformers, or pack it: moeq run"
+            what, do = "not exported by moeq: nothing in it is packed", "load it with transformers, or pack it"
         raise ArtifactError(what, where=str(path / "config.json"), do=do)
     choice.named()  # before anything is read
     with choice.choosing(policy, at_once=device.type == "cpu"):

@@ -12,7 +12,9 @@ import peers
 import pytest
 from gguf_made import gguf_bytes
 
+import moeq
 from moeq.artifacts.gguf_file import read_gguf
+from moeq.errors import ArtifactError
 
 FIELDS = {"general.architecture": "llama", "n": 7, "flag": True, "tokens": ["a", "bc"], "sizes": [3, 4]}
 TENSORS: dict[str, Any] = {"a": (2, (2, 64), bytes(72)), "b": (0, (3,), bytes(12))}
@@ -33,6 +35,23 @@ def test_a_file_made_by_hand(tmp_path: Path) -> None:
     }
     assert found.tensors["b"].offset + 32 == len(data)
     assert found.tensors["a"].offset + 96 == found.tensors["b"].offset
+
+
+def test_a_file_is_inspected(tmp_path: Path) -> None:
+    tensors = {"blk.0.ffn_up_exps.weight": TENSORS["a"], "blk.1.ffn_up_exps.weight": TENSORS["a"], "b": TENSORS["b"]}
+    found = moeq.inspect(write(tmp_path / "model.gguf", gguf_bytes(FIELDS, tensors)))
+    assert found == {
+        "kind": "GGUF file",
+        "architecture": "llama",
+        "tensors": 3,
+        "tensor_bytes": 156,
+        "experts_types": {"Q4_0": "2 tensors, 144 B"},
+        "experts_bits_per_weight": 4.5,
+        "the_rest_types": {"F32": "1 tensor, 12 B"},
+        "the_rest_bits_per_weight": 32.0,
+    }
+    with pytest.raises(ArtifactError, match=r"model\.gguf: not a GGUF file; make or download it again"):
+        moeq.inspect(write(tmp_path / "model.gguf", b"GGML" * 9))
 
 
 def test_what_ggufs_own_writer_writes(tmp_path: Path) -> None:
