@@ -64,6 +64,20 @@ def test_the_front_page_is_short_and_complete() -> None:
         assert f"`--for {name}`" in text or one.exporter.name not in EXPORTERS.own, "what loads where: every runtime"
 
 
+def test_every_test_with_another_runtime_is_run_by_make_peers() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    named = [
+        ROOT / word for word in re.findall(r"tests/[\w/.]+", makefile.partition("\npeers:")[2].partition("\n\n")[0])
+    ]
+    using = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"\bpeers\.(run|load|interpreter|server)\(", path.read_text("utf-8"))
+    ]
+    assert len(using) > 10
+    assert not [path for path in using if not any(path == one or one in path.parents for one in named)]
+
+
 def test_every_page_is_in_the_navigation_and_on_the_front_page() -> None:
     written = {page.name for page in PAGES} - {FRONT.name}
     assert (
