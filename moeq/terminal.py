@@ -240,21 +240,24 @@ def _plan_table(plan: Plan) -> Table:
 
 
 def print_prices(prices: list[dict[str, Any]]) -> None:
-    """What the restriction of every target costs in objective."""
+    """What the restriction of every target costs in objective, and below why some load nothing of it."""
     console = PlainConsole(highlight=False)
     table = empty_table("target", ("bits", "experts", "objective", "times"), no_wrap=True)
-    table.add_column("", overflow="fold")
+    refused: dict[str, list[str]] = {}
     for row in prices:
+        if row["refusal"]:
+            refused.setdefault(row["refusal"], []).append(row["target"])
         table.add_row(
             row["target"],
             figure(row["bits_per_weight"], "{:.3g}"),
             "-" if row["expert_bytes"] is None else human_size(row["expert_bytes"]),
             figure(row["objective"], "{:.4g}"),
-            figure(row["ratio"], "{:.3f}"),
-            row["refusal"] or "",
+            figure(row["ratio"], "{:.3f}" if (row["ratio"] or 0) < 100 else "{:,.0f}"),
             style="dim" if row["refusal"] else None,
         )
     console.print(table)
+    for reason, names in refused.items():
+        console.print(f"{', '.join(names)}: {reason}", markup=False)
     console.print(
         "bits: stored for a weight of the experts. times: the least objective within the target, over that of any mix "
         "on the same budget.",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moeq.artifacts.assignment import Width
 
 UNKNOWN = "no setting helps: it does not know this model"
+MANY = 9.0  # a price that is told as times the loss, not in percent
 LoadsIn = dict[str, dict[str, Any] | None]
 
 
@@ -114,5 +115,10 @@ def line(found: LoadsIn) -> str:
 
 
 def _why(refused: Mapping[str, Any]) -> str:
-    price = refused["price"]
-    return refused["reason"] if price is None else f"{refused['reason']}; {100 * price:+.1f} % loss"
+    price, reason = refused["price"], refused["reason"]
+    if price is None:
+        return str(reason)
+    if price < MANY:
+        return f"{reason}; {100 * price:+.1f} % loss"
+    times = float(f"{1 + price:.3g}")
+    return f"{reason}; {times:,.0f} times the loss" if times >= 100 else f"{reason}; {times:g} times the loss"

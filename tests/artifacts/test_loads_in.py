@@ -84,6 +84,10 @@ def test_one_bit_is_only_native() -> None:
     text = line(where)
     assert text.startswith("loads in: native (transformers with moeq); not in auto-round, transformers, vllm, ")
     assert "gptqmodel (1-bit; +4.2 % loss)" in text
+    where["gptqmodel"]["price"] = 23882.51
+    assert "gptqmodel (1-bit; 23,900 times the loss)" in line(where)
+    where["gptqmodel"]["price"] = 9.46
+    assert "gptqmodel (1-bit; 10.5 times the loss)" in line(where)
     assert line(found([[4, 4]])).endswith("; not in exl3 (grids)")
 
 
