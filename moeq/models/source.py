@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,10 @@ class ModelSource:
     def files(self) -> list[Path]:
         return sorted({header.file for header in (*self.tensors.values(), *self.drafts.values())})
 
+    def weights_bytes(self) -> int:
+        """Of all files of its weights, also of those that are in the hub yet."""
+        return sum(self.to_fetch.get(path.name) or path.stat().st_size for path in self.files)
+
     def side_files(self) -> list[Path]:
         """Tokenizer, generation and processor files, and code of its own: what makes it the model that it is."""
         code = sorted(self.path.glob("*.py")) if "auto_map" in self.config else []
@@ -137,7 +142,8 @@ def open_source(
     if weights or commit is None:
         tensors = _read_headers(path, shards)
     else:
-        tensors, to_fetch = _read_heads(name, path)
+        absent = tuple(file for file in _weight_files(path) if not (path / file).is_file())
+        tensors, to_fetch = map(dict, _heads(name, path, absent))  # type: ignore[arg-type]
     check_counts(config, tensors, path / CONFIG)
     if is_remote(name) or Path(name).expanduser().is_dir():
         name = shown_name(name) if is_remote(name) else path.resolve().name  # where it lies is nobody's business
@@ -293,20 +299,18 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool, weights:
     return path, path.name
 
 
-def _read_heads(name: str, path: Path) -> tuple[dict[str, TensorHeader], dict[str, int]]:
+@lru_cache(maxsize=2)
+def _heads(name: str, path: Path, absent: tuple[str, ...]) -> tuple[dict[str, TensorHeader], dict[str, int]]:
     """Headers of a hub model's weights, and the bytes of the files that are not in its snapshot `path`, by name."""
     from moeq.models import hub, remote_source
 
-    absent = [file for file in _weight_files(path) if not (path / file).is_file()]
     found: dict[str, RemoteFile] = {}
     if absent:
         with hub.hub_errors(name, "model", path.name, ModelError):
             found = remote_source.heads(f"hf://{name}@{path.name}", absent)
     headers = _read_headers(path, {file: remote_source.as_path(there) for file, there in found.items()})
-    headers = {
-        key: replace(header, file=path / header.file.name) if header.file.name in found else header
-        for key, header in headers.items()
-    }
+    for key, header in headers.items():
+        headers[key] = replace(header, file=path / header.file.name)
     return headers, {file: there.size for file, there in found.items()}
 
 

@@ -76,7 +76,7 @@ def room(context: Context) -> Fraction | None:
         return Fraction(8 * section.expert_bytes, weights)
     if section.size is None or source.is_remote or not weights:
         return None
-    rest = sum(path.stat().st_size for path in source.files) - weights * source_dtype(source).itemsize
+    rest = source.weights_bytes() - weights * source_dtype(source).itemsize
     return Fraction(8 * 98 * (section.size - rest), 100 * weights) if rest >= 0 else None
 
 

@@ -15,7 +15,9 @@ from rich.console import Console
 from strangers import changed
 from typer.testing import CliRunner
 
+import moeq
 from moeq import cli, terminal
+from moeq.bundled import bundled_path
 from moeq.errors import AssignmentError, CorpusError, MissingError, ModelError, PlanError
 from moeq.models import source
 from moeq.planning import plan as plan_module
@@ -141,6 +143,22 @@ def test_a_model_of_the_hub_is_planned_without_its_weights(
         pretend(monkeypatch, **limits)
         short = [one.stage for one in make_plan(context, probe=False).shortages]
         assert ("download" not in short, not set(short) - {"download"}) == (downloads, runs), limits
+
+
+@pytest.mark.parametrize("options", [
+    {"bits": 2.5, "quality": "best"}, {"size": "3MiB", "for_": "transformers"}, {"bits": 3, "for_": "exl3"},
+    {"preset": "paper-000"},
+])  # fmt: skip
+def test_a_plan_of_one_line_needs_no_weights_either(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path / "cache", monkeypatch) as hub:
+        hub.repositories["org/tiny"] = bundled_path("tiny-mixtral")
+        there = moeq.plan("org/tiny", out=tmp_path / "run", probe=False, **options)
+        assert len(hub.gets("model.safetensors")) == 1
+    here = moeq.plan("bundled:tiny-mixtral", out=tmp_path / "run", probe=False, **options)
+    assert [one.ram for one in there.stages] == [one.ram for one in here.stages]
+    assert there.download == (bundled_path("tiny-mixtral") / "model.safetensors").stat().st_size
 
 
 def test_a_store_on_another_disk_needs_room_there(
