@@ -21,7 +21,8 @@ class Allocator:
     help: one line; label: what reports call it, none: its name; settings: its own keys of the section; budgets: keys of
     which one must be given; reads: others of `SHARED` that it reads; weighs: keys of every method's that decide what it
     does with no expert on the GPU, none: all of them; implied: what keys stand for where they are not
-    given; widths: what it always chooses among, none: what the section names or was measured.
+    given; widths: what it always chooses among, none: what the section names or was measured; within_target: whether it
+    chooses among what `assign.target` loads alone, so that its budget must have room for that.
 
     assign: the assignment of inputs; AssignmentError where there is none.
     trials: label and keys of what a frontier shows, by the averages to be shown (in code bits); none: each of these as
@@ -41,6 +42,7 @@ class Allocator:
     weighs: tuple[str, ...] | None = None
     implied: Mapping[str, Any] = field(default_factory=dict)
     widths: tuple[int, ...] = ()
+    within_target: bool = False
     trials: Callable[[AssignInputs, Sequence[str]], Iterable[tuple[str, Mapping[str, Any]]]] | None = None
     at_bytes: Callable[[AssignInputs, int], Iterable[tuple[str, Widths]]] | None = None
     foreseen: Callable[[AssignSection, Sequence[int], Cost], list[list[int]] | None] | None = None

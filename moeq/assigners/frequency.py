@@ -76,4 +76,5 @@ ALLOCATOR = Allocator(
     weighs=("statistics",),
     reads=("widths", "scope"),
     implied={"scope": "layer"},
+    within_target=True,
 )

@@ -256,6 +256,7 @@ ALLOCATOR = Allocator(
     weighs=("loss_weighting", "layer_weighting", "statistics"),
     reads=("widths", "scope", "granularity", "ndp_latency_ms", "speed", "drop"),
     implied={"scope": "model", "drop": False},
+    within_target=True,
     trials=lambda *_: (),
     at_bytes=_at_bytes,
 )

@@ -44,5 +44,6 @@ ALLOCATOR = Allocator(
     settings=UniformSettings,
     budgets=("bits", "bits_per_weight", "expert_bytes", "size"),
     weighs=(),
+    within_target=True,
     trials=lambda inputs, _: [("uniform", {"bits": bits}) for bits in inputs.measured()],
 )

@@ -48,7 +48,6 @@ from moeq.stages.hessian_traces import traces
 from moeq.stages.loading import check_family, loaded_matrices, where_it_loads
 from moeq.stages.needs import Needs, Rates, Sizes
 
-WITHIN_TARGETS = ("optimal", "frequency", "uniform")  # allocators that choose among what a target loads
 NAME = "assignment.json"
 
 
@@ -124,7 +123,7 @@ def check(context: Context) -> None:
             inputs = _inputs(context, section, name, _unmeasured(context))
             known = sorted(section.named() or context.recipe.losses.bits)
             refused_anyway = target_of(section.target).symmetric_only and not inputs.symmetric
-            within = section.method in WITHIN_TARGETS and not refused_anyway
+            within = ALLOCATORS.get(section.method).within_target and not refused_anyway
             limit_of(inputs, widths_within(inputs, known) if within else known, granularity=granularity)
 
 
