@@ -13,6 +13,7 @@ from moeq.estimation.estimate_options import APART, EstimateOptions
 from moeq.estimation.questions import DEFAULT_CONTEXT, DEFAULT_HARDWARE, Question
 from moeq.estimator import load_hardware
 from moeq.estimator.cases import EstimateDocument
+from moeq.folders import checkpoint_of, is_run
 from moeq.preflight import check_path
 from moeq.recipe import load_recipe
 
@@ -45,11 +46,23 @@ def needs_a_run(asked: EstimateOptions) -> bool:
     return asked.model is None or (asked.out is not None and outputs.is_run(asked.out))
 
 
+def _of_checkpoint(asked: EstimateOptions) -> EstimateOptions:
+    """With a run's checkpoint as the model, where a run is named."""
+    if asked.model is not None:
+        named = Path(asked.model)
+        return replace(asked, model=str(checkpoint_of(named))) if is_run(named) else asked
+    if asked.recipe_path is None and asked.out is not None and is_run(asked.out):
+        return replace(asked, model=str(checkpoint_of(asked.out)), out=None)
+    return asked
+
+
 def answer(asked: EstimateOptions) -> Answer:
     """An estimate without a run, written where --out says; printing it is left to the caller.
 
-    Raises MoeqError for input that cannot be read or does not fit together, or a placement that does not fit.
+    A run that is named stands for its checkpoint, into which nothing is written. Raises MoeqError for input that cannot
+    be read or does not fit together, or a placement that does not fit.
     """
+    asked = _of_checkpoint(asked)
     if asked.speed is not None:
         from moeq.estimation.searches import search_answer
 

@@ -44,6 +44,20 @@ def case(*arguments: str | Path) -> Any:
     return json.loads(done.stdout)["cases"][0]
 
 
+def test_a_run_stands_for_its_checkpoint_on_other_hardware(finished: Path, tmp_path: Path) -> None:
+    """Beside --hardware, --grid and the like, which are not the stage's; nothing is written into the run."""
+    kept = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    wanted = case("--model", finished / "checkpoint", "--hardware", "h100-ndp-pcie4")
+    for named in (("--out", finished), ("--model", finished)):
+        assert case(*named, "--hardware", "h100-ndp-pcie4") == wanted
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == kept
+    unfinished = tmp_path / "run"
+    unfinished.mkdir()
+    (unfinished / "recipe.yaml").write_text("name: x\n")
+    done = CliRunner().invoke(app, ["estimate", str(unfinished), "--hardware", "h100-ndp-pcie4"])
+    assert "this run has no checkpoint; go on with it: moeq run" in str(done.exception)
+
+
 @pytest.mark.full
 def test_every_way_to_say_it_gives_the_same_estimate(finished: Path, tiny_mixtral: Path) -> None:
     checkpoint = finished / "checkpoint"
