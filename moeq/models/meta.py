@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,11 +35,11 @@ def without_weights() -> Iterator[None]:
 @contextmanager
 def _without_numbers() -> Iterator[None]:
     """Models of transformers' own make their buffers when they are made, not with the numbers that weights begin with,
-    which take four fifths of the time; code of others is left as it is."""
-    usual = PreTrainedModel.initialize_weights
+    which take four fifths of the time; code of others is left as it is, and so are models of other threads."""
+    usual, own = PreTrainedModel.initialize_weights, threading.get_ident()
 
     def initialize_weights(self: PreTrainedModel) -> None:
-        if self.is_custom_code():
+        if self.is_custom_code() or threading.get_ident() != own:
             usual(self)
 
     PreTrainedModel.initialize_weights = initialize_weights
@@ -55,8 +56,8 @@ class _LargeOnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func in _FILLED:
-            return kwargs["tensor"] if kwargs and "tensor" in kwargs else args[0]
+        if func in _FILLED and isinstance(filled := (kwargs or {}).get("tensor", *args[:1]), nn.Parameter):
+            return filled
         given = dict(kwargs or {})
         if func in _MADE and given.get("device") is None and _bytes(args, given) >= LARGE:
             given["device"] = "meta"
