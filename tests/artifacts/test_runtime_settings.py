@@ -12,7 +12,6 @@ from moeq import pipeline
 from moeq.artifacts.runtime_settings import grid_settings, settings_for
 from moeq.artifacts.targets import targets
 from moeq.bundled.preset_files import QUALITIES
-from moeq.cli.runs import context_of
 from moeq.folders import RECIPE_COPY
 from moeq.options import StageOptions
 from moeq.progress import Reporter
@@ -22,6 +21,7 @@ from moeq.runtimes import runtimes
 from moeq.stages import assign, export
 from moeq.stages.context import Context
 from moeq.stages.loading import where_it_loads
+from moeq.starting import context_of
 
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=48", "losses.methods=[rtn]", "assign.quantizer=rtn",

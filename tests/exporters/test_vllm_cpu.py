@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM
 
 from moeq import pipeline
 from moeq.artifacts.targets import loaded_by
-from moeq.cli.runs import context_of
 from moeq.exporters import foreign, schemes, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.options import StageOptions
 from moeq.stages import export
+from moeq.starting import context_of
 
 PROBE = Path(__file__).parent / "peer_vllm.py"
 SIZES = {"intermediate_size": 128, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 0}

@@ -15,12 +15,12 @@ from made_sources import save_model
 from moeq import pipeline
 from moeq.artifacts.stage import read_record
 from moeq.artifacts.targets import Grid, target_of
-from moeq.cli.runs import context_of
 from moeq.exporters.gguf import FILE
 from moeq.folders import bytes_in
 from moeq.numerics.ggml_types import NEAREST, TYPES
 from moeq.options import BudgetOptions
 from moeq.stages.export import format_directory
+from moeq.starting import context_of
 
 LESS = (
     "losses.methods=[rtn]", "assign.quantizer=rtn", "corpus.sequences=4", "corpus.sequence_length=24",
