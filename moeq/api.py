@@ -17,7 +17,7 @@ from moeq.errors import RecipeError, hint
 from moeq.folders import checkpoint_of
 from moeq.recipe import Recipe
 from moeq.runtimes import NATIVE, named, written
-from moeq.starting import Given, OneLine, Texts, begun, listed, opened
+from moeq.starting import Given, RunWords, Texts, begun, listed, opened
 
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Assignment
@@ -80,7 +80,7 @@ def run(
     force: bool = False,
     check: bool = False,
     quiet: bool = False,
-    **options: Unpack[OneLine],
+    **options: Unpack[RunWords],
 ) -> Run:
     """Run all stages of a recipe into the directory `out`, from the profile to the report; stopped, it goes on.
 
@@ -182,7 +182,7 @@ def plan(
     model: str | Path | None = None,
     probe: bool = True,
     quiet: bool = True,
-    **options: Unpack[OneLine],
+    **options: Unpack[RunWords],
 ) -> Plan:
     """What a run will need in memory, disk and time, and whether it fits here; reads no weights, and downloads none.
 

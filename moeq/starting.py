@@ -158,7 +158,7 @@ def read_recipe(recipe: Given, out: Path, model: str | None) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if recipe is not None:
-        return load_recipe(Path(recipe) if isinstance(recipe, str) else recipe)
+        return load_recipe(recipe)
     if (out / RECIPE_COPY).is_file():
         return load_recipe(out / RECIPE_COPY)
     from moeq.models.source import known_positions
@@ -166,7 +166,7 @@ def read_recipe(recipe: Given, out: Path, model: str | None) -> Recipe:
     return Start(positions=None if model is None else known_positions(model, None)).recipe()
 
 
-class OneLine(TypedDict, total=False):
+class RunWords(TypedDict, total=False):
     """What changes a recipe or stands in its place, as the options of `moeq run` of the same names do.
 
     bits, code_bits, size: the budget; quality, preset: without a recipe; for_: the runtime that is to load what is
@@ -198,7 +198,7 @@ def begun(
     model: str | Path | None,
     check: bool = False,
     quiet: bool = False,
-    **options: Unpack[OneLine],
+    **options: Unpack[RunWords],
 ) -> Context:
     """A run from Python, for `run` or `plan`: what was opened, its recipe as the options change it.
 
@@ -228,10 +228,10 @@ def listed(given: Texts) -> list[str]:
     return [str(given)] if isinstance(given, str | Path) else [str(one) for one in given]
 
 
-def _asked(options: OneLine, **more: Any) -> BuildOptions:
+def _asked(options: RunWords, **more: Any) -> BuildOptions:
     """Options from Python as the command line has them; RecipeError for an unknown one."""
-    for name in set(options) - set(OneLine.__annotations__):
-        raise RecipeError(f"no option {name!r}", do=hint(name, OneLine.__annotations__))
+    for name in set(options) - set(RunWords.__annotations__):
+        raise RecipeError(f"no option {name!r}", do=hint(name, RunWords.__annotations__))
     given: dict[str, Any] = {}
     for name, value in options.items():
         if value is None:

@@ -10,6 +10,7 @@ import math
 import mmap
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ MOST_TENSORS, MOST_KEYS = 1 << 16, 1 << 12
 MOST_NAME, MOST_TEXT = 1 << 10, 1 << 12  # bytes
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _FLOAT, _ARRAY = 8, 6, 9
-EXPERTS = "_exps."  # in the names of stacks of experts
+EXPERTS = "_exps.weight"  # how the names of stacks of experts end
 MOST_KEPT = 1 << 12  # numbers of an array of float32 that is kept
 
 
@@ -48,6 +49,11 @@ class GgufFile:
     path: Path
     fields: dict[str, Any]
     tensors: dict[str, GgufTensor]
+
+    @property
+    def expert_stacks(self) -> dict[str, GgufTensor]:
+        """The matrices of all experts of a layer."""
+        return {name: tensor for name, tensor in self.tensors.items() if name.endswith(EXPERTS)}
 
 
 class _Header:
@@ -129,21 +135,25 @@ def described(path: Path) -> dict[str, Any]:
     keys = {name: found.fields.get(f"general.{name}") for name in ("architecture", "name")}
     told: dict[str, Any] = {"kind": "GGUF file", **{name: value for name, value in keys.items() if value is not None}}
     told |= {"tensors": len(found.tensors), "tensor_bytes": sum(one.bytes for one in found.tensors.values())}
-    for what, of_experts in (("experts", True), ("the_rest", False)):
-        types: dict[str, list[GgufTensor]] = {}
-        for name, one in found.tensors.items():
-            if (EXPERTS in name) == of_experts:
-                types.setdefault(one.type.name, []).append(one)
-        rows = {
-            name: f"{len(each)} tensor{'s' if len(each) > 1 else ''}, {human_bytes(sum(one.bytes for one in each))}"
-            for name, each in sorted(types.items())
-        }
-        every = [one for each in types.values() for one in each]
-        weights = sum(math.prod(one.shape) for one in every)
-        if every:
-            told[f"{what}_types"] = rows
-            told[f"{what}_bits_per_weight"] = round(8 * sum(one.bytes for one in every) / weights, 4)
+    stacks = found.expert_stacks
+    rest = {name: one for name, one in found.tensors.items() if name not in stacks}
+    for what, tensors in (("experts", stacks), ("the_rest", rest)):
+        if tensors:
+            told |= {f"{what}_{name}": value for name, value in _types(list(tensors.values())).items()}
     return told
+
+
+def _types(tensors: Sequence[GgufTensor]) -> dict[str, Any]:
+    """Tensors and bytes of each type, and bits a weight of all."""
+    types: dict[str, list[int]] = {}
+    for one in tensors:
+        types.setdefault(one.type.name, []).append(one.bytes)
+    rows = {
+        name: f"{len(sizes)} tensor{'s' if len(sizes) > 1 else ''}, {human_bytes(sum(sizes))}"
+        for name, sizes in sorted(types.items())
+    }
+    bits = 8 * sum(one.bytes for one in tensors) / sum(math.prod(one.shape) for one in tensors)
+    return {"types": rows, "bits_per_weight": round(bits, 4)}
 
 
 def _parsed(path: Path, header: _Header, size: int) -> GgufFile:

@@ -12,10 +12,15 @@ def is_set() -> bool:
     return bool(constants.is_offline_mode())
 
 
+def cache_folder() -> Path:
+    """Where the hub's client keeps what it has downloaded."""
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
 def has_nothing(name: str) -> bool:
     """Whether the hub may not be asked and its cache has nothing of a model."""
     folder = constants.REPO_ID_SEPARATOR.join(("models", *name.split("/")))
-    return is_set() and not (Path(constants.HF_HUB_CACHE).expanduser() / folder).is_dir()
+    return is_set() and not (cache_folder() / folder).is_dir()
 
 
 def explain(revision: str | None) -> tuple[str, str]:

@@ -59,8 +59,8 @@ def heads(url: str, names: Iterable[str]) -> dict[str, RemoteFile]:
     fetched."""
     found = {file.name: file for file in listed(url, HEADERS_BYTES)}
     there = {name: found[name] for name in names if name in found}
-    for store in dict.fromkeys(file.store for file in there.values()):
-        store.follow((file, 0, 1) for file in there.values())
+    if there:
+        next(iter(there.values())).store.follow((file, 0, 1) for file in there.values())
     return there
 
 

@@ -142,8 +142,7 @@ def open_source(
     if weights or commit is None:
         tensors = _read_headers(path, shards)
     else:
-        absent = tuple(file for file in _weight_files(path) if not (path / file).is_file())
-        tensors, to_fetch = map(dict, _heads(name, path, absent))  # type: ignore[arg-type]
+        tensors, to_fetch = map(dict, _heads(name, path, _absent(path)))  # type: ignore[arg-type]
     check_counts(config, tensors, path / CONFIG)
     if is_remote(name) or Path(name).expanduser().is_dir():
         name = shown_name(name) if is_remote(name) else path.resolve().name  # where it lies is nobody's business
@@ -291,8 +290,8 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool, weights:
     path = hub.snapshot(name, revision, patterns, error=ModelError)
     if not weights and not offline.is_set():
         return path, path.name
-    if not offline.is_set():
-        hub.check_room(name, path, _weight_files(path), error=ModelError)
+    if (absent := _absent(path)) and not offline.is_set():
+        hub.check_room(name, path, absent, error=ModelError)
     hub.snapshot(name, path.name, [*patterns, *_weight_files(path)], error=ModelError)
     with suppress(ModelError):  # what an export says of its origin; a cache without them serves as well
         hub.snapshot(name, path.name, [*patterns, *_weight_files(path), *CARD_FILES], error=ModelError)
@@ -312,6 +311,11 @@ def _heads(name: str, path: Path, absent: tuple[str, ...]) -> tuple[dict[str, Te
     for key, header in headers.items():
         headers[key] = replace(header, file=path / header.file.name)
     return headers, {file: there.size for file, there in found.items()}
+
+
+def _absent(path: Path) -> tuple[str, ...]:
+    """Files of its weights that a snapshot has not yet."""
+    return tuple(file for file in _weight_files(path) if not (path / file).is_file())
 
 
 def _weight_files(path: Path) -> list[str]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
-
-from huggingface_hub import constants
 
 from moeq.artifacts.run import STORE
 from moeq.artifacts.stage import RECORD
 from moeq.errors import FormatError, PlanError
+from moeq.models import offline
 from moeq.planning.capability import refusals
 from moeq.planning.machine import machine
 from moeq.planning.probe import measure
@@ -50,7 +48,7 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
             stage.check(context)
     context.text.check([part for part in ("calibration", "evaluation") if context.text.lies_here(part)])
     fetched = sum(sizes.source.to_fetch.values())
-    there = machine(context.out, sizes.device, context.store, _hub_cache() if fetched else None)
+    there = machine(context.out, sizes.device, context.store, offline.cache_folder() if fetched else None)
     rates = measure(sizes, context.out) if probe and not dense else None
     needs = add_up(sizes, stages, rates, elsewhere=there.store_disk is not None)
     return Plan(
@@ -62,13 +60,8 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
         refusals=() if dense else tuple(refusals(context, sizes.widths[0])),
         shortages=tuple(shortages(needs, there, fetched)),
         notes=tuple(_notes(sizes, probe)),
-        download=fetched,
+        download_bytes=fetched,
     )
-
-
-def _hub_cache() -> Path:
-    """Where weights of the hub are downloaded to."""
-    return Path(constants.HF_HUB_CACHE).expanduser()
 
 
 def _dense(context: Context, stages: Sequence[Stage]) -> Sizes:
@@ -152,7 +145,7 @@ def shortages(needs: Sequence[Need], there: Machine, fetched: int = 0) -> list[S
     before, full = fetched if there.hub_disk is None else 0, False
     room = there.disk if there.hub_disk is None else there.hub_disk
     if fetched > room:
-        do, before = "set HF_HOME to a folder on another disk", 0
+        do, before = f"set HF_HOME to a folder on another disk than {there.hub_path or there.disk_path}", 0
         short.append(Shortage(stage=DOWNLOAD, resource="disk", need=fetched, have=room, do=do))
     lying = before
     for need in needs:
@@ -231,7 +224,7 @@ def _notes(sizes: Sizes, probe: bool) -> list[str]:
         files = f"{len(fetched)} file{'s' if len(fetched) > 1 else ''}"
         notes.append(
             f"the weights are in the hub: a run downloads {human_bytes(sum(fetched.values()))} in {files} to "
-            f"{_hub_cache()}, for which no time is counted; their headers alone were read now"
+            f"{offline.cache_folder()}, for which no time is counted; their headers alone were read now"
         )
     if not sizes.layers:
         notes.append("a model without experts: `moeq reparam` alone, whose time is not foreseen")

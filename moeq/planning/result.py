@@ -100,7 +100,7 @@ class Shortage:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A recipe on a model on this machine. `refusals`: why the target format cannot carry what the recipe asks for;
-    `download`: bytes of its weights that are still in the hub."""
+    `download_bytes`: of its weights that are still in the hub."""
 
     recipe: str
     model: dict[str, Any]
@@ -110,7 +110,7 @@ class Plan:
     refusals: tuple[str, ...]
     shortages: tuple[Shortage, ...]
     notes: tuple[str, ...]
-    download: int = 0
+    download_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -121,9 +121,7 @@ class Plan:
         what a run writes, and download_bytes what comes from the hub before."""
         short = {shortage.stage for shortage in self.shortages}
         lying = list(accumulate(need.written for need in self.stages))
-        fields = {name: value for name, value in vars(self).items() if name != "download"}
-        return fields | {
-            "download_bytes": self.download,
+        return vars(self) | {
             "machine": self.machine.as_json(),
             "stages": [need.as_json() | {"fits": need.stage not in short} for need in self.stages],
             "disk_bytes": max(size + need.temporary for size, need in zip(lying, self.stages, strict=True)),

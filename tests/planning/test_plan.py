@@ -127,7 +127,7 @@ def test_a_model_of_the_hub_is_planned_without_its_weights(
         assert (one.stage, one.ram, one.temporary) == (two.stage, two.ram, two.temporary)
         assert two.written == pytest.approx(one.written, abs=1000)  # the name, and the commit beside it
         assert (two.seconds or 0) > 0
-    assert (here.download, plan.download) == (0, weights)
+    assert (here.download_bytes, plan.download_bytes) == (0, weights)
     assert "in 1 file to" in plan.notes[0]
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     most = plan.as_json()["disk_bytes"]
@@ -158,7 +158,7 @@ def test_a_plan_of_one_line_needs_no_weights_either(
         assert len(hub.gets("model.safetensors")) == 1
     here = moeq.plan("bundled:tiny-mixtral", out=tmp_path / "run", probe=False, **options)
     assert [one.ram for one in there.stages] == [one.ram for one in here.stages]
-    assert there.download == (bundled_path("tiny-mixtral") / "model.safetensors").stat().st_size
+    assert there.download_bytes == (bundled_path("tiny-mixtral") / "model.safetensors").stat().st_size
 
 
 def test_a_store_on_another_disk_needs_room_there(

@@ -141,7 +141,7 @@ def gguf(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     where = path / FILE
     file, config, _ = gguf_headers(path)
     arch = str(file.fields.get("general.architecture"))[:60]
-    stacks = {name: tensor for name, tensor in file.tensors.items() if name.endswith("_exps.weight")}
+    stacks = file.expert_stacks
     layers = {name.rpartition(".ffn_")[0] for name in stacks}
     count, blocks = file.fields.get(f"{arch}.expert_count"), file.fields.get(f"{arch}.block_count")
     for name, tensor in stacks.items():
