@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -17,7 +17,7 @@ from moeq.errors import RecipeError, hint
 from moeq.folders import checkpoint_of
 from moeq.recipe import Recipe
 from moeq.runtimes import NATIVE, named, written
-from moeq.starting import Given, RunWords, Texts, begun, listed, opened
+from moeq.starting import Given, RunWords, Texts, begun, listed
 
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Assignment
@@ -40,12 +40,12 @@ class Run:
     """
 
     out: Path
-    recipe: Recipe
-    stages: tuple[Outcome, ...]
-    table: tuple[dict[str, Any], ...]
+    recipe: Recipe = field(repr=False)
+    stages: tuple[Outcome, ...] = field(repr=False)
+    table: tuple[dict[str, Any], ...] = field(repr=False)
     paths: Mapping[str, Path]
     gates: tuple[Gate, ...]
-    next: Mapping[str, str]
+    next: Mapping[str, str] = field(repr=False)
 
     @property
     def checkpoint(self) -> Path:
@@ -118,19 +118,20 @@ def stage(
     name: str,
     recipe: Given = None,
     *,
-    out: str | Path,
+    out: str | Path | None = None,
     model: str | Path | None = None,
     force: bool = False,
     check: bool = False,
     quiet: bool = False,
+    **options: Unpack[RunWords],
 ) -> Outcome:
     """Run one stage (reparam, profile, losses, assign, quantize, export, eval, estimate, report) of a run.
 
-    Options as `run` has them. Raises ArtifactError where an earlier stage that it reads has not been run.
+    The rest as `run` has it. Raises ArtifactError where an earlier stage that it reads has not been run.
     """
     if name not in STAGES:
         raise RecipeError(f"no stage {name!r}", do=hint(name, STAGES))
-    context = opened(recipe, name, out=out, model=model, check=check, quiet=quiet)
+    context = begun(recipe, name, out=out, model=model, check=check, quiet=quiet, **options)
     from moeq import pipeline
 
     return pipeline.run_alone(context, name, force=force)
@@ -139,7 +140,7 @@ def stage(
 def assign(
     recipe: Given = None,
     *,
-    out: str | Path,
+    out: str | Path | None = None,
     model: str | Path | None = None,
     look: bool = False,
     prices: bool = False,
@@ -147,13 +148,14 @@ def assign(
     force: bool = False,
     check: bool = False,
     quiet: bool = False,
+    **options: Unpack[RunWords],
 ) -> Assigned:
     """Decide which expert of a run gets which width and place (the stage `assign`), on its profile and losses.
 
     look: only what is there is read, nothing is decided anew. Other options as `run` has them. Raises AssignmentError
     for a budget that cannot be met.
     """
-    context = opened(recipe, "assign", out=out, model=model, check=check, quiet=quiet)
+    context = begun(recipe, "assign", out=out, model=model, check=check, quiet=quiet, **options)
     return assign_in(context, look=look, prices=prices, frontier=frontier, force=force)
 
 

@@ -79,14 +79,15 @@ def has_speed(rows: Sequence[dict[str, Any]]) -> bool:
     return any(row["speedup_over_monde_cost_optimal"] is not None for row in rows)
 
 
-def caption(rows: Sequence[dict[str, Any]], estimated: dict[str, Any]) -> str:
-    """What the columns mean; estimated: the summary of the stage `estimate`."""
+def caption(rows: Sequence[dict[str, Any]], estimated: dict[str, Any], width: int) -> str:
+    """What the columns mean that a window of that width holds; estimated: the summary of the stage `estimate`."""
     whole = ", everything else packed alike in all rows but the original" if _others_packed(rows) else ""
     errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
     accuracy = f" acc: accuracy, standard error {100 * max(errors):.1f} points." if errors else ""
     of = "this model" if estimated["geometry_is_the_models"] else f"{estimated['geometry']} with this bit mix"
     speed = f" speed-up: estimated decode speed over MoNDE by its bandwidth rule / cost-optimal, for {of}."
-    changed = " +: perplexity over the original's." if any(row["perplexity_change"] is not None for row in rows) else ""
+    told = width >= NARROW and any(row["perplexity_change"] is not None for row in rows)
+    changed = " +: perplexity over the original's." if told else ""
     return (
         "* exported. bits: stored for a weight of the experts; all bits: of all tensors; scales and zero points "
         f"counted, as they are in all bytes. whole: every file of the checkpoint, as --size limits it{whole}."

@@ -292,6 +292,8 @@ def _directory(context: Context, stages: list[Stage], force: bool, *, alone: boo
                 _check_needed(context, stage)
             _remove_partials(context)
             _look_ahead(context, stages, force)
+            for stage in stages if alone else []:
+                _tell_of_others(context, stage)
             with _recipe_written(context if alone else context.given(), outcomes):
                 yield _Collected(outcomes, send)
     finally:
@@ -337,6 +339,16 @@ def _check_needed(context: Context, stage: Stage) -> None:
         _check_model_of(of, needed)
         if needed == REPARAM:
             _digest_before(context, needed, cached=not context.check)
+
+
+def _tell_of_others(context: Context, stage: Stage) -> None:
+    """A line for every artifact that a stage reads and that was made by other settings than the recipe has now."""
+    for needed in stage.reads(context.recipe):
+        record = record_of(context.finished(needed), needed)
+        if record is not None and record.inputs["recipe"] != BY_NAME[needed].settings(context):
+            said = f"{needed}: taken as it is, made by other settings than the recipe's"
+            do = f"`moeq run {escape(str(context.out))}` makes it anew"
+            context.reporter.say(f"[yellow]{said}; {do}[/yellow]")
 
 
 def _check_model_of(context: Context, needed: str) -> None:

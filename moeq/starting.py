@@ -125,13 +125,7 @@ def runtime_changes(context: Context, start: Start, name: str, *, only_grid: boo
 
 
 def opened(
-    recipe: Given,
-    command: str,
-    *,
-    out: str | Path,
-    model: str | Path | None = None,
-    check: bool = False,
-    quiet: bool = False,
+    recipe: Recipe, command: str, *, out: Path, model: str | None = None, check: bool = False, quiet: bool = False
 ) -> Context:
     """A recipe on a model in a directory, for a stage, `run` or `plan`.
 
@@ -141,29 +135,14 @@ def opened(
     from moeq.preflight import check_run
     from moeq.progress import Reporter
 
-    folder = Path(out)
-    read = read_recipe(recipe, folder, None if model is None else str(model))
-    name = read.model if model is None else str(model)
+    name = model or recipe.model
     if name is None:
-        raise RecipeError("no model", where=str(folder), do="name one, or give a recipe that does")
-    check_run(read, name, folder, command)
+        raise RecipeError("no model", where=str(out), do="name one, or give a recipe that does")
+    check_run(recipe, name, out, command)
     from moeq.stages.context import Context
 
     there = command != "plan"
-    return Context(recipe=read, model_name=name, out=folder, reporter=Reporter(quiet=quiet), check=check, weights=there)
-
-
-def read_recipe(recipe: Given, out: Path, model: str | None) -> Recipe:
-    """A recipe as it is given; None: the one in the run directory `out`, or without one the default preset."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    if recipe is not None:
-        return load_recipe(recipe)
-    if (out / RECIPE_COPY).is_file():
-        return load_recipe(out / RECIPE_COPY)
-    from moeq.models.source import known_positions
-
-    return Start(positions=None if model is None else known_positions(model, None)).recipe()
+    return Context(recipe=recipe, model_name=name, out=out, reporter=Reporter(quiet=quiet), check=check, weights=there)
 
 
 class RunWords(TypedDict, total=False):
@@ -200,18 +179,16 @@ def begun(
     quiet: bool = False,
     **options: Unpack[RunWords],
 ) -> Context:
-    """A run from Python, for `run` or `plan`: what was opened, its recipe as the options change it.
+    """A run from Python, for `run`, `plan` or a stage: what was opened, its recipe as the options change it.
 
     recipe: or what else the command takes in its place, a model or a run.
 
     RecipeError for an option that is unknown or does not go with what else is given, and as `opened` raises.
     """
-    places = {"out": None if out is None else Path(out), "model": None if model is None else str(model)}
+    places: dict[str, Any] = {"out": None if out is None else Path(out), "model": None if model is None else str(model)}
     asked = _asked(options, **places, check=check, quiet=quiet)
     if recipe is None or isinstance(recipe, str | Path):
         return context_of(replace(asked, what=None if recipe is None else str(recipe)).in_its_run(), command)
-    if out is None:
-        raise RecipeError("no directory", where="out", do="name one")
     alone = [name for name in ("quality", "preset", "for_", "quantizer", "refine", "tune") if name in options]
     if alone:
         do = "say it in the recipe's keys"
@@ -219,8 +196,9 @@ def begun(
     changes = asked.changes()
     if changes and isinstance(recipe, Recipe):
         recipe = recipe.model_dump(mode="json", exclude_unset=True)
-    keys = load_recipe(recipe, changes) if isinstance(recipe, Mapping) else recipe
-    return opened(keys, command, out=out, model=model, check=check, quiet=quiet)
+    whole = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, changes)
+    places["out"] = places["out"] or Path(RUNS) / whole.name
+    return opened(whole, command, **places, check=check, quiet=quiet)
 
 
 def listed(given: Texts) -> list[str]:

@@ -118,7 +118,7 @@ def print_final(rows: Sequence[dict[str, Any]], paths: Mapping[str, Path], outco
             console.print()
         console.print(shown)
     estimated = next(outcome.record.summary for outcome in outcomes if outcome.stage == "estimate")
-    caption = final_table.caption(rows, estimated)
+    caption = final_table.caption(rows, estimated, console.width)
     console.print(caption, style="dim", markup=False)
     for term, meaning in final_table.explanations(rows, caption):
         console.print(f"{term}: {meaning}", style="dim", markup=False)

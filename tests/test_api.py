@@ -37,6 +37,7 @@ def test_a_run_tells_what_it_made(done: moeq.Run) -> None:
     assert {row["name"] for row in done.table} == {"original", "small"}
     assert done.recipe.assign.bits_per_weight == "4"
     assert (done.report.suffix, done.checkpoint.name) == (".html", "checkpoint")
+    assert len(repr(done)) < 2000
     model = moeq.load(done.out)
     assert type(model).__name__ == "MixtralForCausalLM"
 
@@ -59,10 +60,15 @@ def test_stages_assignments_and_plans(done: moeq.Run, tiny_mixtral: Path, tmp_pa
     with pytest.raises(ArtifactError, match="moeq losses"):
         moeq.assign(recipe, model=tiny_mixtral, out=tmp_path / "run", quiet=True)
     moeq.stage("losses", recipe, model=tiny_mixtral, out=tmp_path / "run", quiet=True)
+    with pytest.raises(RecipeError, match="did you mean 'rtn'"):
+        moeq.assign(out=tmp_path / "run", quantizer="rtm", quiet=True)
     made = moeq.assign(recipe, model=tiny_mixtral, out=tmp_path / "run", quiet=True)
     assert made.outcome is not None
     assert made.assignment.widths() == [2]
     assert (made.prices, made.frontier) == (None, None)
+    other = moeq.assign(tmp_path / "run", overrides="assign.bits=4", quiet=True)
+    assert other.assignment.widths() == [4]
+    moeq.assign(tmp_path / "run", overrides="assign.bits=2", quiet=True)
     looked = moeq.assign(model=tiny_mixtral, out=tmp_path / "run", look=True, prices=True, frontier=True, quiet=True)
     assert looked.outcome is None
     assert looked.assignment == made.assignment

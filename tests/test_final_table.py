@@ -68,7 +68,7 @@ def test_a_column_that_no_row_has_is_left_out() -> None:
 
 def test_what_words_of_the_table_mean_stands_below_it_with_the_paper_that_they_are_of() -> None:
     rows = [row("a", "prefix-split, 2.3 bits")]
-    found = dict(final_table.explanations(rows, final_table.caption(rows, ESTIMATED)))
+    found = dict(final_table.explanations(rows, final_table.caption(rows, ESTIMATED, 160)))
     assert {"MoNDE", "bandwidth rule", "prefix-split"} <= set(found)
     assert "near-data processor" in found["MoNDE"]
     assert all("https://arxiv.org/abs/" in meaning for meaning in found.values())
@@ -76,7 +76,7 @@ def test_what_words_of_the_table_mean_stands_below_it_with_the_paper_that_they_a
 
 def test_of_a_tiny_model_there_is_no_speed_up_and_no_word_about_it() -> None:
     rows = [row("a", "uniform 2-bit", speed=None)]
-    caption = final_table.caption(rows, ESTIMATED | {"geometry_is_the_models": True})
+    caption = final_table.caption(rows, ESTIMATED | {"geometry_is_the_models": True}, 160)
     assert "speed-up" not in shown(rows, 160) + caption
     assert list(final_table.explanations(rows, caption)) == []
     assert "speed-up" in shown([row("a", "uniform 2-bit")], 160)
@@ -88,3 +88,10 @@ def test_names_of_any_length_are_parted_from_what_they_name() -> None:
         "checkpoint for llama.cpp-refit b",
     ]
     assert named_lines({}) == []
+
+
+def test_a_column_that_a_narrow_window_leaves_out_is_not_explained() -> None:
+    rows = [row("a", "uniform 2-bit")]
+    assert " +:" in final_table.caption(rows, ESTIMATED, 80)
+    assert " +:" not in final_table.caption(rows, ESTIMATED, 60)
+    assert "+" not in shown(rows, 60).splitlines()[0].split()

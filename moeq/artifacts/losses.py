@@ -112,7 +112,9 @@ class LossTable:
             (pa.compute.field("method") == method) & (pa.compute.field("projection") == projection)
         )
         if frame.num_rows == 0:
-            raise ArtifactError(f"no rows for method {method} and projection {projection}", where=NAME, do=REMEDY)
+            asked = method in set(self.table["method"].unique().to_pylist())
+            do = REMEDY if asked else f"measure it: `moeq losses` on this run with --quantizer {method}"
+            raise ArtifactError(f"no rows for method {method} and projection {projection}", where=NAME, do=do)
         layer, expert = frame["layer"].to_numpy(), frame["expert"].to_numpy()
         bits, value = frame["bits"].to_numpy(), frame[column].to_numpy()
         result: list[dict[int, np.ndarray]] = []

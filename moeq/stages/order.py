@@ -71,9 +71,13 @@ class Stage:
         """The stages whose artifacts it reads."""
         return self.after if recipe.corpus.until_covered is None else (*self.after, *self.after_growth)
 
+    def settings(self, context: Context) -> str:
+        """The digest of what the recipe says of it."""
+        return digest_of(_sections(context, self))
+
     def own_inputs(self, context: Context) -> dict[str, str]:
         """Digests of what a stage's result depends on beside the artifacts of others."""
-        inputs = {"model": context.model.stamp.digest, "recipe": digest_of(_sections(context, self))}
+        inputs = {"model": context.model.stamp.digest, "recipe": self.settings(context)}
         inputs |= {part: context.text.digest(part) for part in self.text}
         if self.computes:
             inputs["compute"] = digest_of(context.model.compute())

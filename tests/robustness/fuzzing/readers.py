@@ -233,7 +233,6 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq_kernels.gpu.settings.tuned": PACKAGE,
     "moeq.benching.subject.memory": SYSTEM,
     "moeq.benching.llama_bench.llama_bench": PROGRAM,
-    "moeq.starting.read_recipe": NO_FILE,
     "moeq.artifacts.replicas.LayerReplicas.is_sound.read": NO_FILE,
     "moeq.assigners.limits.widths_within": NO_FILE,
     "moeq.assigners.report._none_of": NO_FILE,
