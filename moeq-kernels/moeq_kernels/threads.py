@@ -12,14 +12,17 @@ import torch
 Piece = TypeVar("Piece")
 
 
-def side_by_side(work: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:
+def side_by_side(work: Callable[[Piece], None], pieces: Sequence[Piece], *, one_each: bool = False) -> None:
     """work(piece) for all pieces, as many at once as torch has threads, without gradients.
 
-    With fewer pieces than threads, or away from the main thread, one after the other with all of torch's threads. The
-    first error is raised when all pieces that were begun have ended.
+    With fewer pieces than threads, or away from the main thread, one after the other with all of torch's threads;
+    one_each: on the main thread with one thread each all the same, so that what a piece gives, whose sums may hang on
+    the number of threads, does not hang on how many are beside it. The first error is raised when all pieces that were
+    begun have ended.
     """
     threads = torch.get_num_threads()
-    if threads == 1 or len(pieces) < threads or threading.current_thread() is not threading.main_thread():
+    few = len(pieces) < threads and not one_each
+    if threads == 1 or few or threading.current_thread() is not threading.main_thread():
         with torch.no_grad():
             for piece in pieces:
                 work(piece)

@@ -45,12 +45,15 @@ class Factor:
         return {"rounded": failed, "raised_damping": raised, "float64": bool(self.float64[expert])}
 
 
-def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
+def factorize(hessian: Tensor, damping: float = 0.01, *, of_many: bool = True) -> Factor:
     """Factor a batch of Hessians [E, K, K] (means of x x^T over tokens, float32 or float64), all at once.
 
     damping: fraction of the mean diagonal that is added to it (Frantar et al., arXiv 2210.17323, step 3 of GPTQ).
     Inputs that were always zero get a unit diagonal (they then neither give nor take feedback). Where the float32
     factorization fails it is repeated in float64, then with damping raised tenfold up to 1.0; nothing is raised.
+
+    of_many: on a CPU every Hessian has one thread, so that its factor is the same in whatever batch; otherwise few of
+    them have all threads one after the other.
     """
     experts, size = hessian.shape[0], hessian.shape[-1]
     work = large_empty(hessian.shape, hessian.dtype).copy_(hessian) if hessian.device.type == "cpu" else hessian.clone()
@@ -61,7 +64,7 @@ def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
     diagonal.add_(damping * mean)
     damped = diagonal.clone()
     used = torch.full((experts,), damping, dtype=torch.float64)
-    upper, pivots, info = _unit_factors(work)
+    upper, pivots, info = _unit_factors(work, of_many)
     bad = (info != 0) | ~torch.isfinite(pivots).all(-1)
     float64 = torch.zeros(experts, dtype=torch.bool)
     failed = torch.zeros(experts, dtype=torch.bool)
@@ -81,7 +84,7 @@ def factorize(hessian: Tensor, damping: float = 0.01) -> Factor:
     return Factor(unit_upper=upper, pivots=pivots, damping=used, float64=float64, failed=failed)
 
 
-def _unit_factors(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _unit_factors(work: Tensor, of_many: bool) -> tuple[Tensor, Tensor, Tensor]:
     """As `_upper_factor`, its columns divided by U_jj, these [E, K], and what is nonzero where there is none; on a CPU
     every Hessian by itself."""
     if work.device.type != "cpu":
@@ -99,7 +102,7 @@ def _unit_factors(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         pivots[expert] = one[0].diagonal()
         one.div_(pivots[expert])
 
-    side_by_side(piece, range(len(work)))
+    side_by_side(piece, range(len(work)), one_each=of_many)
     return work, pivots, info
 
 

@@ -93,7 +93,8 @@ def _affine(grid: Grouped) -> list[Tensor]:
 
     spread = squares - sums.square() / count  # which what is taken off cannot make good
     free_d, free_up = multiples(scales, spread, limit)
-    free_m, free_down = multiples(scales * zeros + (free_d * free_up - scales) * sums / count, torch.ones(()), limit)
+    taken = (scales * zeros + (free_d * free_up - scales) * sums / count).clamp(min=0)  # its multiples have no sign
+    free_m, free_down = multiples(taken, torch.ones(()), limit)
     tied_d, tied_up = multiples(scales, squares - 2 * zeros * sums + count * zeros.square(), limit)
     tied_m = (tied_d * zeros[..., :1]).half().float()  # exact where the groups of a block have one zero point
     tied = error(tied_d, tied_up, tied_m, tied_up) <= error(free_d, free_up, free_m, free_down)

@@ -73,6 +73,7 @@ def fit_levels(columns, given, start, inverse, metric, levels, run, ideal, first
             empty = vectors.equal(most, vectors.floats(NONE))
             found = vectors.pick(empty, vectors.floats(NONE), found)
             vectors.put_floats(address_of(ideal), (expert * (width // run) + place) * rows + begin, found)
+    room[0] = 0  # kept until here: numba frees what is used no more, and its address is no use
 
 
 @inside  # type: ignore[untyped-decorator]
@@ -155,3 +156,4 @@ def round_levels(  # type: ignore[no-untyped-def]
                 vectors.put_words(address_of(entries), (expert * width + column) * rows + begin,
                                     vectors.words_at(best_found, at * LANES))  # fmt: skip
             give(factor, inputs, place * run, run, width, errors, taken)
+    room[0] = 0  # kept until here

@@ -138,6 +138,7 @@ def _fit(columns, given, start, inverse, metric, tables, run, signs, usual, idea
                     better = vectors.both(alive, vectors.less(best, gain))
                     best, found = vectors.pick(better, gain, best), vectors.pick(better, scale, found)
             vectors.put_floats(address_of(ideal), (expert * (width // run) + place) * rows + begin, found)
+    space[0] = 0  # kept until here: numba frees what is used no more, and its address is no use
 
 
 @_inside  # type: ignore[untyped-decorator]
@@ -222,6 +223,7 @@ def _sweep(  # type: ignore[no-untyped-def]
                 error = vectors.floats_at(room, (iq_eights.KEPT + at) * LANES)
                 vectors.put_floats(address_of(residual), block + (column + at) * rows, error)
             give(factor, inputs, column, run, width, place_of(room, iq_eights.KEPT), place_of(room, iq_eights.TAKEN))
+    space[0] = 0  # kept until here
 
 
 def _tiles(columns: Tensor) -> int:

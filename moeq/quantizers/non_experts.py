@@ -192,7 +192,7 @@ def quantize_linears(
         factor = None
         if grid.needs_factor and group is not None and group.calibration_rows and not group.problem:
             if last is None or last[0] is not group or last[1] != grid.damping:
-                last = (group, grid.damping, factorize(group.hessian(), grid.damping))
+                last = (group, grid.damping, factorize(group.hessian(), grid.damping, of_many=False))
             factor = last[2]
         yield module, _linear(module.name, weight(module.name), group, factor, grid)
 

@@ -237,7 +237,8 @@ def divergence(exact: Tensor, changed: Tensor, where: str) -> float:
 
     Raises QuantizationError naming `where` when it is not finite.
     """
-    total = float((exact.exp() * (exact - changed)).sum(dtype=torch.float64))
+    terms = (exact.exp() * (exact - changed)).masked_fill_(exact == -torch.inf, 0.0)  # of a token that is ruled out
+    total = float(terms.sum(dtype=torch.float64))
     if not math.isfinite(total):
         raise QuantizationError("the output is not finite", where=where, do="use dtype: float32")
     return total

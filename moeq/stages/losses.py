@@ -114,8 +114,10 @@ def _walk(
 
 
 def more_wanted(context: Context) -> list[str] | None:
-    """What the rows must say beside what they always did."""
-    return ["energies"] if context.recipe.drops else None
+    """What the rows must say beside what they always did, and the seed where it decides which experts are tried."""
+    recipe = context.recipe
+    drawn = [f"seed {recipe.seed}"] if recipe.seed and recipe.losses.expert_effects is not None else []
+    return [*(["energies"] if recipe.drops else []), *drawn] or None
 
 
 def check(context: Context) -> None:

@@ -164,7 +164,7 @@ STAGES = (
         after=("losses", "assign"),
         computes=True,
         check=quantize.check,
-        extra=refine.revision,
+        extra=quantize.other_inputs,
         progress=refine.progress,
     ),
     Stage(

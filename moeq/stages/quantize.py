@@ -90,6 +90,14 @@ def check(context: Context) -> None:
     tune.check(context)
 
 
+def other_inputs(context: Context) -> int | list[Any] | None:
+    """What the result hangs on beside the stage's inputs: how layers are trained, and what `tune` draws from."""
+    training = refine.revision(context)
+    if context.recipe.quantize.tune is None:
+        return training
+    return [training, context.recipe.seed, context.text.tuning.digest()]
+
+
 def _best(context: Context, assignment: Assignment) -> Best | None:
     """The best methods of all layers, where every one of them is asked for."""
     several = context.recipe.quantize.replicas == "all" or assignment.is_mixed

@@ -66,6 +66,19 @@ def test_negative_scales_are_turned(grid: tuple[int, bool]) -> None:
     assert error < 1.6 * upright + 0.01
 
 
+@pytest.mark.parametrize("grid", [(2, False), (4, False), (5, False)])
+def test_groups_of_one_sign_are_held_like_others(grid: tuple[int, bool]) -> None:
+    """Their zero points are 0, and what a block would best take off of them is negative, which it cannot be."""
+    size = RUNS[grid]
+    for place in (0, size, 3 * size):
+        weights = WEIGHTS.clone()
+        weights[:, place : place + size] = weights[:, place : place + size].abs() + 0.03
+        made = rounded(weights, grid[0], size, grid[1])
+        name, blocks = refit(made)
+        error = relative_error(ggml.decode(name, blocks, 512), made.dequantize())
+        assert error < SHORT * relative_error(made.dequantize(), weights)
+
+
 def test_groups_of_zeros_stay_zeros() -> None:
     weights = WEIGHTS.clone()
     weights[:, :256] = 0

@@ -5,7 +5,9 @@ Skipped where gguf is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
 from itertools import product
 
 import peers
@@ -33,15 +35,6 @@ ONCE = {type_of(bits, codebook): (codebook, bits) for codebook, bits in reversed
 @pytest.fixture(autouse=True)
 def _gguf() -> None:
     peers.module("gguf")
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Several would share what takes them one by one, as a lone Hessian's factor, and add up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -141,7 +134,6 @@ def test_more_bits_lose_less() -> None:
     assert len(losses) == len(KINDS) + 1
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_each_expert_is_what_it_is_alone() -> None:
     seen, weight = hessian(), weights()
     for codebook, bits in ONCE.values():
@@ -150,6 +142,30 @@ def test_each_expert_is_what_it_is_alone() -> None:
             alone = made(bits, codebook, weight[expert : expert + 1], seen[expert : expert + 1])
             assert torch.equal(alone.codes[0], both.codes[expert])
             assert torch.equal(alone.scales[0], both.scales[expert])
+
+
+SIDE_BY_SIDE = """
+import torch
+from moeq.numerics import iq_ldlq
+from moeq.numerics.factor import factorize
+
+draw = torch.Generator().manual_seed(5)
+seen = torch.randn(3, 600, 256, generator=draw)
+hessian, weight = seen.mT @ seen / 600, torch.randn(3, 264, 256, generator=draw)
+made = []
+for threads in (1, 4):
+    torch.set_num_threads(threads)
+    made.append([p.codes for b in (2, 4) for p in iq_ldlq.quantize(weight, factorize(hessian), hessian, [b], "iq-s")])
+assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+"""
+
+
+@pytest.mark.full
+def test_threads_that_share_an_arena_of_memory_do_not_share_their_rooms() -> None:
+    """What a thread has freed too early is at once another's."""
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", SIDE_BY_SIDE], env=environment, check=True)
 
 
 def test_each_row_is_what_it_is_alone() -> None:

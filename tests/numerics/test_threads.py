@@ -3,6 +3,7 @@ import threading
 import pytest
 import torch
 
+from moeq.numerics.factor import factorize
 from moeq_kernels.threads import side_by_side
 
 
@@ -57,3 +58,16 @@ def test_gradients_are_off_and_inference_tensors_can_be_written(threads: int, in
     with torch.inference_mode(inference):
         side_by_side(piece, range(4))
         assert into.tolist() == [1, 1, 1, 1]
+
+
+def test_a_factor_is_the_same_in_every_batch(threads: int) -> None:
+    """Workers and memory decide how many experts are factored at once; their codes must not hang on it."""
+    seen = torch.randn(4, 1200, 640, generator=torch.Generator().manual_seed(2))
+    hessians = seen.mT @ seen
+    both = factorize(hessians)
+    for expert in range(4):
+        alone = factorize(hessians[expert : expert + 1])
+        assert torch.equal(alone.unit_upper[0], both.unit_upper[expert])
+        assert torch.equal(alone.pivots[0], both.pivots[expert])
+    near = factorize(hessians, of_many=False)
+    torch.testing.assert_close(near.unit_upper, both.unit_upper, rtol=1e-4, atol=1e-4)

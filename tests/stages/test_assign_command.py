@@ -28,6 +28,7 @@ from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_weights
 from moeq.stages.hessian_traces import traces
+from moeq.stages.order import BY_NAME
 from moeq.stages.replicas import load_losses
 
 SMALL = (
@@ -314,3 +315,24 @@ def test_inspect_knows_the_files(finished: Context, tmp_path: Path) -> None:
     assert effects["kind"] == "moeq layer_effects"
     moeq_assign(finished, tmp_path / "run", "--code-bits", "3")
     assert not (folder / frontier.NAME).exists()  # it was of the earlier assignment
+
+
+def test_what_a_result_is_drawn_or_counted_by_is_in_its_key(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Where it decides nothing it is not, and what was made before stays."""
+
+    def changed(stage: str, change: str, *recipe: str) -> bool:
+        before, after = (
+            BY_NAME[stage].own_inputs(context_of(tiny_mixtral, tmp_path / "run", *SMALL, *recipe, *more))
+            for more in ((), (change,))
+        )
+        return before != after
+
+    effects, traces = "losses.expert_effects={}", "assign={method: mopeq, widths: [2, 4], trace: rademacher}"
+    assert [changed("losses", "seed=1"), changed("losses", "seed=1", effects)] == [False, True]
+    assert [changed("assign", "seed=1"), changed("assign", "seed=1", traces)] == [False, True]
+    widened = "export.widen=true"
+    assert [changed("assign", widened), changed("assign", widened, "assign.target=llama.cpp")] == [False, True]
+    tuned = "quantize.tune={}"
+    assert [changed("quantize", "seed=1"), changed("quantize", "seed=1", tuned)] == [False, True]
+    text = "corpus.sequence_length=40"
+    assert [changed("quantize", text), changed("quantize", text, tuned)] == [False, True]

@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from family_models import save
 
 from moeq import pipeline
 from moeq.artifacts.effects import LayerEffects, read_effects
+from moeq.errors import QuantizationError
 from moeq.models.streaming import StreamedModel
+from moeq.numerics.divergence import kl_divergence
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import effects
 from moeq.stages.context import Context
+from moeq.stages.effects import divergence
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "losses.methods=[gptq]",
@@ -156,3 +160,11 @@ def test_effects_take_no_longer_than_a_pass_over_the_text(layers: int, calibrati
     assert effects.sequence_count(section, layers, calibration) == sequences
     assert sequences * effects.passes(layers) <= calibration or sequences == 1
     assert effects.sequence_count(section.model_copy(update={"sequences": 7}), layers, calibration) == 7
+
+
+def test_tokens_that_are_ruled_out_diverge_in_nothing() -> None:
+    exact = torch.tensor([[1.0, 2.0, -torch.inf]]).log_softmax(1)
+    changed = torch.tensor([[1.5, 2.0, -torch.inf]]).log_softmax(1)
+    assert divergence(exact, changed, "layer 0") == pytest.approx(float(kl_divergence(exact, changed)))
+    with pytest.raises(QuantizationError, match="layer 0: the output is not finite"):
+        divergence(exact, exact * torch.nan, "layer 0")
