@@ -11,7 +11,7 @@ from moeq.artifacts.targets import refuse_target, targets
 from moeq.errors import GateError, MoeqError, RecipeError
 from moeq.estimator.points import SUBJECT
 from moeq.recipe import Recipe
-from moeq.registry import EXPORTERS
+from moeq.runtimes import runtimes
 from moeq.stages import assign, estimate, evaluate
 from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
@@ -89,9 +89,9 @@ def _not_loaded(context: Context, name: str, assignment: Assignment) -> str | No
     if target is None:
         return None  # it takes plain weights
     try:
-        for exporter in EXPORTERS:
-            if exporter.check is not None and name in {one.name for one in exporter.targets}:
-                exporter.check(context.model.source, context.model.skeleton)
+        check = runtimes()[name].exporter.check
+        if check is not None:
+            check(context.model.source, context.model.skeleton)
     except MoeqError as error:
         return error.what
     refused = refuse_target(
