@@ -90,7 +90,7 @@ def caption(rows: Sequence[dict[str, Any]], estimated: dict[str, Any], width: in
     changed = " +: perplexity over the original's." if told else ""
     return (
         "* exported. bits: stored for a weight of the experts; all bits: of all tensors; scales and zero points "
-        f"counted, as they are in all bytes. whole: every file of the checkpoint, as --size limits it{whole}."
+        f"counted, as they are in all bytes. whole: every file of the checkpoint, at most, as --size limits it{whole}."
         f"{changed}{kl_caption(rows)}{accuracy}{speed if has_speed(rows) else ''}"
     )
 

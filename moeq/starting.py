@@ -112,13 +112,16 @@ def runtime_changes(context: Context, start: Start, name: str, *, only_grid: boo
     from moeq.artifacts.runtime_settings import grid_settings, settings_for
 
     own = start.path is None or (not only_grid and start.path == context.out / RECIPE_COPY)
-    said = None if not own else {change.partition("=")[0].strip() for change in start.changes}
+    beside = {change.partition("=")[0].strip() for change in start.changes}
+    beside |= {"assign.quantizer"} if start.quantizer is not None else set()
+    said = beside if own else None
     if only_grid:
         settings = grid_settings(name, context.recipe, said)
     else:
         from moeq.stages.expert_bytes import room
 
-        settings = settings_for(name, context.recipe, context.given().model.layers, said, room(context.given()))
+        given = context.given()
+        settings = settings_for(name, context.recipe, given.model.layers, said, room(given), beside)
     for setting in settings:
         context.reporter.say(escape(f"for {name}: {setting}"))
     return [setting.change for setting in settings]

@@ -81,11 +81,12 @@ def print_verdict(verdict: Verdict) -> None:
         f"KL {verdict.kl:.2g} nats a token{tied}"
     )
     if (distance := verdict.distance) is not None:
+        as_recorded = f"; {distance.recorded} matrices as far from the weights as is written down"
         console.print(
             f"against  {distance.model}: KL {distance.kl:.3g} nats a token, logits {distance.logits_error:.2g}, "
             f"experts' weights {distance.weights_error:.2g} relative; {distance.equal} other tensors equal byte for "
-            f"byte, {len(distance.changed)} not; {distance.recorded} matrices as far from the weights as is written "
-            f"down; configuration and {distance.files - 1} files compared",
+            f"byte, {len(distance.changed)} not{as_recorded if distance.recorded else ''}; configuration and "
+            f"{distance.files - 1} files compared",
             markup=False,
         )
         for note in distance.notes:
@@ -287,16 +288,19 @@ def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
 def print_comparison(results: dict[str, Any]) -> None:
     """Every measure of every evaluated subject, with its paired difference from the first one; p below 0.05 is bold."""
     console = PlainConsole(highlight=False)
-    table = empty_table("", ("value", "difference", "95 %", "p", "n"), overflow="fold")
+    narrow = console.width < final_table.NARROW  # the interval follows from the difference and its p
+    figures = ("value", "difference", *(() if narrow else ("95 %",)), "p", "n")
+    table = empty_table("", figures, overflow="fold")
     flipped = False
     _add_sizes(table, results["rows"])
     for measure in dict.fromkeys(name for row in results["table"] for name in row["cells"]):
         rows = [(row["name"], row["cells"][measure]) for row in results["table"] if measure in row["cells"]]
         metric = rows[0][1]["metric"]
         items = next((f"{cell['change']['items']:,}" for _, cell in rows if cell["change"] is not None), "")
-        table.add_row(measure if metric == measure else f"{measure}, {metric}", "", "", "", "", items, style="bold")
+        empty = [""] * (len(figures) - 1)
+        table.add_row(measure if metric == measure else f"{measure}, {metric}", *empty, items, style="bold")
         for name, cell in rows:
-            table.add_row(f"  {name}", *_measured(cell))
+            table.add_row(f"  {name}", *_measured(cell, interval=not narrow))
         flips = [(name, cell["flips"]) for name, cell in rows if cell["flips"]]
         if flips:
             flipped = True
@@ -349,21 +353,21 @@ def _notes(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _measured(cell: dict[str, Any]) -> list[str]:
-    """Value, difference, interval, p and effective n of one measure, as text."""
+def _measured(cell: dict[str, Any], *, interval: bool) -> list[str]:
+    """Value, difference, interval where it is shown, p and effective n of one measure, as text."""
     error = "" if cell["stderr"] is None else f" \u00b1 {cell['stderr']:.4f}"
     value = f"{cell['value']:.4f}{error}"
     change = cell["change"]
     if change is None:
-        return [value, "", "", "", ""]
+        return [value]
     difference = f"{change['difference']:+.4f}"
     if change["p"] is None:
-        return [value, difference, too_few(change["items"], change["fewest_items"]), "", ""]
+        return [value, difference, too_few(change["items"], change["fewest_items"])]
     p = p_value(change["adjusted_p"]).removeprefix("= ")
     return [
         value,
         difference,
-        f"{change['low']:+.4f} to {change['high']:+.4f}",
+        *([f"{change['low']:+.4f} to {change['high']:+.4f}"] if interval else []),
         f"[bold]{p}[/bold]" if change["adjusted_p"] < SIGNIFICANT else p,
         f"{change['effective_items']:,.0f}",
     ]

@@ -99,7 +99,7 @@ FLAGS = {
     },
     "plan": BUILD | DEVICE | STAGE - {"--check"} | {"--for", "--probe", "--workers"},
     "watch": {"out", "--once", "--html", "--json", "--quiet"},
-    "init": BUILD | STAGE - {"--check"} | {"--format"},
+    "init": BUILD | STAGE - {"--check"} | {"--format", "--for"},
     "recipe": BUILD | STAGE - {"--check", "--out"} | {"--format", "--schema"},
 }
 

@@ -326,3 +326,14 @@ def test_libraries_are_quiet_but_for_what_matters() -> None:
     assert done.stderr == "moeq: note: CUDA initialization: the NVIDIA driver is too old\n"
     kept = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, check=True)
     assert "torch_dtype" in kept.stderr
+
+
+def test_a_reader_that_closes_the_pipe_ends_a_command_as_a_signal_would() -> None:
+    """As 141, not as the 1 of a bug in moeq."""
+    code = "import sys; from moeq.cli import main; sys.argv = ['moeq', 'recipe', '--schema']; main()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        command.stdout.close()
+        assert command.stderr is not None
+        assert command.stderr.read() == b""
+    assert command.returncode == 141

@@ -103,7 +103,7 @@ def told(found: LoadsIn) -> LoadsIn:
 
 def line(found: LoadsIn) -> str:
     """As a summary ends with it: where it loads, and for other runtimes why not and what it costs there."""
-    found = told(found)
+    found = dict(sorted(told(found).items()))
     there = [called(name) for name, refused in found.items() if refused is None]
     why: dict[str, list[str]] = {}
     for name, refused in found.items():

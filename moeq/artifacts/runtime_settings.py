@@ -12,6 +12,7 @@ from itertools import product
 from typing import get_args
 
 from moeq.artifacts.targets import CODES, FINENESS, Grid, Sized, Target, may_differ, refuse_matrix
+from moeq.errors import RecipeError
 from moeq.recipe import BUDGETS, SHARED, Bits, Recipe
 from moeq.registry import ALLOCATORS, QUANTIZERS
 from moeq.runtimes import NATIVE, runtime
@@ -26,6 +27,7 @@ SCALE_BITS = 16  # of a group
 MAKERS: dict[Codes, str] = {  # who makes codes that are read
     "grid": "gptq", "trellis": "trellis", "exl3": "exl3", "nvfp4": "nvfp4", "mxfp4": "mxfp4", "iq": "iq",
 }  # fmt: skip
+OF_CODES = ("losses.methods", "assign.quantizer")  # which codes are made
 CHOICE = 2  # widths that there should be to choose from
 WIDTHS: tuple[int, ...] = get_args(Bits)  # that replicas can have
 
@@ -53,22 +55,33 @@ def settings_for(
     layers: Sequence[Sized] = (),
     said: Collection[str] | None = None,
     room: Fraction | None = None,
+    fixed: Collection[str] = (),
 ) -> list[Setting]:
     """What a runtime needs of a recipe that does not say otherwise, and that it is written for it.
+
+    Codes, grids and placements that it loads nowhere give way whatever the recipe says, unless their keys are among
+    `fixed`, which were said beside it, and so does the runtime that the recipe was for. RecipeError for such codes that
+    are fixed.
 
     layers: the model's MoE layers, where it is known; said: keys of the recipe that stay as they are, such as
     losses.symmetric; None: all that were given; room: bits a weight of the experts that a budget of bytes leaves. What
     a runtime cannot load in spite of it is refused later. Of two targets of one runtime the one is taken that rounds
     scales, unless the recipe's own target is the other, or codes are no grid's.
     """
-    asked, kept = runtime(name), _given(recipe) if said is None else said
-    codes = recipe.losses.encoding.codes if asked.target is None else _wanted(asked.target, recipe, layers, kept, room)
+    asked, made = runtime(name), recipe.losses.encoding.codes
+    fixed = {*fixed, *(said or ())}
+    kept = fixed if said is not None else _given(recipe) - ({*_given_way(asked.target, recipe)} - fixed)
+    codes = made if asked.target is None else _wanted(asked.target, recipe, layers, kept, room)
+    if codes != made:
+        _check_free(name, made, fixed)
+        kept = kept - {*OF_CODES}
     if codes == "grid" and asked.target is not None and asked.target.rounded and recipe.assign.target != name:
         asked, why = runtime(asked.target.rounded), f"loses less in the same bytes than {name}, which rounds no scale"
     else:
         why = "assigns what it loads"
     settings = [Setting(key="assign.target", value=asked.name, why=why)]
-    formats = [*recipe.export.formats, *({asked.name} - {NATIVE, *recipe.export.formats})]
+    others = [one for one in recipe.export.formats if one == asked.name or one != recipe.assign.target]
+    formats = [*others, *({asked.name} - {NATIVE, *others})]
     if formats != recipe.export.formats:
         value = f"[{', '.join(formats)}]"
         settings.append(Setting(key="export.formats", value=value, why="beside the native checkpoint"))
@@ -83,6 +96,24 @@ def settings_for(
     if codes != "iq" and not {f"assign.{key}" for key in BUDGETS} & set(kept):
         settings += _budget(asked.target, recipe, layers, {one.key: one.value for one in settings})
     return settings if "assign.method" in kept else [*settings, *_method(asked.target, recipe)]
+
+
+def _given_way(target: Target | None, recipe: Recipe) -> Iterator[str]:
+    """Keys of a recipe whose values a target loads nowhere."""
+    if target is None:
+        return
+    if target.symmetric_only and not recipe.losses.symmetric:
+        yield from ("losses.symmetric", "losses.symmetric_range")
+    if target.groups is not None and recipe.losses.group_size not in target.groups:
+        yield "losses.group_size"
+    yield from (setting.key for setting in _placed(target, recipe))
+
+
+def _check_free(name: str, made: Codes, fixed: Collection[str]) -> None:
+    """RecipeError for codes that a runtime does not read and that were asked for beside it."""
+    asked = next((key for key in OF_CODES if key in fixed), None)
+    if asked is not None:
+        raise RecipeError(f"--for {name} reads no {CODES[made]}", where=asked, do="leave one of them out")
 
 
 def grid_settings(name: str, recipe: Recipe, said: Collection[str] | None = None) -> list[Setting]:

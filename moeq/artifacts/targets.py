@@ -139,7 +139,7 @@ class Grid:
 
 def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     """Why a target cannot load one packed matrix, whatever lies beside it, and the nearest thing that works."""
-    if (refused := _refuse_codes(target, Encoding.of(grid))) is not None:
+    if (refused := refuse_codes(target, Encoding.of(grid))) is not None:
         return refused
     if grid.nested and not target.nested:
         return f"{grid.bits} bits that lead wider codes; {target.name} has no such grid", "set losses.nested: false"
@@ -164,7 +164,8 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     return _refuse_blocks(target, target.blocks, grid)
 
 
-def _refuse_codes(target: Target, encoding: Encoding) -> tuple[str, str] | None:
+def refuse_codes(target: Target, encoding: Encoding) -> tuple[str, str] | None:
+    """Why a target reads no codes of a kind at all, and what to do; None where it does."""
     if encoding.codes in target.codes:
         return None
     return f"{CODES[encoding.codes]}; {target.name} has none", make_others(target)
@@ -252,7 +253,7 @@ def refuse_target(
     """As `refuse_layers`, of a target."""
     from moeq.artifacts.assignment import matrix_widths, width_of
 
-    if (refused := _refuse_codes(target, Encoding(**encoding))) is not None:
+    if (refused := refuse_codes(target, Encoding(**encoding))) is not None:
         return refused
     if not widen:
         mixed = refusal(target, widths, [layer.name for layer in layers], symmetric=encoding["symmetric"])

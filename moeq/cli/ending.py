@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1  # of JSON on standard output: raised when a key goes or chan
 NO_MEMORY = (  # as torch, the system, the loader and Python's threads, which need a stack, say it
     "allocate memory", "out of memory", "failed to map segment", "bad_alloc", "can't start new thread",
 )  # fmt: skip
-INTERRUPTED, TERMINATED = 130, 143  # as shells have it: 128 and the number of the signal
+INTERRUPTED, CLOSED, TERMINATED = 130, 141, 143  # as shells have it: 128 and the number of the signal
 
 
 def show(result: Mapping[str, Any], as_text: Callable[[Any], None], *, json: bool, quiet: bool = False) -> None:
@@ -64,6 +64,7 @@ def run(app: Callable[[], None]) -> None:
     for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) is handler:
             signal.signal(number, lambda number, _: _interrupt(ended_by, number))
+    output = sys.stdout
     try:
         try:
             app()
@@ -73,10 +74,10 @@ def run(app: Callable[[], None]) -> None:
         code = leaving.code if isinstance(leaving, SystemExit) else INTERRUPTED  # typer makes 130 of an interrupt
         if code == INTERRUPTED:
             _leave(ended_by)
-        sys.exit(code)
+        sys.exit(code if sys.stdout is output else CLOSED)  # typer replaces one that nobody reads, and makes 1 of it
     except BrokenPipeError:
         _drop_output()
-        sys.exit(141)
+        sys.exit(CLOSED)
     except Exception as error:
         if ended_by:
             _leave(ended_by)

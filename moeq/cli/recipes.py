@@ -5,12 +5,15 @@ from __future__ import annotations
 import json as jsonlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from moeq.cli.ending import show
 from moeq.errors import RecipeError
 from moeq.folders import RECIPE_COPY, is_run
 from moeq.options import BuildOptions, option, takes_options
+
+if TYPE_CHECKING:
+    from moeq.recipe import Start
 
 STANDARD_OUTPUT = Path("-")
 
@@ -27,7 +30,7 @@ class InitOptions(BuildOptions):
         return self
 
 
-@takes_options("quantizer", "refine", "tune", "format")
+@takes_options("quantizer", "refine", "tune", "format", "for_")
 def init(asked: InitOptions) -> None:
     """Write a commented recipe: a preset with a model and other options put in place, to go on with in an editor."""
     from moeq.starting import check_no_run, short_name
@@ -60,12 +63,28 @@ def _recipe_text(asked: BuildOptions, model: str | None) -> str:
     from moeq.starting import start_of
 
     start = start_of(asked, None, asked.preset_name, model)
+    if asked.for_ is not None:
+        start = replace(start, changes=[*start.changes, *_runtimes_changes(asked, start, model)])
     text = start.file.read_text("utf-8")
     raw = with_overrides(parse_yaml(text).value, start.every_change(), str(start))
     raw |= {} if model is None else {"model": model}
     written = with_values(text, raw)
     assert parse_recipe(written) == start.recipe().model_copy(update={"model": raw["model"]}), "it holds what was asked"
     return written
+
+
+def _runtimes_changes(asked: BuildOptions, start: Start, model: str | None) -> list[str]:
+    """What --for changes, told as `moeq run` tells it; of the model's own matrices, where it is named."""
+    from moeq.preflight import check_runtime
+    from moeq.starting import RUNS, opened, runtime_changes, short_name
+
+    check_runtime(asked.for_)
+    assert asked.for_ is not None
+    if model is None:
+        do = "name it: what a runtime loads hangs on the sides of its matrices"
+        raise RecipeError("no model", where=f"--for {asked.for_}", do=do)
+    context = opened(start.recipe(), "plan", out=Path(RUNS) / short_name(model), model=model, quiet=asked.quiet)
+    return runtime_changes(context, start, asked.for_)
 
 
 @dataclass(frozen=True, kw_only=True)

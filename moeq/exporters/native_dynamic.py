@@ -23,6 +23,7 @@ from moeq.artifacts.coactivation import read_coactivation
 from moeq.artifacts.manifest import PlacedExpert, PlacedLayer, PlacementManifest, read_manifest
 from moeq.errors import ArtifactError, ModelError
 from moeq.exporters.native_replicas import CheckpointReplicas, CopyingReader
+from moeq.folders import checkpoint_of
 from moeq.models.loading import compute_dtype, load_model, resolve_device
 from moeq.models.source import open_source
 from moeq.runtime.dynamic.forms import Form, form_of
@@ -64,7 +65,7 @@ def open_dynamic(
     experts in low precision keep, with the sum, and for a device that is neither a CPU nor a CUDA GPU; ArtifactError
     for a damaged checkpoint, RecipeError for settings that cannot be.
     """
-    path = Path(checkpoint)
+    path = checkpoint_of(Path(checkpoint))
     options = DynamicOptions.parse(settings) if isinstance(settings, str) else settings
     manifest = read_manifest(path)
     high, low = options.pair(manifest.widths_there, str(path))

@@ -22,7 +22,7 @@ from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.stage import RECORD, damage, is_current, of_earlier_codes, read_record, write_record
 from moeq.artifacts.sums import SIGNATURE
-from moeq.artifacts.targets import WIDEN, grids_of, loads_width, refuse_layers
+from moeq.artifacts.targets import WIDEN, grids_of, loads_width, refuse_codes, refuse_layers
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import read_trace
 from moeq.errors import ArtifactError, FormatError
@@ -149,6 +149,9 @@ def check(context: Context) -> None:
         asked = runtime(name)
         if asked.exporter.check is not None:
             asked.exporter.check(context.model.source, context.model.skeleton)
+        refused = None if asked.target is None else refuse_codes(asked.target, context.recipe.losses.encoding)
+        if refused is not None:
+            raise FormatError(refused[0], where=f"export.formats: {name}", do=refused[1])
         _check_others(context, asked)
 
 

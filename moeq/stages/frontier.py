@@ -10,6 +10,7 @@ from typing import Any
 from rich.markup import escape
 
 from moeq.artifacts.files import make_directory, write_json, write_text
+from moeq.artifacts.targets import refuse_codes, targets
 from moeq.assigners import report
 from moeq.registry import ALLOCATORS
 from moeq.reporting.frontier import frontier_svg
@@ -43,7 +44,12 @@ def frontier(context: Context) -> dict[str, Any]:
 
 
 def prices(context: Context) -> list[dict[str, Any]]:
-    """What every target's restriction costs in objective, on the budget of the recipe's assignment."""
+    """What every target's restriction costs in objective, on the budget of the recipe's assignment; nothing is known of
+    one that reads no codes of the kind that was measured."""
     inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
     refuse, of_shapes = partial(loading.refuse_width, context), partial(loading.loaded_matrices, context)
-    return [asdict(price) for price in report.prices(inputs, load(context), refuse, of_shapes=of_shapes)]
+    refused = {name: refuse_codes(target, context.recipe.losses.encoding) for name, target in targets().items()}
+    read = [name for name, why in refused.items() if why is None]
+    found = {price.target: price for price in report.prices(inputs, load(context), refuse, read, of_shapes)}
+    found |= {name: report.Price(target=name, refusal="; ".join(why)) for name, why in refused.items() if why}
+    return [asdict(found[name]) for name in refused]

@@ -82,7 +82,7 @@ def test_one_bit_is_only_native() -> None:
     assert where["gptqmodel"] is not None
     where["gptqmodel"]["price"] = 0.042
     text = line(where)
-    assert text.startswith("loads in: native (transformers with moeq); not in auto-round, transformers, vllm, ")
+    assert text.startswith("loads in: native (transformers with moeq); not in auto-round, humming, transformers, ")
     assert "gptqmodel (1-bit; +4.2 % loss)" in text
     where["gptqmodel"]["price"] = 23882.51
     assert "gptqmodel (1-bit; 23,900 times the loss)" in line(where)

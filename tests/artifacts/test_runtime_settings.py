@@ -12,6 +12,7 @@ from moeq import pipeline
 from moeq.artifacts.runtime_settings import grid_settings, settings_for
 from moeq.artifacts.targets import targets
 from moeq.bundled.preset_files import QUALITIES
+from moeq.errors import RecipeError
 from moeq.folders import RECIPE_COPY
 from moeq.options import StageOptions
 from moeq.progress import Reporter
@@ -97,7 +98,12 @@ def test_settings_follow_from_the_target() -> None:
 
 
 def test_what_is_given_stays_and_what_does_not_fit_goes() -> None:
-    assert "losses.symmetric" not in recipe_for("vllm-cuda", "losses.symmetric=false")[1]
+    assert "losses.symmetric" not in recipe_for("llama.cpp", "losses.symmetric=false")[1]
+    asymmetric = load_recipe(None, ["losses.symmetric=false"])
+    of_cuda = {one.key: one.value for one in settings_for("vllm-cuda", asymmetric)}
+    assert of_cuda["losses.symmetric"] == "true", "it loads no other, whatever the recipe says"
+    beside = settings_for("vllm-cuda", asymmetric, fixed=("losses.symmetric",))
+    assert "losses.symmetric" not in {one.key for one in beside}, "and is refused then"
     few = (
         "losses.bits=[1, 3]",
         "losses.symmetric=false",
@@ -113,6 +119,29 @@ def test_what_is_given_stays_and_what_does_not_fit_goes() -> None:
     assert settings["others.attention"] == "null"
     assert settings["assign.gpu_experts"] == "0"
     assert all(str(one).count("\n") == 0 and one.why for one in settings_for("transformers", recipe, said=()))
+
+
+@pytest.mark.parametrize("name", ["auto-round", "vllm", "transformers", "llama.cpp", "vllm-gptq"])
+def test_a_written_recipe_gives_way_where_nothing_of_it_would_load(name: str) -> None:
+    """As `moeq init` writes one, of trellis codes and widths by matrix; what stands beside it stays, or is refused."""
+    given = ["losses.methods=[trellis]", "assign.quantizer=trellis", "assign.granularity=projection",
+             "assign.gpu_experts=0", "losses.group_size=48", "assign.bits_per_weight=5"]  # fmt: skip
+    recipe, changes = recipe_for(name, *given)
+    assert recipe.losses.encoding.codes == "grid"
+    target = targets()[name]
+    assert target.groups is None or recipe.losses.group_size in target.groups
+    assert recipe.assign.granularity is None or target.stacks or target.granularity == "projection"
+    assert "assign.bits_per_weight" not in changes
+    with pytest.raises(RecipeError, match=f"losses.methods: --for {name} reads no trellis codes"):
+        settings_for(name, load_recipe(None, given), fixed=("losses.methods",))
+    fixed = settings_for(name, load_recipe(None, given), fixed=("losses.group_size",))
+    assert "losses.group_size" not in {one.key for one in fixed}
+
+
+def test_another_runtime_takes_the_place_of_the_one_before() -> None:
+    before = ["assign.target=auto-round", "export.formats=[auto-round, dequantized]"]
+    settings = {one.key: one.value for one in settings_for("vllm", load_recipe(None, before), said=())}
+    assert (settings["assign.target"], settings["export.formats"]) == ("vllm", "[dequantized, vllm]")
 
 
 def test_the_budget_is_the_least_that_loads() -> None:
@@ -245,7 +274,7 @@ def test_the_option_changes_the_recipe_and_tells_it(tmp_path: Path, capsys: pyte
 
 
 def test_the_recipe_of_a_run_that_goes_on_may_be_changed_too(tmp_path: Path) -> None:
-    """It says every key, of which the user gave few; a recipe of the user's own is kept."""
+    """It says every key, of which the user gave few; a recipe of the user's own is kept where something of it loads."""
     out = tmp_path / "run"
     first = context_of(StageOptions(model="bundled:tiny-mixtral", out=out), "run")
     out.mkdir()
@@ -256,7 +285,9 @@ def test_the_recipe_of_a_run_that_goes_on_may_be_changed_too(tmp_path: Path) -> 
     assert recipe.losses.symmetric
     assert recipe.assign.granularity is None
     mine = StageOptions(for_="vllm", what=str(tmp_path / "mine.yaml"), out=tmp_path / "other")
-    assert not context_of(mine, "run").recipe.losses.symmetric
+    kept = context_of(mine, "run").recipe
+    assert (kept.losses.symmetric, kept.losses.bits) == (True, first.recipe.losses.bits)
+    assert kept.assign.bits_per_weight == first.recipe.assign.bits_per_weight != recipe.assign.bits_per_weight
 
 
 def test_a_target_alone_chooses_its_grid_before_anything_is_measured(

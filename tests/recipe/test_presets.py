@@ -17,9 +17,11 @@ from typer.testing import CliRunner
 from moeq.bundled.preset_files import DEFAULT, QUALITIES, chosen_preset, preset_names, preset_path
 from moeq.cli import app
 from moeq.errors import RecipeError
+from moeq.options import StageOptions
 from moeq.recipe import Start, load_recipe
 from moeq.recipe.editing import as_yaml, with_values
 from moeq.recipe.reading import parse_recipe
+from moeq.starting import context_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CHANGES: list[list[str]] = [
@@ -129,6 +131,19 @@ def test_init_prints_and_fits_lengths(tmp_path: Path, monkeypatch: pytest.Monkey
         (["recipe", "x.yaml", "--preset", "fast"], "--preset goes without a recipe"),
     ):
         assert refusal in str(CliRunner().invoke(app, words).exception)
+
+
+def test_init_for_a_runtime_is_what_run_for_it_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["init", "bundled:tiny-mixtral", "--for", "auto-round", "--bits", "3.5"])
+    assert done.exit_code == 0, done.output
+    asked = StageOptions(what="bundled:tiny-mixtral", for_="auto-round", set_=["assign.bits_per_weight=3.5"])
+    wanted = context_of(asked, "plan").recipe
+    written = load_recipe(Path("recipe.yaml"))
+    assert written == wanted.model_copy(update={"model": "bundled:tiny-mixtral"})
+    assert (written.losses.methods, written.export.formats) == (["gptq"], ["auto-round"])
+    alone = CliRunner().invoke(app, ["init", "--for", "vllm", "--out", "-"])
+    assert "--for vllm: no model" in str(alone.exception)
 
 
 def test_values_stand_in_place_of_others_and_comments_stay() -> None:

@@ -166,6 +166,10 @@ def test_what_cannot_be_carried_is_said_before_anything_is_written(model: Path, 
     with pytest.raises(FormatError, match=r"export\.formats: auto-round: .*expert 0: 1 bits.*--widen"):
         run(model, tmp_path, *one, "export.formats=[auto-round]")
     assert not (tmp_path / "checkpoint").exists()
+    trellis = ("losses.methods=[trellis]", "assign.quantizer=trellis", "export.formats=[auto-round]")
+    with pytest.raises(FormatError, match=r"export\.formats: auto-round: trellis codes.*moeq run --for auto-round"):
+        run(model, tmp_path / "trellis", "others.head=null", *trellis)
+    assert not (tmp_path / "trellis").exists(), "before anything is measured"
     context = context_of(model, tmp_path, *one, "export.formats=[auto-round, transformers]", "export.widen=true")
     asked = ((1,) * 6,) * 2
     assert refusals(context, asked) == []
