@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
@@ -21,7 +23,15 @@ LINE_SECONDS = 15  # between two lines of progress where there is no terminal
 
 
 class PlainConsole(Console):
-    """A console that shows control characters, which names in other people's files may hold, and does not obey them."""
+    """A console that shows control characters, which names in other people's files may hold, and does not obey them.
+
+    What goes to a file or a pipe has a line for a paragraph, which can be searched, unless COLUMNS asks for a width.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if not self.is_terminal and "COLUMNS" not in os.environ and all(isinstance(one, str) for one in objects):
+            options.setdefault("soft_wrap", True)
+        super().print(*objects, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for text, style, control in super().render(renderable, options):
