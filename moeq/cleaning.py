@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts import non_experts as others
-from moeq.artifacts import replicas
+from moeq.artifacts import replica_store, replicas
 from moeq.artifacts.files import BEGUN, PARTIAL, held, locked
 from moeq.artifacts.replicas import INDEX, LayerReplicas, ReplicaIndex
 from moeq.artifacts.run import DIRECTORIES, OLDER, RECIPE_COPY, STAGES, STORE, store_folder
@@ -68,7 +68,7 @@ def collect(runs: Sequence[Path], store: Path | None, *, dry_run: bool) -> dict[
         known = {run.resolve() for run in runs}
         for folder in stores:
             stack.enter_context(held(folder))
-            known |= {run.resolve() for run in replicas.noted_runs(folder).values() if run.is_dir()}
+            known |= replica_store.runs_of(folder)
         for run in sorted(known):
             stack.enter_context(locked(run))
         folders = [run / f"losses{end}" for run in sorted(known) for end in ("", BEGUN)]
@@ -97,17 +97,17 @@ def _stores(runs: Sequence[Path], store: Path | None) -> list[Path]:
         if not (run / RECIPE_COPY).is_file():
             raise ArtifactError("not a run directory", where=str(run), do="give the --out of a run")
         wanted = (store_folder(load_recipe(run / RECIPE_COPY), run), run / STORE)
-        stores += [folder for folder in wanted if (folder / replicas.MARKER).is_file()]
+        stores += [folder for folder in wanted if (folder / replica_store.MARKER).is_file()]
     for folder in stores:
-        replicas.check_store(folder)
+        replica_store.check_store(folder)
     return sorted({folder.resolve() for folder in stores})
 
 
 def _clean_store(store: Path, indices: Sequence[ReplicaIndex], sweep: _Sweep) -> None:
-    for note, run in replicas.noted_runs(store).items():
+    for note, run in replica_store.noted_runs(store).items():
         if not run.is_dir():
             sweep.delete(note, "note of a run that is gone")
-    for path in sorted(store.glob(f"*{PARTIAL}")) + sorted((store / replicas.RUNS).glob(f"*{PARTIAL}")):
+    for path in sorted(store.glob(f"*{PARTIAL}")) + sorted((store / replica_store.RUNS).glob(f"*{PARTIAL}")):
         sweep.delete(path, "partial file")
     for folder in sorted(path for path in store.iterdir() if path.is_dir() and SET.fullmatch(path.name)):
         own = [index for index in indices if index.set == folder.name]

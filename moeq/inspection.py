@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts import dynamic_log, gguf_file, replicas
+from moeq.artifacts import dynamic_log, gguf_file, replica_store, replicas
 from moeq.artifacts.assignment import Width, count_matrices, count_widths, read_assignment
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import read_json
@@ -66,7 +66,7 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
             return _integer(path)
         if (path / "recipe.yaml").is_file():
             return _run_directory(path, reporter)
-        if (path / replicas.MARKER).is_file():
+        if (path / replica_store.MARKER).is_file():
             return _store(path, reporter)
         if (path / RECORD).is_file():
             return _stage(path, reporter)
@@ -244,7 +244,7 @@ def _check_replicas(directory: Path, store: Path, reporter: Reporter) -> None:
 
 def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
     """Describe a replica store; ArtifactError naming the first file whose replicas or rows are not as written."""
-    replicas.check_store(path)
+    replica_store.check_store(path)
     files = sorted(path.glob("*/layer-*.safetensors"))
     entries: set[str] = set()
     with reporter.bar("checking", len(files)) as advance:
@@ -263,7 +263,7 @@ def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
         "layers": len(files),
         "replicas": sorted(entries),
         "bytes": sum(file.stat().st_size for file in files),
-        "runs_elsewhere": [str(run) for run in replicas.noted_runs(path).values()],
+        "runs_elsewhere": [str(run) for run in replica_store.noted_runs(path).values()],
         "check": "every SHA-256 equals what the files state",
     }
 

@@ -47,6 +47,19 @@ def size(folder: Path) -> int:
     return sum(map(len, files(folder).values()))
 
 
+def test_the_run_whose_own_a_store_is_keeps_its_replicas(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """It is noted nowhere; runs that use it from elsewhere are."""
+    own = run(tiny_mixtral, tmp_path / "own", "losses.bits=[2]")
+    other = run(tiny_mixtral, tmp_path / "other", f"store={own.store}", "losses.bits=[2]", "losses.damping=0.02")
+    for given in ({"runs": [], "store": own.store}, {"runs": [other.out], "store": None}):
+        found = cleaning.collect(**given, dry_run=False)
+        assert found["runs"] == [str(other.out), str(own.out)]
+        assert losses.is_intact(own)
+        assert losses.is_intact(other)
+    with locked(own.out), pytest.raises(StorageError):
+        cleaning.collect([], own.store, dry_run=True)
+
+
 @pytest.mark.full
 def test_what_the_recipe_no_longer_asks_for_goes(tiny_mixtral: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"

@@ -27,8 +27,9 @@ from moeq.reproduction import again
 from moeq.reproduction.differences import _difference, _keys
 from moeq.reproduction.matching import _texts
 from moeq.stages.context import Context
-from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight, packed_shapes
 from moeq_kernels.packing import pack
+from moeq_kernels.widths import Encoding
 
 MAKING = ("reparam", "profile", "losses", "assign", "quantize", "export")
 QUIET = Reporter(quiet=True)
@@ -374,6 +375,21 @@ def test_how_far_two_matrices_are() -> None:
     (found,) = _difference("m", torch.zeros(2), torch.zeros(3))
     assert (found.what, found.max_abs) == ("[2], [3] when made again", None)
     assert list(_difference("m", torch.tensor([float("nan")]), torch.tensor([float("nan")]))) == []
+
+
+@pytest.mark.parametrize("encoding", [Encoding.trellis(8), Encoding.exl3(), Encoding.iq("iq-s")])
+def test_codes_that_stand_for_several_weights_are_compared_by_values(encoding: Encoding) -> None:
+    draw = torch.Generator().manual_seed(0)
+    parts = {
+        part: torch.randint(1, 99, size, generator=draw).to(dtype)
+        for part, (size, dtype) in packed_shapes(256, 256, 2, encoding).items()
+    }
+    here = PackedWeight.of(parts, 2, 256, encoding)
+    again = PackedWeight.of(parts | {"codes": parts["codes"].flip(0)}, 2, 256, encoding)
+    (found,) = _difference("m", here, again)
+    assert (found.codes, found.what) == (None, None)
+    assert found.max_abs is not None
+    assert list(_difference("m", here, here)) == []
 
 
 def test_which_keys_of_json_differ() -> None:

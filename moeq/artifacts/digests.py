@@ -195,6 +195,14 @@ def linking(path: Path) -> Iterator[None]:
         remember(path, known)
 
 
+def file_key(path: Path) -> Key | None:
+    """What tells a file from another one that takes its place; None where there is none."""
+    try:
+        return _key(path.stat())
+    except OSError:
+        return None
+
+
 def _key(status: os.stat_result) -> Key:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 

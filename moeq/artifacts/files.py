@@ -129,7 +129,7 @@ def place(source: Path, target: Path) -> None:
     with storage_errors(target):
         try:
             with linking(source):
-                os.link(source, target)
+                os.link(os.path.realpath(source), target)  # of a link what it leads to: its own would lead astray
         except OSError:
             copy_file(source, target, digest_of_file(source, cached=True))
             sync(target)

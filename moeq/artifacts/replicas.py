@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import Field, field_validator
 from safetensors import safe_open
 
-from moeq.artifacts.digests import digest_of_chunks, digest_of_part, remember
-from moeq.artifacts.files import digest_of, held, make_directory, read_json, write_json, write_text
-from moeq.artifacts.reading import NAME_BYTES, PlainName, TensorHeader, parse_json, read_json_file, safetensors_header
+from moeq.artifacts.digests import digest_of_chunks, digest_of_part, file_key, remember
+from moeq.artifacts.files import held, write_json, write_text
+from moeq.artifacts.reading import PlainName, TensorHeader, parse_json, read_json_file, safetensors_header
 from moeq.artifacts.stage import Frozen, check_schema_version, read_model
 from moeq.artifacts.tensor_files import dtype_name, layout_of, stored_chunks, tensor_bytes, write_in_chunks
 from moeq.errors import ArtifactError
@@ -39,12 +38,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 2
 REMEDY = "run `moeq losses` again"
-MARKER = "store.json"
-MARK = {"kind": "moeq replica store", "schema_version": SCHEMA_VERSION}
 INDEX = "replicas.json"
 ROWS = "losses"
-PATH_BYTES = 4096  # of Linux, the end of it counted
-RUNS = "runs"
 SHORT = 16  # hexadecimal digits of a digest in a name
 
 
@@ -98,54 +93,6 @@ def read_index(directory: Path) -> ReplicaIndex:
     return read_model(path, ReplicaIndex, SCHEMA_VERSION, remedy=REMEDY)
 
 
-def open_store(store: Path, run: Path | None = None) -> None:
-    """Make the folder a store; `run`: a run directory outside of it, noted so that `moeq gc` knows who uses it."""
-    make_directory(store)
-    with held(store):
-        if not is_marked(store):
-            write_json(store / MARKER, MARK)
-        if run is not None:
-            name = str(run.resolve())
-            write_json(store / RUNS / f"{digest_of(name)[:SHORT]}.json", {"run": name})
-
-
-def is_marked(store: Path) -> bool:
-    """Whether the folder says that it is a store; ArtifactError when it says so of another schema version."""
-    try:
-        marker = read_json(path := store / MARKER)
-    except ArtifactError:  # not there, or damaged
-        return False
-    if isinstance(marker, dict) and marker.get("kind") == MARK["kind"]:
-        check_schema_version(marker.get("schema_version"), SCHEMA_VERSION, path, remedy="use the moeq that wrote it")
-    return bool(marker == MARK)
-
-
-def check_store(store: Path) -> None:
-    """ArtifactError when the folder is no store, a damaged one, or one of another schema version."""
-    if not (path := store / MARKER).is_file():
-        raise ArtifactError("not a replica store", where=str(store), do="give the folder that runs used as their store")
-    if not is_marked(store):
-        raise ArtifactError("damaged", where=str(path), do=REMEDY)
-
-
-def noted_runs(store: Path) -> dict[Path, Path]:
-    """{note: run directory} of the runs elsewhere that use the store."""
-    return {path: _noted_run(path) for path in sorted((store / RUNS).glob("*.json"))}
-
-
-def _noted_run(path: Path) -> Path:
-    note = read_json(path)
-    run = note.get("run") if isinstance(note, dict) else None
-    if not isinstance(run, str) or not Path(run).is_absolute() or "\0" in run or not _can_be(Path(run)):
-        raise ArtifactError("does not name a run directory", where=str(path), do="delete it, and run `moeq run` there")
-    return Path(run)
-
-
-def _can_be(path: Path) -> bool:
-    """Whether there may be such a path: not where it or a part of it is too long."""
-    return len(os.fsencode(path)) < PATH_BYTES and all(len(os.fsencode(part)) <= NAME_BYTES for part in path.parts)
-
-
 def layer_file(directory: Path, layer: int) -> Path:
     return directory / f"layer-{layer:03d}.safetensors"
 
@@ -191,11 +138,16 @@ class LayerReplicas:
     def __init__(self, directory: Path, layer: int) -> None:
         """Read the file's header; ArtifactError when it is missing, damaged or of another schema version."""
         self.path = layer_file(directory, layer)
+        self._read: set[str] = set()  # entries whose bytes were hashed
+        self._open()
+
+    def _open(self) -> None:
+        """Read the header of the file that is there now: another run may put a longer one in its place."""
+        self._file = file_key(self.path)
         self.tensors, metadata = _read_header(self.path)
         check_schema_version(metadata.get("moeq_schema_version"), str(SCHEMA_VERSION), self.path, remedy=REMEDY)
         self.entries: dict[str, dict[str, Any]] = _entries(self.path, metadata)
         self._handle: Any = None
-        self._read: set[str] = set()  # entries whose bytes were hashed
 
     def keys(self, entry: str) -> list[str]:
         """Names of an entry's tensors."""
@@ -208,11 +160,15 @@ class LayerReplicas:
         """Whether an entry's tensors hold what was written: read and hashed; cached: done of this very file before."""
 
         def read() -> str:
+            if file_key(self.path) != self._file:
+                self._open()
             self._read.add(entry)
             return digest_of_chunks(chunk for key in self.keys(entry) for chunk in stored_chunks(self.tensors[key]))
 
-        stated = self.entries.get(entry)
-        return stated is not None and digest_of_part(self.path, entry, read, cached=cached) == stated["sha256"]
+        if entry not in self.entries:
+            return False
+        found = digest_of_part(self.path, entry, read, cached=cached)
+        return entry in self.entries and found == self.entries[entry]["sha256"]
 
     def check(self, wanted: Mapping[str, str], *, cached: bool = False) -> None:
         """ArtifactError unless the entries are there with these digests and sound."""

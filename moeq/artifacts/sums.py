@@ -91,7 +91,7 @@ def _read_sums(directory: Path) -> dict[str, str]:
     if path.stat().st_size > MAX_BYTES:
         raise ArtifactError(f"larger than {MAX_BYTES} bytes", where=str(path), do=_REMEDY)
     stated: dict[str, str] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n"), 1):
         where = f"{path}, line {number}"
         match = _LINE.fullmatch(line)
         if match is None:

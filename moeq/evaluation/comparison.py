@@ -137,7 +137,8 @@ def _average(measures: Mapping[str, _Measure], first: Mapping[str, _Measure]) ->
         return None
     known = [own.stderr for own in chosen.values() if own.stderr is not None]
     stderr = sum(error**2 for error in known) ** 0.5 / len(chosen) if len(known) == len(chosen) else None
-    pairs = [(own.items, first[name].items) for name, own in chosen.items() if name in first]
+    same = [name for name, own in chosen.items() if name in first and first[name].metric == own.metric]
+    pairs = [(chosen[name].items, first[name].items) for name in same]
     both = [(items, others) for items, others in pairs if items is not None and others is not None]
     change = compare([items for items, _ in both], [others for _, others in both]) if len(both) == len(chosen) else None
     value = sum(own.value for own in chosen.values()) / len(chosen)

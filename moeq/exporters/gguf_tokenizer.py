@@ -61,6 +61,9 @@ def _parsed(source: ModelSource, data: dict[str, Any], settings: dict[str, Any],
     model = data.get("model")
     if not isinstance(model, dict) or model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
         raise _refused(source, f"a tokenizer of type {(model or {}).get('type')}, not BPE")
+    for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
+        if model.get(key):
+            raise _refused(source, f"BPE with {key} {model[key]!r}")
     added = {int(token["id"]): token for token in data.get("added_tokens") or ()}
     tokens = {int(number): text for text, number in model["vocab"].items()} | {
         number: token["content"] for number, token in added.items()
@@ -131,12 +134,21 @@ def _plain(pattern: str) -> str:
     return pattern.replace(r"\r", "\r").replace(r"\n", "\n")
 
 
+SPACE = "\u2581"  # as pieces have it
+
+
 def _pieces(source: ModelSource, data: dict[str, Any], tokens: Any, merges: list[list[str]]) -> dict[str, Value]:
     """BPE over characters, bytes where there are none; spaces are U+2581."""
     steps = [*_steps(data.get("normalizer"), "normalizers"), *_steps(data.get("pre_tokenizer"), "pretokenizers")]
     known = {"Prepend", "Replace", "Metaspace"}
     if not steps or any(step.get("type") not in known for step in steps):
         raise _refused(source, f"text prepared by {[step.get('type') for step in steps]}")
+    for step in steps:
+        taken = (step.get("pattern") or {}).get("String", step.get("pattern"))
+        if step["type"] == "Replace" and (taken, step.get("content")) != (" ", SPACE):
+            raise _refused(source, f"text in which {taken!r} becomes {step.get('content')!r}")
+        if step["type"] != "Replace" and step.get("prepend", step.get("replacement", SPACE)) != SPACE:
+            raise _refused(source, f"words that begin with {step.get('prepend', step.get('replacement'))!r}")
     prefix = any(
         step["type"] == "Prepend" or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
         for step in steps

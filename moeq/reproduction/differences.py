@@ -176,7 +176,8 @@ def _difference(
     grids = _grid(here), _grid(again)
     what = None if grids[0] == grids[1] else f"{grids[0]}, {grids[1]} when made again"
     codes = None
-    if what is None and isinstance(here, PackedWeight) and isinstance(again, PackedWeight):
+    by_input = isinstance(here, PackedWeight) and (here.encoding.codes == "grid" or here.encoding.floats)
+    if what is None and by_input and isinstance(here, PackedWeight) and isinstance(again, PackedWeight):
         differ = _codes(here) != _codes(again)
         codes = (int(differ.sum()), differ.numel())
     most = float((two.double() - one.double()).abs().max()) if one.numel() else 0.0
@@ -207,7 +208,8 @@ def _grid(matrix: PackedWeight | Tensor) -> str:
         return str(matrix.dtype).removeprefix("torch.")
     count = "1 bit" if matrix.bits == 1 else f"{matrix.bits} bits"
     kinds = [name for name in ("symmetric", "nested") if getattr(matrix, name)]
-    return ", ".join([f"{count} in groups of {matrix.group_size}", *kinds])
+    kinds += [f"{2**matrix.state_bits} states"] if matrix.state_bits else []
+    return ", ".join([f"{count} in groups of {matrix.group_size}", *kinds, *filter(None, [matrix.codebook])])
 
 
 def _codes(matrix: PackedWeight) -> Tensor:

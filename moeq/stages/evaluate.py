@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from moeq.artifacts.assignment import Assignment
+from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.evaluation import NAME, SAMPLES, Change, EvalReport, EvalRow, Flips, read_eval, write_eval
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
@@ -22,6 +23,7 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
 from moeq.models.non_experts import OtherModule
 from moeq.recipe import DynamicSection
+from moeq.recipe.eval import EvalSection
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.swapping import ExpertPlace, Place, Replacement
 from moeq.stages import assign, export, following, judges, needs_evaluate, quantize, refine, workers
@@ -250,8 +252,21 @@ def check(context: Context) -> None:
 
 def other_inputs(context: Context) -> dict[str, list[str]] | None:
     """Digests of what the evaluation reads beside the recipe, the model and the text; None: of nothing."""
-    inputs = {"hardware": assign.deciding(context, context.recipe.eval.compare), "translation": text_digests(context)}
+    inputs = {
+        "hardware": assign.deciding(context, context.recipe.eval.compare),
+        "translation": text_digests(context),
+        "tasks": _task_digests(context.recipe.eval),
+    }
     return {name: digests for name, digests in inputs.items() if digests is not None} or None
+
+
+def _task_digests(section: EvalSection) -> list[str] | None:
+    """Names and digests of the files of tasks of one's own; None without any."""
+    if section.include_path is None or not section.tasks:
+        return None
+    folder = Path(section.include_path)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return [f"{path.relative_to(folder)} {digest_of_file(path, cached=True)}" for path in files]
 
 
 def replaced(context: Context, overlay: Overlay, assignment: Assignment, *, exported: bool = False) -> nn.Module:

@@ -21,7 +21,8 @@ from moeq.artifacts.effects import write_effects
 from moeq.artifacts.files import make_directory
 from moeq.artifacts.losses import BEYOND, NAME, summarize, write_losses
 from moeq.artifacts.non_experts import INDEX as OTHERS_INDEX
-from moeq.artifacts.replicas import MARKER, LayerReplicas, Made, ReplicaIndex, is_marked
+from moeq.artifacts.replica_store import MARKER, is_marked, open_store
+from moeq.artifacts.replicas import LayerReplicas, Made, ReplicaIndex
 from moeq.artifacts.run import OLDER
 from moeq.errors import ArtifactError, CorpusError, RecipeError
 from moeq.models.corpus.sequences import Sequences
@@ -51,7 +52,7 @@ def run(context: Context) -> dict[str, Any]:
     for name in OLDER:
         shutil.rmtree(directory / name, ignore_errors=True)
     index = planned(context, sequences.digest())
-    replicas.open_store(context.store, None if context.owns_store else context.out)
+    open_store(context.store, None if context.owns_store else context.out)
     replicas.write_index(directory, index)  # before the first replica, so that `moeq gc` keeps it
     missing = _all_missing(context, index)
     more = others_stage.Making(context, sequences)

@@ -13,6 +13,7 @@ import torch
 from rich.markup import escape
 from torch import Tensor, nn
 
+from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.provenance import NamedModel
 from moeq.artifacts.run import FOLDED
 from moeq.artifacts.stage import ModelStamp, missing_files, read_record
@@ -114,6 +115,12 @@ class RunModel:
         if not files.code and not files.entries:
             return None
         return {"code": files.code_digests(), "entries_left_out": list(files.entries)}
+
+    def goes_along(self) -> dict[str, Any] | None:
+        """What `export` takes beside what the model's digest covers: code, licences, vocabularies of other names."""
+        covered, code = set(self.source.side_files()), self.code()
+        data = {path.name: digest_of_file(path, cached=True) for path in self.side_files.data if path not in covered}
+        return {**(code or {}), **({"data": data} if data else {})} or None
 
     @cached_property
     def device(self) -> torch.device:

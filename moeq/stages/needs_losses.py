@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from moeq.artifacts import effects, expert_effects, replicas
+from moeq.artifacts import effects, expert_effects, replica_store, replicas
 from moeq.artifacts.losses import NAME
 from moeq.artifacts.tensor_files import safetensors_bytes
 from moeq.models.experts import ExpertLayer
@@ -86,7 +86,7 @@ def losses_operations(layer: ExpertLayer, tokens: float, heldout: float, section
 
 def _store(sizes: Sizes) -> dict[str, int]:
     """Bytes of the files in an empty replica store, by name."""
-    section, folder, files = sizes.recipe.losses, Path(SET), {replicas.MARKER: 56}
+    section, folder, files = sizes.recipe.losses, Path(SET), {replica_store.MARKER: 56}
     for layer in sizes.layers:
         count = layer.num_experts * (1 + len(layer.projections) if section.per_projection else 1)
         shapes, stamps = {}, {}
@@ -156,7 +156,7 @@ def needs(sizes: Sizes) -> Needs:
         ],
         files=files,
         read=sizes.disk if sizes.streams else 0,
-        temporary=max(store.values()) if (sizes.context.store / replicas.MARKER).is_file() else 0,
+        temporary=max(store.values()) if (sizes.context.store / replica_store.MARKER).is_file() else 0,
         store=store,
         seconds=seconds,
     )

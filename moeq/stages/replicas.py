@@ -214,10 +214,13 @@ class Replicas:
         choice = self.choices[expert]
         used = {*matrix_widths(choice.widths)} - {DROPPED, FULL}
         methods = {bits: self.method(expert, bits) for bits in used}
+        stored = {bits for bits, method in methods.items() if QUANTIZERS.get(method).stored}
+        made = {bits: self.index.entry(own, bits) if bits in stored else own for bits, own in methods.items()}
+        dtype = "" if len(stored) == len(used) else str(self.context.model.dtype)  # of weights that are rounded anew
         section = self.context.recipe.losses
         grid = [section.encoding.describe(), section.symmetry(), section.clip]
-        stored_in = self.index.set if any(QUANTIZERS.get(method).stored for method in methods.values()) else ""
-        return digest_of([str(self.context.store), stored_in, grid, choice.widths, methods, refined_in])
+        stored_in = self.index.set if stored else ""
+        return digest_of([str(self.context.store), stored_in, grid, dtype, choice.widths, made, refined_in])
 
     def packed(self, expert: int, key: int) -> dict[str, PackedWeight]:
         """The matrices of one of an expert's replicas that are below 16 bits."""

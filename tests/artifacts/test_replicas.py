@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moeq.artifacts import replicas
+from moeq.artifacts import replica_store, replicas
 from moeq.artifacts.replicas import LayerReplicas, add_replicas, add_rows, drop_replicas, layer_file, read_rows
 from moeq.errors import ArtifactError
 from moeq_kernels.packed import PackedWeight, packed_shapes
@@ -64,6 +64,17 @@ def test_what_is_appended_in_pieces_is_the_file_of_one_write(tmp_path: Path) -> 
         there.check({entry: there.entries[entry]["sha256"]})
     with safe_open(layer_file(tmp_path / "pieces", 7), "pt") as others:  # a plain safetensors file
         assert f"{name('a', 3)}.gate_proj.codes" in set(others.keys())
+
+
+def test_a_reader_of_a_file_that_has_grown_since_reads_it_as_it_is(tmp_path: Path) -> None:
+    """And remembers no digest of other bytes than those of the entry."""
+    made = weights(3)
+    reader = add_replicas(tmp_path, 0, {name("rtn", 3): made})
+    later = LayerReplicas(tmp_path, 0)
+    add_replicas(tmp_path, 0, {name("a", 2): weights(2)})  # before it in the file
+    assert later.is_sound(name("rtn", 3))
+    assert_holds(reader, name("rtn", 3), made)
+    assert LayerReplicas(tmp_path, 0).is_sound(name("rtn", 3), cached=True)
 
 
 def test_a_sound_entry_is_never_replaced_and_a_damaged_one_is(tmp_path: Path) -> None:
@@ -198,33 +209,33 @@ def test_damaged_rows_count_as_missing(tmp_path: Path, damage: str) -> None:
 
 def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="not a replica store"):
-        replicas.check_store(tmp_path)
-    replicas.open_store(tmp_path / "store", tmp_path)
-    replicas.check_store(tmp_path / "store")
-    assert list(replicas.noted_runs(tmp_path / "store").values()) == [tmp_path]
-    marker = tmp_path / "store" / replicas.MARKER
+        replica_store.check_store(tmp_path)
+    replica_store.open_store(tmp_path / "store", tmp_path)
+    replica_store.check_store(tmp_path / "store")
+    assert list(replica_store.noted_runs(tmp_path / "store").values()) == [tmp_path]
+    marker = tmp_path / "store" / replica_store.MARKER
     marker.write_text(marker.read_text().replace("2", "3"))
     with pytest.raises(ArtifactError, match="schema version 3"):
-        replicas.check_store(tmp_path / "store")
+        replica_store.check_store(tmp_path / "store")
 
 
 @pytest.mark.parametrize("damage", [None, "{", '{"kind": "moeq replica ztore", "schema_version": 2}'])
 def test_a_stores_mark_is_made_again(tmp_path: Path, damage: str | None) -> None:
-    store, marker = tmp_path / "store", tmp_path / "store" / replicas.MARKER
-    replicas.open_store(store)
+    store, marker = tmp_path / "store", tmp_path / "store" / replica_store.MARKER
+    replica_store.open_store(store)
     whole = marker.read_bytes()
-    assert replicas.is_marked(store)
+    assert replica_store.is_marked(store)
     marker.unlink()
     if damage is not None:
         marker.write_text(damage)
-    assert not replicas.is_marked(store)
+    assert not replica_store.is_marked(store)
     with pytest.raises(ArtifactError, match=r"not a replica store|store\.json: damaged"):
-        replicas.check_store(store)
-    replicas.open_store(store)
+        replica_store.check_store(store)
+    replica_store.open_store(store)
     assert marker.read_bytes() == whole
     marker.write_text(whole.decode().replace("2", "3"))
     with pytest.raises(ArtifactError, match="schema version 3"):
-        replicas.open_store(store)
+        replica_store.open_store(store)
 
 
 def test_a_run_of_the_first_schema_version_is_told_in_one_line(tmp_path: Path) -> None:

@@ -188,3 +188,22 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (model / "tokenizer.json").write_text("{", "utf-8")
     with pytest.raises(FormatError, match="cannot be read"):
         tokenizer(open_source(str(model)), 2048)
+
+
+@pytest.mark.parametrize("part", ["replace", "prepend", "suffix"])
+def test_rules_of_pieces_that_llama_cpp_does_not_have_are_refused(part: str, tmp_path: Path) -> None:
+    data = json.loads(of_characters().to_str())
+    prepend, replace = data["normalizer"]["normalizers"]
+    if part == "replace":
+        data["normalizer"]["normalizers"] = [{**replace, "pattern": {"String": "a"}, "content": "b"}, prepend, replace]
+    elif part == "prepend":
+        prepend["prepend"] = "_"
+    else:
+        data["model"]["end_of_word_suffix"] = "</w>"
+    folder = with_tokenizer(tmp_path / "model", None)
+    (folder / "tokenizer.json").write_text(json.dumps(data), "utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}), "utf-8")
+    with pytest.raises(
+        FormatError, match={"replace": "'a' becomes 'b'", "prepend": "begin with '_'"}.get(part, "</w>")
+    ):
+        tokenizer(open_source(str(folder)), SIZE)

@@ -14,7 +14,8 @@ import pytest
 
 from moeq import pipeline
 from moeq.artifacts import replicas
-from moeq.artifacts.replicas import MARKER, Made, layer_file, rows_file
+from moeq.artifacts.replica_store import MARKER
+from moeq.artifacts.replicas import Made, layer_file, rows_file
 from moeq.artifacts.run import STORE_VARIABLE
 from moeq.errors import ArtifactError
 from moeq.inspection import inspect
@@ -24,7 +25,7 @@ from moeq.progress import Reporter
 from moeq.recipe import LossesSection, load_recipe
 from moeq.stages import assign, losses, quantize
 from moeq.stages.context import Context
-from moeq.stages.replicas import Replicas, entries, load_index, load_losses
+from moeq.stages.replicas import Replicas, entries, load_index, load_losses, planned
 
 SMALL = (
     "corpus.sequences=12", "corpus.sequence_length=48", "losses.group_size=16", "assign={method: uniform, bits: 2}",
@@ -367,3 +368,24 @@ def test_rtn_alone_keeps_no_replicas(tiny_mixtral: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(ExpertReader, "read", lambda *given: (reads.append(1), read(*given))[1])
     assert np.prod(Replicas(made, assign.load(made), made.model.layers[0]).packed(0, 2)["up_proj"].codes.shape)
     assert reads
+
+
+def test_replicas_of_other_settings_of_a_quantizer_are_others(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Models that are measured one after the other take over what is the same, by its name."""
+
+    def identity(*more: str) -> str:
+        recipe = load_recipe(
+            None, ["losses.methods=[signround]", "assign={method: uniform, bits: 2, quantizer: signround}", *more]
+        )
+        context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path, reporter=Reporter(quiet=True))
+        layer = context.model.layers[0]
+        chosen = SimpleNamespace(bits=2, widths=2, key=2, quantizer=None)
+        assignment = SimpleNamespace(
+            layers=[SimpleNamespace(experts=[chosen])], parameters={"quantizer": recipe.assign.quantizer}
+        )
+        found = Replicas(context, assignment, layer)
+        vars(found)["index"] = planned(context, "0" * 64)
+        return found.identity(0)
+
+    assert identity() == identity("losses.damping=0.01")
+    assert identity() != identity("losses.signround_iterations=30")

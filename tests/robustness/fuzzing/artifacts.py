@@ -21,6 +21,7 @@ from moeq.artifacts import (
     gates,
     low_precision,
     non_experts,
+    replica_store,
     replicas,
 )
 from moeq.artifacts.assignment import Assignment, ExpertChoice, read_assignment
@@ -346,9 +347,9 @@ class StoreMarker(JsonTarget):
     value: ClassVar[Any] = {"kind": "moeq replica store", "schema_version": replicas.SCHEMA_VERSION}
 
     def read(self, data: bytes) -> None:
-        self.file(replicas.MARKER, data)
-        assert replicas.is_marked(self.folder) in (True, False)
-        replicas.check_store(self.folder)
+        self.file(replica_store.MARKER, data)
+        assert replica_store.is_marked(self.folder) in (True, False)
+        replica_store.check_store(self.folder)
 
 
 class StoreNote(JsonTarget):
@@ -358,11 +359,11 @@ class StoreNote(JsonTarget):
     value: ClassVar[Any] = {"run": "/a/run"}
 
     def prepare(self, place: Place) -> None:
-        (self.folder / replicas.RUNS).mkdir()
+        (self.folder / replica_store.RUNS).mkdir()
 
     def read(self, data: bytes) -> None:
-        self.file(f"{replicas.RUNS}/a.json", data)
-        for run in replicas.noted_runs(self.folder).values():
+        self.file(f"{replica_store.RUNS}/a.json", data)
+        for run in replica_store.noted_runs(self.folder).values():
             assert run.is_absolute()
             run.exists()
 

@@ -41,7 +41,7 @@ BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
     "moeq.artifacts.gguf_file.read_gguf": ("gguf",),
     "moeq.artifacts.losses.read_losses": ("losses",),
     "moeq.artifacts.losses.read_parquet": ("losses", "sensitivities"),
-    "moeq.artifacts.replicas.is_marked": ("store_marker",),
+    "moeq.artifacts.replica_store.is_marked": ("store_marker",),
     "moeq.artifacts.low_precision.read_sweeps": ("low_precision",),
     "moeq.artifacts.manifest.read_manifest": ("manifest",),
     "moeq.artifacts.non_experts.read_index": ("others_replicas",),
