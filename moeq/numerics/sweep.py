@@ -10,6 +10,7 @@ C candidate grids; arrays are contiguous.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -308,6 +309,9 @@ def _round_nested(  # type: ignore[no-untyped-def]
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="moeq-sweep")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # which has none of its threads
 
 
 def in_threads(kernel: Callable[..., None], tiles: int, *arguments: Any) -> None:

@@ -7,6 +7,7 @@ rearranges them again.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ TRAINED = "it is being trained"
 GRADIENTS = "gradients are asked for, and what is between its matrices may have weights of its own"
 
 Compute = Callable[..., Tensor]
+
+ARRANGING = threading.RLock()  # held while stored tensors go to a kernel or come back: of two threads one does it
 
 
 @dataclass(frozen=True, kw_only=True)

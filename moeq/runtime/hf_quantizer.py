@@ -218,7 +218,8 @@ def _changes_when_saved(rules: list[Any], model: nn.Module) -> bool:
         f"{path}.{name}"
         for path, module in model.named_modules()
         if isinstance(module, PackedExperts)
-        for name in module.get_submodule("0").state_dict(prefix="0.")
+        for expert, *_ in module.linears()[:1]  # which is stored; all may be dropped
+        for name in module.get_submodule(str(expert)).state_dict(prefix=f"{expert}.")
     ]
     return any(_takes(rule, [*names, *_packed_names(model)]) for rule in rules)
 

@@ -22,6 +22,7 @@ from moeq.artifacts.assignment import FULL, Width, width_of
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import jetmoe, numbered
 from moeq.runtime.arranged import (
+    ARRANGING,
     GRADIENTS,
     OFFLOADED,
     SEVERAL,
@@ -114,7 +115,6 @@ class PackedLinear(Puts):
         """Give up the buffers: a kernel has them."""
         held = {name: tensor for name, tensor in self._buffers.items() if name in HELD and tensor is not None}
         following = [tensor.dtype for name, tensor in held.items() if name not in PARTS]
-        self._buffers.update(dict.fromkeys(held))  # None, which keeps their order
         self.arranged = Arranged(
             matrix=matrix,
             bias=held["bias"].clone() if "bias" in held else None,
@@ -122,20 +122,22 @@ class PackedLinear(Puts):
             device=next(iter(held.values())).device,
             dtype=following[0] if following else torch.uint8,
         )
+        self._buffers.update(dict.fromkeys(held))  # None, which keeps their order; others ask `arranged` by now
 
     def take_back(self) -> None:
         """Have the buffers again."""
         if self.arranged is None:
             return
         matrix, bias = self.arranged.matrix(), self.arranged.bias
-        self.arranged = None
         self._buffers.update({DENSE: matrix} if isinstance(matrix, Tensor) else matrix.parts())
         if bias is not None:
             self._buffers["bias"] = bias
+        self.arranged = None
 
     def put_back(self) -> None:
-        if self.arranged is not None:
-            self.arranged.put_back()
+        with ARRANGING:
+            if self.arranged is not None:
+                self.arranged.put_back()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """Move, but never convert what is stored: scales in another type would be other scales."""
@@ -223,8 +225,11 @@ class PackedExperts(Puts):
 
     def prepare(self) -> None:
         """Have a kernel take the stored tensors, if one can; `refused` says why not. It needs their bytes once more."""
-        if self.prepared is not None:
-            return
+        with ARRANGING:
+            if self.prepared is None:
+                self._prepare()
+
+    def _prepare(self) -> None:
         linears = self.linears()
         devices = {tensor.device for *_, linear in linears for tensor in linear.buffers()}
         if torch.device("meta") in devices or any(is_offloaded(linear) for *_, linear in linears):
@@ -258,11 +263,12 @@ class PackedExperts(Puts):
         )
 
     def put_back(self) -> None:
-        self.refused = None
-        if self.prepared is not None:
-            self.prepared = None
-            for *_, linear in self.linears():
-                linear.take_back()
+        with ARRANGING:
+            self.refused = None
+            if self.prepared is not None:
+                self.prepared = None
+                for *_, linear in self.linears():
+                    linear.take_back()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedExperts:
         """What was refused where it lay may be taken where it goes."""

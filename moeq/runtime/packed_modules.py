@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moeq.runtime.arranged import (
+    ARRANGING,
     OFFLOADED,
     is_offloaded,
     leave_files,
@@ -59,8 +60,11 @@ class PackedModule(PackedLinear):
 
     def prepare(self) -> None:
         """Have a kernel take the stored tensors, if one can; `refused` says why not."""
-        if self.prepared is not None:
-            return
+        with ARRANGING:
+            if self.prepared is None:
+                self._prepare()
+
+    def _prepare(self) -> None:
         if self.device.type == "meta" or is_offloaded(self):
             self.refused = OFFLOADED
             return
@@ -71,10 +75,11 @@ class PackedModule(PackedLinear):
             leave_files(self)
 
     def put_back(self) -> None:
-        self.refused = None
-        if self.prepared is not None:
-            self.take_back()
-            self.prepared = None
+        with ARRANGING:
+            self.refused = None
+            if self.prepared is not None:
+                self.take_back()
+                self.prepared = None
 
     def through(self, rows: Tensor) -> PreparedLinear | None:
         """The prepared matrix that computes a call, None where the stored one does; `reason` says why."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from moeq_kernels.cpu.forms import Form
 from moeq_kernels.cpu.matrices import Integers, Matrices, flat
 from moeq_kernels.cpu.threads import team
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
+from moeq_kernels.once import MAKING, made_once
 
 ITEM_BYTES = 1 << 19  # of packed matrices that a thread claims at once, fewer where they are used for many rows
 WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken
@@ -73,13 +74,17 @@ class _Statics:
         """Where those of a form lie."""
         made = self._made.get(form.name)
         if made is None:
-            whole, work, end = self._how
-            multiple = schedule.MOST_TOGETHER if form.vectors.slices else 1
-            sizes = int(_sizes(form).ctypes.data)
-            how = sizes, whole, form.tiles, multiple, ITEM_BYTES, WAKING_BYTES, DIVIDED_BYTES, work, end
-            numbers = np.concatenate([how, *(stage.bound(form) for stage in self._stages)])
-            made = self._made[form.name] = numbers, int(numbers.ctypes.data)
+            with MAKING:
+                made = self._made.get(form.name) or self._made.setdefault(form.name, self._numbers(form))
         return made[1]
+
+    def _numbers(self, form: Form) -> tuple[Integers, int]:
+        whole, work, end = self._how
+        multiple = schedule.MOST_TOGETHER if form.vectors.slices else 1
+        sizes = int(_sizes(form).ctypes.data)
+        how = sizes, whole, form.tiles, multiple, ITEM_BYTES, WAKING_BYTES, DIVIDED_BYTES, work, end
+        numbers = np.concatenate([how, *(stage.bound(form) for stage in self._stages)])
+        return numbers, int(numbers.ctypes.data)
 
 
 def _complete(answer: int) -> None:
@@ -119,13 +124,13 @@ class PackedLayer:
             return self.second.matrix(expert, 0)
         return self.first.matrix(expert, self.projections.index(projection))
 
-    @cached_property
+    @made_once
     def _fused(self) -> _Statics:
         """Of a call with the activation in the pass of gate and up, weights and sum in that of down."""
         stages = self.first, self.second
         return _Statics(stages, self.prefill, schedule.stages, self.activation or finish.PRODUCTS)
 
-    @cached_property
+    @made_once
     def _stages(self) -> tuple[_Statics, _Statics]:
         """Of a call of one stage's products."""
         first, second = (

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from moeq_kernels.cpu.emit import Spec
 from moeq_kernels.cpu.forms import Form
 from moeq_kernels.cpu.threads import together
 from moeq_kernels.description import LayerOfExperts, Matrix
+from moeq_kernels.once import made_once
 from moeq_kernels.reference import some_rows
 from moeq_kernels.threads import side_by_side
 
@@ -44,12 +44,12 @@ class Matrices:
     where: Sequence[Sequence[int]]
     held: Tensor
 
-    @cached_property
+    @made_once
     def kinds(self) -> list[tuple[str, int]]:
         """Kinds of codes and units among them: what blocks are compiled for."""
         return sorted({(shape.codes, shape.unit) for row in self.shapes for shape in row})
 
-    @cached_property
+    @made_once
     def table(self) -> Integers:
         """[E, C, COLUMNS] as `columns` names them."""
         each = zip(self.shapes, self.offsets, self.where, strict=True)
@@ -75,26 +75,26 @@ class Matrices:
         }  # fmt: skip
         return [values[column] for column in range(columns.COLUMNS)]
 
-    @cached_property
+    @made_once
     def grids(self) -> Floats:
         """[E, C, 3], see `Shape.grid`."""
         return np.array([[shape.grid() for shape in row] for row in self.shapes], np.float32)
 
-    @cached_property
+    @made_once
     def pairs(self) -> bool:
         """Whether all can be multiplied as pairs of bf16."""
         return all(codes not in ("float16", "float32") for codes, _ in self.kinds)
 
-    @cached_property
+    @made_once
     def units(self) -> bool:
         """Whether all groups are of whole units, as tiles multiply them."""
         return all(unit == UNIT for _, unit in self.kinds)
 
-    @cached_property
+    @made_once
     def inputs(self) -> int:
         return self.shapes[0][0].inputs
 
-    @cached_property
+    @made_once
     def rows(self) -> int:
         return max(shape.rows for row in self.shapes for shape in row)
 
@@ -124,26 +124,28 @@ class Matrices:
         found = undo(replace(shape, rows=len(used) * LANES), blocks[used].flatten())
         return some_rows(found, place * LANES + rows % LANES)
 
-    @cached_property
+    @made_once
     def _functions(self) -> dict[str, Integers]:
         return {}
 
     def functions(self, form: Form) -> Integers:
         """Addresses of compiled blocks, [kinds, sizes], 0 for those that `compile` was not asked for."""
-        if form.name not in self._functions:
-            self._functions[form.name] = np.zeros((len(self.kinds), len(form.rows)), np.int64)
-        return self._functions[form.name]
+        found = self._functions.get(form.name)
+        if found is None:  # of two threads that make it one has its own taken
+            found = self._functions.setdefault(form.name, np.zeros((len(self.kinds), len(form.rows)), np.int64))
+        return found
 
-    @cached_property
+    @made_once
     def _layouts(self) -> dict[str, Integers]:
         return {}
 
     def layouts(self, form: Form) -> Integers:
         """How activations are laid out for blocks of each kind and size, [kinds, sizes], see `Form.layout`."""
-        if form.name not in self._layouts:
-            found = [[form_of(form, codes, rows).layout for rows in form.rows] for codes, _ in self.kinds]
-            self._layouts[form.name] = np.array(found)
-        return self._layouts[form.name]
+        found = self._layouts.get(form.name)
+        if found is None:
+            every = [[form_of(form, codes, rows).layout for rows in form.rows] for codes, _ in self.kinds]
+            found = self._layouts.setdefault(form.name, np.array(every))
+        return found
 
     def bound(self, form: Form) -> Integers:
         """The numbers of `schedule.bound`, of arrays that are kept here."""

@@ -212,13 +212,16 @@ class _Team:
         for number, thread in enumerate(self._threads):
             thread.start()
             self._put(TEAM_BYTES + number * POST_BYTES + THREAD, thread.native_id or 0)
+        self._process = os.getpid()
         atexit.register(self.stop)
 
     def _put(self, place: int, number: int) -> None:
         self._space[(self._skipped + place) // 8] = number
 
     def stop(self) -> None:
-        """Have our own threads end, before Python does."""
+        """Have our own threads end, before Python does; a child that was forked off has none of them."""
+        if os.getpid() != self._process:
+            return
         for place in range(len(self._threads)):
             self._put(TEAM_BYTES + place * POST_BYTES + TICKET, STOP)
         _wake(*self._posts)

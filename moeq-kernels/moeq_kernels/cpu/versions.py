@@ -137,7 +137,8 @@ class VersionedLayer:
 
     def matrix(self, expert: int, projection: str) -> Matrix:
         """One matrix as it was given, bit for bit."""
-        return self._view.matrix(expert, projection)
+        with self.reading() as view:
+            return view.matrix(expert, projection)
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """As `description.PreparedLayer`."""
