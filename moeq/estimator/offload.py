@@ -77,6 +77,8 @@ def bandwidth_rule(layers: Layers, work: Work) -> BoolArray:
 def cost_optimal(layers: Layers, work: Work) -> BoolArray:
     """Mask[D, S, A] of the H most loaded experts, none included, whose fetching makes the layer shortest (`opt`)."""
     hardware, parameters = layers.hardware, layers.geometry.expert_parameters
+    if hardware.gpus is not None and hardware.gpus.parallel == "expert":
+        return _best_prefix(layers, work)
     used = work.tokens > 0
     fetch = fetch_cost(layers, work, layers.fp16_expert_bytes * used, used)
     finish = pipelined_finish(fetch.seconds, gpu_cost(layers, work, 16, work.tokens).seconds)
@@ -88,6 +90,15 @@ def cost_optimal(layers: Layers, work: Work) -> BoolArray:
     gpu_side = _from_zero(np.maximum(finish, written))
     count = np.argmin(np.maximum(gpu_side, np.where(left_tokens > 0, ndp_side, 0.0)), axis=-1)
     return np.asarray(np.arange(work.tokens.shape[-1]) < count[..., None])
+
+
+def _best_prefix(layers: Layers, work: Work) -> BoolArray:
+    """As `cost_optimal`, every H tried as it would run: what the busiest of several GPUs has of the fetched experts
+    hangs on how many these are."""
+    order, most = np.arange(work.tokens.shape[-1]), int((work.tokens > 0).sum(axis=-1).max(initial=0))
+    tried = (np.broadcast_to(order < count, work.tokens.shape) for count in range(most + 1))
+    count = np.stack([split_schedule(layers, work, mask).seconds for mask in tried]).argmin(axis=0)
+    return np.asarray(order < count[..., None])
 
 
 def split_schedule(layers: Layers, work: Work, fetched: BoolArray) -> Schedule:

@@ -20,8 +20,12 @@ from moeq.estimator import (
     load_hardware,
     simulation,
 )
-from moeq.estimator.offload import pipelined_finish
+from moeq.estimator.devices import Gpus
+from moeq.estimator.geometry import load_geometry
+from moeq.estimator.offload import cost_optimal, pipelined_finish, split_schedule
+from moeq.estimator.placement import uniform_placement
 from moeq.estimator.policies import by_label
+from moeq.estimator.simulation import build_simulation
 from moeq.estimator.workload import routing_outcomes
 
 GRID = Grid(inputs=(128,), outputs=(512,))
@@ -243,6 +247,22 @@ def test_the_cost_optimal_monde_is_the_fastest_monde(seed: int, batch: int) -> N
     assert seconds["monde_opt"] <= seconds["monde_bwrule"] * (1 + 1e-12)
     if batch == 1:
         assert seconds["monde_opt"] <= seconds["monde_hotset"] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("parallel", ["tensor", "expert"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_no_other_number_of_fetched_experts_is_faster_on_several_gpus(parallel: str, batch: int) -> None:
+    gpus = Gpus(count=4, parallel=parallel, bandwidth_bytes_per_second=450e9, efficiency=0.8, latency_seconds=5e-6)
+    hardware = load_hardware("paper-ctxmoe").changed("gpu", memory_capacity_bytes=1e13)
+    hardware = hardware.model_copy(update={"gpus": gpus})
+    geometry = load_geometry("mixtral-8x22b")
+    made = build_simulation(geometry, hardware, uniform_placement(geometry, bits=3, hot_experts=0), samples=64)
+    for layers, work in made.chunks(batch):
+        shape = work.tokens.shape
+        masks = [np.broadcast_to(np.arange(shape[-1]) < count, shape) for count in range(shape[-1] + 1)]
+        every = np.stack([split_schedule(layers, work, mask).seconds for mask in masks])
+        chosen = split_schedule(layers, work, cost_optimal(layers, work)).seconds
+        np.testing.assert_allclose(chosen, every.min(axis=0), rtol=1e-12)
 
 
 def test_compute_follows_fetches() -> None:
