@@ -345,7 +345,8 @@ def _tell_of_others(context: Context, stage: Stage) -> None:
     """A line for every artifact that a stage reads and that was made by other settings than the recipe has now."""
     for needed in stage.reads(context.recipe):
         record = record_of(context.finished(needed), needed)
-        if record is not None and record.inputs["recipe"] != BY_NAME[needed].settings(context):
+        stated = None if record is None else record.inputs.get("recipe")
+        if stated not in (None, BY_NAME[needed].settings(context)):
             said = f"{needed}: taken as it is, made by other settings than the recipe's"
             do = f"`moeq run {escape(str(context.out))}` makes it anew"
             context.reporter.say(f"[yellow]{said}; {do}[/yellow]")

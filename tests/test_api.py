@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -206,3 +207,16 @@ def test_a_refusal_imports_nothing_heavy(tmp_path: Path) -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert said.stdout.strip() == "set()"
+
+
+def test_a_stage_tells_what_it_takes_of_other_settings(
+    done: moeq.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(done.out, tmp_path / "run")
+    moeq.assign(tmp_path / "run", overrides="losses.damping=0.02")
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"losses: taken as it is, made by other settings than the recipe's; `moeq run {tmp_path}/run`" in told
+    with pytest.raises(ArtifactError, match="--quantizer rtn"):
+        moeq.assign(tmp_path / "run", quantizer="rtn", quiet=True)
+    moeq.assign(tmp_path / "run", overrides="losses.damping=0.01")
+    assert "taken as it is" not in capsys.readouterr().err
