@@ -28,8 +28,13 @@ class PlainConsole(Console):
     What goes to a file or a pipe has a line for a paragraph, which can be searched, unless COLUMNS asks for a width.
     """
 
+    @property
+    def wraps(self) -> bool:
+        """Whether there is a window, or a width was asked for."""
+        return self.is_terminal or "COLUMNS" in os.environ
+
     def print(self, *objects: Any, **options: Any) -> None:
-        if not self.is_terminal and "COLUMNS" not in os.environ and all(isinstance(one, str) for one in objects):
+        if not self.wraps and all(isinstance(one, str) for one in objects):
             options.setdefault("soft_wrap", True)
         super().print(*objects, **options)
 

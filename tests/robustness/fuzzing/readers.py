@@ -56,7 +56,7 @@ BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
     "moeq.artifacts.reading.safetensors_header": ("header",),
     "moeq.artifacts.replicas.LayerReplicas.expert": ("store",),
     "moeq.artifacts.replicas._entries": ("store",),
-    "moeq.artifacts.replicas._noted_run": ("store_note",),
+    "moeq.artifacts.replica_store._noted_run": ("store_note",),
     "moeq.artifacts.replicas._read_header": ("store",),
     "moeq.artifacts.replicas.read_index": ("replicas",),
     "moeq.artifacts.replicas.read_rows": ("loss_rows",),
