@@ -388,8 +388,8 @@ def print_summary(summary: dict[str, Any], indent: int = 0) -> None:
     for key, value in summary.items():
         label = f"{' ' * indent}{str(key).replace('_', ' ')}"
         if key == "loads_in":
-            text = f"{'':{indent}}{loads_in.line(value)}"
-            within = Padding(Text(text.lstrip()), (0, 0, 0, indent), expand=False) if console.wraps else text
+            line = loads_in.line(value)
+            within = Padding(Text(line), (0, 0, 0, indent), expand=False) if console.wraps else f"{'':{indent}}{line}"
             console.print(within, markup=False)
         elif isinstance(value, dict) and value:
             console.print(label)

@@ -102,11 +102,21 @@ def _given_way(target: Target | None, recipe: Recipe) -> Iterator[str]:
     """Keys of a recipe whose values a target loads nowhere."""
     if target is None:
         return
-    if target.symmetric_only and not recipe.losses.symmetric:
+    if _asymmetric(target, recipe):
         yield from ("losses.symmetric", "losses.symmetric_range")
-    if target.groups is not None and recipe.losses.group_size not in target.groups:
+    if _other_groups(target, recipe):
         yield "losses.group_size"
     yield from (setting.key for setting in _placed(target, recipe))
+
+
+def _asymmetric(target: Target, recipe: Recipe) -> bool:
+    """Whether a recipe's grids have zero points that a target never reads."""
+    return target.symmetric_only and not recipe.losses.symmetric
+
+
+def _other_groups(target: Target, recipe: Recipe) -> bool:
+    """Whether a recipe's groups are of a size that a target never reads."""
+    return target.groups is not None and recipe.losses.group_size not in target.groups
 
 
 def _check_free(name: str, made: Codes, fixed: Collection[str]) -> None:
@@ -121,9 +131,9 @@ def grid_settings(name: str, recipe: Recipe, said: Collection[str] | None = None
     target, section = runtime(name).target, recipe.losses
     kept = _given(recipe) if said is None else said
     found = [] if target is None else list(_codes(target, recipe, _wanted(target, recipe, (), kept, None), None))
-    if target is not None and target.symmetric_only and not section.symmetric:
+    if target is not None and _asymmetric(target, recipe):
         found.append(Setting(key="losses.symmetric", value="true", why=f"{name} reads symmetric grids only"))
-    if target is not None and target.groups is not None and section.group_size not in target.groups:
+    if target is not None and target.groups is not None and _other_groups(target, recipe):
         why = f"{name} has no kernel for groups of {section.group_size}"
         found.append(Setting(key="losses.group_size", value=str(target.groups[0]), why=why))
     return [setting for setting in found if setting.key not in kept and "losses" not in kept]

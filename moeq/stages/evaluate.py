@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moeq.artifacts.assignment import Assignment
-from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.digests import digests_of_files
 from moeq.artifacts.evaluation import NAME, SAMPLES, Change, EvalReport, EvalRow, Flips, read_eval, write_eval
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
@@ -266,7 +266,7 @@ def _task_digests(section: EvalSection) -> list[str] | None:
         return None
     folder = Path(section.include_path)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return [f"{path.relative_to(folder)} {digest_of_file(path, cached=True)}" for path in files]
+    return [f"{path.relative_to(folder)} {digest}" for path, digest in digests_of_files(files, cached=True).items()]
 
 
 def replaced(context: Context, overlay: Overlay, assignment: Assignment, *, exported: bool = False) -> nn.Module:

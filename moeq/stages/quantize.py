@@ -91,11 +91,12 @@ def check(context: Context) -> None:
 
 
 def other_inputs(context: Context) -> int | list[Any] | None:
-    """What the result hangs on beside the stage's inputs: how layers are trained, and what `tune` draws from."""
+    """What the result hangs on beside the stage's inputs: how layers are trained, and the text that `tune` draws from,
+    of which it may take more than `losses` did."""
     training = refine.revision(context)
     if context.recipe.quantize.tune is None:
         return training
-    return [training, context.recipe.seed, context.text.tuning.digest()]
+    return [training, context.recipe.seed, context.text.digest("calibration")]
 
 
 def _best(context: Context, assignment: Assignment) -> Best | None:

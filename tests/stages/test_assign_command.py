@@ -334,5 +334,6 @@ def test_what_a_result_is_drawn_or_counted_by_is_in_its_key(tiny_mixtral: Path, 
     assert [changed("assign", widened), changed("assign", widened, "assign.target=llama.cpp")] == [False, True]
     tuned = "quantize.tune={}"
     assert [changed("quantize", "seed=1"), changed("quantize", "seed=1", tuned)] == [False, True]
-    text = "corpus.sequence_length=40"
+    (tmp_path / "own.txt").write_text("Another text to draw from.\n" * 400, "utf-8")
+    text = f"corpus.source=[{tmp_path / 'own.txt'}]"
     assert [changed("quantize", text), changed("quantize", text, tuned)] == [False, True]

@@ -75,7 +75,9 @@ class _Statics:
         made = self._made.get(form.name)
         if made is None:
             with MAKING:
-                made = self._made.get(form.name) or self._made.setdefault(form.name, self._numbers(form))
+                made = self._made.get(form.name)
+                if made is None:
+                    made = self._made[form.name] = self._numbers(form)
         return made[1]
 
     def _numbers(self, form: Form) -> tuple[Integers, int]:
