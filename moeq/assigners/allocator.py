@@ -28,6 +28,7 @@ class Allocator:
     trials: label and keys of what a frontier shows, by the averages to be shown (in code bits); none: each of these as
     its budget, or its defaults where it takes none. at_bytes: label and widths of what it shows beside, at the bytes
     of every other.
+    remark: what is to be said of an assignment that it made; none: nothing.
     foreseen: widths of the experts off the GPU, by their number in every layer, as far as they follow from a section
     alone; the most expensive ones, or None.
     """
@@ -45,6 +46,7 @@ class Allocator:
     within_target: bool = False
     trials: Callable[[AssignInputs, Sequence[str]], Iterable[tuple[str, Mapping[str, Any]]]] | None = None
     at_bytes: Callable[[AssignInputs, int], Iterable[tuple[str, Widths]]] | None = None
+    remark: Callable[[AssignInputs, Assignment], str | None] | None = None
     foreseen: Callable[[AssignSection, Sequence[int], Cost], list[list[int]] | None] | None = None
 
     def __post_init__(self) -> None:

@@ -32,6 +32,21 @@ def assign(inputs: AssignInputs) -> Assignment:
     return build(inputs, [np.full(len(mask), bits) for mask in hot], hot)
 
 
+def remark(inputs: AssignInputs, assignment: Assignment) -> str | None:
+    """What the next wider one would take, where a budget decided the width."""
+    if inputs.settings(UniformSettings).bits is not None:
+        return None
+    hot = hot_masks(inputs)
+    limit = limit_of(inputs, choices(inputs), hot)
+    taken = limit.widths.index(_widest(inputs, hot))
+    if taken + 1 == len(limit.widths):
+        return None
+    weights = sum(int(count) * inputs.weights_of(layer) for layer, count in enumerate(limit.counts))
+    bits = 8 * int(limit.uniform()[taken + 1]) / max(1, weights)
+    widest, wider = limit.widths[taken], limit.widths[taken + 1]
+    return f"uniform: {widest} {'bit' if widest == 1 else 'bits'} within the budget; {wider} take {bits:.4g} a weight"
+
+
 def _widest(inputs: AssignInputs, hot: list[np.ndarray]) -> int:
     limit = limit_of(inputs, choices(inputs), hot)
     return limit.widths[int(np.flatnonzero(limit.uniform() <= limit.total)[-1])]
@@ -45,5 +60,6 @@ ALLOCATOR = Allocator(
     budgets=("bits", "bits_per_weight", "expert_bytes", "size"),
     weighs=(),
     within_target=True,
+    remark=remark,
     trials=lambda inputs, _: [("uniform", {"bits": bits}) for bits in inputs.measured()],
 )

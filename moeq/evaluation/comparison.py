@@ -99,8 +99,8 @@ def _measures(row: Mapping[str, Any]) -> dict[str, _Measure]:
 
 def _items(results: Mapping[str, Any], task: str, metric: str, value: float) -> Items | None:
     """Items of a task, or of all tasks of a group."""
-    samples, parts = results.get("samples", {}), leaves(dict(results), task)
-    items = [items_of(samples[part], metric) if part in samples else None for part in parts]
+    parts = leaves(dict(results), task)
+    items = [items_of(results, part, metric) for part in parts]
     if parts != [task]:
         return pooled(items, value)
     return None if items[0] is None else checked(items[0], value)

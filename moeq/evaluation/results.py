@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,14 @@ def main_metric(scores: dict[str, float]) -> str | None:
     return next(known, next(iter(plain), None))
 
 
-def items_of(samples: list[dict[str, Any]], metric: str) -> Items | None:
-    """A metric's items, in the order of the documents; None where samples have no number for it."""
+def items_of(results: Mapping[str, Any], task: str, metric: str) -> Items | None:
+    """A metric's items of a task, in the order of the documents; None where its samples have no number for it.
+
+    What names them are the document, the target, and how many examples stand before it.
+    """
+    samples, shots = results.get("samples", {}).get(task), results.get("n-shot", {}).get(task)
+    if samples is None:
+        return None
     name, _, chosen = metric.partition(",")
     rows = sorted(
         (row for row in samples if name in row and row.get("filter", chosen or "none") == (chosen or "none")),
@@ -99,7 +106,7 @@ def items_of(samples: list[dict[str, Any]], metric: str) -> Items | None:
     if not known or len(known) < len(values):
         return None
     pairs = np.array(known, float)
-    names = tuple(digest_of([row["doc_id"], row.get("doc_hash"), row.get("target_hash")])[:16] for row in rows)
+    names = tuple(digest_of([row["doc_id"], row.get("doc_hash"), row.get("target_hash"), shots])[:16] for row in rows)
     return Items(kind=_KINDS.get(name, "mean"), values=pairs[:, 0], weights=pairs[:, 1], names=names)
 
 

@@ -17,6 +17,7 @@ from moeq.artifacts.evaluation import NAME, SAMPLES, Change, EvalReport, EvalRow
 from moeq.artifacts.files import make_directory
 from moeq.errors import EvaluationError
 from moeq.evaluation import result_file as document
+from moeq.evaluation import task_files
 from moeq.evaluation.divergence import Reference
 from moeq.evaluation.harness import BUNDLED_TASK
 from moeq.models.experts import ExpertLayer
@@ -261,12 +262,12 @@ def other_inputs(context: Context) -> dict[str, list[str]] | None:
 
 
 def _task_digests(section: EvalSection) -> list[str] | None:
-    """Names and digests of the files of tasks of one's own; None without any."""
+    """Names and digests of the files of tasks of one's own, data that they name included; None without any."""
     if section.include_path is None or not section.tasks:
         return None
-    folder = Path(section.include_path)
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return [f"{path.relative_to(folder)} {digest}" for path, digest in digests_of_files(files, cached=True).items()]
+    files = task_files.files_of(Path(section.include_path).expanduser())
+    digests = digests_of_files(files.values(), cached=True)
+    return [f"{name} {digests[path]}" for name, path in files.items()]
 
 
 def replaced(context: Context, overlay: Overlay, assignment: Assignment, *, exported: bool = False) -> nn.Module:

@@ -21,7 +21,7 @@ from moeq.recipe.editing import as_yaml, in_decimals
 from moeq.stages.context import Context
 from moeq.stages.recorded import changed_files
 
-SHOWN = 4  # changed keys of a recipe that are named
+SHOWN = 8  # changed keys of a recipe that are named
 
 
 def record_of(directory: Path, stage: str) -> StageRecord | None:

@@ -17,7 +17,7 @@ from random_inputs import BITS, expert_bytes, inputs_of, least_bytes, with_optio
 
 from moeq.artifacts.losses import SCHEMA, LossTable
 from moeq.artifacts.targets import refusal, targets
-from moeq.assigners import assign, mopeq, report
+from moeq.assigners import assign, mopeq, report, uniform
 from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.online import decide
 from moeq.assigners.sensitivity import columns, objective, tables
@@ -153,6 +153,19 @@ def test_a_target_refuses_what_it_cannot_load() -> None:
         assign(one)
 
 
+def test_uniform_says_what_the_next_wider_width_takes() -> None:
+    inputs = inputs_of(13, 2, 8, method="uniform", bits=2)
+    assert uniform.remark(inputs, assign(inputs)) is None  # the width was asked for
+    widths = inputs.measured()
+    size, weights = 8 * sum(one[widths[1]] for one in inputs.bytes), 8 * sum(inputs.weights)
+    short = with_options(inputs, method="uniform", expert_bytes=size - 1)
+    assert uniform.remark(short, assign(short)) == (
+        f"uniform: {widths[0]} bit within the budget; {widths[1]} take {8 * size / weights:.4g} a weight"
+    )
+    widest = with_options(inputs, method="uniform", expert_bytes=10 * size * max(widths))
+    assert uniform.remark(widest, assign(widest)) is None
+
+
 def test_frontier_marks_what_is_dominated() -> None:
     inputs = inputs_of(13, 2, 8, method="optimal", code_bits=2)
     points = report.frontier(inputs, ("3/2", "2", "3"), assign)
@@ -161,9 +174,9 @@ def test_frontier_marks_what_is_dominated() -> None:
     }
     assert not any(point.dominated for point in points if point.method == "optimal")
     size, weights = 8 * sum(one[2] for one in inputs.bytes), 8 * sum(inputs.weights)
-    uniform = next(point for point in points if point.method == "uniform" and point.expert_bytes == size)
-    assert uniform.bits_per_weight == 8 * size / weights > 2
-    assert uniform.dominated
+    one_width = next(point for point in points if point.method == "uniform" and point.expert_bytes == size)
+    assert one_width.bits_per_weight == 8 * size / weights > 2
+    assert one_width.dominated
 
 
 @pytest.mark.parametrize("value", [np.nan, -1.0, np.inf])

@@ -1,0 +1,67 @@
+"""Which files one's own lm-eval tasks are made of: their folder, what its YAML includes, and the data it names."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from moeq.bounded import YAML_BYTES, read_bounded
+
+DATA = ("dataset_path", "data_dir", "data_files")  # keys whose text may name what lies on this machine
+INCLUDE = "include"
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Every file by the name it has for the tasks: below the folder, else as the YAML names it.
+
+    Data are looked for as lm-eval does: from the working directory, `*` and `**` included. YAML that cannot be read
+    names nothing: whoever loads the task says so.
+    """
+    own = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    found = {str(path.relative_to(folder)): path for path in sorted(own)}
+    left = [path for path in found.values() if path.suffix == ".yaml"]
+    seen = {path.resolve() for path in left}
+    while left:
+        path = left.pop()
+        for key, text in _named(path):
+            if key == INCLUDE:
+                other = path.parent / text
+                if other.is_file() and other.resolve() not in seen:
+                    seen.add(other.resolve())
+                    found[text] = other
+                    left.append(other)
+            else:
+                found |= _data(text)
+    return found
+
+
+def _data(text: str) -> dict[str, Path]:
+    """The files that a name or pattern stands for on this machine, those of folders included."""
+    places = [Path(place) for place in glob.glob(text, recursive=True)]
+    folders = [path for place in places if place.is_dir() for path in place.rglob("*")]
+    return {str(path): path for path in sorted({*places, *folders}) if path.is_file()}
+
+
+def _named(path: Path) -> Iterator[tuple[str, str]]:
+    """Every text that stands under a key which may name a file, with its key."""
+    try:
+        root = yaml.compose(read_bounded(path, YAML_BYTES), Loader=_LOADER)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return
+    left, seen = [("", root)], set()
+    while left:
+        key, node = left.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            inside = [(key if key in DATA else str(name.value), value) for name, value in node.value]
+            left += inside
+        elif isinstance(node, yaml.SequenceNode):
+            left += [(key, value) for value in node.value]
+        elif isinstance(node, yaml.ScalarNode) and key in (*DATA, INCLUDE):
+            yield key, node.value
