@@ -382,8 +382,8 @@ def print_freed(cleaned: dict[str, Any]) -> None:
     console.print(f"{freed}, {human_bytes(cleaned['kept_bytes'])} of replicas stay", style="bold")
 
 
-def print_summary(summary: dict[str, Any], indent: int = 0) -> None:
-    """Nested figures as indented lines."""
+def print_summary(summary: dict[str, Any], indent: int = 0, of: str = "") -> None:
+    """Nested figures as indented lines; of: the key that they stand under, whose unit they have."""
     console = PlainConsole(highlight=False)
     for key, value in summary.items():
         label = f"{' ' * indent}{str(key).replace('_', ' ')}"
@@ -393,12 +393,12 @@ def print_summary(summary: dict[str, Any], indent: int = 0) -> None:
             console.print(within, markup=False)
         elif isinstance(value, dict) and value:
             console.print(label)
-            print_summary(value, indent + 2)
+            print_summary(value, indent + 2, str(key))
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             console.print(label)
             _print_entries(console, value, indent + 2)
         else:
-            console.print(f"{label}: {_plain(str(key), value)}", soft_wrap=True, markup=False)
+            console.print(f"{label}: {_plain(f'{of} {key}' if of else str(key), value)}", soft_wrap=True, markup=False)
 
 
 def _print_entries(console: Console, entries: list[dict[str, Any]], indent: int) -> None:

@@ -124,6 +124,8 @@ class PackedEmbedding(PackedModule):
         if as_head:
             output = self.product(ids)
             return output if bias is None else output + bias
+        if not ids.numel():
+            return torch.zeros(*ids.shape, self.inputs, dtype=self.dtype, device=ids.device)
         which = ids.reshape(-1)
         found = some_rows(self.stored(), which) if self.prepared is None else self.prepared.some(which)
         return values(found, self.dtype).view(*ids.shape, self.inputs)
