@@ -72,7 +72,7 @@ def test_an_embedding_dequantizes_what_is_looked_up(dtype: torch.dtype) -> None:
 
 def test_an_embedding_of_no_ids_is_empty() -> None:
     original = nn.Embedding(60, 40, dtype=torch.bfloat16)
-    for encoding in (Encoding(group_size=16, symmetric=False), Encoding(codes="trellis", state_bits=10)):
+    for encoding in (Encoding(group_size=16, symmetric=False), Encoding.trellis(10)):
         found = PackedEmbedding(original, 4, encoding)(torch.zeros(2, 0, dtype=torch.int64))
         assert (tuple(found.shape), found.dtype) == ((2, 0, 40), torch.bfloat16)
 
