@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from family_models import build
+from packed_layers import trellis_of
 from torch import nn
 
 from moeq.errors import ArtifactError
@@ -19,6 +20,7 @@ from moeq.runtime.packed_modules import (
     TiedHead,
     replace_modules,
 )
+from moeq_kernels import choice
 from moeq_kernels.checkpoint import Others
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.widths import Encoding
@@ -71,10 +73,13 @@ def test_an_embedding_dequantizes_what_is_looked_up(dtype: torch.dtype) -> None:
 
 
 def test_an_embedding_of_no_ids_is_empty() -> None:
-    original = nn.Embedding(60, 40, dtype=torch.bfloat16)
-    for encoding in (Encoding(group_size=16, symmetric=False), Encoding.trellis(10)):
-        found = PackedEmbedding(original, 4, encoding)(torch.zeros(2, 0, dtype=torch.int64))
-        assert (tuple(found.shape), found.dtype) == ((2, 0, 40), torch.bfloat16)
+    embeddings = PackedEmbedding(nn.Embedding(70, 50, dtype=torch.bfloat16), 2, Encoding.trellis(10))
+    none = torch.zeros(2, 0, dtype=torch.int64)
+    embeddings.prepared, _ = choice.prepared_linear(trellis_of(70, 50, 2, 10), None, torch.device("cpu"), "fixed")
+    for _ in range(2):
+        found = embeddings(none)
+        assert (tuple(found.shape), found.dtype) == ((2, 0, 50), torch.bfloat16)
+        embeddings.prepared = None
 
 
 def test_a_tied_head_has_no_tensor_of_its_own() -> None:
