@@ -257,9 +257,14 @@ def byte_limit(
 
 
 def spent(
-    inputs: AssignInputs, assignment: Assignment, widths: Sequence[int], granularity: Granularity = "expert"
+    inputs: AssignInputs,
+    assignment: Assignment,
+    widths: Sequence[int],
+    granularity: Granularity = "expert",
+    stored: AssignInputs | None = None,
 ) -> Limit:
-    """The bytes that an assignment spends on the experts it decided, as a limit over some widths."""
+    """The bytes that an assignment spends on the experts it decided, as a limit over some widths; stored: what counts
+    the bytes of these, where it is something else."""
     hot = assignment.hot()
     total = sum(inputs.stored(layer, width) for layer, width in decided(assignment.expert_widths(), hot))
-    return byte_limit(inputs, widths, hot, total, 0, granularity)
+    return byte_limit(stored or inputs, widths, hot, total, 0, granularity)

@@ -67,8 +67,11 @@ def optimum(
     weighting = (config.quantizer, config.loss_weighting, config.layer_weighting, config.statistics, of_matrices)
     masks = b"".join(mask.tobytes() for mask in hot)
     most = None if limit.latency is None else limit.latency.seconds
-    key = ("optimum", weighting, limit.unit, limit.total, most, limit.widths, masks, granularity, scope, inputs.loaded)
-    return inputs.once(key, lambda: _optimum(inputs, limit, hot, granularity, scope))
+    costs = b"".join(one.tobytes() for one in (limit.costs, *limit.matrices))
+    allowed = (limit.unit, limit.total, most, limit.widths, costs, masks, inputs.loaded)
+    return inputs.once(
+        ("optimum", weighting, allowed, granularity, scope), lambda: _optimum(inputs, limit, hot, granularity, scope)
+    )
 
 
 def _optimum(

@@ -23,12 +23,23 @@ from moeq.errors import AssignmentError, BudgetError, FormatError
 from moeq.recipe import BUDGETS, AssignSection
 from moeq.registry import ALLOCATORS
 
-Refuse = Callable[[Target, int], FormatError | None]
-OfShapes = Callable[[Target], Loaded]
 KEPT = ("quantizer", "gpu_experts", "alpha", "loss_weighting", "layer_weighting", "normalization", "statistics")
 UNIFORM, THIS = "one width for all", "this run"
 OPTIMAL: dict[Granularity, str] = {"expert": "optimal by expert", "projection": "optimal by matrix"}
 SAME = 1e-9  # relative difference below which objectives count as equal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenBy:
+    """What targets make of a model, whose matrices the inputs do not know.
+
+    refuse: why one cannot load a width of them, or None; loaded: what one loads of each, as `AssignInputs.loaded`;
+    sizes: the inputs' fields of bytes as one stores them for a section, none where they are the same.
+    """
+
+    refuse: Callable[[Target, int], FormatError | None] = lambda *_: None
+    loaded: Callable[[Target], Loaded] = lambda _: ()
+    sizes: Callable[[AssignSection, Target], Mapping[str, Any]] = lambda *_: {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +95,18 @@ class Point:
 
 
 def budget_of(
-    inputs: AssignInputs, assignment: Assignment, widths: Sequence[int], granularity: Granularity = "expert"
+    inputs: AssignInputs,
+    assignment: Assignment,
+    widths: Sequence[int],
+    granularity: Granularity = "expert",
+    given: AssignInputs | None = None,
 ) -> Limit:
-    """The section's budget over some widths; where none but a width is given, the bytes that the assignment takes."""
+    """The section's budget over some widths; where none but a width is given, the bytes that the assignment takes, as
+    the inputs it was `given` count them."""
     if any(getattr(inputs.config, name) is not None for name in BUDGETS):
         limit = limit_of(inputs, widths, assignment.hot(), granularity)
         return latency.limited(inputs, limit, assignment.hot())
-    return spent(inputs, assignment, widths, granularity)
+    return spent(given or inputs, assignment, widths, granularity, inputs)
 
 
 def finest(inputs: AssignInputs) -> Granularity:
@@ -111,20 +127,18 @@ def score(inputs: AssignInputs, assignment: Assignment) -> Score:
 def prices(
     inputs: AssignInputs,
     assignment: Assignment,
-    refuse: Refuse = lambda *_: None,
     names: Collection[str] | None = None,
-    of_shapes: OfShapes = lambda _: (),
+    seen: SeenBy = SeenBy(),
 ) -> list[Price]:
-    """What the restriction of every target costs: its optimum on the assignment's budget.
+    """What the restriction of every target costs: its optimum on the assignment's budget, in bytes as it stores them.
 
-    refuse: why a target cannot load a width of the model's own matrices, whose sizes the inputs do not know; names:
-    of targets, None: all; of_shapes: what a target loads of each matrix, as `AssignInputs.loaded`.
+    names: of targets, None: all.
     """
     inputs, hot = replace(inputs, loaded=()), assignment.hot()
     limit = budget_of(inputs, assignment, inputs.decided_among(), finest(inputs))
     free = optimum(inputs, limit, hot, finest(inputs))
     asked = [target for name, target in targets().items() if names is None or name in names]
-    return [_price(inputs, assignment, target, free, refuse, of_shapes) for target in asked]
+    return [_price(inputs, assignment, target, free, seen) for target in asked]
 
 
 def _price(
@@ -132,10 +146,11 @@ def _price(
     assignment: Assignment,
     target: Target,
     free: Optimum,
-    refuse: Refuse,
-    of_shapes: OfShapes,
+    seen: SeenBy,
 ) -> Price:
+    given = inputs
     inputs = replace(inputs, config=inputs.config.model_copy(update={"target": None}))  # it is of this one, not of that
+    inputs = replace(inputs, **seen.sizes(given.config, target))
     hot = assignment.hot()
     reason = refuse_grid(target, symmetric=inputs.symmetric)
     granularity = max(finest(inputs), target.granularity, key=FINENESS.index)
@@ -143,10 +158,10 @@ def _price(
         granularity = "stack"
     if FINENESS.index(granularity) > FINENESS.index("expert") and any(mask.any() and not mask.all() for mask in hot):
         reason = f"gpu_experts mixes 16 bits with others; {MIXED[target.granularity]}"
-    refused = {width: None if width == DROPPED else refuse(target, width) for width in inputs.decided_among()}
+    refused = {width: None if width == DROPPED else seen.refuse(target, width) for width in inputs.decided_among()}
     loaded = [width for width in refused if loads(inputs, target, width)]
     widths = [width for width in loaded if refused[width] is None]
-    if granularity in OF_MATRICES and (shapes := of_shapes(target)):
+    if granularity in OF_MATRICES and (shapes := seen.loaded(target)):
         inputs = replace(inputs, loaded=shapes)
         widths = [width for width in loaded if any(width in own for matrices in shapes for own in matrices)]
     if loaded and not widths:  # of other shapes it would be had
@@ -154,7 +169,7 @@ def _price(
     try:
         if not widths:
             raise _none_of(inputs, target, refused)
-        best = optimum(inputs, budget_of(inputs, assignment, widths, granularity), hot, granularity)
+        best = optimum(inputs, budget_of(inputs, assignment, widths, granularity, given), hot, granularity)
     except (AssignmentError, FormatError) as error:
         return Price(target=target.name, refusal=str(error))
     chosen = expert_widths(inputs, best.bits, hot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -43,10 +43,11 @@ from moeq.stages import non_experts as others
 from moeq.stages import profile, replicas
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
-from moeq.stages.expert_bytes import bits_per_weight, expert_weights, loaded_bytes, total_bytes, total_loaded_bytes
+from moeq.stages.expert_bytes import bits_per_weight, expert_weights, total_bytes, total_loaded_bytes
 from moeq.stages.hessian_traces import traces
 from moeq.stages.loading import check_family, loaded_matrices, where_it_loads
 from moeq.stages.needs import Needs, Rates, Sizes
+from moeq.stages.target_sizes import sizes
 
 NAME = "assignment.json"
 
@@ -185,26 +186,15 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
 
 def _inputs(context: Context, config: AssignSection, name: str, statistics: ExpertProfile) -> AssignInputs:
     """What an assigner is given beside what was measured of the experts."""
-    section = context.recipe.losses
-    widths = (DROPPED, *section.bits, FULL)
-    matrices = tuple(
-        {
-            name: {bits: loaded_bytes(context, config, layer, name, bits) for bits in widths}
-            for name in layer.projections
-        }
-        for layer in context.model.layers
-    )
     return AssignInputs(
         name=name,
         config=config,
         profile=statistics,
         losses=None,
-        **vars(section.encoding),
-        bytes=tuple({bits: sum(sizes[bits] for sizes in each.values()) for bits in widths} for each in matrices),
+        **vars(context.recipe.losses.encoding),
         weights=tuple(layer.weights_per_expert for layer in context.model.layers),
-        matrix_bytes=matrices,
         loaded=_loaded(context, config),
-        **_checkpoint_sizes(context, config, matrices),
+        **sizes(context, config),
     )
 
 
@@ -212,30 +202,6 @@ def _loaded(context: Context, config: AssignSection) -> Loaded:
     """What the section's target loads of every matrix."""
     target = None if config.target is None else loaded_by(config.target)
     return () if target is None else loaded_matrices(context, target, widen=context.recipe.export.widen)
-
-
-def _checkpoint_sizes(
-    context: Context, config: AssignSection, matrices: Sequence[Mapping[str, Mapping[int, int]]]
-) -> dict[str, Any]:
-    """What `size` counts beside the experts' own tensors; nothing where a section does not limit it.
-
-    Of a target with blocks of its own it is the file for that which is limited: it has all else that the native
-    checkpoint has, the tokenizer twice, and says nothing of single matrices.
-    """
-    if config.size is None:
-        return {}
-    size = CheckpointSize(context)
-    if target_of(config.target).block_bytes is not None:
-        none = tuple({name: dict.fromkeys(sizes, 0) for name, sizes in own.items()} for own in matrices)
-        return {"other_bytes": size.other_bytes + sum(context.model.side_files.sizes().values()), "record_bytes": none}
-    records = tuple(
-        {
-            name: {bits: size.matrix_bytes(layer, name, bits) - stored for bits, stored in sizes.items()}
-            for name, sizes in own.items()
-        }
-        for layer, own in zip(context.model.layers, matrices, strict=True)
-    )
-    return {"other_bytes": size.other_bytes, "record_bytes": records}
 
 
 def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) -> tuple[dict[int, float], ...]:

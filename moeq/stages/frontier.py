@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 from rich.markup import escape
@@ -47,9 +46,8 @@ def prices(context: Context) -> list[dict[str, Any]]:
     """What every target's restriction costs in objective, on the budget of the recipe's assignment; nothing is known of
     one that reads no codes of the kind that was measured."""
     inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
-    refuse, of_shapes = partial(loading.refuse_width, context), partial(loading.loaded_matrices, context)
     refused = {name: refuse_codes(target, context.recipe.losses.encoding) for name, target in targets().items()}
     read = [name for name, why in refused.items() if why is None]
-    found = {price.target: price for price in report.prices(inputs, load(context), refuse, read, of_shapes)}
+    found = {price.target: price for price in report.prices(inputs, load(context), read, loading.seen_by(context))}
     found |= {name: report.Price(target=name, refusal="; ".join(why)) for name, why in refused.items() if why}
     return [asdict(found[name]) for name in refused]

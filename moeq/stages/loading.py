@@ -14,6 +14,7 @@ from moeq.errors import FormatError, RecipeError
 from moeq.models.experts import ExpertLayer
 from moeq.runtimes import runtimes
 from moeq.stages.context import Context
+from moeq.stages.target_sizes import sizes_of_target
 
 PRICED = 4096  # most experts for which what other runtimes cost is worked out: it takes as long as to score
 
@@ -34,13 +35,20 @@ def where_it_loads(context: Context, assignment: Assignment, inputs: AssignInput
     refused = [name for name, why in found.items() if why is not None and why["do"] != UNKNOWN]
     if inputs is None or experts > PRICED or not refused:
         return found
-    for price in report.prices(
-        inputs, assignment, partial(refuse_width, context), refused, partial(loaded_matrices, context)
-    ):
+    for price in report.prices(inputs, assignment, refused, seen_by(context)):
         why = found[price.target]
         if why is not None and price.refusal is None and price.ratio is not None:
             why["price"] = price.ratio - 1
     return found
+
+
+def seen_by(context: Context) -> report.SeenBy:
+    """What targets make of a run's model."""
+    return report.SeenBy(
+        refuse=partial(refuse_width, context),
+        loaded=partial(loaded_matrices, context),
+        sizes=partial(sizes_of_target, context),
+    )
 
 
 def check_family(context: Context, name: str) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from moeq import pipeline
 from moeq.artifacts.assignment import count_matrices
 from moeq.artifacts.stage import read_record
 from moeq.artifacts.targets import targets
+from moeq.assigners.sensitivity import objective
 from moeq.errors import BudgetError
 from moeq.planning.capability import refusals
 from moeq.progress import Reporter
-from moeq.recipe import load_recipe
+from moeq.recipe import AssignSection, load_recipe
 from moeq.stages import assign, export, frontier
 from moeq.stages.context import Context
-from moeq.stages.expert_bytes import expert_weights
+from moeq.stages.expert_bytes import expert_weights, total_bytes, total_loaded_bytes
 
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=48", "losses.methods=[rtn]", "eval.compare=[]",
@@ -136,3 +140,26 @@ def test_a_matrix_that_no_block_fits_takes_a_width_that_one_does(tmp_path: Path)
     )
     with pytest.raises(BudgetError, match=r"3\.2 bits a weight cannot be met; the least possible is 3\.875"):
         assign.check(replace(context, recipe=wide))
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("name", "grid"), [("llama.cpp-refit", {"group_size": 16}), ("llama.cpp", {"group_size": 32, "symmetric": True})]
+)
+@pytest.mark.parametrize("budget", ["bits_per_weight: 6", "size: 3.6MiB", "method: uniform, bits: 8"])
+def test_a_price_counts_what_the_target_stores(tmp_path: Path, name: str, grid: dict[str, Any], budget: str) -> None:
+    """It is what assigning for the target comes to, on the same budget."""
+    free = {"method": "optimal", "quantizer": "rtn"} | yaml.safe_load(f"{{{budget}}}")
+    recipe = load_recipe(
+        None, [*SMALL, f"losses={json.dumps({'methods': ['rtn'], **grid})}", f"assign={json.dumps(free)}"]
+    )
+    context = Context(recipe=recipe, model_name="bundled:tiny-mixtral", out=tmp_path, reporter=Reporter(quiet=True))
+    pipeline.run(context, ("profile", "losses", "assign"))
+    price = {price["target"]: price for price in frontier.prices(context)}[name]
+    if free["method"] == "uniform":
+        free = {"method": "optimal", "quantizer": "rtn", "expert_bytes": total_bytes(context, assign.load(context))}
+    section = AssignSection.model_validate(free | {"target": name})
+    found = assign.make(context, section, "targeted")
+    assert price["expert_bytes"] == total_loaded_bytes(context, section, found)
+    inputs = assign.inputs_of(context, section, "targeted")
+    assert price["objective"] == pytest.approx(objective(inputs, found), rel=1e-9)

@@ -1,0 +1,59 @@
+"""What an assigner counts: bytes of experts as a section's target stores them, and what `size` counts beside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moeq.artifacts.assignment import DROPPED, FULL
+from moeq.artifacts.targets import Target, target_of
+from moeq.recipe import AssignSection
+from moeq.stages.checkpoint_size import CheckpointSize
+from moeq.stages.context import Context
+from moeq.stages.expert_bytes import loaded_bytes
+
+Matrices = Sequence[Mapping[str, Mapping[int, int]]]
+
+
+def sizes(context: Context, config: AssignSection) -> dict[str, Any]:
+    """`AssignInputs`' bytes and matrix_bytes, and where a section limits `size` its record_bytes and other_bytes."""
+    widths = (DROPPED, *context.recipe.losses.bits, FULL)
+    matrices = tuple(
+        {
+            name: {bits: loaded_bytes(context, config, layer, name, bits) for bits in widths}
+            for name in layer.projections
+        }
+        for layer in context.model.layers
+    )
+    whole = tuple({bits: sum(of[bits] for of in each.values()) for bits in widths} for each in matrices)
+    return {"bytes": whole, "matrix_bytes": matrices, **_beside(context, config, matrices)}
+
+
+def sizes_of_target(context: Context, config: AssignSection, target: Target) -> dict[str, Any]:
+    """The same for another target than a section's; nothing where both count what the native checkpoint stores."""
+    own = target_of(config.target).block_bytes
+    if target.block_bytes is None and own is None:
+        return {}
+    return sizes(context, config.model_copy(update={"target": target.name}))
+
+
+def _beside(context: Context, config: AssignSection, matrices: Matrices) -> dict[str, Any]:
+    """What `size` counts beside the experts' own tensors; nothing where a section does not limit it.
+
+    Of a target with blocks of its own it is the file for that which is limited: it has all else that the native
+    checkpoint has, the tokenizer twice, and says nothing of single matrices.
+    """
+    if config.size is None:
+        return {}
+    size = CheckpointSize(context)
+    if target_of(config.target).block_bytes is not None:
+        none = tuple({name: dict.fromkeys(sizes, 0) for name, sizes in own.items()} for own in matrices)
+        return {"other_bytes": size.other_bytes + sum(context.model.side_files.sizes().values()), "record_bytes": none}
+    records = tuple(
+        {
+            name: {bits: size.matrix_bytes(layer, name, bits) - stored for bits, stored in sizes.items()}
+            for name, sizes in own.items()
+        }
+        for layer, own in zip(context.model.layers, matrices, strict=True)
+    )
+    return {"other_bytes": size.other_bytes, "record_bytes": records}
