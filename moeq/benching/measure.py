@@ -29,6 +29,7 @@ from moeq.version import __version__
 POINTS = "measured.csv"
 VARIABLE = "MOEQ_KERNEL"  # by which the way in which packed experts compute is chosen
 ALL_ON_DEVICE = "static_mixed"  # the estimator's policy of a model whose experts all lie on the device at their widths
+DENSE_BITS = 16  # of the only dense weights that the estimator knows
 COLUMNS = (
     "policy", "batch", "input_tokens", "output_tokens", "context", "bits", "gpu_experts", "prefill_seconds",
     "decode_seconds_per_token",
@@ -166,14 +167,15 @@ def write(folder: Path, found: dict[str, Any]) -> None:
 
 def measured_csv(found: dict[str, Any]) -> str:
     """One row a model and batch. Of a packed one `bits` is empty: they are those of the placement that --model names;
-    a dense one's are 16. The prefill is what comes before the first token."""
+    a dense one's are 16, and one of wider weights, which the estimator does not know, has no rows. The prefill is what
+    comes before the first token."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for model in found["models"]:
-        for one in model["points"]:
+        for one in model["points"] if model["packed"] or model["bits_per_weight"] == DENSE_BITS else ():
             context = one["prompt_tokens"] + one["new_tokens"] // 2
-            placed = ("", "") if model["packed"] else (16, 0)
+            placed = ("", "") if model["packed"] else (DENSE_BITS, 0)
             seconds = one["first_token_seconds"], one["token_seconds"]
             writer.writerow(
                 [ALL_ON_DEVICE, one["batch"], one["prompt_tokens"], one["new_tokens"], context, *placed, *seconds]

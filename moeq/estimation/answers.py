@@ -18,6 +18,7 @@ from moeq.preflight import check_path
 from moeq.recipe import load_recipe
 
 RUNS = "moeq-out"  # where runs without --out lie, by name
+SEARCHES = ("--speed", "--memory", "--cost", "--losses", "--policy", "--samples")  # what a search takes with a recipe
 MOST_ROWS = 24  # of a fit's points on the terminal
 FITS = ("--model", "--hardware", "--assignment", "--manifest", "--bits", "--gpu-experts", "--out")  # what --fit uses
 
@@ -34,13 +35,12 @@ class Answer:
 def needs_a_run(asked: EstimateOptions) -> bool:
     """Whether the command line asks for the stage of a run: by a recipe without figures, or by a run's directory."""
     path, apart = asked.recipe_path, asked.given(APART)
-    if path is not None and asked.speed is not None:
-        return False
     if path is not None:
+        apart = [option for option in apart if asked.speed is None or option not in SEARCHES]
         if apart:
             what = f"{apart[0]} cannot go with a recipe"
             raise RecipeError(what, where=str(path), do="leave the recipe out and give --model, or use --set")
-        return load_recipe(path, asked.changes()).estimate.figures is None
+        return asked.speed is None and load_recipe(path, asked.changes()).estimate.figures is None
     if apart or asked.hardware or asked.grid:
         return False
     return asked.model is None or (asked.out is not None and outputs.is_run(asked.out))
@@ -95,6 +95,8 @@ def answer(asked: EstimateOptions) -> Answer:
         raise RecipeError("--set changes a recipe, and there is none", where="estimate", do="give options instead")
     asks = questions.questions_asked(asked)
     if asked.capacity:
+        if asked.out is not None:
+            raise RecipeError("--out is of an estimate", where="--capacity", do="leave it out, or use --json")
         plan = questions.question_of(replace(asked, hardware=[asked.one_hardware or DEFAULT_HARDWARE])).capacity
         room = plan.model_dump(mode="json") | {"fits": plan.fits}
         return Answer(figures=room, show=lambda: tables.print_capacity(plan), refusal=plan.refusal())

@@ -145,9 +145,12 @@ class Question:
         """What a server sees under the rate; nothing without one, EstimateError where no request fits."""
         if self.rate is None:
             return ()
-        settings = {**self._settings, "trace": None}
-        simulation = build_simulation(labels=frozenset(policies), samples=INTERVAL_SAMPLES, **settings)
         first, last = self.grid.inputs[0], self.grid.outputs[0]
+        simulation = build_simulation(labels=frozenset(policies), samples=INTERVAL_SAMPLES, **self._settings)
+        if self.trace is not None:  # popularity of its prompts: its steps are of batches that were not recorded
+            simulation = simulation.without_trace()
+        if self.kv_growth:
+            simulation = replace(simulation, context=first + last // 2, kv_tokens=first + last)
         return tuple(served(simulation, policies, self.rate, first, last, self.seed))
 
     def hits(self) -> HitRates | None:
@@ -166,12 +169,21 @@ def longest(grid: Grid, context: int, *, kv_growth: bool) -> int:
     return request if kv_growth else max(request, context)
 
 
+def check_names(systems: Sequence[Hardware]) -> None:
+    """RecipeError for two that have one name: results tell them apart by it."""
+    names = [system.name for system in systems]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise RecipeError(f"{twice} is named twice", where="--hardware", do="give each file a `name` of its own")
+
+
 def questions_asked(asked: EstimateOptions) -> list[Question]:
     """What the command line asks, of every hardware that it names; raises as `question_of` does."""
     names = list(dict.fromkeys(asked.hardware)) or [DEFAULT_HARDWARE]
     found = [question_of(replace(asked, hardware=[name])) for name in names]
     if len(found) == 1:
         return found
+    check_names([one.hardware for one in found])
     return [replace(one, name=f"{one.hardware.name}: {one.subject.placement.name}") for one in found]
 
 

@@ -15,8 +15,8 @@ from moeq.artifacts.files import make_directory, write_json, write_text
 from moeq.errors import EstimateError, RecipeError
 from moeq.estimation import outputs, search_tables
 from moeq.estimation.estimate_options import ALL, EstimateOptions
-from moeq.estimation.questions import DEFAULT_HARDWARE, DEFAULT_SAMPLES, Question, longest, question_of, questions_of
-from moeq.estimator import chosen_labels, known_hardware, load_hardware
+from moeq.estimation.questions import DEFAULT_SAMPLES, Question, check_names, longest, question_of, questions_of
+from moeq.estimator import Hardware, chosen_labels, known_hardware, load_hardware
 from moeq.estimator.placement import Placement, layer_of_assignment
 from moeq.estimator.result import Frozen
 from moeq.estimator.search import BITS, GPU_BITS, Loss, Search, SearchResult, Setting
@@ -37,6 +37,8 @@ UNUSED = (
     "--capacity",
     "--sheet",
     "--fit",
+    "--kernels",
+    "--design",
 )
 
 
@@ -60,16 +62,16 @@ def search_answer(asked: EstimateOptions) -> tuple[dict[str, Any], Callable[[], 
     unused = [name for name in asked.given("of an estimate without a run") if name in UNUSED]
     if unused:
         raise RecipeError(f"--speed uses nothing of {unused[0]}", where="estimate", do="leave it out")
-    speed, dollars = _speed(asked.speed or ""), _dollars(asked.cost)
+    speed, asked_dollars = _speed(asked.speed or ""), _dollars(asked.cost)
     memory = None if asked.memory is None else _bytes(asked.memory)
     if asked.out is not None:
         outputs.check_out(asked.out)
     names = [name for given in asked.hardware for name in (known_hardware() if given == ALL else [given])]
     questions = _questions(asked, names)
-    strange = sorted(dollars.keys() - {load_hardware(name).name for name in names or [DEFAULT_HARDWARE]})
-    if strange:
-        raise RecipeError(f"{strange[0]} is none of the hardware", where="--cost", do="name one that --hardware names")
-    found = tuple(_search(question, asked, names, speed, memory, dollars).run() for question in questions)
+    systems = [load_hardware(name) for name in names] or [questions[0].hardware]
+    check_names(systems)
+    dollars = _of_systems(asked_dollars, dict(zip(names, systems, strict=False)), systems)
+    found = tuple(_search(question, asked, systems, speed, memory, dollars).run() for question in questions)
     title = f"{', '.join(dict.fromkeys(each.geometry for each in found))} at {speed:g} tokens a second"
     document = SearchDocument(
         name=title,
@@ -100,7 +102,7 @@ def _questions(asked: EstimateOptions, names: Sequence[str]) -> list[Question]:
 def _search(
     question: Question,
     asked: EstimateOptions,
-    names: Sequence[str],
+    systems: Sequence[Hardware],
     speed: float,
     memory: float | None,
     dollars: Mapping[str, float],
@@ -109,17 +111,19 @@ def _search(
     loss, measured = (None, ()) if asked.losses is None else loss_of_run(asked.losses, subject.geometry.num_experts)
     widths = tuple(float(bits) for bits in measured)
     placement = subject.placement
-    hot, cold = placement.bits[placement.hot], placement.bits[~placement.hot]
+    hot, cold, number = placement.bits[placement.hot], placement.bits[~placement.hot], placement.hot.sum(axis=1)
     setting = Setting(
-        gpu_experts=int(placement.hot[0].sum()),
-        gpu_bits=float(hot[0]) if hot.size else 16.0,
-        bits=float(cold[0]) if cold.size else float(hot[0]),
+        gpu_experts=round(float(number.mean())),
+        gpu_bits=float(hot.mean()) if hot.size else 16.0,
+        bits=float(cold.mean()) if cold.size else float(hot.mean()),
     )
+    mixed = any(np.ptp(values) > 0 for values in (hot, cold, number) if values.size)
     return Search(
         geometry=subject.geometry,
-        hardware=[load_hardware(name) for name in names] or [question.hardware],
+        hardware=systems,
         speed=speed,
         asked=setting,
+        placed=placement if mixed else None,
         batches=question.grid.batches if asked.grid or asked.recipe_path else (1,),
         context=longest(question.grid, question.context, kv_growth=False) if asked.grid else question.context,
         group_size=subject.group_size,
@@ -161,7 +165,22 @@ def _dollars(texts: Sequence[str]) -> dict[str, float]:
             number = -1.0
         if not equals or not 0 <= number < 1e9:
             raise RecipeError(f"{text!r} is no cost", where="--cost", do="write HARDWARE=DOLLARS an hour")
-        found[Path(name).stem] = number
+        found[name] = number
+    return found
+
+
+def _of_systems(
+    dollars: Mapping[str, float], named: Mapping[str, Hardware], systems: Sequence[Hardware]
+) -> dict[str, float]:
+    """{name of a hardware: dollars an hour}, of what is named as --hardware has it, or by its own name."""
+    known = {system.name: system.name for system in systems}
+    for given, system in named.items():
+        known |= {given: system.name, Path(given).name: system.name, Path(given).stem: system.name}
+    found = {}
+    for name, number in dollars.items():
+        if name not in known:
+            raise RecipeError(f"{name} is none of the hardware", where="--cost", do="name one that --hardware names")
+        found[known[name]] = number
     return found
 
 

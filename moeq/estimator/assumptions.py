@@ -55,7 +55,7 @@ def assumptions(
 
 def _kept_line(geometry: ModelGeometry, context: int, gpus: int) -> str:
     """What is kept of a text, by all GPUs together."""
-    each = float(geometry.kv_bytes(context)) / context
+    each = float(geometry.kv_bytes(context)) / max(1, context)
     width = "FP16" if geometry.cache_bits == 16 else f"{geometry.cache_bits:g} bits"
     line = f"keys and values in {width}: {each:,.0f} bytes a token of {context}"
     line += f" on {gpus} GPUs together" if gpus > 1 else ""

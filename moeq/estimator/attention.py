@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
 KINDS = ("layer_types", "layers_block_type")
 KEYS = (
-    *LAYERS, *KINDS, "kv_lora_rank", "qk_rope_head_dim", "sliding_window", "attention_chunk_size",
+    *LAYERS, *KINDS, "kv_lora_rank", "qk_rope_head_dim", "sliding_window", "use_sliding_window", "attention_chunk_size",
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim", "mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim", "mamba_d_state",
     "ssm_state_size", "mamba_d_conv", "mamba_expand", "is_encoder_decoder",
@@ -86,7 +86,8 @@ def attention_of(config: Mapping[str, Any], heads: int, kv_heads: int, head_dim:
         whole = Attention(layers=1, token_bytes=ELEMENT_BYTES * (latent + rotary), token_macs=macs, parts=1)
     kinds = next((config[key] for key in KINDS if config.get(key)), None)
     if kinds is None:
-        kinds = ["sliding_attention" if _number(config, "sliding_window") else "full_attention"] * count
+        windowed = config.get("use_sliding_window") is not False and _number(config, "sliding_window")
+        kinds = ["sliding_attention" if windowed else "full_attention"] * count
     return tuple(_kind(kind, layers, whole, config) for kind, layers in Counter(map(str, kinds)).items())
 
 

@@ -175,7 +175,8 @@ def largest_gpu_experts(
     """The most experts a layer that fit on the GPU at stored bits; None where it cannot hold even none."""
     kept = float(geometry.across(hardware.count).kv_bytes(context, batch))
     room = hardware.all_gpus.memory_capacity_bytes - geometry.non_expert_bytes - kept
-    return None if room < 0 else min(geometry.num_experts, int(room // _bytes_of_one_a_layer(geometry, stored_bits)))
+    one = _bytes_of_one_a_layer(geometry, stored_bits)
+    return None if room < 0 else min(geometry.num_experts, int(room // one) if one else geometry.num_experts)
 
 
 def _bytes_of_one_a_layer(geometry: ModelGeometry, stored_bits: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -66,7 +67,6 @@ def estimate(
         zero_points=zero_points,
         popularity=popularity,
         context=context,
-        kv_tokens=max(grid.inputs) + max(grid.outputs) if kv_growth else context,
         samples=monte_carlo_samples,
         seed=seed,
         trace=trace,
@@ -76,6 +76,8 @@ def estimate(
     unfit = tuple(_unfit(simulation, every, kv_growth=kv_growth))
     lacking = {(row.batch, row.input_tokens, row.output_tokens) for row in unfit}
     at = [place for place in every if place not in lacking] or every
+    longest = max(inputs + outputs for _, inputs, outputs in at)
+    simulation = replace(simulation, kv_tokens=longest if kv_growth else max(context, longest))
     refused = _refused(simulation, list(dict.fromkeys(batch for batch, _, _ in at)), asked=policies is not None)
     made = _assemble(
         simulation, placement, at, refused, replica_bits, kv_growth=kv_growth, popularity_given=popularity is not None
@@ -136,7 +138,9 @@ def _assemble(
     prefills = {place: simulation.prefill(*place) for place in dict.fromkeys((batch, n) for batch, n, _ in at)}
     points = tuple(policy_points(simulation, at, steps, prefills, kv_growth=kv_growth))
     ndp_speedup = _ndp_speedup(simulation.sampled(MOST_STEPS), first)
-    rows, sampled, left_out = sensitivity(simulation, at[0], kv_growth=kv_growth)
+    request = at[0][1] + at[0][2]
+    of_first = replace(simulation, kv_tokens=request if kv_growth else max(simulation.context, request))
+    rows, sampled, left_out = sensitivity(of_first, at[0], kv_growth=kv_growth)
     return Estimate(
         geometry=layers.geometry.name,
         hardware=layers.hardware.name,

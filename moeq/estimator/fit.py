@@ -24,7 +24,7 @@ from moeq.estimator.sheets import Table
 
 AT_BOUND = 1e-6  # of the fit's own variables: closer than this, a constant is at the end of its range
 WEAK = 0.25  # standard error over value above which a constant is only weakly determined
-Verdict = Literal["determined", "weakly determined", "tied", "no effect", "at its bound"]
+Verdict = Literal["determined", "weakly determined", "tied", "no effect", "hidden", "at its bound"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +148,7 @@ def describe(constant: FittedConstant) -> str:
     words = {
         "no effect": "does not matter to these points, kept",
         "tied": f"these points cannot tell it from {', '.join(constant.tied_to)}",
+        "hidden": "hidden behind another term at this value; the file's own is too slow for these points",
         "at its bound": "at the end of its range: another term or the peak may be wrong",
     }
     if constant.verdict in words:
@@ -206,7 +207,7 @@ def _constants(model: Model, x: FloatArray) -> Iterator[FittedConstant]:
         error = None if known.standard_error is None else parameter.error(fitted, float(known.standard_error[index]))
         verdict: Verdict = "determined"
         if not known.matters[index]:
-            verdict = "no effect"
+            verdict = "no effect" if fitted == before else "hidden"
         elif tied:
             verdict = "tied"
         elif min(abs(fitted - bound) for bound in parameter.bounds) < AT_BOUND:
@@ -217,7 +218,7 @@ def _constants(model: Model, x: FloatArray) -> Iterator[FittedConstant]:
             key=parameter.key,
             before=parameter.from_fit(before),
             value=value,
-            standard_error=None if verdict in ("no effect", "tied") else error,
+            standard_error=None if verdict in ("no effect", "tied", "hidden") else error,
             verdict=verdict,
             tied_to=tuple(PARAMETERS[other].key for other in tied),
         )

@@ -56,7 +56,7 @@ def policy_points(
                 stall_seconds_per_token=step.stall_seconds,
                 ndp_seconds_per_layer=step.ndp_seconds / simulation.layers.geometry.num_layers,
                 ndp_busy_share=busy / whole,
-                gpu_expert_share=on_gpu / (on_gpu + on_ndp),
+                gpu_expert_share=on_gpu / (on_gpu + on_ndp) if on_gpu + on_ndp else 0.0,
                 bytes_moved={channel: _carried(parts, channel) for channel in channels},
                 energy_joules=None if joules is None else sum(joules.values()),
                 energy_by_device=joules,

@@ -19,13 +19,13 @@ from moeq.estimator.capacity import largest_gpu_experts
 from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry, effective_bits
 from moeq.estimator.placement import Placement, uniform_placement
-from moeq.estimator.points import step_joules
-from moeq.estimator.policies import Holds, Policy, by_label, over_gpu_memory
+from moeq.estimator.points import SUBJECT, step_joules
+from moeq.estimator.policies import Holds, Policy, by_label, titled
 from moeq.estimator.result import Frozen
 from moeq.estimator.simulation import Simulation, build_simulation
 from moeq.estimator.step import Step
-from moeq.tables import human_bytes
 
+FULL = 16  # bits of FP16
 GPU_BITS, BITS = (16.0, 8.0, 4.0), (16.0, 4.0, 3.0, 2.0)
 SHARES = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of a layer's experts on the GPU, beside the most that fit
 HOUR, MILLION = 3600, 1e6
@@ -90,8 +90,11 @@ class Point(Frozen):
     def text(self, num_experts: int) -> str:
         """The setting in words, as the policy takes it."""
         policy, _ = by_label()[self.policy]
-        if not policy.placed:
-            return "widths of its own"
+        follows = titled(self.policy).follows
+        if follows == "number":
+            return f"all {_width(self.bits)}, the {self.gpu_experts} most popular of {num_experts} fetched"
+        if follows == "nothing":
+            return "all FP16" if self.bits == FULL else "widths of its own"
         if policy.near_data:
             return self.setting.text(num_experts)
         if self.gpu_experts == 0 or self.gpu_bits == self.code_bits:
@@ -101,9 +104,8 @@ class Point(Frozen):
 
     def short(self, num_experts: int) -> str:
         """The setting as experts x code bits."""
-        policy, _ = by_label()[self.policy]
-        if not policy.placed:
-            return "its own"
+        if titled(self.policy).follows != "all":
+            return f"{num_experts}x16" if self.bits == FULL else "its own"
         hot = self.gpu_experts
         if hot in (0, num_experts) or self.gpu_bits == self.code_bits:
             return f"{num_experts}x{self.code_bits:g}"
@@ -166,6 +168,7 @@ def _keeps(point: Point) -> float:
 class Search:
     """What is searched, and for which speed (tokens a second of one sequence).
 
+    `placed`: what was asked about, where its experts have widths of their own, which `asked` has in the mean;
     `memory_bytes`: of the GPU's memory, at most what it has; `dollars_per_hour` by name of a hardware; `loss` of a
     placement by a run, whose policies then are those that take its widths or FP16; `labels`: policies (None: all).
     """
@@ -174,6 +177,7 @@ class Search:
     hardware: Sequence[Hardware]
     speed: float
     asked: Setting
+    placed: Placement | None = None
     batches: Sequence[int] = (1,)
     context: int = 1024
     group_size: int | None = 128
@@ -217,7 +221,7 @@ class Search:
                 for (system, policy), count in refused.items()
             ),
             asked=asked,
-            asked_setting=self.asked.text(self.geometry.num_experts),
+            asked_setting=self.asked.text(self.geometry.num_experts) + (" on average" if self.placed else ""),
         )
 
     def _limited(self, system: Hardware) -> Hardware:
@@ -229,12 +233,15 @@ class Search:
     def settings(self, system: Hardware, batch: int) -> list[Setting]:
         """Every setting once, that which is asked about first."""
         experts = self.geometry.num_experts
-        found = [self.asked]
-        for gpu_bits in dict.fromkeys((*self.gpu_widths, self.asked.gpu_bits)):
+        own = [] if self.placed is not None else [self.asked]
+        found = [*own]
+        for gpu_bits in dict.fromkeys((*self.gpu_widths, *(asked.gpu_bits for asked in own))):
             stored = float(effective_bits(gpu_bits, self.group_size, self.zero_points))
             most = largest_gpu_experts(self.geometry, system, batch=batch, context=self.context, stored_bits=stored)
-            places = {round(share * experts) for share in SHARES} | {self.asked.gpu_experts, most or 0}
-            for gpu_experts, bits in product(sorted(places), dict.fromkeys((*self.widths, self.asked.bits))):
+            places = {round(share * experts) for share in SHARES} | {most or 0, *(asked.gpu_experts for asked in own)}
+            for gpu_experts, bits in product(
+                sorted(places), dict.fromkeys((*self.widths, *(asked.bits for asked in own)))
+            ):
                 all_there, none = gpu_experts == experts, gpu_experts == 0
                 widths = {"gpu_bits": 16.0 if none else gpu_bits, "bits": gpu_bits if all_there else bits}
                 found.append(Setting(gpu_experts=gpu_experts, **widths))
@@ -245,20 +252,17 @@ class Search:
     ) -> Iterator[tuple[Point | None, tuple[str, str], str]]:
         """A point, or hardware and policy with the reason of a refusal."""
         for batch in self.batches:
-            without_placement = True
+            seen: set[tuple[str, Any]] = set()
             for setting in self.settings(system, batch):
-                simulation = self._simulation(system, setting, drawn)
-                wanted = {
-                    label: policy
-                    for label, policy, _ in simulation.wanted(self.labels)
-                    if policy.placed or without_placement
-                }
-                without_placement = False
+                simulation = self._simulation(system, self._placement(setting), drawn)
+                every = {label: policy for label, policy, _ in simulation.wanted(self.labels)}
+                follows = {label: _followed(label, setting) for label in every}
+                wanted = {label: policy for label, policy in every.items() if (label, follows[label]) not in seen}
+                seen |= follows.items()
                 yield from self._of_setting(simulation, system, setting, batch, wanted)
 
-    def _simulation(self, system: Hardware, setting: Setting, drawn: dict[Any, Any]) -> Simulation:
+    def _simulation(self, system: Hardware, placement: Placement, drawn: dict[Any, Any]) -> Simulation:
         """The placed model; routing that was drawn is shared."""
-        placement = self._placement(setting)
         made = build_simulation(
             self.geometry,
             system,
@@ -282,8 +286,8 @@ class Search:
     ) -> Iterator[tuple[Point | None, tuple[str, str], str]]:
         kept, fits = simulation.kv_cache_bytes(batch), {}
         for label, policy in wanted.items():
-            reason = policy.refusal(simulation.layers, kept) or _over(simulation, policy, kept)
-            reason = reason or self._unmeasured(policy, policy.holds(simulation.layers, kept), setting)
+            reason = simulation.lack(policy, kept)
+            reason = reason or self._unmeasured(label, policy.holds(simulation.layers, kept), setting)
             if reason is None:
                 fits[label] = policy
             else:
@@ -325,17 +329,35 @@ class Search:
             meets=rate >= self.speed,
         )
 
-    def _unmeasured(self, policy: Policy, holds: Holds, setting: Setting) -> str | None:
+    def _unmeasured(self, label: str, holds: Holds, setting: Setting) -> str | None:
         """Why a run's losses do not tell what a policy loses; None where they do, or there are none."""
         if self.loss is None or holds.bits == 16:
             return None
-        if not policy.placed:
+        if titled(label).follows != "all":
             return "it takes widths of its own, whose losses are not those of a placement"
         return None if self.loss(self._placement(setting)) is not None else "its widths were not measured"
 
     def _asked(self, found: Sequence[Point]) -> Point | None:
+        if self.placed is not None:
+            return self._of_placement(self.placed)
         wanted = _plain(self.asked, self.geometry.num_experts)
-        return next((p for p in found if p.policy == "context_aware" and p.setting == wanted), None)
+        return next((p for p in found if p.policy == SUBJECT and p.setting == wanted), None)
+
+    def _of_placement(self, placement: Placement) -> Point | None:
+        """A placement as it is, on the first hardware at the first batch; None where it does not fit."""
+        system, batch, policy = self._limited(self.hardware[0]), self.batches[0], by_label()[SUBJECT][0]
+        simulation = self._simulation(system, placement, {})
+        if simulation.lack(policy, simulation.kv_cache_bytes(batch)) is not None:
+            return None
+        step = simulation.decode(batch, frozenset({SUBJECT}))[SUBJECT]
+        loss = None if self.loss is None else self.loss(placement)
+        point = self._point(simulation, system, self.asked, batch, SUBJECT, policy, step)
+        return point.model_copy(update={"loss": loss})
+
+
+def _followed(label: str, setting: Setting) -> Any:
+    """What of a setting a policy follows: settings that are equal in it are one for the policy."""
+    return {"all": setting, "number": setting.gpu_experts, "nothing": None}[titled(label).follows]
 
 
 def _plain(setting: Setting, num_experts: int) -> Setting:
@@ -343,15 +365,6 @@ def _plain(setting: Setting, num_experts: int) -> Setting:
     if setting.gpu_experts == 0:
         return replace(setting, gpu_bits=16.0)
     return replace(setting, bits=setting.gpu_bits) if setting.gpu_experts == num_experts else setting
-
-
-def _over(simulation: Simulation, policy: Policy, kv_cache_bytes: float) -> str | None:
-    """By what a policy's experts exceed one of the memories."""
-    layers = simulation.layers
-    holds, there = policy.holds(layers, kv_cache_bytes), layers.hardware.near_capacity_bytes
-    if holds.near_bytes > there:
-        return f"needs {human_bytes(holds.near_bytes)} of near-data memory, which has {human_bytes(there)}"
-    return over_gpu_memory(layers, holds.gpu_bytes, kv_cache_bytes)
 
 
 def _with_front(points: Sequence[Point]) -> list[Point]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeq.errors import EstimateError
+from moeq.estimator.policies import by_label
 from moeq.estimator.result import Frozen
 from moeq.estimator.simulation import Simulation
 
@@ -75,10 +76,10 @@ def steps_of(simulation: Simulation, policy: str, input_tokens: int, output_toke
 
     Raises EstimateError where not even one request fits.
     """
-    tokens = max(simulation.kv_tokens, input_tokens + output_tokens)
+    simulation = replace(simulation, kv_tokens=max(simulation.kv_tokens, input_tokens + output_tokens))
 
     def refusal(batch: int) -> str | None:
-        return simulation.over_memory(batch, tokens) or simulation.refusals(batch).get(policy)
+        return simulation.lack(by_label()[policy][0], simulation.kv_cache_bytes(batch))
 
     if (reason := refusal(1)) is not None:
         raise EstimateError(reason, where=f"--rate, {policy}", do="give other hardware, bits or lengths")
@@ -159,12 +160,16 @@ def _quantiles(values: NDArray[np.float64]) -> tuple[float, ...]:
 def served(
     simulation: Simulation, policies: Sequence[str], rate: float, input_tokens: int, output_tokens: int, seed: int
 ) -> list[ServedRow]:
-    """Every policy that can run such requests, under the same arrivals."""
-    rows = []
+    """Every policy that can run such requests, under the same arrivals; EstimateError where none can."""
+    rows, refused = [], []
     for policy in policies:
-        if policy in simulation.refusals(1):
+        try:
+            steps = steps_of(simulation, policy, input_tokens, output_tokens)
+        except EstimateError as error:
+            refused.append(error)
             continue
-        steps = steps_of(simulation, policy, input_tokens, output_tokens)
         lengths = {"input_tokens": input_tokens, "output_tokens": output_tokens}
         rows.append(serve(steps, policy=policy, rate=rate, seed=seed, **lengths))
+    if refused and not rows:
+        raise refused[0]
     return rows

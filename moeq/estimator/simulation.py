@@ -29,6 +29,7 @@ from moeq.estimator.workload import (
     normalize_popularity,
     routing_outcomes,
 )
+from moeq.tables import human_bytes
 
 CHUNK_ELEMENTS = 250_000
 PREFILL_SAMPLES = 2048
@@ -122,6 +123,16 @@ class Simulation:
         for key, (policy, variant) in by_label().items():
             if all(names is None or key in names for names in (only, self.labels)):
                 yield key, policy, variant
+
+    def lack(self, policy: Policy, kv_cache_bytes: float) -> str | None:
+        """Why a policy cannot run the model beside keys and values of a size, by what it holds itself; or None."""
+        reason = policy.refusal(self.layers, kv_cache_bytes)
+        if reason is not None:
+            return reason
+        holds, there = policy.holds(self.layers, kv_cache_bytes), self.layers.hardware.near_capacity_bytes
+        if holds.near_bytes > there:
+            return f"needs {human_bytes(holds.near_bytes)} of near-data memory, which has {human_bytes(there)}"
+        return over_gpu_memory(self.layers, holds.gpu_bytes, kv_cache_bytes)
 
     def refusals(self, batch: int) -> dict[str, str]:
         """Why a policy cannot run the model, by policy label."""

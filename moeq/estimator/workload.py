@@ -121,7 +121,9 @@ def top_k_sets(popularity: FloatArray, top_k: int) -> tuple[IntArray, FloatArray
         for last in range(size):
             others = np.delete(members, last, axis=1)
             drawn = popularity[members[:, last]]
-            left = np.maximum(1.0 - popularity[others].sum(axis=1), drawn)  # rounding must not let p exceed it
+            unchosen = np.ones((len(members), len(popularity)), dtype=np.bool_)
+            np.put_along_axis(unchosen, others, False, axis=1)
+            left = unchosen @ popularity  # not 1 less the others', of which nothing would be left under extreme skew
             share = np.divide(drawn, left, out=np.zeros_like(drawn), where=left > 0)
             probability += previous[_rank(others)] * share
     return members, probability / probability.sum()

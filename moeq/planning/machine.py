@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ def machine(out: Path, device: torch.device, store: Path | None = None, hub: Pat
     weights are to be downloaded.
     """
     folder = existing(out)
-    lying = sum(path.stat().st_blocks * 512 for path in _replaced(out))
+    lying = _freed(_replaced(out))
     others = [existing(other) if other is not None else folder for other in (store, hub)]
     apart = [other if other.stat().st_dev != folder.stat().st_dev else None for other in others]
     store_disk, hub_disk = (None if other is None else shutil.disk_usage(other).free for other in apart)
@@ -40,6 +41,16 @@ def machine(out: Path, device: torch.device, store: Path | None = None, hub: Pat
         hub_disk=hub_disk,
         hub_path=str(apart[1] or ""),
     )
+
+
+def _freed(paths: Iterable[Path]) -> int:
+    """Bytes on the disk of files that go: those alone of which no other name stays."""
+    files: dict[tuple[int, int], tuple[os.stat_result, int]] = {}
+    for path in paths:
+        found = path.stat()
+        place = found.st_dev, found.st_ino
+        files[place] = found, files.get(place, (found, 0))[1] + 1
+    return sum(found.st_blocks * 512 for found, names in files.values() if names >= found.st_nlink)
 
 
 def _replaced(out: Path) -> Iterator[Path]:

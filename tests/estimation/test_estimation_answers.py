@@ -511,6 +511,13 @@ def test_a_rate_of_requests(tmp_path: Path) -> None:
         code, text = moeq(*model, "--gpu-experts", "4", "--rate", "0.5", columns=columns)
         assert (code, "served: 0.5 requests a second" in text) == (0, True)
         assert max(map(len, text.splitlines())) <= columns
+    short = ("--gpu-experts", "6", "--context", "4096", "--grid", "in=100", "out=100", "--rate", "0.2")
+    of_context, growing = (
+        {row["policy"]: row for row in as_json(*model, *short, *more)["cases"][0]["served"]}["context_aware"]
+        for more in ((), ("--kv-growth",))
+    )
+    assert of_context["largest_batch"] < growing["largest_batch"]
+    assert of_context["token_seconds"][0] > growing["token_seconds"][0]
     assert moeq(*model, "--rate", "0")[0] == 2
 
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from moeq.cli import app
 from moeq.errors import MoeqError
 from moeq.estimation.searches import SearchDocument
+from moeq.estimator import hardware
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "paper-000-figures.yaml"
 SEARCH = ("--model", "mixtral-8x7b", "--speed", "20tok/s")
@@ -86,3 +87,34 @@ def test_a_recipes_figures_are_searched_case_by_case() -> None:
 def test_refusals(arguments: tuple[str, ...], code: int, words: str) -> None:
     found, text = moeq(*arguments)
     assert (found, words in text) == (code, True), text
+
+
+def test_costs_are_of_hardware_however_it_is_named(tmp_path: Path) -> None:
+    text = (Path(hardware.__file__).parent / "hardware" / "h100-ndp-cxl.yaml").read_text()
+    mine = tmp_path / "my.v2.yaml"
+    mine.write_text(text.replace("name: h100-ndp-cxl", "name: my-box"))
+    for name in (mine, mine.name, "my.v2", "my-box"):
+        code, said = moeq(*SEARCH, "--hardware", mine, "--cost", f"{name}=3", "--json")
+        assert code == 0, said
+        assert json.loads(said)["dollars_per_hour"] == {"my-box": 3.0}
+    code, said = moeq(RECIPE, "--speed", "20tok/s", "--cost", "paper-ctxmoe=2", "--json")
+    assert code == 0, said
+    code, said = moeq(*SEARCH, "--hardware", mine, "--hardware", tmp_path / "." / "other.yaml")
+    assert "other.yaml" in said
+    (tmp_path / "other.yaml").write_text(mine.read_text())
+    code, said = moeq(*SEARCH, "--hardware", mine, "--hardware", tmp_path / "other.yaml")
+    assert (code, "my-box is named twice" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((RECIPE, "--speed", "20tok/s", "--bits", "2"), "--bits cannot go with a recipe"),
+        ((*SEARCH, "--kernels", "zcu102"), "--speed uses nothing of --kernels"),
+        ((*SEARCH, "--design", "units=4"), "--speed uses nothing of --design"),
+        (("--model", "mixtral-8x7b", "--capacity", "--out", "nowhere"), "--out is of an estimate"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(arguments: tuple[Any, ...], told: str) -> None:
+    code, said = moeq(*arguments)
+    assert (code, told in said) == (2, True), said

@@ -296,3 +296,22 @@ def test_matrices_of_several_widths_count_with_their_bytes(
         MIXTRAL.expert_parameters * sum(each) / len(each) / 8
     )
     assert equal_bits((3, 3), group_size, zero_points) == 3
+
+
+def test_policies_are_refused_where_the_longest_request_does_not_fit() -> None:
+    """Keys and values of all its tokens lie beside the experts, whatever --context every step reads."""
+    geometry, hardware = load_geometry("mixtral-8x7b"), load_hardware("h100-ndp-cxl")
+    placement = uniform_placement(geometry, bits=12, hot_experts=0)
+    made = estimate(geometry, hardware, placement, grid=Grid(inputs=(8192,), outputs=(8192,), batches=(8,)))
+    assert "static_mixed" in {row.policy for row in made.refused}
+    assert "static_mixed" not in {point.policy for point in made.points}
+    short = estimate(geometry, hardware, placement, grid=Grid(inputs=(128,), outputs=(128,), batches=(8,)))
+    assert "static_mixed" in {point.policy for point in short.points}
+
+
+def test_nothing_of_a_text_is_kept_of_none() -> None:
+    geometry = load_geometry("mixtral-8x7b")
+    made = estimate(
+        geometry, load_hardware("h100-ndp-cxl"), uniform_placement(geometry, bits=3, hot_experts=2), context=0
+    )
+    assert made.points

@@ -248,3 +248,31 @@ def test_every_measure_is_one_that_the_estimate_has():
     grid = Grid(inputs=(128,), outputs=(64,))
     point = estimate(load_geometry(GEOMETRY), load_hardware("paper-ctxmoe"), placement, grid=grid).points[0]
     assert all(hasattr(point, name) for name in MEASURES)
+
+
+def test_a_constant_that_was_moved_out_of_sight_is_written(tmp_path: Path) -> None:
+    """At the file's 10 % the near-data side would decide every time; at what was fitted the link hides it."""
+    geometry, truth = load_geometry(GEOMETRY), load_hardware("h100-ndp-cxl")
+    slow = truth.changed("ndp", memory_efficiency=0.1)
+    made = estimate(
+        geometry, truth, uniform_placement(geometry, bits=3, hot_experts=4),
+        grid=Grid(inputs=(1024,), outputs=(64,), batches=(1,)), policies=("context_aware", "monde_opt"),
+    )  # fmt: skip
+    table = [
+        {
+            "policy": point.policy, "batch": 1, "input_tokens": 1024, "output_tokens": 64, "geometry": GEOMETRY,
+            "bits": 3, "gpu_experts": 4,
+            "prefill_seconds": point.prefill_seconds if point.policy == "context_aware" else "",
+            "decode_seconds_per_token": point.decode_seconds_per_token,
+        }
+        for point in made.points
+        if point.policy in ("context_aware", "monde_opt")
+    ]  # fmt: skip
+    path = write(tmp_path / "measured.csv", table)
+    found = fit_file(path, slow)
+    moved = next(constant for constant in found.constants if constant.key == "ndp.memory_efficiency")
+    assert (moved.verdict, "hidden behind another term" in describe(moved)) == ("hidden", True)
+    write_hardware(tmp_path / "fitted.yaml", found)
+    written = load_hardware(str(tmp_path / "fitted.yaml"))
+    assert written.ndp.memory_efficiency == pytest.approx(moved.value, rel=1e-5)
+    assert fit_file(path, written).before.largest < 1e-4

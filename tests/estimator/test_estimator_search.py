@@ -16,6 +16,7 @@ from moeq.artifacts.losses import WHOLE, write_losses
 from moeq.errors import EstimateError
 from moeq.estimation.searches import loss_of_run
 from moeq.estimator import Grid, estimate, load_geometry, load_hardware, uniform_placement
+from moeq.estimator.placement import Placement
 from moeq.estimator.search import Search, SearchResult, Setting, front
 
 MIXTRAL = load_geometry("mixtral-8x7b")
@@ -133,3 +134,25 @@ def test_losses_of_a_run_decide_what_is_kept(tmp_path: Path) -> None:
     assert losses == sorted(losses)
     with pytest.raises(EstimateError, match="the model 16"):
         loss_of_run(tmp_path, 16)
+
+
+def test_a_policy_counts_once_where_the_placement_is_nothing_to_it() -> None:
+    found = searched("h100-ndp-cxl")
+    for policy, text in (("monde_opt", "all FP16"), ("monde_bwrule", "all FP16")):
+        (point,) = (point for point in found.points if point.policy == policy)
+        assert point.text(8) == text
+        assert point.short(8) == "8x16"
+    fetched = [point for point in found.points if point.policy == "monde_hotset"]
+    assert len({point.gpu_experts for point in fetched}) == len(fetched)
+    assert all(f"the {point.gpu_experts} most popular of 8 fetched" in point.text(8) for point in fetched)
+
+
+def test_a_placement_of_mixed_widths_is_asked_about_as_it_is() -> None:
+    hot = np.arange(8)[None, :] < np.array([[2], [4]])
+    placement = Placement(name="mixed", bits=np.where(hot, 16.0, np.array([[2.0], [4.0]])), hot=hot)
+    found = searched("h100-ndp-cxl", asked=Setting(gpu_experts=3, gpu_bits=16, bits=3), placed=placement)
+    made = estimate(MIXTRAL, load_hardware("h100-ndp-cxl"), placement, grid=Grid(inputs=(128,), outputs=(16,)))
+    wanted = made.point("context_aware", batch=1, input_tokens=128, output_tokens=16)
+    assert found.asked is not None
+    assert found.asked.tokens_per_second == pytest.approx(wanted.decode_tokens_per_second)
+    assert found.asked_setting == "3 of 8 experts on the GPU FP16, the others 3 code bits on average"

@@ -109,3 +109,26 @@ def test_batches_are_not_only_those_that_double() -> None:
     assert made.over_memory(steps.largest + 1, 4096) is not None
     assert steps.batches.tolist() == [1, 2, 4, 8, 16, 32, steps.largest]
     assert steps.largest not in (32, 64)
+
+
+def test_the_largest_batch_is_what_a_policy_has_room_for_itself() -> None:
+    placement = uniform_placement(MIXTRAL, bits=8, hot_experts=0)
+    made = build_simulation(MIXTRAL, load_hardware("h100-ndp-cxl"), placement, samples=16)
+    gpu = load_hardware("h100-ndp-cxl").all_gpus.memory_capacity_bytes
+    experts = MIXTRAL.num_layers * MIXTRAL.num_experts * MIXTRAL.expert_parameters * 8.125 / 8  # a scale a group
+    room = (gpu - MIXTRAL.non_expert_bytes - experts) // float(MIXTRAL.kv_bytes(8192))
+    assert steps_of(made, "static_mixed", 4096, 4096).largest == room > 1
+    for policy in ("monde_opt", "hobbit"):  # which hold nothing of the placement's experts on the GPU
+        assert (
+            steps_of(simulation(hot=6), policy, 1024, 512).largest
+            == steps_of(simulation(hot=0), policy, 1024, 512).largest
+        )
+
+
+def test_policies_that_cannot_hold_a_request_are_left_out() -> None:
+    placement = uniform_placement(MIXTRAL, bits=12, hot_experts=0)
+    made = build_simulation(MIXTRAL, load_hardware("h100-ndp-cxl"), placement, samples=16)
+    rows = served(made, ["static_mixed", "monde_opt"], 0.01, 65_536, 65_536, 0)
+    assert [row.policy for row in rows] == ["monde_opt"]
+    with pytest.raises(EstimateError, match="static_mixed"):
+        served(made, ["static_mixed"], 0.01, 65_536, 65_536, 0)

@@ -152,3 +152,10 @@ def test_an_empty_grid_is_an_error() -> None:
         Grid(batches=())
     with pytest.raises(EstimateError, match="grid inputs"):
         Grid(inputs=(0,))
+
+
+def test_what_is_left_of_extreme_popularity_is_not_lost() -> None:
+    members, probability = top_k_sets(np.array([1.0, 1e-17, 1e-20, 1e-20]), 2)
+    drawn = {tuple(each): one for each, one in zip(members.tolist(), probability.tolist(), strict=True)}
+    assert drawn[0, 1] == pytest.approx(1 / 1.002)
+    assert drawn[0, 2] == drawn[0, 3] == pytest.approx(1e-3 / 1.002)

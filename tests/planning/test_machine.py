@@ -48,3 +48,14 @@ def test_an_earlier_run_counts_as_free_disk(tmp_path: Path) -> None:
     write_index(out / "losses", ReplicaIndex(set="a" * 64, made=()))
     assert set(machine._replaced(out)) == {out / "shard", out / "losses" / "replicas.json", kept["a"]}
     assert not list(tmp_path.glob(".moeq*"))
+
+
+def test_what_has_two_names_is_freed_once_and_only_with_both(tmp_path: Path) -> None:
+    for name in ("quantize", "checkpoint", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "quantize/both").write_bytes(b"x" * 100_000)
+    (tmp_path / "checkpoint/both").hardlink_to(tmp_path / "quantize/both")
+    (tmp_path / "quantize/shared").write_bytes(b"y" * 100_000)
+    (tmp_path / "elsewhere/shared").hardlink_to(tmp_path / "quantize/shared")
+    going = [path for name in ("quantize", "checkpoint") for path in (tmp_path / name).iterdir()]
+    assert machine._freed(going) == (tmp_path / "quantize/both").stat().st_blocks * 512

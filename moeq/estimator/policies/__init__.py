@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -16,11 +17,13 @@ from moeq.tables import human_bytes
 
 @dataclass(frozen=True)
 class Variant:
-    """short: its name in charts and tables; long: with what it does; monotone: more bandwidth never makes it slower."""
+    """short: its name in charts and tables; long: with what it does; monotone: more bandwidth never makes it slower;
+    follows: what of the placement decides what it does, all of it or how many experts are on the GPU, or nothing."""
 
     short: str
     long: str
     monotone: bool = True
+    follows: Literal["all", "number", "nothing"] = "all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,7 @@ class Policy(ABC):
 
     name: its module's, or another package's entry point's; help: one line; parameters: what a hardware file may set
     below `policies.<name>`; in_time: whether decode needs consecutive steps, since what it does follows from those
-    before; near_data: whether experts compute near their memory where something can; placed: whether what it does
-    follows from the placement's places and widths.
+    before; near_data: whether experts compute near their memory where something can.
     """
 
     name: str
@@ -49,7 +51,6 @@ class Policy(ABC):
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     in_time: bool = False
     near_data: bool = False
-    placed: bool = True
 
     @abstractmethod
     def decode(self, layers: Layers, work: Work, variant: str) -> Schedule:

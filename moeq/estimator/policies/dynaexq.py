@@ -198,8 +198,7 @@ def _with_copies(experts: Schedule, copies: Cost, windows: Windows, window: IntA
 POLICY = DynaExq(
     name="dynaexq",
     help="every expert lies on the GPU in one of two precisions, which follow an average of its use",
-    variants={"": Variant("DynaExq", "DynaExq: all on the GPU, two precisions")},
+    variants={"": Variant("DynaExq", "DynaExq: all on the GPU, two precisions", follows="nothing")},
     parameters=_PARAMETERS,
     in_time=True,
-    placed=False,
 )

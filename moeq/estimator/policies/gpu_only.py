@@ -22,6 +22,5 @@ class GpuOnly(Policy):
 POLICY = GpuOnly(
     name="gpu_only",
     help="every active expert is fetched on demand in FP16 at every step",
-    variants={"": Variant("GPU only", "GPU only: experts fetched on demand")},
-    placed=False,
+    variants={"": Variant("GPU only", "GPU only: experts fetched on demand", follows="nothing")},
 )

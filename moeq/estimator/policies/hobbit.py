@@ -80,7 +80,6 @@ def _cached(layers: Layers, work: Work, places: int) -> BoolArray:
 POLICY = Hobbit(
     name="hobbit",
     help="a missing expert comes on demand at high precision, at low, or not",
-    variants={"": Variant("HOBBIT", "HOBBIT: mixed precision, fetched on demand")},
+    variants={"": Variant("HOBBIT", "HOBBIT: mixed precision, fetched on demand", follows="nothing")},
     parameters=_PARAMETERS,
-    placed=False,
 )

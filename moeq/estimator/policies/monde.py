@@ -40,9 +40,9 @@ POLICY = Monde(
     name="monde",
     help="FP16 experts near their memory, some fetched to the GPU at every step",
     variants={
-        "bwrule": Variant("MoNDE (bandwidth rule)", "MoNDE, bandwidth rule", monotone=False),
-        "hotset": Variant("MoNDE (hot set)", "MoNDE, hot set fetched"),
-        "opt": Variant("MoNDE (cost-optimal)", "MoNDE, cost-optimal"),
+        "bwrule": Variant("MoNDE (bandwidth rule)", "MoNDE, bandwidth rule", monotone=False, follows="nothing"),
+        "hotset": Variant("MoNDE (hot set)", "MoNDE, hot set fetched", follows="number"),
+        "opt": Variant("MoNDE (cost-optimal)", "MoNDE, cost-optimal", follows="nothing"),
     },
     parameters={"prefill_split": PREFILL_SPLIT},
     near_data=True,
