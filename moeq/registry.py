@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from importlib import import_module
 from pathlib import Path
@@ -32,7 +33,8 @@ class Registry:
     """One kind of member, which modules of `package` declare in capitals (KIND = ...), other packages in `group`.
 
     base: "module:Class" that all of the kind are of; error: what others' failures become; guarded: functions of theirs
-    that see to this by themselves, the rest is called within `blaming`. separator: what a name has for an underscore of
+    that see to this by themselves, the rest is called within `blaming`; gives: "module:Class" that some of them must
+    return. separator: what a name has for an underscore of
     its module's.
     """
 
@@ -42,6 +44,7 @@ class Registry:
     base: str
     error: type[MoeqError]
     guarded: tuple[str, ...]
+    gives: Mapping[str, str] = field(default_factory=dict)
     separator: str = "-"
 
     def names(self) -> tuple[str, ...]:
@@ -86,7 +89,7 @@ class Registry:
             yield
         except MoeqError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             package = self.origin(name)
             if package is None:
                 raise
@@ -143,12 +146,12 @@ class Registry:
         return self._loaded[name]
 
     def _other(self, entry: EntryPoint) -> Any:
-        module, _, name = self.base.partition(":")
         try:
             member = entry.load()
         except (Exception, SystemExit) as error:  # whatever another's module does, this program goes on
             return _broken(entry, f"{type(error).__name__}: {error}")
-        if not isinstance(member, getattr(import_module(module), name)):
+        base: Any = _class(self.base)
+        if not isinstance(member, base):
             return _broken(entry, f"a {type(member).__name__} is no {self.base}")
         return self._guard(member) if member.name == entry.name else _broken(entry, f"it is named {member.name!r}")
 
@@ -157,17 +160,29 @@ class Registry:
         member = copy.copy(member)
         for name in self.guarded:
             if (function := getattr(member, name)) is not None:
-                object.__setattr__(member, name, self._guarded(member.name, function))
+                object.__setattr__(member, name, self._guarded(member.name, function, self.gives.get(name)))
         return member
 
-    def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(self, name: str, function: Callable[..., Any], kind: str | None) -> Callable[..., Any]:
+        """What it prints goes to standard error: standard output is that of the command, such as its JSON."""
+
         @wraps(function)
         def guarded(*arguments: Any, **named: Any) -> Any:
-            with self.blaming(name, lambda: f"{function.__name__}()"):
+            with self.blaming(name, lambda: f"{function.__name__}()"), redirect_stdout(sys.stderr):
                 result = function(*arguments, **named)
-                return list(result) if isinstance(result, Iterator) else result
+                result = list(result) if isinstance(result, Iterator) else result
+                if kind is not None and not isinstance(result, _class(kind)):
+                    raise TypeError(f"it returns a {type(result).__name__}, no {kind}")
+                return result
 
         return guarded
+
+
+def _class(named: str) -> type:
+    """The class of a "module:Class"."""
+    module, _, name = named.partition(":")
+    found: type = getattr(import_module(module), name)
+    return found
 
 
 def _package(entry: EntryPoint) -> str:
@@ -185,7 +200,8 @@ ALLOCATORS = Registry(
     package="moeq.assigners",
     base="moeq.assigners.allocator:Allocator",
     error=AssignmentError,
-    guarded=("assign", "trials", "at_bytes", "foreseen"),
+    guarded=("assign", "trials", "at_bytes", "foreseen", "remark"),
+    gives={"assign": "moeq.artifacts.assignment:Assignment"},
 )
 EXPORTERS = Registry(
     kind="exporter",

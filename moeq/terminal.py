@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 WIDE = 130  # columns from which the table of families shows everything
 SIGNIFICANT = 0.05  # p below which a difference is bold
+TOO_FEW = "too few"
 
 
 def print_families(rows: list[Support]) -> None:
@@ -308,6 +309,9 @@ def print_comparison(results: dict[str, Any]) -> None:
         for name, found in flips:
             table.add_row(f"  {name}", f"-{found['lost']:,} +{found['gained']:,}")
     console.print(table)
+    if narrow:
+        for why in dict.fromkeys(_too_few(results["table"])):
+            console.print(f"{TOO_FEW} items for an interval: {why}", style="dim", markup=False)
     said, how = "value \u00b1 standard error.", results["differences"]
     if len(results["rows"]) > 1:
         items = "n: items, and how many independent ones say as much"
@@ -324,6 +328,14 @@ def print_comparison(results: dict[str, Any]) -> None:
             notes.setdefault(note, []).append(row["name"])
     for note, names in notes.items():
         console.print(f"{note} ({', '.join(names)})", style="dim", markup=False)
+
+
+def _too_few(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How many items the measures without an interval would take."""
+    for entry in entries:
+        for cell in entry["cells"].values():
+            if (change := cell["change"]) is not None and change["p"] is None:
+                yield too_few(change["items"], change["fewest_items"]).removeprefix(f"{TOO_FEW}: ")
 
 
 def _add_sizes(table: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -362,7 +374,7 @@ def _measured(cell: dict[str, Any], *, interval: bool) -> list[str]:
         return [value]
     difference = f"{change['difference']:+.4f}"
     if change["p"] is None:
-        return [value, difference, too_few(change["items"], change["fewest_items"])]
+        return [value, difference, too_few(change["items"], change["fewest_items"]) if interval else TOO_FEW]
     p = p_value(change["adjusted_p"]).removeprefix("= ")
     return [
         value,

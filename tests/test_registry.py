@@ -136,3 +136,36 @@ def test_what_others_raise_is_one_line_that_names_their_package(tmp_path: Path) 
             allocator.assign(1)
         with pytest.raises(AttributeError):
             ALLOCATORS.get("uniform").assign(None)
+
+
+UNRULY = """
+import sys
+from moeq.assigners.allocator import Allocator
+
+
+def nothing(inputs):
+    print("on its way")
+
+
+def leaves(inputs):
+    sys.exit(0)
+
+
+NOTHING, LEAVES = (Allocator(name=f.__name__, help="unruly", assign=f) for f in (nothing, leaves))
+"""
+
+
+def test_what_leaves_returns_nothing_or_prints_is_told_of_its_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = {"nothing": "unruly:NOTHING", "leaves": "unruly:LEAVES"}
+    write_package(tmp_path, ALLOCATORS.group, entries, {"unruly": UNRULY})
+    with on_path(tmp_path, ALLOCATORS, {"unruly": UNRULY}):
+        with pytest.raises(
+            AssignmentError, match=r"strangers 1\.0: .*'nothing' failed at nothing\(\) .*a NoneType, no"
+        ):
+            ALLOCATORS.get("nothing").assign(None)
+        with pytest.raises(AssignmentError, match=r"strangers 1\.0: .*'leaves' failed at leaves\(\) \(SystemExit: 0\)"):
+            ALLOCATORS.get("leaves").assign(None)
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "on its way\n")

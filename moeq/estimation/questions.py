@@ -200,6 +200,8 @@ def question_of(asked: EstimateOptions) -> Question:
         raise RecipeError(f"{asked.rate:g} requests a second", where="--rate", do=f"give more than 0, to {MOST_RATE:g}")
     if asked.trace is not None and asked.zipf is not None:
         raise RecipeError("--trace and --zipf each say which experts are chosen", do="give one of them")
+    if asked.kv_growth and asked.context is not None:
+        raise RecipeError("--kv-growth takes the place of --context", where="estimate", do="give one of them")
     check_path(asked.trace, "give a trace.safetensors of `moeq profile` to --trace")
     check_known(asked.model)
     hardware = load_hardware(asked.one_hardware or DEFAULT_HARDWARE)
