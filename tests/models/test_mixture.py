@@ -138,6 +138,14 @@ def test_digests_hold_what_a_source_says_and_nothing_of_plain_ones(tmp_path: Pat
     assert len({plain, *(digest(SourceSection(path=str(path), **more)) for more in others)}) == 6
 
 
+def test_the_same_bytes_as_plain_text_have_another_digest(tmp_path: Path) -> None:
+    of_rows = [write(tmp_path / folder / "talk.jsonl", [{"text": "x"}]) for folder in "ab"]
+    plain = tmp_path / "talk.txt"
+    plain.write_bytes(of_rows[0].read_bytes())
+    digests = [corpus.sources_digest(corpus.open_sources(str(path), "calibration")) for path in (*of_rows, plain)]
+    assert digests[0] == digests[1] != digests[2]
+
+
 # --- shares -------------------------------------------------------------------------------------------------------
 
 

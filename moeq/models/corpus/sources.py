@@ -20,7 +20,8 @@ from moeq.recipe import BUNDLED as BUNDLED
 from moeq.recipe import DIGITS as DIGITS
 from moeq.recipe import HUB, HUB_DATASET, SourceSection, TextSource, source_name
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+PLAIN = ".txt"
+SUFFIXES = (PLAIN, ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,8 @@ class LocalFile:
 
         digest = digest_of_file(self.path, cached=True, advance=step)
         advance(left)  # less than a block, or what was known before
-        return [self.domain, digest, *settings_of(self.own, "path", "name")]
+        plain = [PLAIN] if kind_of(self.path.name) == PLAIN else []
+        return [self.domain, digest, *plain, *settings_of(self.own, "path", "name")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +187,7 @@ def _hub_dataset(name: str, own: SourceSection | None, part: str) -> HubDataset:
     files = hub.list_files(dataset, commit, kind="dataset", error=CorpusError)
     readme = (card / "README.md").read_text("utf-8", "replace") if (card / "README.md").is_file() else ""
     chosen = choose_files(files, readme, match["config"] or None, match["split"], part, where=name)
-    if own is not None and own.names_fields and any(kind_of(file) == ".txt" for file in chosen.files):
+    if own is not None and own.names_fields and any(kind_of(file) == PLAIN for file in chosen.files):
         raise CorpusError("its files are plain text, which has no fields", where=name, do="leave them out")
     return HubDataset(
         name=f"{HUB}{dataset}@{commit}:{chosen.config}:{chosen.split}",
