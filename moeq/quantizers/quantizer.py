@@ -110,6 +110,11 @@ class Quantizer:
         return (*before, self)
 
     @property
+    def origins(self) -> list[str]:
+        """The packages, with their versions, that bring it and what it starts from; none of moeq's own."""
+        return [package for part in self.chain() if (package := QUANTIZERS.origin(part.name)) is not None]
+
+    @property
     def knows_hessians(self) -> bool:
         """Whether the traces of Hessians stand in its rows of the loss table."""
         return any(part.needs == "hessians" for part in self.chain())

@@ -34,6 +34,7 @@ from moeq.exporters.native_writer import ExportInputs, export
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN
 from moeq.models.loading import memory_bytes
+from moeq.registry import EXPORTERS
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
 from moeq.runtimes import ONNX, QONNX, Runtime, runtime, runtimes, written
@@ -277,8 +278,9 @@ def _format_key(context: Context, name: str) -> str:
     """Of the runtime by its former name: what was written for it then is there still."""
     section = context.recipe.export
     manifest = digest_of_file(context.directory("export") / MANIFEST, cached=not context.check)
-    own = _settings(context, name)
+    own, package = _settings(context, name), EXPORTERS.origin(runtimes()[name].exporter.name)
     settings = [section.max_shard, section.widen, section.verify, *([] if own is None else [own.model_dump()])]
+    settings += [] if package is None else [package]
     return digest_of([runtimes()[name].before, FORMAT_REVISION, context.model.stamp.digest, manifest, *settings])
 
 

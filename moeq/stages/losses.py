@@ -115,10 +115,13 @@ def _walk(
 
 
 def more_wanted(context: Context) -> list[str] | None:
-    """What the rows must say beside what they always did, and the seed where it decides which experts are tried."""
+    """What the rows must say beside what they always did, the seed where it decides which experts are tried, and
+    versions of others' packages."""
     recipe = context.recipe
+    methods = [*recipe.losses.methods, *([recipe.others.method] if recipe.others.widths() else [])]
+    others = [package for method in dict.fromkeys(methods) for package in QUANTIZERS.get(method).origins]
     drawn = [f"seed {recipe.seed}"] if recipe.seed and recipe.losses.expert_effects is not None else []
-    return [*(["energies"] if recipe.drops else []), *drawn] or None
+    return [*(["energies"] if recipe.drops else []), *drawn, *others] or None
 
 
 def check(context: Context) -> None:

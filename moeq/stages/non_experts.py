@@ -38,6 +38,7 @@ from moeq.quantizers.non_experts import (
     quantize_linears,
 )
 from moeq.recipe import Recipe
+from moeq.registry import QUANTIZERS
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_weights
 from moeq.stages.replicas import lacking
@@ -138,7 +139,8 @@ def entries(recipe: Recipe, modules: list[OtherModule]) -> tuple[MadeOthers, ...
         how = grid(recipe, kind)
         damping = how.damping if how.needs_factor else None
         names = [module.name for module in modules if module.kind == kind]
-        own = digest_of([kind, how.group_size, how.symmetric, damping, names])[: replicas.SHORT]
+        others = QUANTIZERS.get(how.method).origins
+        own = digest_of([kind, how.group_size, how.symmetric, damping, names, *others])[: replicas.SHORT]
         name = f"{how.method}.{how.bits}.{own}"
         made.append(MadeOthers(kind=kind, method=how.method, bits=how.bits, entry=name, rows=name))
     return tuple(made)

@@ -68,7 +68,8 @@ def entries(config: LossesSection, *, drops: bool = False) -> tuple[Made, ...]:
     made = []
     for method in config.methods:
         quantizer = QUANTIZERS.get(method)
-        own = {name: whole[name] for name in quantizer.settings.model_fields}
+        settings = {name: whole[name] for name in quantizer.settings.model_fields}
+        own = [settings, *quantizer.origins] if quantizer.origins else settings
         for bits in config.bits:
             entry = f"{method}.{bits}.{digest_of(own)[: replicas.SHORT]}"
             rows = f"{method}.{bits}.{digest_of([entry, measuring, ROWS_REVISION])[: replicas.SHORT]}"

@@ -26,6 +26,7 @@ from moeq.models.source import open_source
 from moeq.planning.capability import refusals
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
+from moeq.registry import Registry
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.stages import export
 from moeq.stages.context import Context
@@ -266,3 +267,16 @@ def test_what_loads_wrongly_is_an_error(finished: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(dequantized, "value_of", lambda matrix, dtype: whole(matrix, dtype).abs())
     with pytest.raises(EvaluationError, match="its values differ"):
         conversion.convert(finished / "checkpoint", "dequantized", tmp_path / "out", verify=Reporter(quiet=True))
+
+
+def test_versions_of_somebody_elses_exporter_are_kept_apart(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = context_of(model, tmp_path)
+    context.directory("export").mkdir(parents=True)
+    (context.directory("export") / "placement.json").write_text("{}")
+    keys = set()
+    for package in (None, "strangers 1.0", "strangers 2.0"):
+        monkeypatch.setattr(Registry, "origin", lambda _, name, by=package: by if name == "auto-round" else None)
+        keys.add(export._format_key(context, "auto-round"))
+    assert len(keys) == 3

@@ -23,7 +23,9 @@ from moeq.models.single import ExpertReader
 from moeq.numerics import gptq
 from moeq.progress import Reporter
 from moeq.recipe import LossesSection, load_recipe
+from moeq.registry import Registry
 from moeq.stages import assign, losses, quantize
+from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 from moeq.stages.replicas import Replicas, entries, load_index, load_losses, planned
 
@@ -389,3 +391,25 @@ def test_replicas_of_other_settings_of_a_quantizer_are_others(tiny_mixtral: Path
 
     assert identity() == identity("losses.damping=0.01")
     assert identity() != identity("losses.signround_iterations=30")
+
+
+def test_versions_of_somebody_elses_quantizers_are_kept_apart(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = context(tiny_mixtral, tmp_path, "losses.methods=[gptq,rtn]", "others.attention=4", "others.method=rtn")
+
+    def by(package: str | None) -> tuple[Any, ...]:
+        """What names the replicas by gptq and by rtn and what is no expert, and what the stage's key holds, where rtn
+        is a package's."""
+        monkeypatch.setattr(Registry, "origin", lambda _, name: package if name == "rtn" else None)
+        mine, theirs = (
+            [one.rows for one in planned(made, "text").made if one.method == method] for method in ("gptq", "rtn")
+        )
+        return mine, theirs, [one.entry for one in others.planned(made, "text").made], losses.more_wanted(made)
+
+    own, first, second = by(None), by("strangers 1.0"), by("strangers 2.0")
+    assert own[0] == first[0] == second[0]
+    for wanted in (first, second):
+        assert all(one != other for one, other in zip(own[1:], wanted[1:], strict=True))
+    assert all(one != other for one, other in zip(first[1:], second[1:], strict=True))
+    assert (own[3], second[3]) == (None, ["strangers 2.0"])
