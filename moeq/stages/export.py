@@ -34,6 +34,7 @@ from moeq.exporters.native_writer import ExportInputs, export
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN
 from moeq.models.loading import memory_bytes
+from moeq.recipe import Recipe
 from moeq.registry import EXPORTERS
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import has_own_code
@@ -124,11 +125,23 @@ def _losses(context: Context) -> dict[str, list[dict[int, float]]]:
 def _coactivation(context: Context) -> CoactivationTable | None:
     """Which experts follow which in the profile's trace; None without one, and for a checkpoint of one replica each."""
     path = context.directory("profile") / TRACE
-    if context.recipe.quantize.replicas != "all" or not context.recipe.profile.trace or not path.is_file():
+    if not _says_what_follows(context.recipe) or not path.is_file():
         return None
     trace = read_trace(path)
     layers = list(zip(trace.layers, trace.num_experts, strict=True))
     return CoactivationTable.of(layers, coactivation(trace), trace.num_tokens, trace.text)
+
+
+def _says_what_follows(recipe: Recipe) -> bool:
+    """Whether the checkpoint is to say which experts follow which."""
+    return recipe.quantize.replicas == "all" and recipe.profile.trace
+
+
+def other_inputs(context: Context) -> dict[str, Any] | None:
+    """What the checkpoint takes beside what the model's digest covers, and whether it says which experts follow
+    which."""
+    along = context.model.goes_along()
+    return {**(along or {}), "coactivation": True} if _says_what_follows(context.recipe) else along
 
 
 def format_directory(out: Path, name: str) -> Path:
@@ -348,7 +361,7 @@ def needs(sizes: Sizes) -> Needs:
         verifying = VERIFYING + 2 * sizes.reading(rates, sizes.disk) if section.verify else 0.0
         return sizes.reading(rates, rest + others.disk) + placed / rates.hash_bytes + verifying
 
-    if sizes.recipe.quantize.replicas == "all" and sizes.recipe.profile.trace:
+    if _says_what_follows(sizes.recipe):
         files[COACTIVATION] = table_bytes([layer.num_experts for layer in sizes.layers])
     linked = sum(packed.values())
     moments = [writing, *({**writing, **moment} for moment in _verifying(sizes) if section.verify)]

@@ -13,6 +13,7 @@ import torch
 from tiny_models import save_tiny
 
 from moeq import pipeline
+from moeq.artifacts.coactivation import NAME as COACTIVATION
 from moeq.artifacts.trace import NAME, RoutingTrace, read_trace, sequence_counts
 from moeq.errors import ArtifactError
 from moeq.estimator.trace import sequence_scores
@@ -22,7 +23,7 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.walk import LayerInputs
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import profile
+from moeq.stages import export, profile
 from moeq.stages.context import Context
 from moeq.stages.needs import Sizes
 from moeq.stages.recorder import Recorder
@@ -137,6 +138,27 @@ def test_switching_it_on_changes_no_other_byte_and_runs_nothing_else(tiny_mixtra
     assert ran(TRACED) == [False, False, False]
     assert ran() == [True, False, False]
     assert not (folder / NAME).exists(), "a trace of another run is not left behind"
+
+
+def test_a_checkpoint_of_all_replicas_says_what_follows_once_it_is_switched_on(
+    tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    stages = ("profile", "losses", "assign", "quantize", "export")
+    given = ("losses.bits=[2]", "assign={method: uniform, bits: 2, quantizer: rtn}", "export.verify=false")
+
+    def ran(*more: str) -> list[str]:
+        made = pipeline.run(context(tiny_mixtral, tmp_path, "quantize.replicas=all", *given, *more), stages)
+        return [one.stage for one in made if not one.skipped]
+
+    said = tmp_path / "checkpoint" / COACTIVATION
+    ran()
+    assert not said.exists()
+    assert ran(TRACED) == ["profile", "export"]
+    assert said.is_file()
+    assert ran() == ["profile", "export"]
+    assert not said.exists()
+    one_replica = [export.other_inputs(context(tiny_mixtral, tmp_path, *more)) for more in ((), (TRACED,))]
+    assert one_replica == [None, None]
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
