@@ -250,7 +250,8 @@ def own_inputs(context: Context) -> list[str] | None:
 
 def deciding(context: Context, sections: Sequence[AssignSection]) -> list[str] | None:
     """What decides assignments by sections beside them and the measurements: digests of the hardware that they name,
-    versions of others' packages, what a target stores, the seed of what is drawn; None for nothing."""
+    versions of others' packages, what a target stores, the seed of what is drawn, what a size counts beside the
+    experts; None for nothing."""
     names = [context.recipe.hardware_of(section) for section in sections]
     estimate = context.recipe.estimate
     timed = [f"{estimate.geometry}, {estimate.context}"] if any(section.speed for section in sections) else []
@@ -258,7 +259,10 @@ def deciding(context: Context, sections: Sequence[AssignSection]) -> list[str] |
     widened = ["widened"] if context.recipe.export.widen and any(section.target for section in sections) else []
     sampled = any(section.trace not in (None, "closed") for section in sections)
     drawn = [f"seed {context.recipe.seed}"] if sampled and context.recipe.seed else []
-    return [*(constants_digest(name) for name in names if name is not None), *others, *timed, *widened, *drawn] or None
+    sized = any(section.size is not None for section in sections)
+    beside = [f"{CheckpointSize(context).other_bytes} other bytes"] if sized else []
+    hardware = [constants_digest(name) for name in names if name is not None]
+    return [*hardware, *others, *timed, *widened, *drawn, *beside] or None
 
 
 def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:

@@ -332,6 +332,11 @@ def test_what_a_result_is_drawn_or_counted_by_is_in_its_key(tiny_mixtral: Path, 
     assert [changed("assign", "seed=1"), changed("assign", "seed=1", traces)] == [False, True]
     widened = "export.widen=true"
     assert [changed("assign", widened), changed("assign", widened, "assign.target=llama.cpp")] == [False, True]
+    compared, sized = "eval.compare=[{name: of-a-long-name, method: uniform, bits: 2}]", "assign.size=2MB"
+    for counted in ("export.max_shard=100kB", compared):
+        assert [changed("assign", counted, more) for more in ("assign.code_bits=2", sized)] == [False, True]
+    as_compared = "eval.compare=[{name: limited, method: frequency, size: 2MB}]"
+    assert [changed(stage, "export.max_shard=100kB", as_compared) for stage in ("eval", "estimate")] == [True, True]
     tuned = "quantize.tune={}"
     assert [changed("quantize", "seed=1"), changed("quantize", "seed=1", tuned)] == [False, True]
     (tmp_path / "own.txt").write_text("Another text to draw from.\n" * 400, "utf-8")
