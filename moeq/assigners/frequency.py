@@ -3,10 +3,12 @@
 Experts are taken from the most to the least chosen; each gets the widest width that leaves enough for those after it
 at the narrowest. Without a list of widths these are the two that enclose the budget: at 2.5 code bits the more frequent
 half has 3 and the rest 2, at 3 they have 4 and 2. Scope layer (the default) ranks within a layer and spends the same
-share in each; scope model ranks by the share of the layer's activations.
+share in each, more where the narrowest width takes more; scope model ranks by the share of the layer's activations.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,9 +30,8 @@ def assign(inputs: AssignInputs) -> Assignment:
     if inputs.config.scope == "model":
         groups = [(cold, limit.total)]
     else:
-        groups = [
-            ([place for place in cold if place[0] == layer], total) for layer, total in enumerate(limit.by_layer())
-        ]
+        totals = enumerate(_by_layer(limit, int(pair[0])))
+        groups = [([place for place in cold if place[0] == layer], total) for layer, total in totals]
     for experts, total in groups:
         order = ranking(np.array([shares[layer][expert] for layer, expert in experts]))
         costs = limit.costs[[experts[index][0] for index in order]][:, pair] if experts else np.zeros((0, len(pair)))
@@ -38,6 +39,18 @@ def assign(inputs: AssignInputs) -> Assignment:
             layer, expert = experts[index]
             bits[layer][expert] = limit.widths[pair[choice]]
     return build(inputs, bits, hot)
+
+
+def _by_layer(limit: Limit, narrowest: int) -> list[int]:
+    """The limit cut into layers, none of which has less than its experts cost at the narrowest width, by its place."""
+    least = limit.counts * limit.costs[:, narrowest]
+    raised = np.zeros(len(least), bool)
+    while True:
+        rest = replace(limit, counts=np.where(raised, 0, limit.counts), total=limit.total - int(least[raised].sum()))
+        shares = np.where(raised, least, rest.by_layer())
+        if (shares >= least).all():
+            return [int(share) for share in shares]
+        raised |= shares < least
 
 
 def _frequency(inputs: AssignInputs, layer: int) -> np.ndarray:

@@ -101,6 +101,25 @@ def test_frequency_at_two_and_a_half_and_three_bits() -> None:
             assert bits[order].tolist() == [widths[0]] * 4 + [widths[1]] * 4
 
 
+@given(st.integers(0, 10**6), st.integers(2, 4), st.floats(0, 1), st.booleans())
+@settings(max_examples=examples(40), deadline=None)
+def test_frequency_pays_for_every_layer_before_it_widens_any(
+    seed: int, layers: int, share: float, listed: bool
+) -> None:
+    """Layers differ in what a narrow expert takes of a wide one's bytes."""
+    inputs = inputs_of(seed, layers, 4)
+    rng = np.random.default_rng(seed)
+    rising = np.cumsum(rng.integers(0, 30, (layers, len(BITS))), axis=1) + 1
+    sizes = tuple({0: 0, 16: 999} | dict(zip(BITS, row.tolist(), strict=True)) for row in rising)
+    inputs = replace(inputs, bytes=sizes)
+    least, most = (sum(4 * own[bits] for own in sizes) for bits in (BITS[0], BITS[-1]))
+    limit = int(least + share * (most - least))
+    widths = {"widths": list(BITS)} if listed else {}
+    for scope in ("layer", "model"):
+        found = assign(with_options(inputs, method="frequency", expert_bytes=limit, scope=scope, **widths))
+        assert least <= expert_bytes(inputs, found.bits()) <= limit
+
+
 def test_budget_counts_hot_experts_and_picks_them_by_warm_up() -> None:
     inputs = inputs_of(5, 1, 6)
     cold, high = inputs.bytes[0][2], inputs.bytes[0][4]
