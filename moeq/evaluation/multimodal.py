@@ -52,6 +52,8 @@ def check_images(tasks: dict[str, Any], limit: int | None) -> None:
             if limit is not None and number >= limit:
                 break
             given = _listed(task.doc_to_image(document))
+            if not given:
+                continue
             if not any(isinstance(_path(image), str) for image in given):
                 break  # the dataset holds its images
             for image in given:

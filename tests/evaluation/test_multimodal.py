@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,6 +272,14 @@ def test_a_limit_leaves_later_images_alone(folder: Path, tmp_path: Path) -> None
     check_images(tasks, 1)
     with pytest.raises(EvaluationError, match="item 1: no such image"):
         check_images(tasks, 2)
+
+
+def test_items_without_images_do_not_end_the_search(folder: Path) -> None:
+    first, absent = str(folder / "0.png"), str(folder / "none.png")
+    items = [None, [], first, None, absent]
+    tasks = {"seen": SimpleNamespace(eval_docs=items, doc_to_image=lambda item: item)}
+    with pytest.raises(EvaluationError, match="task seen, item 4: no such image"):
+        check_images(tasks, None)
 
 
 def test_contexts_are_never_cut(model: Any, processor: Any, folder: Path, tmp_path: Path) -> None:
