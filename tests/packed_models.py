@@ -37,17 +37,29 @@ def _blocks_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes, scales, codes.float() * each
 
 
-def save_fp8(folder: Path, family: str, dtype: torch.dtype) -> tuple[Path, Path]:
-    """Plain and packed twins of a family: all matrices of the layers (but the routers') in FP8 with block scales."""
+def _whole_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_blocks_to_fp8`, with one scale, a tensor without dimensions."""
+    scale = weight.abs().max() / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return codes, scale, codes.float() * scale
+
+
+def save_fp8(folder: Path, family: str, dtype: torch.dtype, *, blocks: bool = True) -> tuple[Path, Path]:
+    """Plain and packed twins of a family: all matrices of the layers (but the routers') in FP8 with block scales.
+
+    blocks: else each matrix has one scale.
+    """
     plain = save(family, folder / "plain")
     values, stored = {}, {}
     for name, weight in load_file(plain / "model.safetensors").items():
         if weight.dim() == 2 and "proj" in name:
-            stored[name], stored[f"{name}_scale_inv"], full = _blocks_to_fp8(weight)
+            to_fp8 = _blocks_to_fp8 if blocks else _whole_to_fp8
+            stored[name], stored[f"{name}_scale_inv"], full = to_fp8(weight)
             values[name] = full.to(torch.bfloat16).to(dtype)
         else:
             values[name] = stored[name] = weight if "correction_bias" in name else weight.to(torch.bfloat16).to(dtype)
-    declared = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic", "fmt": "e4m3"}
+    block = list(BLOCK) if blocks else None
+    declared = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic", "fmt": "e4m3"}
     _twins(plain, folder / "packed", values, stored, declared)
     return plain, folder / "packed"
 

@@ -183,7 +183,7 @@ class ExpertReader:
 
     def _read(self, key: str, rows: slice | None) -> Tensor:
         self.bytes_read += self._bytes(key, rows)
-        part: Tensor = self._index.handle(key)[slice(None) if rows is None else rows]
+        part: Tensor = self._index.handle(key)[... if rows is None else rows]
         return part
 
     def _error(self, problem: str) -> ModelError:

@@ -27,10 +27,10 @@ def stacked(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight for name, weight in named.items() if name.rpartition(".")[0] in holders and weight.dim() > 1}
 
 
-def check(folder: Path, dtype: torch.dtype = torch.float32) -> int:
-    """Compare every expert; returns how many were compared."""
-    source = open_source(str(folder))
-    whole = loading.load_model(source, dtype, CPU)
+def check(folder: Path, dtype: torch.dtype = torch.float32, scheme: str = "") -> int:
+    """Compare every expert; returns how many were compared. scheme: of the object store that experts are read from."""
+    source = open_source(f"{scheme}{folder}")
+    whole = loading.load_model(open_source(str(folder)), dtype, CPU)
     reader = ExpertReader(source, loading.skeleton(source, dtype))
     count = 0
     for name, weight in stacked(whole).items():
@@ -55,6 +55,13 @@ def test_every_expert_of_a_family(family: str, tmp_path: Path) -> None:
 def test_packed_experts_with_their_scales(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_mxfp4(tmp_path, dtype)[1] if kind == "gpt_oss" else save_fp8(tmp_path, kind, dtype)[1]
     assert check(folder, dtype) >= 12
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_fp8_experts_with_one_scale_a_matrix(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEQ_CACHE", str(tmp_path / "cache"))
+    folder = save_fp8(tmp_path, "deepseek_v3", torch.bfloat16, blocks=False)[1]
+    assert check(folder, torch.bfloat16, scheme) >= 12
 
 
 def test_rows_of_families_that_stack_experts_along_them(tmp_path: Path) -> None:
