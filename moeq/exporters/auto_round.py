@@ -53,6 +53,7 @@ EXPORTER = Exporter(
     help="GPTQ's layout with a width for every matrix, with or without zero points",
     write=write,
     check=later("moeq.exporters.foreign:check_experts"),
+    refuse_other=later("moeq.exporters.gptq_layout:refuse_table"),
     runtime=f"auto-round {VERSION}",
     snippet="""import auto_round  # pip install auto-round
 from transformers import AutoModelForCausalLM

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from moeq.exporters.packed_source import PackedSource
+    from moeq.models.disk_names import DiskNames
     from moeq.models.source import ModelSource
 
 
@@ -111,7 +112,8 @@ class Exporter:
     write(draft) fills a `foreign.Draft`, which becomes a checkpoint when it returns: draft.source is what it is made
     of. It raises FormatError for what its runtime would not load as it is meant, and nothing is left behind. None of
     the native format, which a run itself writes. check(source, model) refuses, before anything runs, a model that it
-    could not write whatever its experts become.
+    could not write whatever its experts become; refuse_other(names, module, shape) says why it cannot hold a module
+    outside of the experts packed, and what to do.
 
     name: of the format, in files; label: what pages call it; help: a line; runtime: what loads it, with the version
     that was measured; snippet: how, in Python; library: as the hub calls it. settings: keys of `export` that it alone
@@ -132,6 +134,7 @@ class Exporter:
     help: str
     write: Callable[[Any], None] | None
     check: Callable[[ModelSource, Any], None] | None = None
+    refuse_other: Callable[[DiskNames, str, tuple[int, int]], tuple[str, str] | None] | None = None
     runtime: str
     snippet: str = ""
     library: str = "transformers"

@@ -39,6 +39,10 @@ from moeq.version import __version__
 from moeq_kernels.packed import PackedWeight, widened
 
 AHEAD = 4  # tensors that may wait to be written
+OTHERS_PLAIN = (
+    "modules outside of the experts are loaded in full precision only",
+    "run without `others`, or write it for auto-round or gptqmodel",
+)
 Names = dict[tuple[int, str], str]  # {(expert, projection): key of the matrix}
 Tensors = Callable[[str, PackedWeight | Tensor], Mapping[str, Tensor]]  # of a matrix, by what follows its module's name
 
@@ -166,6 +170,11 @@ class Draft:
         self.grids[name] = grid_of(weight)
         return weight
 
+    def other(self, name: str, weight: PackedWeight) -> PackedWeight:
+        """As `loadable`, of a module outside of the experts."""
+        check_other(self.runtime, self.names, name, grid_of(weight), widen=self.options.widen)
+        return self.loadable(name, weight)
+
     def write_experts(
         self, layer: ExpertLayer, weights: Names, parts: Sequence[str], tensors: Tensors, bits: int | None = None
     ) -> None:
@@ -251,6 +260,18 @@ def _keys_of(names: DiskNames, layer: ExpertLayer, family: str | None, where: st
         why = "has biases" if layer.biased else "does not keep every matrix of an expert in a tensor of its own"
         raise FormatError(f"model_type {family} {why}", where=where, do=ANY_GRID)
     return keys
+
+
+def check_other(runtime: Runtime, names: DiskNames, name: str, grid: Grid, *, widen: bool) -> None:
+    """FormatError for a module outside of the experts that a runtime would not load as it is packed."""
+    target, own = runtime.target, runtime.exporter.refuse_other
+    refused = None if target.others else OTHERS_PLAIN
+    if refused is None and own is not None:
+        refused = own(names, name, (grid.rows, grid.inputs))
+    refused = refused or refuse_matrix(target, loadable_grid(target, grid) if widen else grid)
+    if refused is not None:
+        do = refused[1].replace("set losses.", "set others.")
+        raise FormatError(refused[0], where=f"for {runtime.name}: {name}", do=do)
 
 
 def _kept(path: Path, stream: TensorFile) -> None:

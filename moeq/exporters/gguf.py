@@ -63,6 +63,7 @@ EXPORTER = Exporter(
     help="one file for llama.cpp and what is built on it",
     write=later("moeq.exporters.gguf_writer:write"),
     check=later("moeq.exporters.gguf_writer:check"),
+    refuse_other=later("moeq.exporters.gguf_writer:refuse_other"),
     runtime=f"llama.cpp, with gguf {VERSION}",
     snippet=f"""from llama_cpp import Llama  # pip install llama-cpp-python, or llama-cli -m {FILE}
 model = Llama("THIS_DIRECTORY/{FILE}")""",

@@ -27,7 +27,7 @@ from moeq.artifacts.files import read_back
 from moeq.artifacts.targets import ANY_GRID, ONE_WIDTH, WIDEN, Grid, refuse_stack, widest_of
 from moeq.artifacts.tensor_files import dtype_name, tensor_bytes, torch_dtype
 from moeq.errors import FormatError, RecipeError
-from moeq.exporters.foreign import Draft, grid_of
+from moeq.exporters.foreign import Draft, check_other, grid_of
 from moeq.exporters.gguf import ERRORS, FILE
 from moeq.exporters.gguf_families import (
     Family,
@@ -42,6 +42,7 @@ from moeq.exporters.gguf_families import (
     stack_shapes,
 )
 from moeq.exporters.gguf_tokenizer import tokenizer
+from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource
 from moeq.models.weights import plain_chunks, plain_header
@@ -234,18 +235,28 @@ def _plain(draft: Draft, family: Family) -> dict[str, list[Piece]]:
 def _packed(draft: Draft, family: Family) -> dict[str, list[Piece]]:
     """{module: what the file holds of it} of the packed modules outside of the experts.
 
-    Raises FormatError for those that GGUF keeps otherwise than as matrices of blocks.
+    Raises FormatError for those that no type holds, or that GGUF keeps otherwise than as matrices of blocks.
     """
     packed = {}
     for name, weight in draft.source.others():
-        key = draft.names.renamed(f"{name}.weight")
-        packed[name] = pieces(draft.model.config, family, key, (weight.codes.shape[-2], weight.inputs))
-        for piece in packed[name]:
-            if piece.split or piece.in_float32:
-                why = "it is kept transposed" if piece.split else "it is kept in float32"
-                do = f"leave {name} out of `others`, or {ANY_GRID}"
-                raise FormatError(f"packed, and {why} in GGUF", where=f"{WHERE}: {name}", do=do)
+        grid = grid_of(weight)
+        check_other(draft.runtime, draft.names, name, grid, widen=draft.options.widen)
+        packed[name] = _pieces_of(draft.names, family, name, (grid.rows, grid.inputs))
     return packed
+
+
+def _pieces_of(names: DiskNames, family: Family, name: str, shape: tuple[int, int]) -> list[Piece]:
+    """What a file holds of a module outside of the experts."""
+    return pieces(names.model.config, family, names.renamed(f"{name}.weight"), shape)
+
+
+def refuse_other(names: DiskNames, name: str, shape: tuple[int, int]) -> tuple[str, str] | None:
+    """Why GGUF keeps a module outside of the experts otherwise than as a matrix of blocks."""
+    for piece in _pieces_of(names, family_of(names.model.config), name, shape):
+        if piece.split or piece.in_float32:
+            why = "it is kept transposed" if piece.split else "it is kept in float32"
+            return f"packed, and {why} in GGUF", f"leave {name} out of `others`, or {ANY_GRID}"
+    return None
 
 
 def _write_layer(draft: Draft, writer: Writer, layer: ExpertLayer) -> None:

@@ -63,6 +63,7 @@ EXPORTER = Exporter(
     help="AutoGPTQ's layout with a width for every matrix, with or without zero points",
     write=write,
     check=later("moeq.exporters.foreign:check_experts"),
+    refuse_other=later("moeq.exporters.gptq_layout:refuse_table"),
     runtime=f"gptqmodel {VERSION}",
     snippet="""import torch
 from gptqmodel import GPTQModel  # pip install gptqmodel

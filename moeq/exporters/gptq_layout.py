@@ -23,6 +23,7 @@ from moeq.artifacts.targets import ANY_GRID
 from moeq.errors import FormatError
 from moeq.exporters.foreign import OTHERS_FILE, Draft, Tensors
 from moeq.exporters.schemes import Scheme, common_width, refuse_others
+from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
 from moeq.numerics.layouts import column_words, zero_words
 from moeq_kernels.grids import SCALE_DTYPE
@@ -145,8 +146,7 @@ def _write_linears(draft: Draft, tensors: Tensors, naming: Naming) -> None:
         stems = {name: _key(draft, f"{name}.weight", naming).removesuffix("weight") for name in others}
         with draft.file(OTHERS_FILE, (f"{stem}{part}" for stem in stems.values() for part in parts)) as add:
             for name, weight in draft.source.others():
-                refuse_tables(draft, name)
-                for part, tensor in tensors(name, draft.loadable(name, weight)).items():
+                for part, tensor in tensors(name, draft.other(name, weight)).items():
                     add(f"{stems[name]}{part}", tensor)
 
 
@@ -165,17 +165,14 @@ def _tensors(less_one: bool, ordered: bool, name: str, matrix: PackedWeight | Te
         raise FormatError(str(error), where=name, do=ANY_GRID) from None
 
 
-def refuse_tables(draft: Draft, name: str) -> None:
-    """FormatError for packed embeddings and heads, which runtimes load in full precision only."""
-    model: Any = draft.model
-    module = model.get_submodule(name)
-    heads = [model.get_output_embeddings()] if hasattr(model, "get_output_embeddings") else []
-    if isinstance(module, nn.Embedding) or any(module is head for head in heads):
-        raise FormatError(
-            "packed embeddings and heads are not loaded",
-            where=f"{name}, target {draft.target.name}",
-            do=f"leave embeddings and head out of `others`, or {ANY_GRID}",
-        )
+def refuse_table(names: DiskNames, name: str, shape: tuple[int, int]) -> tuple[str, str] | None:
+    """Why packed embeddings and heads cannot be written: runtimes load them in full precision only."""
+    module = names.model.get_submodule(name)
+    heads = [names.model.get_output_embeddings()] if hasattr(names.model, "get_output_embeddings") else []
+    if not isinstance(module, nn.Embedding) and not any(module is head for head in heads):
+        return None
+    do = f"leave embeddings and head out of `others`, or {ANY_GRID}"
+    return "packed embeddings and heads are not loaded", do
 
 
 def modules_of(draft: Draft, first: bool, naming: Naming) -> Modules:

@@ -18,13 +18,8 @@ from moeq_kernels.widths import FULL
 
 def refuse_others(draft: Draft) -> None:
     """FormatError for packed modules beside the experts, where the target loads these in full precision only."""
-    others = [] if draft.target.others else draft.source.other_names()
-    if others:
-        raise FormatError(
-            "modules outside of the experts are loaded in full precision only",
-            where=f"for {draft.runtime.name}: {others[0]}",
-            do="run without `others`, or write it for auto-round or gptqmodel",
-        )
+    for name, weight in () if draft.target.others else draft.source.others():
+        draft.other(name, weight)
 
 
 class Scheme:

@@ -22,17 +22,18 @@ from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.stage import RECORD, damage, is_current, of_earlier_codes, read_record, write_record
 from moeq.artifacts.sums import SIGNATURE
-from moeq.artifacts.targets import WIDEN, grids_of, loads_width, refuse_codes, refuse_layers
+from moeq.artifacts.targets import Grid, grids_of, refuse_codes, refuse_layers, refuse_stack
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import read_trace
 from moeq.errors import ArtifactError, FormatError
 from moeq.exporters import write
 from moeq.exporters.exporter import ExportSizes
-from moeq.exporters.foreign import WriteOptions
+from moeq.exporters.foreign import WriteOptions, check_other
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.native_writer import ExportInputs, export
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN
+from moeq.models.disk_names import DiskNames
 from moeq.models.loading import memory_bytes
 from moeq.recipe import Recipe
 from moeq.registry import EXPORTERS
@@ -166,7 +167,9 @@ def check(context: Context) -> None:
         refused = None if asked.target is None else refuse_codes(asked.target, context.recipe.losses.encoding)
         if refused is not None:
             raise FormatError(refused[0], where=f"export.formats: {name}", do=refused[1])
-        _check_others(context, asked)
+        if asked.target is not None:
+            _check_others(context, asked)
+            _check_matrices(context, asked)
 
 
 def _check_uniform(context: Context) -> None:
@@ -176,30 +179,45 @@ def _check_uniform(context: Context) -> None:
     """
     section = context.recipe.assign
     named = [*section.named()]
-    if len(named) != 1 or (context.finished("assign") / assign.NAME).is_file():
+    if len(named) != 1 or _is_decided(context):
         return
     hot = section.gpu_experts
     widths = [[FULL] * hot + named * (layer.num_experts - hot) for layer in context.model.layers]
     _check_widths(context, widths, context.recipe.losses.encoding)
 
 
+def _is_decided(context: Context) -> bool:
+    """Whether the run has an assignment, perhaps one made by hand."""
+    return (context.finished("assign") / assign.NAME).is_file()
+
+
 def _check_others(context: Context, asked: Runtime) -> None:
-    """FormatError where a target has no type for what is packed outside of the experts, or takes none packed."""
-    others, target, where = context.recipe.others, asked.target, f"export.formats: {asked.name}"
-    if target is not None and not target.others and others.widths():
-        what = f"others.{next(iter(others.widths()))}: {target.name} loads modules outside of the experts unpacked only"
-        raise FormatError(what, where=where, do="run without `others`")
-    size = context.recipe.losses.group_size if others.group_size is None else others.group_size
-    if context.recipe.export.widen or target is None or target.blocks is None:
+    """FormatError where a target could not load what the recipe packs outside of the experts."""
+    if not context.recipe.others.widths():
         return
-    for kind, bits in others.widths().items():
-        if not loads_width(target, bits, group_size=size, symmetric=others.symmetric):
-            zeros = "" if others.symmetric else " with zero points"
-            raise FormatError(
-                f"others.{kind}: {bits} bits{zeros} in groups of {size}; {target.name} has no type for them",
-                where=where,
-                do=f"set others.symmetric: true and 4 or 8 bits, or {WIDEN}",
-            )
+    names = DiskNames(context.model.skeleton)
+    for module in others.chosen(context):
+        how = others.grid(context.recipe, module.kind)
+        grid = Grid(rows=module.rows, inputs=module.inputs, bits=how.bits, **vars(how.encoding))
+        check_other(asked, names, module.name, grid, widen=context.recipe.export.widen)
+
+
+def _check_matrices(context: Context, asked: Runtime) -> None:
+    """FormatError where a target loads a matrix of the experts at none of the widths that it may be given.
+
+    What was decided before is looked at instead where it is there.
+    """
+    section, losses, target = context.recipe.assign, context.recipe.losses, asked.target
+    widths = sorted(section.named() or losses.bits, key=lambda bits: bits not in target.widths)
+    if FULL in widths or _is_decided(context):
+        return
+    for layer in context.model.layers:
+        for projection in layer.projections if section.gpu_experts < layer.num_experts else ():
+            every = grids_of(layer, projection, widths, **vars(losses.encoding))
+            refused = [refuse_stack(target, [grid], full=False, widen=context.recipe.export.widen) for grid in every]
+            if refused[0] is not None and None not in refused:
+                what = f"{layer.name}, {projection}: {refused[0][0]}"
+                raise FormatError(what, where=f"export.formats: {asked.name}", do=refused[0][1])
 
 
 def check_formats(context: Context, assignment: Assignment) -> None:

@@ -35,6 +35,27 @@ CHEAP = {
         ["assign={method: uniform, bits: 1}", "export.formats=[auto-round]"],
         "export.formats: auto-round: .*; ",
     ),
+    "rows of experts": (
+        ["export.formats=[gptqmodel]"],
+        r"export.formats: gptqmodel: model\.layers\.0.*: \d+ rows; gptqmodel packs multiples of 32",
+    ),
+    "grid of experts": (["export.formats=[vllm]"], "export.formats: vllm: .*: zero points; vllm reads symmetric grids"),
+    "rows of others": (
+        ["export.formats=[auto-round]", "others.attention=4", "others.group_size=-1"],
+        r"for auto-round: model\.layers\.0\.self_attn\.\w+: \d+ (rows|inputs); auto-round packs multiples of 32",
+    ),
+    "embeddings": (
+        ["export.formats=[gptqmodel]", "others.embeddings=8"],
+        r"for gptqmodel: model\.embed_tokens: packed embeddings and heads are not loaded",
+    ),
+    "head": (
+        ["export.formats=[auto-round]", "others.head=8"],
+        "for auto-round: lm_head: packed embeddings and heads are not loaded",
+    ),
+    "others": (
+        ["export.formats=[vllm]", "others.attention=4"],
+        r"for vllm: model\.layers\.0\..*: modules outside of the experts are loaded in full precision only",
+    ),
     "evaluation text": (["eval.perplexity.source=/nowhere.txt"], "/nowhere.txt: no such file"),
     "positions": (["eval.perplexity.sequence_length=129"], "129 tokens are more than the model's 128 positions"),
 }  # fmt: skip
