@@ -43,6 +43,8 @@ def quantize_layer(
     math: ExpertMath,
     config: LossesSection,
     biases: dict[str, Tensor] | None = None,
+    *,
+    seed: int = 0,
 ) -> LayerResult:
     """Replicas of every expert at every width and what each one loses on held-out tokens.
 
@@ -51,7 +53,8 @@ def quantize_layer(
     number, or when a method's result cannot be stored.
     """
     every = range(inputs.layer.num_experts)
-    return quantize_experts(RoutedTokens.of(inputs, config), inputs.layer, every, weights, math, config, biases or {})
+    tokens = RoutedTokens.of(inputs, config)
+    return quantize_experts(tokens, inputs.layer, every, weights, math, config, biases or {}, seed=seed)
 
 
 @torch.no_grad()
@@ -63,6 +66,8 @@ def quantize_experts(
     math: ExpertMath,
     config: LossesSection,
     biases: dict[str, Tensor],
+    *,
+    seed: int = 0,
 ) -> LayerResult:
     """What `quantize_layer` makes, of some of the layer's E experts alone: weights {projection: [E, N, K]} and biases
     {projection: [E, N]} are theirs."""
@@ -83,7 +88,7 @@ def quantize_experts(
         )
         candidates: dict[str, Candidate] = {}
         for quantizer in sorted(quantizers, key=lambda quantizer: not quantizer.stored):
-            candidates[quantizer.name] = _candidate(quantizer, tokens, batch, layer, config)
+            candidates[quantizer.name] = _candidate(quantizer, tokens, batch, layer, config, seed)
             if quantizer.stored:
                 _keep(candidates[quantizer.name].packed, slab, stacks)
         for index in range(len(batch.numbers())):
@@ -106,11 +111,17 @@ def _keep(packed: Packed, slab: Slab, stacks: dict[str, dict[int, list[PackedWei
 
 
 def _candidate(
-    quantizer: Quantizer, tokens: RoutedTokens, batch: ExpertBatch, layer: ExpertLayer, config: LossesSection
+    quantizer: Quantizer,
+    tokens: RoutedTokens,
+    batch: ExpertBatch,
+    layer: ExpertLayer,
+    config: LossesSection,
+    seed: int,
 ) -> Candidate:
     """What a quantizer makes of a batch of experts, packed."""
     notes = [Note() for _ in batch.numbers()]
-    made = _codes(quantizer, Statistics(tokens=tokens, batch=batch, settings=config, notes=notes), layer)
+    statistics = Statistics(tokens=tokens, batch=batch, settings=config, notes=notes, seed=seed)
+    made = _codes(quantizer, statistics, layer)
     with QUANTIZERS.blaming(quantizer.name, lambda: f"{layer.name}, {_named(batch.numbers())}"):
         packed = packed_batch(made, config, config.bits, method=quantizer.name, layer=layer, experts=batch.numbers())
     return Candidate(packed=packed, notes=notes)

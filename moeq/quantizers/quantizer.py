@@ -62,12 +62,13 @@ class Quantizer:
     it can do: widths, grids, nested codes, group sizes (None: all); sides: of what rows and inputs must be multiples;
     whether losses.act_order and losses.clip change its codes; trained: whether quantize.refine and tune train its
     scales. needs: which statistics it asks for; starts_from: the quantizer whose codes it begins with
-    (statistics.start). stored: its replicas are kept; those of others are made again, expert by expert, whenever they
-    are needed. linear(weight, factor, grid): `Quantized` of some rows [N, K] float32 of a module that is no expert,
-    codes [1, 1, N, K], at one width; grid: `quantizers.non_experts.Grid`; factor: `numerics.factor.Factor` of what the
-    module is given, for who needs Hessians; None: experts alone. encoding(settings): of codes that are no grid's: such
-    a quantizer gives {projection: {bits: a stack of PackedWeight}} and goes alone; None: the section's grid.
-    packages: {one that it imports: how to install it}, without which a run is refused before it begins.
+    (statistics.start); draws: whether statistics.seed decides something of its codes. stored: its replicas are kept;
+    those of others are made again, expert by expert, whenever they are needed. linear(weight, factor, grid):
+    `Quantized` of some rows [N, K] float32 of a module that is no expert, codes [1, 1, N, K], at one width; grid:
+    `quantizers.non_experts.Grid`; factor: `numerics.factor.Factor` of what the module is given, for who needs Hessians;
+    None: experts alone. encoding(settings): of codes that are no grid's: such a quantizer gives {projection: {bits: a
+    stack of PackedWeight}} and goes alone; None: the section's grid. packages: {one that it imports: how to install
+    it}, without which a run is refused before it begins.
     memory(sizes): bytes at its fullest moments beside the batch's float32 weights, those of its start apart;
     operations(sizes): floating-point operations of one expert, beside WEIGHT_OPERATIONS a weight.
     """
@@ -89,6 +90,7 @@ class Quantizer:
     trained: bool = True
     needs: Literal["nothing", "tokens", "hessians"] = "nothing"
     starts_from: str | None = None
+    draws: bool = False
     linear: Callable[..., Quantized] | None = None
     encoding: Callable[[LossesSection], Encoding] | None = None
     stored: bool = True
@@ -118,6 +120,11 @@ class Quantizer:
     def knows_hessians(self) -> bool:
         """Whether the traces of Hessians stand in its rows of the loss table."""
         return any(part.needs == "hessians" for part in self.chain())
+
+    @property
+    def hangs_on_seed(self) -> bool:
+        """Whether its codes are others with another seed."""
+        return any(part.draws for part in self.chain())
 
     def refusal(self, settings: LossesSection) -> str | None:
         """What of a section it cannot do, a message that begins with the key."""

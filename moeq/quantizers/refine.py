@@ -72,12 +72,12 @@ class LayerJob:
 
 @torch.no_grad()
 def refine_layer(
-    job: LayerJob, start: Mapping[int, Packed], section: RefineSection, *, scales_alone: bool = False
+    job: LayerJob, start: Mapping[int, Packed], section: RefineSection, *, scales_alone: bool = False, seed: int = 0
 ) -> dict[int, dict[str, PackedWeight]]:
     """The experts of `start`, {expert: {projection: matrix}}, as the layer's training leaves them.
 
-    start: all experts below 16 bits; scales_alone: codes and zero points stay, as those of trellis codes always do.
-    Matrices come back on the CPU, in the order of the experts.
+    start: all experts below 16 bits; scales_alone: codes and zero points stay, as those of trellis codes always do;
+    seed: of what is drawn. Matrices come back on the CPU, in the order of the experts.
     """
     fixed = scales_alone or any(packed.encoding.codes != "grid" for own in start.values() for packed in own.values())
     device = job.inputs.hidden.device
@@ -87,7 +87,7 @@ def refine_layer(
         bits=job.bits,
         group_size=job.group_size,
         symmetric=job.symmetric,
-        training=Training(iterations=section.iterations, batch_rows=BATCH_ROWS, working_memory=memory),
+        training=Training(iterations=section.iterations, batch_rows=BATCH_ROWS, seed=seed, working_memory=memory),
         start=[_codes(start, job.bits, width, device, fixed) for width in quantized_widths(job.bits)],
         learned=LearnedScales if fixed else LearnedCodes,
     )

@@ -40,6 +40,7 @@ def quantize(weights: dict[str, Tensor], statistics: Statistics, settings: Losse
         training=Training(
             iterations=_iterations(settings),
             lend=settings.borrow_tokens,
+            seed=statistics.seed,
             working_memory=working_memory(settings.working_memory, statistics.lent.device),
         ),
         start=statistics.start,
@@ -81,4 +82,5 @@ QUANTIZER = Quantizer(
     clip=True,
     needs="tokens",
     starts_from="gptq",
+    draws=True,
 )

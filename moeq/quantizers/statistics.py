@@ -37,13 +37,14 @@ class Statistics:
     """Of a batch of experts, for one quantizer and what it starts from.
 
     batch: the experts' numbers, biases and what else they compute; notes: of every expert, which quantizers add to;
-    start: the codes of the quantizer that this one starts from.
+    seed: the recipe's, of what is drawn; start: the codes of the quantizer that this one starts from.
     """
 
     tokens: RoutedTokens
     batch: ExpertBatch
     settings: LossesSection
     notes: list[Note]
+    seed: int = 0
     start: dict[str, Quantized] | None = None
 
     @property

@@ -115,12 +115,14 @@ def _walk(
 
 
 def more_wanted(context: Context) -> list[str] | None:
-    """What the rows must say beside what they always did, the seed where it decides which experts are tried, and
-    versions of others' packages."""
+    """What the rows must say beside what they always did, the seed where it decides which experts are tried, or codes,
+    and versions of others' packages."""
     recipe = context.recipe
-    methods = [*recipe.losses.methods, *([recipe.others.method] if recipe.others.widths() else [])]
-    others = [package for method in dict.fromkeys(methods) for package in QUANTIZERS.get(method).origins]
-    drawn = [f"seed {recipe.seed}"] if recipe.seed and recipe.losses.expert_effects is not None else []
+    quantizers = [QUANTIZERS.get(method) for method in recipe.losses.methods]
+    seeded = any(one.hangs_on_seed for one in quantizers) or recipe.losses.expert_effects is not None
+    drawn = [f"seed {recipe.seed}"] if recipe.seed and seeded else []
+    quantizers += [QUANTIZERS.get(recipe.others.method)] if recipe.others.widths() else []
+    others = dict.fromkeys(package for one in quantizers for package in one.origins)
     return [*(["energies"] if recipe.drops else []), *drawn, *others] or None
 
 
@@ -215,6 +217,7 @@ def _finish_layer(context: Context, inputs: LayerInputs, index: ReplicaIndex, mi
             expert_math(context.model.module, layer),
             losses_tasks.section_of(context.recipe.losses, here),
             stacked_biases(context.model.module, layer, slice(None)),
+            seed=context.recipe.seed,
         )
         _keep(directory, layer.index, here, result)
 

@@ -41,7 +41,7 @@ Keep = Callable[[int, Sequence[Made], LayerResult], None]  # stores what was mad
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """Some experts of a layer at some widths: what a task is given. key: of what was put for the layer; device: the
-    kind of device on which it computes, the first that the worker sees."""
+    kind of device on which it computes, the first that the worker sees; seed: the recipe's."""
 
     key: str
     device: str
@@ -50,6 +50,7 @@ class Group:
     section: LossesSection
     experts: range
     left_out: int
+    seed: int = 0
 
 
 def section_of(section: LossesSection, made: Sequence[Made]) -> LossesSection:
@@ -88,7 +89,7 @@ def working(context: Context, keep: Keep, ahead: int) -> Iterator[Ahead | None]:
         yield None
         return
     with workers.working(context, count, PRELOAD) as engine:
-        yield Ahead(engine, context.recipe.losses, keep, ahead, device)
+        yield Ahead(engine, context.recipe.losses, keep, ahead, device, seed=context.recipe.seed)
 
 
 def check(context: Context) -> None:
@@ -113,9 +114,16 @@ class Ahead:
     have been handed out."""
 
     def __init__(
-        self, engine: Engine, section: LossesSection, keep: Keep, ahead: int, device: torch.device | str = "cpu"
+        self,
+        engine: Engine,
+        section: LossesSection,
+        keep: Keep,
+        ahead: int,
+        device: torch.device | str = "cpu",
+        *,
+        seed: int = 0,
     ) -> None:
-        self._engine, self._section, self._keep, self.ahead = engine, section, keep, ahead
+        self._engine, self._section, self._keep, self.ahead, self._seed = engine, section, keep, ahead, seed
         self._device = torch.device(device)
         self._out: deque[_Layer] = deque()
 
@@ -140,6 +148,7 @@ class Ahead:
                     section=own,
                     experts=experts,
                     left_out=inputs.left_out,
+                    seed=self._seed,
                 )
                 task = Task(
                     name=f"{layer.name}, {named(experts)}",
@@ -219,6 +228,7 @@ def quantize_group(group: Group, tensors: Mapping[str, Tensor]) -> tuple[Any, di
         group.math,
         group.section,
         _there(_named(tensors, BIASES), group.device),
+        seed=group.seed,
     )
     made: dict[str, Tensor] = {}
     described: list[tuple[str, int, int, Encoding]] = []

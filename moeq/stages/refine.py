@@ -74,9 +74,11 @@ def check(context: Context) -> None:
         _ = context.text.calibration
 
 
-def revision(context: Context) -> int | None:
+def revision(context: Context) -> int | list[int] | None:
     """What the stage's result hangs on beside its inputs; None where no layer is trained for itself."""
-    return None if by_layer(context) is None else REVISION
+    if by_layer(context) is None:
+        return None
+    return [REVISION, context.recipe.seed] if context.recipe.seed else REVISION
 
 
 def progress(context: Context) -> tuple[str, ...]:
@@ -107,7 +109,8 @@ class Progress:
         before = [current_digest(context.directory(stage), stage, names) for stage, names in editable.items()]
         asked = context.recipe.quantize.model_dump(mode="json", exclude={"tune"})
         asked |= {"tune": trained.section.model_dump(mode="json")} if trained.scales_alone else {}
-        key = digest_of([REVISION, context.model.stamp.digest, *before, asked, context.model.compute()])
+        given = [context.model.stamp.digest, *before, asked, context.model.compute()]
+        key = digest_of([revision(context), *given])
         return cls(path=directory / PROGRESS, key=key, files=finished(directory / PROGRESS, key))
 
     def add(self, paths: list[Path]) -> None:
@@ -154,7 +157,9 @@ def refined(
             if layer_name(layer.index) in done.files:
                 trained = read(done.path.parent, layer, assignment, list(start))
             else:
-                trained = refine_layer(job, start, training.section, scales_alone=training.scales_alone)
+                trained = refine_layer(
+                    job, start, training.section, scales_alone=training.scales_alone, seed=context.recipe.seed
+                )
             change = Change(job)
             dropped = dict.fromkeys(dropped_experts(assignment, layer), nothing(layer))
             for expert, packed in (*trained.items(), *dropped.items()):

@@ -57,18 +57,20 @@ def planned(context: Context, tokens: str) -> ReplicaIndex:
     own = {name for quantizer in QUANTIZERS for name in quantizer.settings.model_fields}
     common = losses_in_keys(context.recipe.losses.model_dump(mode="json", exclude={*CHOICES, *MEASURING, *own}))
     key = [REVISION, replicas.SCHEMA_VERSION, context.model.stamp.digest, common, tokens, context.model.compute()]
-    return ReplicaIndex(set=digest_of(key), made=entries(context.recipe.losses, drops=context.recipe.drops))
+    made = entries(context.recipe.losses, drops=context.recipe.drops, seed=context.recipe.seed)
+    return ReplicaIndex(set=digest_of(key), made=made)
 
 
-def entries(config: LossesSection, *, drops: bool = False) -> tuple[Made, ...]:
+def entries(config: LossesSection, *, drops: bool = False, seed: int = 0) -> tuple[Made, ...]:
     """The methods at the widths that a section asks for, by their names in a set; drops: the rows must say what experts
-    answer, as those that stores were given before do not."""
+    answer, as those that stores were given before do not; seed: of what methods draw, 0 in names of before."""
     whole = config.model_dump(mode="json")
     measuring = {name: whole[name] for name in MEASURING} | ({"energies": True} if drops else {})
     made = []
     for method in config.methods:
         quantizer = QUANTIZERS.get(method)
         settings = {name: whole[name] for name in quantizer.settings.model_fields}
+        settings |= {"seed": seed} if seed and quantizer.hangs_on_seed else {}
         own = [settings, *quantizer.origins] if quantizer.origins else settings
         for bits in config.bits:
             entry = f"{method}.{bits}.{digest_of(own)[: replicas.SHORT]}"

@@ -146,6 +146,18 @@ def test_other_widths_stay_as_stored(tiny_mixtral: Path, tmp_path: Path) -> None
     assert not (again.directory("quantize") / refine.PROGRESS).exists()
 
 
+def test_the_seed_decides_the_tokens_that_are_drawn(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """In one directory, as the stage's key has to say."""
+    quick = ("losses.bits=[2]", "losses.methods=[rtn]", "assign={method: uniform, bits: 2, quantizer: rtn}",
+             "quantize.refine={iterations: 4}")  # fmt: skip
+    made = []
+    for seed in (0, 5, 0):
+        context = run(tiny_mixtral, tmp_path, *quick, f"seed={seed}", stages=STAGES[:4])
+        made.append([path.read_bytes() for path in quantize.files(context.directory("quantize"))])
+    assert made[0] == made[2] != made[1]
+    assert refine.revision(context) == refine.REVISION, "as runs have it that were made without a seed"
+
+
 @pytest.mark.full
 def test_a_killed_run_goes_on_with_the_next_layer(
     tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,9 +43,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...], t
     found: list[tuple[int, tuple[str, ...], tuple[int, ...]]] = []
     whole, one = losses.quantize_layer, gptq.quantize
 
-    def counting(inputs: Any, weights: Any, math: Any, config: LossesSection, biases: Any = None) -> Any:
+    def counting(inputs: Any, weights: Any, math: Any, config: LossesSection, biases: Any, **more: Any) -> Any:
         found.append((inputs.layer.index, tuple(config.methods), tuple(config.bits)))
-        return whole(inputs, weights, math, config, biases)
+        return whole(inputs, weights, math, config, biases, **more)
 
     def quantizing(weight: Any, factor: Any, *, bits: Sequence[int], **options: Any) -> Any:
         if found:  # while losses runs
@@ -145,6 +145,15 @@ def test_settings_named_after_a_method_count_for_it_alone() -> None:
     one, other = (entries(LossesSection(bits=[2], max_measured_tokens=count)) for count in (10, 20))
     assert [made.entry for made in one] == [made.entry for made in other]
     assert [made.rows for made in one] != [made.rows for made in other]
+
+
+def test_a_seed_is_named_where_a_method_draws() -> None:
+    section = LossesSection(methods=["gptq", "signround"], bits=[2])
+    first, other, third = (entries(section, seed=seed) for seed in (0, 5, 6))
+    assert first == entries(section)
+    assert first[0] == other[0] == third[0]
+    assert len({one[1].entry for one in (first, other, third)}) == 3
+    assert len({one[1].rows for one in (first, other, third)}) == 3
 
 
 def test_what_stores_were_given_before_is_found_by_its_names() -> None:
