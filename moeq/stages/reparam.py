@@ -113,6 +113,8 @@ def inputs(context: Context) -> dict[str, Any]:
     if section.compare and context.text.perplexity is not None:
         read["text"] = context.text.digest("evaluation")
         read["perplexity"] = context.text.perplexity.model_dump(mode="json", exclude={"source"})
+    if w8a8.notes(context, section):
+        read["w8a8"] = w8a8.REVISION
     if section.integer is not None:
         read["integer"] = integer_forward.inputs(context)
     code = context.model.code()

@@ -37,6 +37,7 @@ from moeq.models.streaming import StreamedModel
 from moeq.recipe import ReparamSection, W8A8Section
 from moeq.stages.context import Context
 
+REVISION = 2  # raised when the same inputs give other scales or perplexities
 FOLDER = "w8a8"
 WHERE = "reparam.w8a8"
 HIGHEST = 2 ** (BITS - 1) - 1
@@ -73,9 +74,14 @@ def wanted(context: Context) -> Context:
     return replace(context, recipe=context.recipe.model_copy(update={"reparam": changed}))
 
 
+def notes(context: Context, section: ReparamSection) -> bool:
+    """Whether somebody asks for the largest input of every linear that W8A8 rounds."""
+    return section.w8a8 is not None or (section.compare and context.text.perplexity is not None)
+
+
 def noting(context: Context, section: ReparamSection, streamed: StreamedModel) -> StaticInputs | None:
     """A mode that notes the largest input of every linear that W8A8 rounds; None where nobody asks."""
-    if section.w8a8 is None and not (section.compare and context.text.perplexity is not None):
+    if not notes(context, section):
         return None
     return StaticInputs(streamed.model, streamed.blocks, linears(context.model.others, context.model.described[1]))
 

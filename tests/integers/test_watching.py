@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from greenlet import getcurrent, greenlet
 from torch import nn
 from torch.nn.modules import module
 
@@ -64,3 +65,19 @@ def test_a_pass_that_fails_leaves_nothing() -> None:
     with pytest.raises(RuntimeError), StaticInputs(model, ["one"], frozenset({"one.weight"})):
         model(torch.zeros(1, 3))
     assert hooks(model) == before
+
+
+def test_a_block_is_known_until_the_last_batch_has_left_it() -> None:
+    """Batches that wait within a block for one another, as they do before experts."""
+    model, main = One(), getcurrent()
+
+    def wait(*_: object) -> None:
+        main.switch()
+
+    with torch.no_grad(), StaticInputs(model, ["one"], frozenset({"one.weight"})) as noted:
+        stop = model.one.register_forward_pre_hook(wait)
+        runs = [greenlet(lambda most=most: model(torch.full((1, 2), most))) for most in (1.0, 3.0, 2.0)]
+        for run in (*runs, *runs):
+            run.switch()
+        stop.remove()
+    assert noted.largest == {"one.weight": 3.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
@@ -21,11 +22,13 @@ PRODUCTS = {  # matrix products: places of left, right and (None: no) added oper
 
 class ParameterMap:
     """Parameters by their memory; those of `blocks` are looked up as a block starts to run and let go of as it ends,
-    since a streamed model reads them just before. Tied parameters have the first one's name."""
+    of several batches in lockstep for the last one, since a streamed model reads them just before. Tied parameters have
+    the first one's name."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         self._model, self._blocks, self._tied = model, blocks, tied(model)
         self._held: dict[int, tuple[Tensor, str]] = {}
+        self._inside: Counter[str] = Counter()  # batches, by block
         self._starts: list[int] = []
 
     @contextmanager
@@ -34,13 +37,14 @@ class ParameterMap:
         handles = []
         for path in self._blocks:
             block = self._model.get_submodule(path)
-            handles.append(block.register_forward_pre_hook(lambda own, *_, at=path: self._look_up(f"{at}.", own)))
-            handles.append(block.register_forward_hook(lambda *_, at=path: self._drop(f"{at}.")))
+            handles.append(block.register_forward_pre_hook(lambda own, *_, at=path: self._enter(f"{at}.", own)))
+            handles.append(block.register_forward_hook(lambda *_, at=path: self._leave(f"{at}.")))
         self._look_up("", self._model)
         try:
             yield
         finally:
             self._drop("")
+            self._inside.clear()
             for handle in handles:
                 handle.remove()
 
@@ -63,6 +67,15 @@ class ParameterMap:
         """Take a copy of a parameter, laid out as it is, for the parameter."""
         self._held[copy.data_ptr()] = copy, name
         self._starts = sorted(self._held)
+
+    def _enter(self, prefix: str, block: nn.Module) -> None:
+        self._inside[prefix] += 1
+        self._look_up(prefix, block)
+
+    def _leave(self, prefix: str) -> None:
+        self._inside[prefix] -= 1
+        if not self._inside[prefix]:
+            self._drop(prefix)
 
     def _drop(self, prefix: str) -> None:
         self._held = {at: held for at, held in self._held.items() if not held[1].startswith(prefix)}
