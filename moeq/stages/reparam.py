@@ -68,6 +68,8 @@ def run(context: Context) -> dict[str, Any]:
     context.model.say_left_behind()
     directory = make_directory(context.directory("reparam"))
     batches = sample(context, section)
+    if w8a8.notes(context, section):
+        batches = [one for batch in batches for one in without_pads(batch)]
     with naming_the_file(context), context.reporter.bar("reparam", 3 * len(context.model.described[1])) as advance:
         streamed = context.model.in_float32()
         gained = gain_router_biases(streamed.model) if section.bias == "auto" else []
@@ -149,6 +151,16 @@ def first_rows(batch: Batch, rows: int, tokens: int | None = None) -> Batch:
         sequences=batch.sequences[:rows],
         extra={name: value[:rows] if value.dim() else value for name, value in batch.extra.items()},
     )
+
+
+def without_pads(batch: Batch) -> list[Batch]:
+    """The sequences of a batch with pads, each by itself without them; any other batch as it is."""
+    if batch.extra or bool(batch.mask.all()):
+        return [batch]
+    return [
+        Batch(input_ids=ids[real][None], mask=real[real][None], sequences=number[None])
+        for ids, real, number in zip(batch.input_ids, batch.mask.bool(), batch.sequences, strict=True)
+    ]
 
 
 def _calls(streamed: StreamedModel, batches: Sequence[Batch]) -> list[Any]:

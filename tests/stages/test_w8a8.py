@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import peers
 import pytest
 import torch
 from family_models import save
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from moeq import pipeline
@@ -21,6 +22,7 @@ from moeq.exporters.readers.w8a8 import Int8Checkpoint
 from moeq.inspection import inspect
 from moeq.integers.artifacts.reparam import ReparamReport, read_reparam
 from moeq.integers.static_int8 import StaticInputs, round_rows
+from moeq.models.loading import load_tokenizer
 from moeq.models.source import open_source
 from moeq.recipe import ReparamSection, W8A8Section
 from moeq.runtimes import W8A8
@@ -156,6 +158,29 @@ def test_what_cannot_be_is_refused(tiny_mixtral: Path, tmp_path: Path, monkeypat
     with pytest.raises(QuantizationError, match=r"self_attn\..*: calibration saw no input of this linear but zeros"):
         reparam(tiny_mixtral, tmp_path / "run", INT8, QUICK, "reparam.norms=[model.layers.*.post_attention_layernorm]")
     assert not (tmp_path / "run" / "reparam").exists()
+
+
+def test_scales_do_not_hang_on_pads(tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches of any size the largest inputs are those that texts have alone; experts' included."""
+    model, texts = tmp_path / "model", ["The cat sat on a mat and looked at the dog. " * 3, "The cat sat."]
+    shutil.copytree(tiny_mixtral, model)
+    (weights,) = model.glob("*.safetensors")
+    found = load_file(weights)
+    pad = found["model.embed_tokens.weight"][load_tokenizer(open_source(str(model))).pad_token_id]
+    pad.copy_(torch.arange(len(pad)) == 3)  # the largest that a norm can make of anything
+    save_file(found, weights, {"format": "pt"})
+    seen: list[dict[str, float]] = []
+    parts = stage.parts
+    monkeypatch.setattr(stage, "parts", lambda *given: (seen.append(given[2]), parts(*given))[1])
+    for number, (size, rows) in enumerate(((1, texts[:1]), (1, texts[1:]), (1, texts), (2, texts))):
+        source = tmp_path / f"{number}.jsonl"
+        source.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+        given = (f"corpus.source={source}", f"corpus.sequences={len(rows)}", f"corpus.batch_size={size}")
+        reparam(model, tmp_path / str(number), INT8, QUICK, *given, "corpus.packed=false", "corpus.sequence_length=48")
+    alone = {name: max(first, seen[1][name]) for name, first in seen[0].items()}
+    assert any(name.endswith("experts.down_proj") for name in alone)
+    for together in seen[2:]:
+        assert together == pytest.approx(alone, rel=1e-5)
 
 
 def test_a_run_that_was_made_before_has_the_same_key(tiny_mixtral: Path, tmp_path: Path) -> None:
