@@ -164,17 +164,19 @@ def building(directory: Path, *, progress: Sequence[str] = ()) -> Iterator[Path]
         if unfinished.exists() and not progress:
             shutil.rmtree(unfinished)
         goes_on, before, descriptor = unfinished.exists(), None, None
+        old = [] if goes_on else [path for pattern in progress for path in sorted(directory.glob(pattern))]
         try:
-            unfinished.mkdir(parents=True, exist_ok=True)
-            for path in [] if goes_on else (path for pattern in progress for path in sorted(directory.glob(pattern))):
-                place(path, unfinished / path.name)
-            before = _inodes(unfinished)
-            descriptor = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
-            yield unfinished
-            _check_there(unfinished, descriptor)
-            for path in unfinished.rglob("*"):
-                sync(path)
-            _swap(unfinished, directory)
+            with storage_errors(unfinished):
+                unfinished.mkdir(parents=True, exist_ok=True)
+                for path in old:
+                    place(path, unfinished / path.name)
+                before = _inodes(unfinished)
+                descriptor = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
+                yield unfinished
+                _check_there(unfinished, descriptor)
+                for path in unfinished.rglob("*"):
+                    sync(path)
+                _swap(unfinished, directory)
         except MoeqError as error:
             error.rename(str(unfinished), str(directory))
             raise
@@ -202,7 +204,8 @@ def _inodes(directory: Path) -> dict[str, int]:
 def filling(directory: Path) -> Iterator[Path]:
     """Yield `directory` itself where it is there and empty, as in a block of `building`; else do as that does."""
     if directory.is_dir() and not any(directory.iterdir()):
-        yield directory
+        with storage_errors(directory):
+            yield directory
         return
     with building(directory) as unfinished:
         yield unfinished
@@ -255,7 +258,8 @@ def remove_partials(directory: Path, names: Iterable[str], kept: Iterable[str] =
             if old.is_dir():
                 shutil.rmtree(old, ignore_errors=True)
             else:
-                old.unlink(missing_ok=True)
+                with storage_errors(old):
+                    old.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -266,7 +270,9 @@ def claimed(directory: Path) -> Iterator[None]:
     """
     make_directory(directory.parent)
     path = directory.with_name(f".{directory.name}.lock")
-    with storage_errors(path), _lock_file(path, directory):
+    with storage_errors(path):
+        stream = _lock_file(path, directory)
+    with stream:
         try:
             yield
         finally:
@@ -302,8 +308,11 @@ def locked(directory: Path) -> Iterator[IO[str]]:
     """
     make_directory(directory)
     path = directory / LOCK
-    with storage_errors(path), _open_lock(path) as stream:
-        _lock(stream, directory)
+    with storage_errors(path):
+        stream = _open_lock(path)
+    with stream:
+        with storage_errors(path):
+            _lock(stream, directory)
         yield stream
         try:
             _check_there(path, stream.fileno())

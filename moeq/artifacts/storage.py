@@ -21,9 +21,18 @@ _ADVICE = {
 
 @contextmanager
 def storage_errors(path: Path, doing: str = "write") -> Iterator[None]:
-    """Turn an OSError into a StorageError that names the path and what to do."""
+    """Turn an OSError into a StorageError that names what to do and the path, or what lies below it and is refused."""
     try:
         yield
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "check the path or choose another --out")
-        raise StorageError(f"cannot {doing}: {error.strerror or error}", where=str(path), do=advice) from error
+        where = str(_refused(error, path))
+        raise StorageError(f"cannot {doing}: {error.strerror or error}", where=where, do=advice) from error
+
+
+def _refused(error: OSError, path: Path) -> Path:
+    """What an error names, where it lies below a path; else the path."""
+    if not isinstance(error.filename, str | Path):
+        return path
+    named = Path(error.filename)
+    return named if named.is_relative_to(path) else path

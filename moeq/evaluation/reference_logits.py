@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from moeq.artifacts.storage import storage_errors
+from moeq.artifacts.tensor_files import write_all
 from moeq.numerics.divergence import Kept, keep_likeliest
 
 Key = tuple[int, int]  # a document, or a sequence, and the number of its window
 MOST_BYTES = 4 << 30
 LEAST_KEPT = 256  # of every token, however long the text is
 TOP = 5  # likeliest tokens whose overlap is measured
+WRITING = "write the reference's logits"  # where a disk refuses it
 FLOATS = 5  # of every token: normalizer, log-probability of the target, and mass, entropy and largest of the rest
 
 
@@ -94,8 +96,8 @@ class ReferenceLogits:
         StorageError where the folder cannot be written to.
         """
         self.folder, self.tokens = folder or Path(tempfile.gettempdir()), tokens
-        with storage_errors(self.folder):
-            self._file: IO[bytes] = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115
+        with storage_errors(self.folder, WRITING):
+            self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0, dir=self.folder)  # noqa: SIM115
         self._starts: dict[Key, tuple[int, int]] = {}  # where a window begins, and its tokens
         self._end = 0
         self.vocabulary, self.dtype, self.kept = 0, torch.float32, 0
@@ -145,9 +147,8 @@ class ReferenceLogits:
         words = torch.cat([part.targets[:, None], first[:, None], top], 1).int()
         columns = [column.contiguous().view(torch.uint8).cpu() for column in (logits, *ids, floats, words)]
         data = torch.cat(columns, 1).numpy().tobytes()
-        with storage_errors(self.folder):
-            self._file.write(data)
-            self._file.flush()
+        with storage_errors(self.folder, WRITING):
+            write_all(self._file, memoryview(data))
         self._end += len(data)
 
     def read(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moeq.artifacts.files import read_back
+from moeq.artifacts.storage import storage_errors
 from moeq.artifacts.targets import ANY_GRID, ONE_WIDTH, WIDEN, Grid, refuse_stack, widest_of
 from moeq.artifacts.tensor_files import dtype_name, tensor_bytes, torch_dtype
 from moeq.errors import FormatError, RecipeError
@@ -178,7 +179,8 @@ def write(draft: Draft) -> None:
     plain, packed = _plain(draft, family), _packed(draft, family)
     shapes = stack_shapes(source.layers)
     shapes |= {piece.name: piece.shape for parts in (*plain.values(), *packed.values()) for piece in parts}
-    with (draft.directory / FILE).open("wb") as stream:
+    path = draft.directory / FILE
+    with storage_errors(path), path.open("wb") as stream:
         writer = Writer(
             gguf=gguf,
             arch=family.arch,
@@ -201,7 +203,7 @@ def write(draft: Draft) -> None:
             for piece in packed[name]:
                 writer.add(piece.name, *_packed_module(draft, writer, name, piece, weight))
         writer.finish()
-    read_back(draft.directory / FILE, writer.start, writer.crc)
+    read_back(path, writer.start, writer.crc)
     draft.notes += _rounded(writer)
     draft.complete(draft.sides.config(source.config))
 

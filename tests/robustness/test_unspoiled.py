@@ -7,12 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from fork_server import ForkServer
 from robustness.runs import STAGES, follow, partials
@@ -20,9 +22,10 @@ from robustness.test_refusals import tree
 from typer.testing import CliRunner, Result
 
 from moeq import cli, conversion, inspection
-from moeq.artifacts.files import BEGUN, building, claimed, remove_partials
+from moeq.artifacts.files import BEGUN, building, claimed, filling, locked, remove_partials
 from moeq.artifacts.stage import read_record
 from moeq.errors import ArtifactError, EvaluationError, MoeqError, StorageError
+from moeq.evaluation.reference_logits import ReferenceLogits, Scored
 from moeq.stages.context import DIRECTORIES
 from moeq.verification import launch, probe
 
@@ -167,6 +170,34 @@ def test_a_directory_that_cannot_be_exchanged_is_put_back(tmp_path: Path, monkey
     (tmp_path / "made").rename(tmp_path / "made.old.partial")
     remove_partials(tmp_path, ["made"])
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_what_a_disk_refuses_is_named(tmp_path: Path) -> None:
+    """The file where the error says which, by the folder's last name; never the lock that is held meanwhile."""
+    with pytest.raises(StorageError) as refused, locked(tmp_path), building(tmp_path / "made") as unfinished:
+        (unfinished / "sub" / "file").write_text("there is no folder sub")
+    assert refused.value.where == str(tmp_path / "made" / "sub" / "file")
+    for holding in (locked(tmp_path), claimed(tmp_path / "made")):
+        with pytest.raises(OSError, match="No space left") as full, holding:
+            raise OSError(28, "No space left on device")
+        assert not isinstance(full.value, MoeqError), "whoever knows the file says it"
+    (tmp_path / "empty").mkdir()
+    for name, made in (("made", building), ("empty", filling)):
+        with pytest.raises(StorageError) as refused, made(tmp_path / name):
+            raise OSError(28, "No space left on device")
+        assert refused.value.where == str(tmp_path / name)
+
+
+def test_logits_that_a_disk_refuses_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: closing their file, which has no name, is no second error."""
+    full = Path("/dev/full")
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda buffering=-1, **_: full.open("wb", buffering))
+    logits = torch.zeros(3, 16)
+    scored = Scored(logits=logits, logprobs=logits.double(), targets=torch.arange(3), scores=logits[:, 0].double())
+    reference = ReferenceLogits(tmp_path, 3)
+    with pytest.raises(StorageError, match="cannot write the reference's logits: No space left"):
+        reference.write((0, 0), scored)
+    reference.close()
 
 
 @pytest.mark.cases(1)

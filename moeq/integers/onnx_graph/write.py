@@ -12,6 +12,7 @@ from onnx import helper
 from torch import Tensor
 
 from moeq.artifacts.digests import digest_of_file
+from moeq.artifacts.files import write_bytes
 from moeq.errors import ArtifactError, FormatError
 from moeq.integers.artifacts.integer import NAME as MANIFEST
 from moeq.integers.artifacts.integer import IntegerManifest, Value
@@ -161,7 +162,7 @@ def write(folder: Path, target: Path, *, verify: bool = True, qonnx: bool = Fals
         except ImportError:
             said += "; not run, onnxruntime is missing (pip install 'moeq[onnx]')"
     data = found.model.SerializeToString()
-    (target / NAME).write_bytes(data)
+    write_bytes(target / NAME, data)
     operators = sorted({node.op_type for node in found.model.graph.node})
     quant = {"quant_products": found.products, "standard_operators_only": list(found.standard)} if qonnx else {}
     return quant | {
