@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
 
 import numpy as np
@@ -11,6 +12,7 @@ from manifest_reader import matrix
 from moeq.artifacts.manifest import PlacementManifest
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack
+from moeq_kernels.widths import CODEBOOKS, Encoding
 
 TEXT = (files("moeq") / "FORMAT.md").read_text("utf-8")
 
@@ -36,3 +38,10 @@ def test_every_field_of_the_manifest_is_described() -> None:
     fields = {name for part in (schema, *schema["$defs"].values()) for name in part["properties"]}
     missing = {name for name in fields - {"dtype", "shape"} if name not in TEXT}
     assert not missing
+
+
+def test_every_layout_version_is_listed() -> None:
+    grids = ({"nested": True}, {"state_bits": 12}, *({"codebook": codebook} for codebook in CODEBOOKS))
+    versions = {Encoding(group_size=-1, symmetric=True, **grid).layout_version for grid in grids}
+    row = next(line for line in TEXT.splitlines() if line.startswith("| `layout`, `layout_version` |"))
+    assert {int(number) for number in re.findall(r"\b[0-9]\b", row)} == versions
