@@ -281,6 +281,20 @@ def test_sizes_of_a_configuration() -> None:
 
 
 @pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        ({"num_labels": 10}, 10),
+        ({"num_labels": [7, 3]}, 7),
+        ({"num_labels": 10, "id2label": {"0": "a", "1": "b", "2": "c"}}, 3),
+        ({}, 2),
+    ],
+)
+def test_classes_are_those_that_a_configuration_states(labels: dict[str, object], classes: int) -> None:
+    bare = {key: value for key, value in CONFIG.items() if key != "id2label"}
+    assert from_config(bare | labels, "vit").classes == classes
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model_type": "mixtral"}, "model_type is 'mixtral', no vision transformer"),
@@ -290,6 +304,7 @@ def test_sizes_of_a_configuration() -> None:
         ({"image_size": [6, 8]}, "image_size is [6, 8]"),
         ({"moe_layers": [0, 1, 2]}, "moe_layers is [0, 1, 2]"),
         ({"num_experts_per_tok": 6}, "6 experts of 5 for a position"),
+        ({"id2label": {}, "num_labels": []}, "num_labels is []"),
     ],
 )
 def test_sizes_that_are_none_are_named(change: dict[str, object], message: str) -> None:

@@ -131,7 +131,6 @@ def from_config(config: Mapping[str, Any], name: str) -> VisionSizes:
         if top_k > experts:
             raise ModelError(f"{top_k} experts of {experts} for a position", where=name, do="check config.json")
         mixture = Mixture(num_experts=experts, top_k=top_k, inner=inner, blocks=len(sparse))
-    labels = config.get("id2label")
     return VisionSizes(
         name=name,
         hidden=hidden,
@@ -141,6 +140,15 @@ def from_config(config: Mapping[str, Any], name: str) -> VisionSizes:
         positions=(side // patch) ** 2 + PREFIX[kind],
         patch_inputs=_number(config, "num_channels", name) * patch**2,
         prefix=PREFIX[kind],
-        classes=len(labels) if isinstance(labels, dict) and labels else 2,
+        classes=_classes(config, name),
         mixture=mixture,
     )
+
+
+def _classes(config: Mapping[str, Any], where: str) -> int:
+    """Outputs of the head: of the first, where there is one a task; 2 where the config.json says nothing."""
+    labels, number = config.get("id2label"), config.get("num_labels")
+    if isinstance(labels, dict) and labels:
+        return len(labels)
+    first = number[0] if isinstance(number, list) and number else number
+    return 2 if first is None else _number({"num_labels": first}, "num_labels", where)
