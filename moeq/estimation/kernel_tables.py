@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moeq.estimator.sheets import Row, Table
+from moeq.estimator.sheets import Cell, Row, Table
 
 if TYPE_CHECKING:
     from moeq.integers.hardware.design import Design
@@ -21,9 +21,30 @@ NOTES = (
 )
 
 
+OF_OTHERS = (
+    "there: what the FPGA has; GB/s: from off-chip memory; ends: outputs of attention that are divided a cycle; norm: "
+    "channels of a LayerNorm a cycle."
+)
+LIMITS: dict[str, Callable[[Design], Cell]] = {  # that the title states where all designs share them
+    "DSPs there": lambda one: one.device.dsps,
+    "block RAMs there": lambda one: one.device.block_rams,
+    "MHz": lambda one: one.device.clock_hertz / 1e6,
+}
+OTHERS: dict[str, Callable[[Design], Cell]] = {
+    "GB/s": lambda one: one.device.bytes_per_second / 1e9,
+    "weights": lambda one: one.weights,
+    "denominator": lambda one: one.arithmetic.denominator,
+    "ends": lambda one: one.at.ends,
+    "norm": lambda one: one.at.norm,
+}
+
+
 def side_by_side(designs: Sequence[Design], refused: Sequence[str]) -> Table:
-    """Every design in a row."""
+    """Every design in a row, with what differs among them."""
     first = designs[0]
+    differs = {
+        name: value for name, value in (LIMITS | OTHERS).items() if any(value(one) != value(first) for one in designs)
+    }
     rows: list[Row] = []
     for one in designs:
         at, arithmetic = one.at, one.arithmetic
@@ -34,6 +55,7 @@ def side_by_side(designs: Sequence[Design], refused: Sequence[str]) -> Table:
                 arithmetic.softmax,
                 f"{at.queries}x{at.lanes}",
                 f"{at.units}x{at.inputs}x{at.outputs}",
+                *(value(one) for value in differs.values()),
                 _sum_bits(one),
                 one.attention.accumulator_bits,
                 one.dsps,
@@ -45,14 +67,16 @@ def side_by_side(designs: Sequence[Design], refused: Sequence[str]) -> Table:
                 "yes" if one.shortage is None else f"no: {one.shortage}",
             )
         )
-    fpga = first.device
-    limits = f"{fpga.dsps:,} DSPs, {fpga.block_rams:,g} block RAMs, {fpga.clock_hertz / 1e6:g} MHz"
+    shared = [
+        f"{value(first):,.10g} {name.removesuffix(' there')}" for name, value in LIMITS.items() if name not in differs
+    ]
+    limits = f" ({', '.join(shared)})" if shared else ""
     return Table(
-        title=f"{first.sizes.name} on {fpga.name} ({limits})",
-        columns=("W/A/Attn", "softmax", "queries x lanes", "units x in x out", "sums", "value sums", "DSPs", "parity",
-                 "block RAMs", "cycles", "ms", "images/s", "fits"),
+        title=f"{first.sizes.name} on {first.device.name}{limits}",
+        columns=("W/A/Attn", "softmax", "queries x lanes", "units x in x out", *differs, "sums", "value sums", "DSPs",
+                 "parity", "block RAMs", "cycles", "ms", "images/s", "fits"),
         rows=tuple(rows),
-        notes=(*NOTES, *(f"left out, {line}" for line in refused)),
+        notes=(*NOTES, *([OF_OTHERS] if differs else []), *(f"left out, {line}" for line in refused)),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 from estimation.test_estimation_answers import as_json, moeq
 from integers.test_integer_files import CASES, written
 
-from moeq.estimation import kernels
+from moeq.estimation import kernel_tables, kernels
 from moeq.integers.hardware.design import device
 from moeq.integers.hardware.vision import KNOWN
 
@@ -152,6 +152,37 @@ def test_a_design_that_does_not_fit_is_still_shown() -> None:
     found: Any = kernels.designs(kernels.read_vision("vit-tiny"), device("zcu102"), axes)
     assert [one.shortage is None for one in found.designs] == [False, True]
     assert found.refusal is None, "one of them fits"
+
+
+def compared(*axes: str) -> Any:
+    found = kernels.designs(kernels.read_vision("vit-tiny"), device("zcu102"), kernels.parse_design([*AT, *axes]))
+    return kernel_tables.side_by_side(found.designs, ())
+
+
+def test_limits_that_differ_are_columns_and_the_others_are_in_the_title() -> None:
+    table = compared("clock=100MHz,300MHz", "dsps=700,2520")
+    assert table.title == "vit-tiny on zcu102 (912 block RAMs)"
+    there = [(row[table.columns.index("MHz")], row[table.columns.index("DSPs there")]) for row in table.rows]
+    assert there == [(100, 700), (100, 2520), (300, 700), (300, 2520)]
+    alike = compared("brams=1048576")
+    assert alike.title == "vit-tiny on zcu102 (2,520 DSPs, 1,048,576 block RAMs, 300 MHz)"
+    assert not {"MHz", "DSPs there", "weights", "norm"} & set(alike.columns)
+
+
+@pytest.mark.parametrize(
+    ("axis", "column", "values"),
+    [
+        ("brams=912,2000", "block RAMs there", [912, 2000]),
+        ("bandwidth=1GB/s,21GB/s", "GB/s", [1, 21]),
+        ("weights=streamed,preloaded", "weights", ["streamed", "preloaded"]),
+        ("denominator=quantized,exact", "denominator", ["quantized", "exact"]),
+        ("ends=1,2", "ends", [1, 2]),
+        ("norm=4,8", "norm", [4, 8]),
+    ],
+)
+def test_every_axis_has_a_column(axis: str, column: str, values: list[object]) -> None:
+    table = compared(axis)
+    assert [row[table.columns.index(column)] for row in table.rows] == values
 
 
 def test_names_on_the_command_line_are_those_of_the_sizes() -> None:
