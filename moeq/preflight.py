@@ -17,6 +17,7 @@ from moeq.errors import ArtifactError, ModelError, PushError, RecipeError, Stora
 from moeq.exporters.exporter import loaders
 from moeq.folders import CHECKPOINT, checkpoint_of, is_run
 from moeq.models import offline
+from moeq.models.declared import is_native
 from moeq.models.source import check_there
 from moeq.recipe import BUNDLED, DIGITS, HUB, Recipe, TextSource, each_source
 from moeq.runtime.dynamic.options import DynamicOptions, Following
@@ -104,18 +105,39 @@ def _check_pair(options: DynamicOptions, checkpoint: Path) -> None:
 def check_bench(asked: Asked, out: Path | None) -> None:
     """What a bench reads must be there, and may be written where it is to go: MissingError, ModelError, RecipeError."""
     check_device(asked.device)
-    others = {"--grid": asked.grid, "--dense": asked.dense is not None, "--gguf": asked.gguf is not None}
-    if asked.dynamic is not None and any(others.values()):
-        wrong = next(name for name, given in others.items() if given)
-        raise RecipeError("is measured beside static precision alone", where="--dynamic", do=f"leave {wrong} out")
+    _check_together(asked)
     for name in (asked.checkpoint, asked.dense):
         if name is not None and checkpoint_of(Path(name)) == Path(name):
-            check_experts(check_there(name), name)
+            config = check_there(name)
+            check_experts(config, name)
+            if name == asked.checkpoint and asked.dense is not None and not is_native(config):
+                what = "not packed, and --dense is the model that a packed one was made of"
+                raise ModelError(what, where=name, do="give a packed checkpoint or a run, or leave --dense out")
     if asked.dynamic is not None:
         _check_pair(asked.dynamic, checkpoint_of(Path(asked.checkpoint)))
     check_path(asked.gguf, "give a GGUF file to --gguf")
     if out is not None:
         refuse_artifacts(out)
+
+
+def _check_together(asked: Asked) -> None:
+    """RecipeError for an option of a bench that would do nothing beside the others."""
+    given = {
+        "--grid": asked.grid, "--dense": asked.dense is not None, "--gguf": asked.gguf is not None,
+        "--beams": asked.beams is not None,
+    }  # fmt: skip
+    alone = {
+        "--dynamic": (asked.dynamic is not None, "is measured beside static precision alone", tuple(given)),
+        "--grid": (asked.grid, "is of the checkpoint alone", ("--dense", "--gguf")),
+    }
+    for name, (there, what, others) in alone.items():
+        wrong = next((other for other in others if given[other]), None)
+        if there and wrong is not None:
+            raise RecipeError(what, where=name, do=f"leave {wrong} out")
+    if asked.beams is not None and not asked.grid:
+        raise RecipeError("are those of a grid", where="--beams", do="give --grid too")
+    if asked.gguf is not None and not asked.peers:
+        raise RecipeError("is for llama.cpp, one of the peers", where="--gguf", do="leave --no-peers out")
 
 
 def check_path(path: Path | None, do: str = "give a path that moeq wrote") -> None:

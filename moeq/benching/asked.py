@@ -22,8 +22,9 @@ class Asked:
     """A bench: checkpoint, packed or dense, and what stands beside it.
 
     batches: sequences at once; None: BATCHES, or with `grid` GRID_BATCHES; repeat: requests that are timed of each;
-    grid: batches and beams with and without batch pruning instead; dynamic: precision that follows the workload beside
-    static high, low and mixed instead, at batch sizes DYNAMIC_BATCHES; gguf: a file for llama.cpp's own bench.
+    grid: batches and beams (None: GRID_BEAMS) with and without batch pruning instead; dynamic: precision that follows
+    the workload beside static high, low and mixed instead, at batch sizes DYNAMIC_BATCHES; gguf: a file for llama.cpp's
+    own bench.
     """
 
     checkpoint: str
@@ -33,7 +34,7 @@ class Asked:
     new_tokens: int = 16
     repeat: int = 3
     grid: bool = False
-    beams: tuple[int, ...] = GRID_BEAMS
+    beams: tuple[int, ...] | None = None
     peers: bool = True
     dynamic: DynamicOptions | None = None
     gguf: Path | None = None
@@ -49,13 +50,18 @@ class Asked:
                 if not isinstance(number, int) or not least <= number <= LARGEST:
                     do = f"give whole numbers from {least} to {LARGEST}"
                     raise RecipeError(f"cannot be {number!r}", where=name, do=do)
-        if self.batches == () or not self.beams:
+        if () in (self.batches, self.beams):
             raise RecipeError("none is named", where="batches" if self.batches == () else "beams", do="name some")
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The batches that are measured."""
         return self.batches or (GRID_BATCHES if self.grid else BATCHES if self.dynamic is None else DYNAMIC_BATCHES)
+
+    @property
+    def beam_counts(self) -> tuple[int, ...]:
+        """The numbers of beams of a grid."""
+        return self.beams or GRID_BEAMS
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:

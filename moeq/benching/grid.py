@@ -31,7 +31,7 @@ PAPER = {"speed_up": 1.14, "what": "at most, by the encoder-decoder of paper 002
 def grid(subject: Subject, asked: Asked, advance: Callable[[], None]) -> dict[str, Any]:
     """Input tokens a second of every batch and number of beams, without and with batch pruning."""
     rows = []
-    for beams in asked.beams:
+    for beams in asked.beam_counts:
         for batch in asked.sizes:
             rows.append(_cell(subject, asked, batch, beams))
             advance()

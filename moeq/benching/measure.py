@@ -54,7 +54,7 @@ def bench(asked: Asked, reporter: Reporter) -> dict[str, Any]:
     bandwidth = read_bandwidth(device)
     found = _found(asked, device, bandwidth) | {"models": [subject.as_json() for subject in subjects]}
     if asked.grid:
-        with reporter.bar("grid", len(asked.sizes) * len(asked.beams)) as advance:
+        with reporter.bar("grid", len(asked.sizes) * len(asked.beam_counts)) as advance:
             found["grid"] = grids.grid(subjects[0], asked, advance)
         return _with_kernels(found, subjects)
     points = _requests(subjects, asked, bandwidth["bytes_per_second"], reporter)

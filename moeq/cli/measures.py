@@ -76,7 +76,7 @@ def bench(
         bool, Option("--grid", help="Instead: batches by beams, with and without batch pruning (paper 002, Table 3).")
     ] = False,
     dynamic: DynamicOption = None,
-    beams: Annotated[str, Option(help="Numbers of beams of --grid, parted by commas.")] = "1,2",
+    beams: Annotated[str | None, Option(help="Numbers of beams of --grid, parted by commas [default: 1,2].")] = None,
     peers: Annotated[
         bool, Option("--peers/--no-peers", help="Time one expert beside the other libraries that are installed.")
     ] = True,
@@ -110,7 +110,7 @@ def bench(
         repeat=repeat,
         grid=grid,
         dynamic=dynamic,
-        beams=whole_numbers(beams, "--beams"),
+        beams=None if beams is None else whole_numbers(beams, "--beams"),
         peers=peers,
         gguf=gguf,
         dtype=dtype,

@@ -20,6 +20,11 @@ def quantization_of(config: dict[str, Any]) -> dict[str, Any]:
     return dict(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {})
 
 
+def is_native(config: dict[str, Any]) -> bool:
+    """Whether a config.json is of a checkpoint in moeq's own format."""
+    return quantization_of(config).get("quant_method") == METHOD
+
+
 def is_dequantized(source: ModelSource) -> bool:
     """Whether the checkpoint is quantized in a format that is dequantized while it is loaded."""
     return quantization_of(source.config).get("quant_method") in DEQUANTIZED
@@ -53,7 +58,7 @@ def main_dtype(source: ModelSource) -> str:
     """
     if is_dequantized(source):
         return "bfloat16"
-    native = quantization_of(source.config).get("quant_method") == METHOD
+    native = is_native(source.config)
     bytes_by_dtype: Counter[str] = Counter()
     for key, header in source.tensors.items():
         if not (native and key.rpartition(".")[2] in PARTS):

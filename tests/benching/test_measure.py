@@ -18,7 +18,7 @@ import moeq
 from moeq.artifacts.bench import FOLDER, read_bench
 from moeq.artifacts.manifest import read_manifest
 from moeq.benching import bandwidth, measure, one_expert, tables
-from moeq.benching.asked import BATCHES, GRID_BATCHES, Asked, whole_numbers
+from moeq.benching.asked import BATCHES, GRID_BATCHES, GRID_BEAMS, Asked, whole_numbers
 from moeq.benching.subject import load_subject
 from moeq.cli import app
 from moeq.errors import ArtifactError, EvaluationError, MissingError, ModelError, MoeqError, RecipeError
@@ -244,6 +244,23 @@ def test_what_cannot_be_benched_is_refused(packed_run: Path, tiny_mixtral: Path,
         moeq.bench(packed_run, device="gpu", **SHORT)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"grid": True, "dense": "bundled:tiny-mixtral"}, "--grid: is of the checkpoint alone; leave --dense out"),
+        ({"grid": True, "gguf": "model.gguf"}, "--grid: is of the checkpoint alone; leave --gguf out"),
+        ({"beams": (1,)}, "--beams: are those of a grid; give --grid too"),
+        ({"beams": (1,), "dynamic": "auto"}, "--dynamic: is measured beside static precision alone; leave --beams out"),
+        ({"gguf": "model.gguf", "peers": False}, "--gguf: is for llama.cpp, one of the peers; leave --no-peers out"),
+        ({"dense": "bundled:tiny-mixtral"}, "bundled:tiny-mixtral: not packed, and --dense is the model that"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(MoeqError) as raised:
+        moeq.bench("bundled:tiny-mixtral", **given)
+    assert said in str(raised.value)
+
+
 def test_a_checkpoint_whose_bytes_changed_is_not_timed(packed_run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -260,6 +277,9 @@ def test_a_checkpoint_whose_bytes_changed_is_not_timed(packed_run: Path, tmp_pat
 def test_words_of_the_command() -> None:
     assert Asked(checkpoint="x").sizes == BATCHES
     assert Asked(checkpoint="x", grid=True).sizes == GRID_BATCHES
+    assert Asked(checkpoint="x", grid=True).beam_counts == GRID_BEAMS
+    with pytest.raises(RecipeError, match="beams: none is named"):
+        Asked(checkpoint="x", grid=True, beams=())
     assert whole_numbers(" 4,1,4", "--batch") == (4, 1)
     for wrong in ("", "0", "1,", "-1", "x", "99999999999999999999", "1.5"):
         with pytest.raises(RecipeError, match="give whole numbers from 1"):
