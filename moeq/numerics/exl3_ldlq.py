@@ -22,7 +22,7 @@ from torch import Tensor
 from moeq.numerics.factor import Factor, factorize
 from moeq.numerics.trellis_ldlq import Code, Walked, fitted_scale, in_pieces
 from moeq_kernels.exl3 import BLOCK, STEP_ORDER, check_sides, packed, signs, state_values, transformed
-from moeq_kernels.grids import SCALE_DTYPE
+from moeq_kernels.grids import LEAST_SCALE, SCALE_DTYPE, storable
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.trellis import TILE
 from moeq_kernels.widths import Encoding
@@ -51,7 +51,7 @@ def quantize(
     check_sides(rows, inputs)
     values = state_values(codebook).to(weight.device)
     own, other = signs(inputs).to(weight.device), signs(rows).to(weight.device)
-    scale = weight.float().square().mean(-1).sqrt().clamp_min(torch.finfo(SCALE_DTYPE).tiny)  # [E, N]
+    scale = weight.float().square().mean(-1).sqrt().clamp_min(LEAST_SCALE)  # [E, N]
     between = weight.float() / (scale * other).unsqueeze(-1) * own  # signs are their own inverses
     between = transformed(transformed(between).mT).mT / BLOCK
     spread = float(values.square().mean().sqrt())
@@ -74,7 +74,7 @@ def quantize(
 def _fitted(steps: Tensor, scale: Tensor, bits: int, codebook: str, weight: Tensor, hessian: Tensor) -> PackedWeight:
     """Steps [E, R, C, 256] as they are stored, with the scale of every row that loses least; scale: about that."""
     codes = packed(steps, bits).transpose(-3, -2).contiguous().view(torch.uint8).flatten(-2).to(weight.device)
-    parts = {"codes": codes, "scales": scale.to(SCALE_DTYPE).unsqueeze(-1)}
+    parts = {"codes": codes, "scales": storable(scale).to(SCALE_DTYPE).unsqueeze(-1)}
     made = PackedWeight.of(parts, bits, weight.shape[-1], Encoding.exl3(codebook))
     fitted = [
         fitted_scale(exact[None].float(), one.dequantize()[None], one.scales.mT, seen[None].float())

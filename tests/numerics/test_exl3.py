@@ -71,6 +71,15 @@ def test_codes_of_normal_weights_lose_what_their_width_allows(bits: int, most: f
     assert 4.0**-bits < error < most
 
 
+def test_rows_of_small_weights_lose_no_more_than_others() -> None:
+    """Rows whose scales are subnormal in float16, beside rows of 1."""
+    rows = torch.ones(128).index_fill(0, torch.arange(0, 128, 2), 1e-5)
+    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(3)) * rows[:, None]
+    left = (coded(weight[None], torch.eye(128)[None], 4).dequantize() - weight).square().mean(-1)
+    error = left / weight.square().mean(-1)
+    assert float(error[::2].mean()) == pytest.approx(float(error[1::2].mean()), rel=0.1)
+
+
 def test_eight_bits_are_walked_too() -> None:
     tiles = torch.randn(16, 256, generator=torch.Generator().manual_seed(3)) * exl3_ldlq.SPREAD[8]
     nearest = trellis.walks(tiles, exl3.state_values("mul1"), 8)[1]
