@@ -32,6 +32,13 @@ def geometries() -> list[str]:
     return known_geometries()
 
 
+def sheets() -> list[str]:
+    """Sheets by name, for a shell that asks."""
+    from moeq.estimator.sheets import known_sheets
+
+    return known_sheets()
+
+
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions(RunOptions):
     """The command line of `moeq estimate`; recipe: its path, and axes that stand behind --grid's first."""
@@ -111,9 +118,10 @@ class EstimateOptions(RunOptions):
     )
     capacity: bool = option("Only say what fits where; refused with the sum where it does not.", APART, default=False)
     sheet: str | None = option(
-        "Print a paper's figures worked out again: paper-002 or paper-004.",
+        "Print a paper's figures worked out again: paper-002 or paper-004; or published: those of papers and other "
+        "systems.",
         APART,
-        autocompletion=among(lambda: ("paper-002", "paper-004")),
+        autocompletion=among(sheets),
     )
     kernels: str | None = option(
         "Cycles, DSPs, block RAMs and datapath widths of paper 004's two kernels on an FPGA, zcu102 or u280, for a "

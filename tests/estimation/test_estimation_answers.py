@@ -14,6 +14,7 @@ from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment,
 from moeq.artifacts.trace import RoutingTrace, write_trace
 from moeq.cli import app
 from moeq.errors import MoeqError
+from moeq.estimation.estimate_options import EstimateOptions
 from moeq.estimation.subject import read_model
 from moeq.estimator import (
     Grid,
@@ -25,6 +26,7 @@ from moeq.estimator import (
     uniform_placement,
 )
 from moeq.estimator.cases import EstimateDocument
+from moeq.estimator.sheets import known_sheets
 from moeq.models import loading
 from moeq.models.source import open_source
 
@@ -357,6 +359,12 @@ def test_capacity_is_refused_with_the_sum_after_what_fits_is_shown() -> None:
     assert done.exit_code == 10
     assert not json.loads(done.stdout)["fits"]
     assert done.stderr.count("\n") == 1
+
+
+def test_sheets_that_are_there_are_named_and_completed() -> None:
+    option = EstimateOptions.__dataclass_fields__["sheet"].metadata["typer"].keywords
+    assert option["autocompletion"]("p") == known_sheets()
+    assert [name for name in known_sheets() if name not in option["help"]] == []
 
 
 def test_sheets() -> None:
