@@ -281,6 +281,13 @@ def test_a_bench_beside_static_precision(checkpoint: Path, tmp_path: Path) -> No
     assert "static mixed" in page[1]
 
 
+def test_what_differs_stands_in_the_name() -> None:
+    usual = DynamicOptions.parse("memory=1GiB").label((4, 2))
+    assert usual == "dynamic 4/2 bits in 1.00 GiB"
+    assert DynamicOptions.parse("memory=1GiB,period=2,tokens=0").label((4, 2)) == f"{usual} period=2 tokens 0"
+    assert DynamicOptions.parse("memory=1GiB,tokens=512").label((4, 2)) == f"{usual} tokens 512"
+
+
 # refused
 
 

@@ -60,6 +60,7 @@ class DynamicOptions(OneLine, DynamicSection):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
                 parts.append(f"{name}={value:g}")
+        parts += [] if self.tokens is None else [f"tokens {self.tokens}"]
         return " ".join([*parts, *([f"copies {self.copies}"] if self.copies else [])])
 
 
