@@ -38,10 +38,12 @@ class OneLine(BaseModel):
     @classmethod
     def parse(cls, text: str) -> Self:
         """Options as they are written; RecipeError for what is not."""
-        given = {}
+        given: dict[str, str] = {}
         for part in filter(None, map(str.strip, text.split(","))):
             name, equals, value = part.partition("=")
             if not equals:
                 raise RecipeError(f"{part!r} is not OPTION=VALUE", where=cls.option, do=cls.example)
-            given[name.strip()] = value.strip()
+            if (name := name.strip()) in given:
+                raise RecipeError(f"{name} is there twice", where=cls.option, do="name every option once")
+            given[name] = value.strip()
         return cls.of(given)

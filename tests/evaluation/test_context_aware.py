@@ -346,6 +346,7 @@ def test_options_that_cannot_be() -> None:
         "average_bits=2": "unknown option 'average_bits'; write code_bits",
         "code_bits=2.5,selector=false": "selector off",
         "gpu_experts": "not OPTION=VALUE",
+        "gpu_experts=1,gpu_experts=1": "gpu_experts is there twice",
         "statistics=all": "statistics is ",
         "first_token=prefill,statistics=before_last": "leave statistics out",
     }.items():

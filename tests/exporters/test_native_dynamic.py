@@ -302,6 +302,7 @@ def test_what_differs_stands_in_the_name() -> None:
         ("bits=4", 2, "unknown option 'bits'"),
         ("memory", 2, "'memory' is not OPTION=VALUE; write for example memory=24GiB,high=4,low=2, or auto"),
         ("memory=24 wide", 2, "memory"),
+        ("memory=4MB, memory=5MB", 2, "--dynamic: memory is there twice; name every option once"),
         ("period=0", 2, "period is '0'; give 1 or more"),
         ("ema=1", 2, "ema"),
         ("copies=none", 2, "copies"),
