@@ -181,5 +181,7 @@ def test_the_command(native: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert json.loads(done.stdout)["path"] == str(out)
     assert out.is_file()
+    run = CliRunner().invoke(app, ["inspect", str(native.parent), "--placement-for", "llama.cpp", "--json"])
+    assert json.loads(run.stdout)["arguments"] == placements.told(native, "llama.cpp", None)["arguments"]
     with pytest.raises(RecipeError, match="is there already"):
         placements.told(native, "sglang", out)
