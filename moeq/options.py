@@ -20,7 +20,7 @@ from moeq.bundled.preset_files import DEFAULT, QUALITIES, chosen_preset, preset_
 from moeq.errors import RecipeError
 from moeq.folders import checkpoint_of, is_run
 from moeq.registry import QUANTIZERS
-from moeq.runtimes import NATIVE, OF_FOLDED, QONNX, named, runtimes, written
+from moeq.runtimes import NATIVE, named, runtimes, written
 
 if TYPE_CHECKING:
     QuantizerOrBest = str
@@ -46,6 +46,7 @@ RARE = (  # a command names them
 BUNDLED_TEXT = "bundled"  # a text whose parts for calibration and evaluation differ
 LAST = (*RARE, "check", "trust_remote_code", "probe", "json", "quiet")  # options behind all others
 
+FORMAT = f"Runtime to write it for, too: {', '.join(written())} (export.formats); may be given several times."
 CHECKPOINT = "A packed checkpoint, or the run that made it."
 
 
@@ -105,11 +106,7 @@ class RunOptions:
         f"Runtime that is to load what is made: {', '.join(runtimes())}; sets what it needs of a recipe that does not "
         "say otherwise."
     )
-    format: list[str] = option(
-        f"Runtime to write it for, too: {', '.join(written())} (export.formats); may be given several times. Or by "
-        f"itself, of what `moeq reparam` makes: {', '.join((*OF_FOLDED, QONNX))}.",
-        default=list,
-    )
+    format: list[str] = option(FORMAT, default=list)
     device: DeviceOption = field(default=None, metadata={"sets": "device"})
     workers: int | None = option(
         "Processes that quantize experts side by side in losses, while the model runs on, and that share the text of "

@@ -15,6 +15,7 @@ from moeq.cli import app
 from moeq.inspection import inspect
 from moeq.recipe import RefineSection, Start, load_recipe
 from moeq.recipe.quantize import QuantizeSection, TuneSection
+from moeq.runtimes import OF_FOLDED, QONNX
 from moeq.version import __version__
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
@@ -102,6 +103,12 @@ FLAGS = {
     "init": BUILD | STAGE - {"--check"} | {"--format", "--for"},
     "recipe": BUILD | STAGE - {"--check", "--out"} | {"--format", "--schema"},
 }
+
+
+@pytest.mark.parametrize(("command", "folded"), [("export", True), ("init", False), ("recipe", False)])
+def test_help_of_format_lists_what_the_command_takes(command: str, folded: bool) -> None:
+    (option,) = [one for one in COMMANDS[command].params if "--format" in one.opts]
+    assert all((name in option.help) == folded for name in (*OF_FOLDED, QONNX))
 
 
 def test_flags_are_frozen() -> None:

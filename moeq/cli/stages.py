@@ -10,7 +10,7 @@ from typing import Any
 from moeq.cli.ending import show
 from moeq.errors import RecipeError
 from moeq.estimation.estimate_options import hardware_presets
-from moeq.options import BUDGETS, BudgetOptions, RunOptions, StageOptions, among, option, takes_options
+from moeq.options import BUDGETS, FORMAT, BudgetOptions, RunOptions, StageOptions, among, option, takes_options
 from moeq.registry import ALLOCATORS, EXPORTERS
 from moeq.runtimes import OF_FOLDED, ONNX, QONNX
 
@@ -171,8 +171,17 @@ def quantize(asked: StageOptions) -> None:
     run_stage(asked, "quantize")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(StageOptions):
+    """Options of `moeq export`."""
+
+    format: list[str] = option(
+        f"{FORMAT} Or by itself, of what `moeq reparam` makes: {', '.join((*OF_FOLDED, QONNX))}.", default=list
+    )
+
+
 @takes_options("device", "format", "widen", "verify")
-def export(asked: StageOptions) -> None:
+def export(asked: ExportOptions) -> None:
     """Write the packed checkpoint, its placement manifest and its model card.
 
     With --format onnx instead the integer forward of a vision transformer, which `moeq reparam` has made; with --format
