@@ -5,6 +5,7 @@ Nothing here knows torch, transformers or lm-eval. What only a model, a tokenize
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -180,6 +181,12 @@ def check_device(name: str) -> None:
     """RecipeError for a name that no device has; whether it is there is seen when it is used."""
     if DEVICE.fullmatch(name) is None:
         raise RecipeError(f"unknown device {name!r}", where="--device", do="use auto, cpu or cuda")
+
+
+def check_temperature(temperature: float) -> None:
+    """RecipeError for one that is not finite."""
+    if not math.isfinite(temperature):
+        raise RecipeError(f"cannot be {temperature}", where="--temperature", do="give a finite number from 0")
 
 
 def check_tasks(include_path: str | Path | None) -> None:

@@ -331,6 +331,7 @@ def generate(
     preflight.check_checkpoint(checkpoint)
     check_there(str(checkpoint))
     preflight.check_device(device or "auto")
+    preflight.check_temperature(temperature)
     following = preflight.check_dynamic(dynamic, checkpoint, dynamic_log, watch)
     prompts = [_standard_input() if text == "-" else text for text in prompt]
     from moeq import generation

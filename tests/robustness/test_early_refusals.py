@@ -278,6 +278,8 @@ REFUSED: dict[str, list[Case]] = {
         (("nowhere", "hi"), 13, "nowhere: no such file or directory"),
         (("empty", "hi"), 3, "no config.json"),
         (("model", "hi", "--device", "gpu"), 2, "--device: unknown device 'gpu'"),
+        (("model", "hi", "--temperature", "inf"), 2, "--temperature: cannot be inf; give a finite number from 0"),
+        (("model", "hi", "--temperature", "nan"), 2, "--temperature 'nan'; give a number from 0"),
     ],
     "bench": [
         (("./nowhere",), 13, "./nowhere: no such file or directory"),
