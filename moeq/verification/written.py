@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from rich.markup import escape
 
+from moeq.artifacts.files import PARTIAL
 from moeq.errors import EvaluationError
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import open_packed
@@ -74,4 +75,5 @@ def _check_values(directory: Path, made_of: PackedSource | None, reporter: Repor
         raise EvaluationError(first_of(problems), where=str(directory), do="do not use it; write it again")
     apart = isinstance(packed, Gguf) and packed.refitted
     what = "as far from those of {} as it says" if apart else "those of {}"
-    reporter.say(f"  its values are {what.format(escape(made_of.source.name))}")
+    name = made_of.source.name.removesuffix(PARTIAL)  # of one that is still being made
+    reporter.say(f"  its values are {what.format(escape(name))}")

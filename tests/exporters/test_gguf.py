@@ -538,6 +538,9 @@ def test_values_are_compared_where_no_loader_is_installed(
     said = " ".join(capsys.readouterr().err.split())
     assert "not verified: target transformers" in said
     assert "its values are those of packed" in said
+    (tmp_path / "packed").rename(tmp_path / "packed.partial")
+    check_written(tmp_path / "out", Reporter(), against=tmp_path / "packed.partial")
+    assert capsys.readouterr().err.split()[-1] == "packed"
     with pytest.raises(EvaluationError, match=r"expert 0, gate_proj: its values differ by .* \(and 17 more\)"):
         check_written(tmp_path / "out", Reporter(quiet=True), against=tmp_path / "other")
 
