@@ -23,7 +23,7 @@ from moeq.artifacts.sums import check_sums
 from moeq.comparison.refusals import assignments_of, split_run
 from moeq.errors import EvaluationError, ModelError
 from moeq.evaluation.context_options import ContextOptions
-from moeq.folders import bytes_in
+from moeq.folders import CHECKPOINT, CONFIG, bytes_in
 from moeq.models.source import ModelSource, open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -99,7 +99,8 @@ class Earlier:
 def open_subjects(words: Sequence[str], following: Sequence[Following], trust: bool) -> list[Subject | Earlier]:
     """The rows that the command line names, in order.
 
-    `following` adds rows to every run and checkpoint, dynamic ones to checkpoints with both precisions alone.
+    `following` adds rows to every run and checkpoint, dynamic ones to checkpoints with both precisions alone, of a run
+    its own.
 
     Raises EvaluationError for two rows of one name, and what opening a model, run or file raises.
     """
@@ -110,15 +111,18 @@ def open_subjects(words: Sequence[str], following: Sequence[Following], trust: b
         rows += opened
         able = next((row for row in opened if isinstance(row, Subject) and (row.run or row.checkpoint)), None)
         if able is not None:
-            rows += [_follows(able, options) for options in following if _may(rows, able, options)]
+            ables = [_packed(able, trust) if isinstance(options, DynamicOptions) else able for options in following]
+            pairs = zip(ables, following, strict=True)
+            rows += [_follows(one, options) for one, options in pairs if _may(rows, one, options)]
     subjects = [row for row in rows if isinstance(row, Subject)]
     for options in following:
         if not any(options in (subject.context, subject.dynamic) for subject in subjects):
             if isinstance(options, DynamicOptions):
-                _ = [_pair(subject, options) for subject in subjects]  # says what the first checkpoint has
+                _ = [_pair(_packed(subject, trust), options) for subject in subjects]  # says what the first one has
             needed = "a run, or a checkpoint" if isinstance(options, ContextOptions) else "a run's checkpoint"
             do = f"{options.option} needs {needed} with them"
-            raise EvaluationError("no replicas of its experts", where=words[0], do=do)
+            without = (str(subject.run.out) for subject in subjects if subject.run is not None)
+            raise EvaluationError("no replicas of its experts", where=next(without, words[0]), do=do)
     check_once([subject.name for subject in subjects], "name every subject once")
     return rows
 
@@ -135,7 +139,7 @@ def _follows(able: Subject, options: Following) -> Subject:
     where = able.run.out.name if able.run is not None else able.name
     if isinstance(options, DynamicOptions):
         pair = _pair(able, options)
-        assert pair is not None, "a run has no packed experts"
+        assert pair is not None, "only what is packed has a dynamic row"
         return replace(able, name=f"{where} {options.label(pair)}", dynamic=options)
     return replace(able, name=f"{where} {options.label}", assignment=None, exported=False, context=options)
 
@@ -145,11 +149,27 @@ def _may(rows: Sequence[Subject | Earlier], able: Subject, options: Following) -
     precisions."""
     if isinstance(options, DynamicOptions):
         try:
-            return _pair(able, options) is not None
+            has_both = _pair(able, options) is not None
         except ModelError:
             return False
+        subjects = (row for row in rows if isinstance(row, Subject) and row.dynamic == options)
+        return has_both and not any(row.checkpoint == able.checkpoint for row in subjects)
     same = (row for row in rows if isinstance(row, Subject) and row.context == options)
     return able.run is None or not any(row.run is able.run for row in same)
+
+
+def _packed(subject: Subject, trust: bool) -> Subject:
+    """A run's own checkpoint, called as the run, where it has exported one; else the subject as it is."""
+    folder = None if subject.run is None else subject.run.out / CHECKPOINT
+    if folder is None or not (folder / CONFIG).is_file():
+        return subject
+    return replace(_of_checkpoint(open_source(str(folder), trust_remote_code=trust)), name=folder.parent.name)
+
+
+def _of_checkpoint(source: ModelSource) -> Subject:
+    """A packed checkpoint as it was exported; ArtifactError where its files are others than it lists."""
+    check_sums(source.path, cached=True)
+    return Subject(name=f"{source.path.resolve().parent.name}/{source.name}", source=source, checkpoint=source.path)
 
 
 def _pair(subject: Subject, options: DynamicOptions) -> tuple[int, int] | None:
@@ -168,9 +188,7 @@ def _opened(word: str, runs: dict[Path, Context], trust: bool) -> list[Subject |
         return list(_of_run(_run(folder, runs, trust), name))
     source = open_source(word, trust_remote_code=trust)
     if (source.config.get("quantization_config") or {}).get("quant_method") == METHOD:
-        check_sums(source.path, cached=True)
-        shown = f"{source.path.resolve().parent.name}/{source.name}"
-        return [Subject(name=shown, source=source, checkpoint=source.path)]
+        return [_of_checkpoint(source)]
     return [Subject(name=source.name, source=source)]
 
 

@@ -23,6 +23,7 @@ from moeq.benching.tables import tables as bench_tables
 from moeq.comparison.eval_options import EvalOptions
 from moeq.comparison.refusals import needs_a_run
 from moeq.comparison.side_by_side import compare
+from moeq.comparison.subjects import Subject, open_subjects
 from moeq.errors import MoeqError
 from moeq.exporters import native_dynamic
 from moeq.exporters.native_dynamic import open_dynamic
@@ -339,10 +340,20 @@ def test_a_checkpoint_of_one_width_is_refused(made: Callable[..., Path]) -> None
         evaluated([single], dynamic=["auto"])
 
 
-def test_what_has_no_packed_experts_is_refused(checkpoint: Path, tiny_mixtral: Path) -> None:
-    for word in (tiny_mixtral, checkpoint.parent):
-        with pytest.raises(MoeqError, match="no replicas of its experts; --dynamic needs a run's checkpoint"):
-            evaluated([word], dynamic=["auto"])
+def test_a_run_stands_for_its_checkpoint(checkpoint: Path) -> None:
+    run, options = checkpoint.parent, DynamicOptions(period=2)
+    rows = [row for row in open_subjects([f"{run}:original", str(run)], [options], False) if isinstance(row, Subject)]
+    (dynamic,) = [row for row in rows if row.dynamic is not None]
+    assert (dynamic.run, dynamic.checkpoint) == (None, checkpoint)
+    assert dynamic.name == f"{run.name} {options.label((4, 2))}"
+
+
+def test_what_has_no_packed_experts_is_refused(checkpoint: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    shutil.copy(checkpoint.parent / "recipe.yaml", tmp_path)
+    for words, where in (([tiny_mixtral], tiny_mixtral), ([tiny_mixtral, Path(f"{tmp_path}:original")], tmp_path)):
+        said = f"^{where}: no replicas of its experts; --dynamic needs a run's checkpoint with them"
+        with pytest.raises(MoeqError, match=said):
+            evaluated(words, dynamic=["auto"])
     with pytest.raises(MoeqError, match="a log has one row's decisions; give --dynamic once"):
         evaluated([checkpoint], dynamic=["auto", "period=2"], dynamic_log=checkpoint.parent / "log.jsonl")
 
