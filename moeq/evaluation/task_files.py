@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 import yaml
 
-from moeq.bounded import YAML_BYTES, read_bounded
+from moeq.bounded import YAML_BYTES, read_bounded, shortened
+from moeq.errors import EvaluationError
 
 DATA = ("dataset_path", "data_dir", "data_files")  # keys whose text may name what lies on this machine
 INCLUDE = "include"
+MOST = 10_000  # files and folders that one name may stand for
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -19,7 +22,7 @@ def files_of(folder: Path) -> dict[str, Path]:
     """Every file by the name it has for the tasks: below the folder, else as the YAML names it.
 
     Data are looked for as lm-eval does: from the working directory, `*` and `**` included. YAML that cannot be read
-    names nothing: whoever loads the task says so.
+    names nothing: whoever loads the task says so. Raises EvaluationError for data of more files than MOST.
     """
     own = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     found = {str(path.relative_to(folder)): path for path in sorted(own)}
@@ -41,9 +44,16 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 def _data(text: str) -> dict[str, Path]:
     """The files that a name or pattern stands for on this machine, those of folders included."""
-    places = [Path(place) for place in glob.glob(text, recursive=True)]
-    folders = [path for place in places if place.is_dir() for path in place.rglob("*")]
-    return {str(path): path for path in sorted({*places, *folders}) if path.is_file()}
+    places = map(Path, glob.iglob(text, recursive=True))
+    every = list(islice(chain.from_iterable([place, *_inside(place)] for place in places), MOST + 1))
+    if len(every) > MOST:
+        do = "name what the task reads, not a folder around it"
+        raise EvaluationError(f"more than {MOST:,} files and folders", where=shortened(text), do=do)
+    return {str(path): path for path in sorted({*every}) if path.is_file()}
+
+
+def _inside(place: Path) -> list[Path]:
+    return list(islice(place.rglob("*"), MOST + 1)) if place.is_dir() else []
 
 
 def _named(path: Path) -> Iterator[tuple[str, str]]:

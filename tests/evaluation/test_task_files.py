@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moeq.errors import EvaluationError
+from moeq.evaluation import task_files
 from moeq.evaluation.comparison import table
 from moeq.evaluation.task_files import files_of
 from moeq.recipe.eval import EvalSection
@@ -77,3 +78,10 @@ def test_questions_behind_other_examples_are_other_items() -> None:
     assert table([row("first", 5), row("second", 5)])[1]["cells"]["mine"].change is not None
     with pytest.raises(EvaluationError, match="made of other items"):
         table([row("first", 5), row("second", 0)])
+
+
+def test_names_of_whole_disks_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_files, "MOST", 3)
+    (folder / "all.yaml").write_text("data_files: '**'\n")
+    with pytest.raises(EvaluationError, match=r"\*\*: more than 3 files and folders"):
+        files_of(folder)

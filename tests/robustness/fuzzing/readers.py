@@ -85,6 +85,7 @@ BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
     "moeq.estimator.units._by_pint": ("quantity",),
     "moeq.estimator.units.parse_quantity": ("quantity",),
     "moeq.evaluation.result_file.read_rows": ("results",),
+    "moeq.evaluation.task_files._named": ("task_files",),
     "moeq.evaluation.translation._record": ("pairs_jsonl",),
     "moeq.evaluation.translation._rows": ("pairs_tsv", "pairs_jsonl"),
     "moeq.evaluation.translation._text": ("pairs_tsv",),

@@ -14,6 +14,7 @@ from robustness.fuzzing.mutations import parquet_bytes, table_bytes, text_bytes
 from robustness.fuzzing.target import BytesTarget, JsonTarget, Place, Target, TensorsTarget
 
 from moeq.artifacts.tensor_files import write_tensors
+from moeq.evaluation.task_files import files_of
 from moeq.models.corpus.documents import of_local
 from moeq.models.corpus.fields import Fields
 from moeq.models.corpus.images import image_of, opened
@@ -29,6 +30,12 @@ LINES = b"""{"text": "Es war einmal", "domain": "tales"}
 {"text": "", "image": ["a.png"]}
 """
 TEXT = "Es war einmal\nein König,\r\nder hatte.\n".encode()
+TASK = b"""task: mine
+include: common.yaml
+doc_to_text: !function code.text
+dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl, more: [a.txt, none.jsonl]}}
+"""
 FIELDS = Fields(chat="auto", image="image")
 
 
@@ -39,6 +46,21 @@ class Speaker:
 
     def apply_chat_template(self, messages: list[dict[str, Any]], tokenize: bool) -> str:
         return "".join(str(turn.get("content")) for turn in messages)
+
+
+class TaskFiles(BytesTarget):
+    """An lm-eval task of one's own: the files that it is made of are there."""
+
+    name, data = "task_files", TASK
+    per_byte, spare, refuses = 400, 8 << 20, False  # a name may stand for many files
+
+    def prepare(self, place: Place) -> None:
+        self.file("rows.jsonl", LINES)
+
+    def read(self, data: bytes) -> None:
+        self.file("mine.yaml", data)
+        for path in files_of(self.folder).values():
+            assert path.is_file()
 
 
 class _Corpus(BytesTarget):
