@@ -519,14 +519,22 @@ def test_a_rate_of_requests(tmp_path: Path) -> None:
         code, text = moeq(*model, "--gpu-experts", "4", "--rate", "0.5", columns=columns)
         assert (code, "served: 0.5 requests a second" in text) == (0, True)
         assert max(map(len, text.splitlines())) <= columns
-    short = ("--gpu-experts", "6", "--context", "4096", "--grid", "in=100", "out=100", "--rate", "0.2")
+    assert moeq(*model, "--rate", "0")[0] == 2
+
+
+def test_a_rate_minds_how_keys_and_values_grow() -> None:
+    short = (
+        "--model", "mixtral-8x7b", "--bits", "3", "--hardware", "h100-ndp-cxl", "--gpu-experts", "6", "--rate", "0.2",
+        "--policy", "context_aware", "--grid", "in=100", "out=100", "batch=1",
+    )  # fmt: skip
     of_context, growing = (
-        {row["policy"]: row for row in as_json(*model, *short, *more)["cases"][0]["served"]}["context_aware"]
-        for more in ((), ("--kv-growth",))
+        {row["policy"]: row for row in as_json(*short, *more)["cases"][0]["served"]}["context_aware"]
+        for more in (("--context", "4096"), ("--kv-growth",))
     )
     assert of_context["largest_batch"] < growing["largest_batch"]
     assert of_context["token_seconds"][0] > growing["token_seconds"][0]
-    assert moeq(*model, "--rate", "0")[0] == 2
+    code, said = moeq(*short, "--context", "4096", "--kv-growth")
+    assert (code, "--kv-growth takes the place of --context" in said) == (2, True)
 
 
 def test_a_model_of_the_hub_whose_sizes_are_known_needs_no_network() -> None:
