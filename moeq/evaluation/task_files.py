@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator
 from itertools import chain, islice
+from os.path import isdir, isfile
 from pathlib import Path
 
 import yaml
@@ -33,7 +34,7 @@ def files_of(folder: Path) -> dict[str, Path]:
         for key, text in _named(path):
             if key == INCLUDE:
                 other = path.parent / text
-                if other.is_file() and other.resolve() not in seen:
+                if isfile(other) and other.resolve() not in seen:
                     seen.add(other.resolve())
                     found[text] = other
                     left.append(other)
@@ -49,11 +50,11 @@ def _data(text: str) -> dict[str, Path]:
     if len(every) > MOST:
         do = "name what the task reads, not a folder around it"
         raise EvaluationError(f"more than {MOST:,} files and folders", where=shortened(text), do=do)
-    return {str(path): path for path in sorted({*every}) if path.is_file()}
+    return {str(path): path for path in sorted({*every}) if isfile(path)}
 
 
 def _inside(place: Path) -> list[Path]:
-    return list(islice(place.rglob("*"), MOST + 1)) if place.is_dir() else []
+    return list(islice(place.rglob("*"), MOST + 1)) if isdir(place) else []
 
 
 def _named(path: Path) -> Iterator[tuple[str, str]]:

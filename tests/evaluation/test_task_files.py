@@ -85,3 +85,8 @@ def test_names_of_whole_disks_are_refused(folder: Path, monkeypatch: pytest.Monk
     (folder / "all.yaml").write_text("data_files: '**'\n")
     with pytest.raises(EvaluationError, match=r"\*\*: more than 3 files and folders"):
         files_of(folder)
+
+
+def test_names_that_no_file_can_have_name_nothing(folder: Path) -> None:
+    (folder / "odd.yaml").write_text(f'include: {"x" * 5000}\ndata_files: [{"y" * 5000}, "a\\0b"]\n')
+    assert "odd.yaml" in files_of(folder)
