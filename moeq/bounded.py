@@ -30,7 +30,7 @@ WHOLE = re.compile(r"[-+]?(?:0b[01]+|0x[0-9a-f]+|0[0-7]*|[1-9][0-9]*)")
 CORE = "tag:yaml.org,2002:"
 SCALAR_TAGS = {f"{CORE}{name}" for name in ("null", "bool", "int", "float")}
 CONTAINER_TAGS = {None, f"{CORE}map", f"{CORE}seq"}
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser, ten times as fast, where PyYAML has it
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser, ten times as fast, where PyYAML has it
 _NO_KEY = object()
 
 
@@ -106,7 +106,7 @@ def parse_yaml(text: str | bytes, *, most: int = YAML_BYTES) -> Yaml:
         raise YamlError(f"{size} bytes, at most {most} are read")
     builder = _Builder(nodes_left=most * YAML_NODES // YAML_BYTES)
     try:
-        for event in yaml.parse(text, Loader=_LOADER):
+        for event in yaml.parse(text, Loader=LOADER):
             builder.add(event)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

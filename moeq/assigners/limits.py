@@ -261,10 +261,10 @@ def spent(
     assignment: Assignment,
     widths: Sequence[int],
     granularity: Granularity = "expert",
-    stored: AssignInputs | None = None,
+    counted: AssignInputs | None = None,
 ) -> Limit:
-    """The bytes that an assignment spends on the experts it decided, as a limit over some widths; stored: what counts
-    the bytes of these, where it is something else."""
+    """The bytes that an assignment spends on the experts it decided, as a limit over some widths; counted: the
+    inputs by which it spends them, where others say what the widths take."""
     hot = assignment.hot()
-    total = sum(inputs.stored(layer, width) for layer, width in decided(assignment.expert_widths(), hot))
-    return byte_limit(stored or inputs, widths, hot, total, 0, granularity)
+    total = sum((counted or inputs).stored(layer, width) for layer, width in decided(assignment.expert_widths(), hot))
+    return byte_limit(inputs, widths, hot, total, 0, granularity)

@@ -99,14 +99,13 @@ def budget_of(
     assignment: Assignment,
     widths: Sequence[int],
     granularity: Granularity = "expert",
-    given: AssignInputs | None = None,
+    counted: AssignInputs | None = None,
 ) -> Limit:
-    """The section's budget over some widths; where none but a width is given, the bytes that the assignment takes, as
-    the inputs it was `given` count them."""
+    """The section's budget over some widths; where none but a width is given, what `spent` says."""
     if any(getattr(inputs.config, name) is not None for name in BUDGETS):
         limit = limit_of(inputs, widths, assignment.hot(), granularity)
         return latency.limited(inputs, limit, assignment.hot())
-    return spent(given or inputs, assignment, widths, granularity, inputs)
+    return spent(inputs, assignment, widths, granularity, counted)
 
 
 def finest(inputs: AssignInputs) -> Granularity:

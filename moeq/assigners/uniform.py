@@ -8,7 +8,7 @@ from pydantic import Field
 from moeq.artifacts.assignment import Assignment
 from moeq.assigners.allocator import Allocator
 from moeq.assigners.inputs import AssignInputs, build, hot_masks
-from moeq.assigners.limits import choices, limit_of
+from moeq.assigners.limits import Limit, choices, limit_of
 from moeq.recipe import BitsOrFull, MethodSettings
 
 
@@ -28,7 +28,10 @@ def assign(inputs: AssignInputs) -> Assignment:
     Raises AssignmentError for a budget that the narrowest width exceeds.
     """
     hot = hot_masks(inputs)
-    bits = inputs.settings(UniformSettings).bits or _widest(inputs, hot)
+    bits: int | None = inputs.settings(UniformSettings).bits
+    if bits is None:
+        limit = limit_of(inputs, choices(inputs), hot)
+        bits = limit.widths[_widest(limit)]
     return build(inputs, [np.full(len(mask), bits) for mask in hot], hot)
 
 
@@ -36,9 +39,8 @@ def remark(inputs: AssignInputs, assignment: Assignment) -> str | None:
     """What the next wider one would take, where a budget decided the width."""
     if inputs.settings(UniformSettings).bits is not None:
         return None
-    hot = hot_masks(inputs)
-    limit = limit_of(inputs, choices(inputs), hot)
-    taken = limit.widths.index(_widest(inputs, hot))
+    limit = limit_of(inputs, choices(inputs))
+    taken = _widest(limit)
     if taken + 1 == len(limit.widths):
         return None
     weights = sum(int(count) * inputs.weights_of(layer) for layer, count in enumerate(limit.counts))
@@ -47,9 +49,9 @@ def remark(inputs: AssignInputs, assignment: Assignment) -> str | None:
     return f"uniform: {widest} {'bit' if widest == 1 else 'bits'} within the budget; {wider} take {bits:.4g} a weight"
 
 
-def _widest(inputs: AssignInputs, hot: list[np.ndarray]) -> int:
-    limit = limit_of(inputs, choices(inputs), hot)
-    return limit.widths[int(np.flatnonzero(limit.uniform() <= limit.total)[-1])]
+def _widest(limit: Limit) -> int:
+    """The place of the widest one that a limit pays for."""
+    return int(np.flatnonzero(limit.uniform() <= limit.total)[-1])
 
 
 ALLOCATOR = Allocator(

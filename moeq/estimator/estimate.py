@@ -76,8 +76,8 @@ def estimate(
     unfit = tuple(_unfit(simulation, every, kv_growth=kv_growth))
     lacking = {(row.batch, row.input_tokens, row.output_tokens) for row in unfit}
     at = [place for place in every if place not in lacking] or every
-    longest = max(inputs + outputs for _, inputs, outputs in at)
-    simulation = replace(simulation, kv_tokens=longest if kv_growth else max(context, longest))
+    longest = max(at, key=lambda place: place[1] + place[2])
+    simulation = replace(simulation, kv_tokens=_kept_tokens(context, longest, kv_growth=kv_growth))
     refused = _refused(simulation, list(dict.fromkeys(batch for batch, _, _ in at)), asked=policies is not None)
     made = _assemble(
         simulation, placement, at, refused, replica_bits, kv_growth=kv_growth, popularity_given=popularity is not None
@@ -99,10 +99,16 @@ def _refused(simulation: Simulation, batches: Sequence[int], *, asked: bool) -> 
     return refused
 
 
+def _kept_tokens(context: int, at: At, *, kv_growth: bool) -> int:
+    """Tokens of a sequence whose keys and values there must be room for."""
+    _, inputs, outputs = at
+    return inputs + outputs if kv_growth else max(context, inputs + outputs)
+
+
 def _unfit(simulation: Simulation, every: Sequence[At], *, kv_growth: bool) -> Iterator[Unfit]:
     """Points whose keys and values do not fit beside the placement."""
     for batch, inputs, outputs in every:
-        tokens = inputs + outputs if kv_growth else max(simulation.context, inputs + outputs)
+        tokens = _kept_tokens(simulation.context, (batch, inputs, outputs), kv_growth=kv_growth)
         if (reason := simulation.over_memory(batch, tokens)) is not None:
             yield Unfit(batch=batch, input_tokens=inputs, output_tokens=outputs, reason=reason)
 
@@ -138,8 +144,7 @@ def _assemble(
     prefills = {place: simulation.prefill(*place) for place in dict.fromkeys((batch, n) for batch, n, _ in at)}
     points = tuple(policy_points(simulation, at, steps, prefills, kv_growth=kv_growth))
     ndp_speedup = _ndp_speedup(simulation.sampled(MOST_STEPS), first)
-    request = at[0][1] + at[0][2]
-    of_first = replace(simulation, kv_tokens=request if kv_growth else max(simulation.context, request))
+    of_first = replace(simulation, kv_tokens=_kept_tokens(simulation.context, at[0], kv_growth=kv_growth))
     rows, sampled, left_out = sensitivity(of_first, at[0], kv_growth=kv_growth)
     return Estimate(
         geometry=layers.geometry.name,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moeq.artifacts.assignment import FULL
 from moeq.estimator.capacity import largest_gpu_experts
 from moeq.estimator.devices import Hardware
 from moeq.estimator.geometry import ModelGeometry, effective_bits
@@ -25,7 +26,6 @@ from moeq.estimator.result import Frozen
 from moeq.estimator.simulation import Simulation, build_simulation
 from moeq.estimator.step import Step
 
-FULL = 16  # bits of FP16
 GPU_BITS, BITS = (16.0, 8.0, 4.0), (16.0, 4.0, 3.0, 2.0)
 SHARES = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of a layer's experts on the GPU, beside the most that fit
 HOUR, MILLION = 3600, 1e6

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import yaml
 
-from moeq.bounded import YAML_BYTES, read_bounded, shortened
+from moeq.bounded import LOADER, YAML_BYTES, read_bounded, shortened
 from moeq.errors import EvaluationError
 
 DATA = ("dataset_path", "data_dir", "data_files")  # keys whose text may name what lies on this machine
 INCLUDE = "include"
 MOST = 10_000  # files and folders that one name may stand for
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -60,7 +59,7 @@ def _inside(place: Path) -> list[Path]:
 def _named(path: Path) -> Iterator[tuple[str, str]]:
     """Every text that stands under a key which may name a file, with its key."""
     try:
-        root = yaml.compose(read_bounded(path, YAML_BYTES), Loader=_LOADER)
+        root = yaml.compose(read_bounded(path, YAML_BYTES), Loader=LOADER)
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return
     left, seen = [("", root)], set()

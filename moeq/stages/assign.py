@@ -56,7 +56,7 @@ def run(context: Context) -> dict[str, Any]:
     """Write assignment.json and the table of sensitivities; returns the summary."""
     inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
     assignment, timed = _decided(context, inputs)
-    remark = ALLOCATORS.get(inputs.config.method).remark
+    remark = inputs.config.allocator.remark
     if remark is not None and (said := remark(inputs, assignment)) is not None:
         context.reporter.say(escape(f"  {said}"))
     directory = make_directory(context.directory("assign"))
