@@ -374,6 +374,19 @@ def test_sheets() -> None:
     assert {"title", "columns", "rows", "notes"} <= set(as_json("--sheet", "paper-002")["pages"][0])
 
 
+@pytest.mark.parametrize("name", ["published", "paper-004"])
+def test_sheets_break_lines_only_between_words(name: str) -> None:
+    """Rows that do not fit beside one another stand one below another."""
+    pages = as_json("--sheet", name)["pages"]
+    cells = [cell for page in pages for row in page["rows"] for cell in row if isinstance(cell, str)]
+    words = {word for cell in cells for word in cell.split() if len(word) <= 40}
+    for columns in (50, 72, 100):
+        code, text = moeq("--sheet", name, columns=columns)
+        assert code == 0
+        assert max(map(len, text.splitlines())) <= columns
+        assert [word for word in words if word not in text] == []
+
+
 def measured(path: Path, policies: tuple[str, ...] = ("context_aware", "monde_opt", "gpu_only")) -> Path:
     """Runs of Mixtral-8x7B on a machine whose link reaches 70 % of its bandwidth, as the estimator has them."""
     geometry, machine = load_geometry("mixtral-8x7b"), load_hardware("paper-ctxmoe").changed("link", efficiency=0.7)
