@@ -56,6 +56,12 @@ class Attention:
         kept = np.asarray(context, dtype=np.float64)
         return kept if self.window is None else np.minimum(kept, self.window)
 
+    def tokens_before(self, prompt: ArrayLike) -> NDArray[np.float64]:
+        """Tokens that one of a prompt of so many attends to, on average over the prompt. Shape: that of `prompt`."""
+        whole = np.asarray(prompt, dtype=np.float64)
+        kept = self.tokens(whole)  # the first so many see all before them, the others so many each
+        return kept - kept**2 / (2 * whole)
+
 
 def usual(layers: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Attention, ...]:
     """Keys and values of grouped queries in every layer."""

@@ -157,9 +157,15 @@ class ModelGeometry:
         """`kv_bytes` of one sequence, a share for each MoE layer."""
         return self.kv_bytes(context) / self.num_layers
 
-    def attention_macs(self, context: ArrayLike) -> NDArray[np.float64]:
-        """Multiply-adds of a token with the `context` tokens before it, a share for each MoE layer."""
-        each = (kind.layers * kind.token_macs * kind.tokens(context) for kind in self.kept)
+    def attention_macs(self, context: ArrayLike, *, prompt: bool = False) -> NDArray[np.float64]:
+        """Multiply-adds of a token with the `context` tokens before it, a share for each MoE layer.
+
+        prompt: of one of the `context` tokens of a prompt with those before it, on average.
+        """
+        each = (
+            kind.layers * kind.token_macs * (kind.tokens_before(context) if prompt else kind.tokens(context))
+            for kind in self.kept
+        )
         return np.asarray(sum(each) / self.num_layers, dtype=np.float64)
 
     def longest_context(self, room_bytes: float, sequences: int) -> int:

@@ -181,7 +181,7 @@ class Simulation:
 
     def _prompts(self, batch: int, input_tokens: int, tokens: int) -> Iterator[tuple[Layers, Work]]:
         """The layers and the work of a prefill: routing that is drawn for few tokens, the expected one for many."""
-        dense = self._dense_layer(batch, input_tokens / 2, tokens)  # causal: half of the prompt on average
+        dense = self._dense_layer(batch, input_tokens, tokens)
         kv_cache = self.kv_cache_bytes(batch)
         if tokens < self.drawn_below:
             drawn = tokens * self.layers.geometry.num_experts * len(self.distinct_popularity)
@@ -210,13 +210,14 @@ class Simulation:
         return dense_total(self._dense_layer(batch, contexts), self.layers.geometry.num_layers)
 
     def _dense_layer(self, batch: int, contexts: ArrayLike, tokens: int | None = None) -> Cost:
-        """One layer of a batch, of which every sequence has one token where none are given."""
+        """One layer of a batch: a token after each of `contexts` others, or all `tokens` of prompts as long as those."""
         return t_dense(
             self.layers.geometry,
             tokens=batch if tokens is None else tokens,
             sequences=batch,
             context=contexts,
             hardware=self.layers.hardware,
+            prompt=tokens is not None,
         )
 
     def chunks(self, batch: int, *, in_time: bool = False) -> Iterator[tuple[Layers, Work]]:

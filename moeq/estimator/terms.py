@@ -116,18 +116,27 @@ def _transfer(num_bytes: ArrayLike, transfers: ArrayLike, rate: float, latency_s
     return Cost(seconds=seconds, bytes=moved, macs=np.zeros_like(seconds), bound=bound)
 
 
-def t_dense(geometry: ModelGeometry, *, tokens: float, sequences: int, context: ArrayLike, hardware: Hardware) -> Cost:
+def t_dense(
+    geometry: ModelGeometry,
+    *,
+    tokens: float,
+    sequences: int,
+    context: ArrayLike,
+    hardware: Hardware,
+    prompt: bool = False,
+) -> Cost:
     """All of a layer but its experts: tau + max((non-expert bytes/L + KV)/(eta_h*BW_h), FLOPs/(eta_c*F)).
 
     Dense layers are divided among the MoE layers, with their own tau, keys and values. Several GPUs exchange the FP16
     activations of all tokens twice a layer beside that.
 
-    `tokens` query tokens of `sequences` sequences attend to `context` tokens each. Shape: that of `context`.
+    `tokens` query tokens of `sequences` sequences attend to `context` tokens each; prompt: they are whole prompts of
+    `context` tokens, each of which attends to those before it. Shape: that of `context`.
     """
     gpu, share = hardware.all_gpus, geometry.non_expert_parameters / geometry.num_layers
     attended = np.asarray(context, dtype=np.float64)
-    read = 2 * share + sequences * geometry.kv_bytes_per_layer(attended)
-    macs = tokens * (share + geometry.attention_macs(attended))
+    read = 2 * share + sequences * geometry.kv_bytes_per_layer(attended / 2 if prompt else attended)
+    macs = tokens * (share + geometry.attention_macs(attended, prompt=prompt))
     cost = _longer(
         memory=read / gpu.memory_rate,
         compute=2 * macs / gpu.compute_rate,

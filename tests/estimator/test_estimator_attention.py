@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from family_models import build
 
 from moeq.errors import EstimateError
-from moeq.estimator import geometry_from_config, known_geometries, load_geometry
+from moeq.estimator import Hardware, geometry_from_config, known_geometries, load_geometry
 from moeq.estimator.attention import Attention, attention_of, says_all
 from moeq.estimator.geometry import ModelGeometry, preset_of
+from moeq.estimator.terms import t_dense
 from moeq.models.experts import find_expert_layers
 from moeq.stages.geometry import config_values, first_geometry
 
@@ -100,6 +102,24 @@ def test_a_cache_of_transformers_holds_as_much(family: str, settings: dict[str, 
     with torch.no_grad():
         cache = model(input_ids=torch.arange(3, 15)[None], use_cache=True).past_key_values
     assert 2 * cached_elements(cache.layers) == float(found.kv_bytes(12))
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 8, 11, 40])
+def test_a_prompts_tokens_attend_to_those_before_them(window: int | None) -> None:
+    """Counted token by token, each half with itself."""
+    kind = Attention(layers=1, token_bytes=1.0, token_macs=1.0, window=window)
+    for prompt in (1, 5, 11, 16):
+        seen = [place + 0.5 if window is None or place < window else window for place in range(prompt)]
+        assert float(kind.tokens_before(prompt)) == pytest.approx(np.mean(seen))
+
+
+def test_a_prefill_of_windows_counts_what_is_in_them(preset: Hardware) -> None:
+    """gpt-oss: 18 of 36 layers see 128 tokens, whatever the prompt; 64 heads of 64, two products each."""
+    model, prompt = load_geometry("gpt-oss-120b"), 16_384
+    found = t_dense(model, tokens=prompt, sequences=1, context=prompt, hardware=preset, prompt=True)
+    attended = (prompt / 2 + 128 - 128**2 / (2 * prompt)) / 2
+    share = model.non_expert_parameters / model.num_layers
+    assert float(found.macs) == pytest.approx(prompt * (share + 2 * 64 * 64 * attended))
 
 
 @pytest.mark.parametrize(
