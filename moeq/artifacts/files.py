@@ -215,6 +215,7 @@ def _swap(unfinished: Path, directory: Path) -> None:
     """Put a finished directory in the place of another, which goes."""
     retired = _retired(directory)
     shutil.rmtree(retired, ignore_errors=True)
+    _drop_link(directory)
     if not directory.exists():
         os.replace(unfinished, directory)
     elif _exchange(unfinished, directory):

@@ -366,7 +366,7 @@ def _fitting(titles: Sequence[str], rows: Sequence[Sequence[str]], room: int) ->
 
 
 def _print_one_by_one(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table that is too wide for the window: every row's name, with its number, above the others with their titles."""
+    """A table that is too wide for the window: every row's name, with its number, above its other cells with titles."""
     names = 1 if titles[0] else 2
     for row in rows:
         console.print(" ".join(row[:names]), style="bold", markup=False)

@@ -210,7 +210,7 @@ class Simulation:
         return dense_total(self._dense_layer(batch, contexts), self.layers.geometry.num_layers)
 
     def _dense_layer(self, batch: int, contexts: ArrayLike, tokens: int | None = None) -> Cost:
-        """One layer of a batch: a token after each of `contexts` others, or all `tokens` of prompts as long as those."""
+        """One layer of a batch: a token after each of `contexts` others, or all `tokens` of prompts as long as that."""
         return t_dense(
             self.layers.geometry,
             tokens=batch if tokens is None else tokens,

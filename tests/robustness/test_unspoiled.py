@@ -172,6 +172,22 @@ def test_a_directory_that_cannot_be_exchanged_is_put_back(tmp_path: Path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
+def test_a_link_makes_way_for_a_directory(tmp_path: Path) -> None:
+    """What it leads to is left alone, and nothing stays beside it."""
+    for name in ("there", "nowhere"):
+        link = tmp_path / "run" / "checkpoint"
+        link.parent.mkdir()
+        (tmp_path / "there").mkdir(exist_ok=True)
+        (tmp_path / "there" / "mine").write_text("mine")
+        link.symlink_to(tmp_path / name)
+        with building(link) as unfinished:
+            (unfinished / "file").write_text("new")
+        assert tree(link.parent) == {"checkpoint": None, "checkpoint/file": b"new"}
+        assert not link.is_symlink()
+        assert tree(tmp_path / "there") == {"mine": b"mine"}
+        shutil.rmtree(link.parent)
+
+
 def test_what_a_disk_refuses_is_named(tmp_path: Path) -> None:
     """The file where the error says which, by the folder's last name; never the lock that is held meanwhile."""
     with pytest.raises(StorageError) as refused, locked(tmp_path), building(tmp_path / "made") as unfinished:
