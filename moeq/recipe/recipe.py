@@ -173,7 +173,8 @@ class Recipe(Section):
     def _check_widths(self, where: str, widths: Set[int]) -> None:
         foreign = sorted(widths - set(self.losses.bits))
         if foreign:
-            raise ValueError(f"{where}: {', '.join(map(str, foreign))} bits is not among losses.bits")
+            these = f"{', '.join(map(str, foreign))} bits {'is' if len(foreign) == 1 else 'are'}"
+            raise ValueError(f"{where}: {these} not among losses.bits")
 
     def _check_gates(self) -> None:
         """Gates on what is not measured."""
