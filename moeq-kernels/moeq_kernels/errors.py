@@ -27,6 +27,10 @@ class MoeqError(Exception):
         what, where, do = (part and part.replace(old, new) for part in (self.what, self.where, self.do))
         MoeqError.__init__(self, str(what), where=where, do=do)
 
+    def put_into(self, place: str) -> None:
+        """Name what the place lies in: a section of a recipe that has several alike."""
+        MoeqError.__init__(self, self.what, where=place if self.where is None else f"{place}, {self.where}", do=self.do)
+
 
 class ModelError(MoeqError):
     """The model, or a kernel that is asked for and that this machine has not."""

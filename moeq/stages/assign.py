@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -33,7 +34,7 @@ from moeq.artifacts.targets import granularity_within, loaded_by, target_of
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs, Loaded
 from moeq.assigners.limits import limit_of, widths_within
-from moeq.errors import ArtifactError, AssignmentError, RecipeError
+from moeq.errors import ArtifactError, AssignmentError, MoeqError, RecipeError
 from moeq.estimator import load_hardware
 from moeq.estimator.terms import expert_seconds
 from moeq.models.experts import ExpertLayer
@@ -106,29 +107,46 @@ def check(context: Context) -> None:
     RecipeError for routing of decode steps, which images have none of; AssignmentError too for a budget that no
     statistics could meet.
     """
-    own = [(context.recipe.name, context.recipe.assign)]
-    for name, section in [*own, *((compared.name, compared) for compared in context.recipe.eval.compare)]:
-        if section.statistics == "decode" and context.model.takes_images:
-            raise RecipeError("images have no decode positions", where="assign.statistics: decode", do="use all")
-        if section.target is not None:
-            check_family(context, section.target)
-        hardware = context.recipe.hardware_of(section)
-        if hardware is not None:
-            load_hardware(hardware)
-        for layer in context.model.layers:
-            if section.gpu_experts > layer.num_experts:
-                raise AssignmentError(
-                    f"gpu_experts is {section.gpu_experts}, the layer has {layer.num_experts} experts",
-                    where=layer.name,
-                    do="lower gpu_experts",
-                )
-        if any(getattr(section, budget) is not None for budget in BUDGETS):
-            granularity = granularity_within(target_of(section.target), section.granularity)
-            inputs = _inputs(context, section, name, _unmeasured(context))
-            known = sorted(section.named() or context.recipe.losses.bits)
-            refused_anyway = target_of(section.target).symmetric_only and not inputs.symmetric
-            within = ALLOCATORS.get(section.method).within_target and not refused_anyway
-            limit_of(inputs, widths_within(inputs, known) if within else known, granularity=granularity)
+    _check_section(context, context.recipe.assign, context.recipe.name)
+    for compared in context.recipe.eval.compare:
+        with _named(context, compared):
+            _check_section(context, compared, compared.name)
+
+
+def _check_section(context: Context, section: AssignSection, name: str) -> None:
+    if section.statistics == "decode" and context.model.takes_images:
+        raise RecipeError("images have no decode positions", where="assign.statistics: decode", do="use all")
+    if section.target is not None:
+        check_family(context, section.target)
+    hardware = context.recipe.hardware_of(section)
+    if hardware is not None:
+        load_hardware(hardware)
+    for layer in context.model.layers:
+        if section.gpu_experts > layer.num_experts:
+            raise AssignmentError(
+                f"gpu_experts is {section.gpu_experts}, the layer has {layer.num_experts} experts",
+                where=layer.name,
+                do="lower gpu_experts",
+            )
+    if any(getattr(section, budget) is not None for budget in BUDGETS):
+        granularity = granularity_within(target_of(section.target), section.granularity)
+        inputs = _inputs(context, section, name, _unmeasured(context))
+        known = sorted(section.named() or context.recipe.losses.bits)
+        refused_anyway = target_of(section.target).symmetric_only and not inputs.symmetric
+        within = ALLOCATORS.get(section.method).within_target and not refused_anyway
+        limit_of(inputs, widths_within(inputs, known) if within else known, granularity=granularity)
+
+
+@contextmanager
+def _named(context: Context, section: AssignSection) -> Iterator[None]:
+    """Let an error say which of the assignments that are compared it is of."""
+    try:
+        yield
+    except MoeqError as error:
+        for compared in context.recipe.eval.compare:
+            if compared is section:
+                error.put_into(f"eval.compare {compared.name}")
+        raise
 
 
 def _unmeasured(context: Context) -> ExpertProfile:
@@ -145,7 +163,8 @@ def _unmeasured(context: Context) -> ExpertProfile:
 
 def make(context: Context, config: AssignSection, name: str) -> Assignment:
     """Decide one assignment; AssignmentError when a width it names was not made into replicas."""
-    return _decided(context, inputs_of(context, config, name))[0]
+    with _named(context, config):
+        return _decided(context, inputs_of(context, config, name))[0]
 
 
 def _decided(context: Context, inputs: AssignInputs) -> tuple[Assignment, dict[str, Any]]:

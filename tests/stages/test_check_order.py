@@ -31,6 +31,10 @@ CHEAP = {
         ["assign={method: optimal, code_bits: 1.5}", "losses.bits=[2, 3]"],
         r"an average of 1.5 code bits cannot be met with \[2, 3\] bits",
     ),
+    "bytes of what is compared": (
+        ["eval.compare=[{name: other, method: frequency, bits_per_weight: 1}]"],
+        r"^eval\.compare other, bits_per_weight: 1 bits a weight cannot be met",
+    ),
     "format": (
         ["assign={method: uniform, bits: 1}", "export.formats=[auto-round]"],
         "export.formats: auto-round: .*; ",
