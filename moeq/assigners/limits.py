@@ -208,7 +208,8 @@ def _stored_limit(
     limit = _in_bytes(inputs, widths, hot, int(bits * weights / 8), granularity)
     if limit.total < limit.least:
         least = ceil(Fraction(8 * limit.least * 1000, weights)) / 1000
-        longer = _longer_groups(inputs, widths) or (", or lengthen losses.group_size" if inputs.group_size > 0 else "")
+        free = inputs.group_size > 0 and not inputs.codebook  # whose groups are of one length
+        longer = _longer_groups(inputs, widths) or (", or lengthen losses.group_size" if free else "")
         raise BudgetError(
             f"{float(bits):g} bits a weight cannot be met; the least possible is {least:g}, scales and zero points "
             "counted",

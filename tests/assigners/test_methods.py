@@ -297,6 +297,13 @@ def test_stored_bits_are_a_limit_on_bytes(method: str) -> None:
         assign(with_options(inputs, method=method, bits_per_weight="1.1", **more))
     least = str(caught.value).partition("ask for at least ")[2].split(",")[0]
     assign(with_options(inputs, method="optimal", bits_per_weight=least))
+    assert str(caught.value).endswith(", or lengthen losses.group_size")
+
+
+def test_groups_of_one_length_are_not_to_be_lengthened() -> None:
+    inputs = replace(inputs_of(5, 2, 6, method="optimal", bits_per_weight="1.1"), codebook="mxfp4")
+    with pytest.raises(BudgetError, match=r"ask for at least [\d.]+$"):
+        assign(inputs)
 
 
 def test_stored_bits_leave_experts_on_the_gpu_out() -> None:
