@@ -22,7 +22,6 @@ Given = Recipe | Mapping[str, Any] | str | Path | None  # a recipe, its keys, it
 Texts = str | Path | Sequence[str | Path]
 
 RUNS = "moeq-out"  # where runs without --out lie
-LOSSES = "losses"  # what a run has measured of a grid
 
 
 def start_of(asked: RunOptions, path: Path | None, preset: str | None, model: str | None) -> Start:
@@ -92,7 +91,7 @@ def context_of(asked: RunOptions, command: str) -> Context:
         context.reporter.say(f"[dim]{said}[/dim]")
     if asked.for_ is not None:
         needed = runtime_changes(context, start, asked.for_)
-    elif recipe.assign.target is not None and not (out / LOSSES).exists():
+    elif recipe.assign.target is not None:
         needed = runtime_changes(context, start, recipe.assign.target, only_grid=True)
     else:
         needed = []

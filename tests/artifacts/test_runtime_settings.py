@@ -14,7 +14,7 @@ from moeq.artifacts.targets import targets
 from moeq.bundled.preset_files import QUALITIES
 from moeq.errors import RecipeError
 from moeq.folders import RECIPE_COPY
-from moeq.options import StageOptions
+from moeq.options import BuildOptions, StageOptions
 from moeq.progress import Reporter
 from moeq.recipe import Recipe, Start, load_recipe
 from moeq.recipe.editing import as_yaml
@@ -307,8 +307,24 @@ def test_a_target_alone_chooses_its_grid_before_anything_is_measured(
     assert not context_of(given, "run").recipe.losses.symmetric
     other = StageOptions(set_=["assign.target=auto-round"], **made)
     assert not context_of(other, "run").recipe.losses.symmetric
-    (tmp_path / "run" / "losses").mkdir(parents=True)
-    assert not context_of(asked, "run").recipe.losses.symmetric, "what is measured stays"
+
+
+def test_a_targets_grid_hangs_on_the_recipe_alone(tmp_path: Path) -> None:
+    """A recipe that is given again means the same; the one in a run's directory says all, and so what is measured."""
+    run, mine = tmp_path / "run", tmp_path / "mine.yaml"
+    mine.write_text(as_yaml({"model": "bundled:tiny-mixtral", "assign": {"target": "vllm", "bits_per_weight": 5}}))
+    asked = StageOptions(what=str(mine), out=run)
+    first = context_of(asked, "run").recipe
+    (run / "losses").mkdir(parents=True)
+    (run / RECIPE_COPY).write_text(as_yaml(first.model_dump(mode="json")), "utf-8")
+    assert first.losses.symmetric
+    assert context_of(asked, "run").recipe == first
+    preset = BuildOptions(preset="fast", model="bundled:tiny-mixtral", out=run, set_=["assign.target=vllm"])
+    assert context_of(preset, "run").recipe.losses.symmetric
+    plain = load_recipe(None, ["model=bundled:tiny-mixtral"]).model_dump(mode="json")
+    (run / RECIPE_COPY).write_text(as_yaml(plain), "utf-8")
+    within = StageOptions(out=run, set_=["assign.target=vllm"])
+    assert not context_of(within, "assign").recipe.losses.symmetric
 
 
 @pytest.mark.full
