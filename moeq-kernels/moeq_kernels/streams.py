@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -132,6 +133,11 @@ def _unpin(runtime: Any, start: int, whole: Tensor) -> None:
     """whole: the memory, which is alive until here."""
     runtime.cudaHostUnregister(start)
     del whole
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, Triton's programs run on this device: on the current one otherwise, wherever what they are given lies."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def streams_of(device: torch.device) -> Streams:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeq_kernels.streams import launching_on
+
 TILE = 32  # rows of a program
 MAGIC = {torch.float32: 1.5 * 2.0**23, torch.float64: 1.5 * 2.0**52}  # adding and taking it away rounds half to even
 
@@ -87,27 +89,28 @@ def round_block(
             raise ValueError("rows must lie side by side")
     if scale.stride() != zero.stride() or factor.stride(2) != 1:
         raise ValueError("scale and zero must lie alike, and rows of the factor whole")
-    _round_block[experts, triton.cdiv(lanes, TILE)](
-        target,
-        original,
-        factor,
-        scale,
-        zero,
-        top,
-        residual,
-        codes,
-        inputs,
-        lanes,
-        target.stride(0),
-        original.stride(0),
-        factor.stride(0),
-        factor.stride(1),
-        scale.stride(0),
-        lanes if scale.shape[1] > 1 else 0,
-        residual.stride(0),
-        codes.stride(0),
-        magic=MAGIC[target.dtype],
-        block=triton.next_power_of_2(inputs),
-        tile=TILE,
-        num_warps=4,
-    )
+    with launching_on(target.device):
+        _round_block[experts, triton.cdiv(lanes, TILE)](
+            target,
+            original,
+            factor,
+            scale,
+            zero,
+            top,
+            residual,
+            codes,
+            inputs,
+            lanes,
+            target.stride(0),
+            original.stride(0),
+            factor.stride(0),
+            factor.stride(1),
+            scale.stride(0),
+            lanes if scale.shape[1] > 1 else 0,
+            residual.stride(0),
+            codes.stride(0),
+            magic=MAGIC[target.dtype],
+            block=triton.next_power_of_2(inputs),
+            tile=TILE,
+            num_warps=4,
+        )

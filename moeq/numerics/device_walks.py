@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeq.numerics.trellis import FAR, SEAM, STEPS
+from moeq_kernels.streams import launching_on
 
 MOST_STATES = 1 << 14
 BACK_BYTES = 256 << 20  # of the ways back of the tiles of a launch
@@ -128,22 +129,23 @@ def walks(tiles: Tensor, values: Tensor, bits: int, importance: Tensor | None = 
     back = torch.empty(min(step, len(tiles)), STEPS // in_word, points, dtype=torch.int32, device=tiles.device)
     codes, nearest = torch.empty_like(wanted, dtype=torch.uint8), torch.empty_like(wanted)
     for first in range(0, len(tiles), step):
-        _walk[(min(step, len(tiles) - first),)](
-            wanted,
-            roots,
-            table,
-            back,
-            codes,
-            nearest,
-            first,
-            len(tiles) // len(roots),
-            K=bits,
-            W=ways,
-            M=points >> bits,
-            IN_WORD=in_word,
-            STEPS=STEPS,
-            SEAM=SEAM,
-            FAR=float(FAR),
-            num_warps=warps(states, bits),
-        )
+        with launching_on(tiles.device):
+            _walk[(min(step, len(tiles) - first),)](
+                wanted,
+                roots,
+                table,
+                back,
+                codes,
+                nearest,
+                first,
+                len(tiles) // len(roots),
+                K=bits,
+                W=ways,
+                M=points >> bits,
+                IN_WORD=in_word,
+                STEPS=STEPS,
+                SEAM=SEAM,
+                FAR=float(FAR),
+                num_warps=warps(states, bits),
+            )
     return codes, nearest

@@ -71,6 +71,42 @@ def test_the_kernel_equals_the_compiled_loop(case: str, interpreted: tuple[list[
     assert case in equal, said
 
 
+ELSEWHERE = """
+from contextlib import contextmanager
+import torch
+from moeq.numerics import device_sweep, device_walks
+
+current, seen = ["another"], []
+
+
+@contextmanager
+def on(device):
+    current.append(device.type)
+    yield
+    current.pop()
+
+
+class Noted:
+    def __getitem__(self, grid):
+        return lambda *given, **named: seen.append(current[-1])
+
+
+device_sweep.launching_on = device_walks.launching_on = on
+device_sweep._round_block = device_walks._walk = Noted()
+columns, grid = torch.zeros(2, 3, 8), torch.ones(2, 1, 8)
+given = columns, columns, torch.zeros(2, 3, 3), grid, grid, grid[0, 0], columns
+device_sweep.round_block(*given, columns.to(torch.uint8))
+device_walks.walks(torch.zeros(2, 256), torch.zeros(256), 2)
+print(*seen)
+"""
+
+
+def test_programs_run_on_the_gpu_of_what_they_are_given() -> None:
+    """The loops' and the walks': Triton itself would take the current one."""
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True)
+    assert done.stdout == "cpu cpu\n", done.stderr
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("order", ["plain", "ordered"])
 def test_the_kernel_equals_the_compiled_loop_on_a_gpu(order: str) -> None:

@@ -23,6 +23,7 @@ from moeq_kernels.gpu import unpacked
 from moeq_kernels.gpu.settings import Settings, Shape, choose, rows_to_unpack
 from moeq_kernels.gpu.stored import Stored, in_order, shapes_of
 from moeq_kernels.gpu.swizzle import FRAGMENT, TILE
+from moeq_kernels.streams import launching_on
 
 ACTIVATIONS = {  # in one pass with the products; names as in transformers
     "silu": "silu",
@@ -240,6 +241,10 @@ class TritonLayer:
         return self.stack.stored.matrix(expert, self.names.index(projection))
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        with launching_on(self.stack.device):
+            return self._output(hidden, index, weights)
+
+    def _output(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         tokens, each = index.shape
         pairs, down = tokens * each, len(self.names) - 1
         out = torch.empty((tokens, self.stack.stored.shapes[down][0]), dtype=hidden.dtype, device=hidden.device)
@@ -346,7 +351,9 @@ class TritonLinear:
         settings = self.settings or self.stack.settings((0,), len(rows))
         none = self.stack.stored.table  # not read
         how, whole = ("one", none, none, none), settings.splits == 1
-        made = self.stack.product(rows, (0,), len(rows), 1, how, settings, dtype=rows.dtype if whole else torch.float32)
+        dtype = rows.dtype if whole else torch.float32
+        with launching_on(self.stack.device):
+            made = self.stack.product(rows, (0,), len(rows), 1, how, settings, dtype=dtype)
         return made[0] if whole else made.sum(0).to(rows.dtype)
 
 

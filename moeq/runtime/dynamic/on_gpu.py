@@ -20,7 +20,7 @@ from moeq.runtime.dynamic.seen import Gained
 from moeq.runtime.dynamic.transfer import Read
 from moeq_kernels.gpu.planes import are_nested, narrow, plane_bytes, widen, write_planes
 from moeq_kernels.gpu.versions import Block
-from moeq_kernels.streams import Event, Streams
+from moeq_kernels.streams import Event, Streams, launching_on
 
 EXPERTS, ROWS = 16, 128  # of a program that counts, and choices that it compares at once
 
@@ -51,7 +51,7 @@ class SeenThere:
 
         share = 1 / max(1, len(index))
         given = index.contiguous(), weights.detach().contiguous()
-        with self._lock:
+        with self._lock, launching_on(self.held.device):
             add_choices[(-(-experts // EXPERTS),)](
                 *given, held, index.numel(), experts, share, self.ema, 1 - self.ema, BLOCK=EXPERTS, EVERY=ROWS
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from moeq_kernels.gpu.kernel import TritonKernel, TritonLayer, sort_by_expert
 from moeq_kernels.gpu.settings import Settings, Shape, candidates, choose, rows_to_unpack, usual, variants, write
 from moeq_kernels.gpu.stored import Stored
 from moeq_kernels.packing import unpack
+from moeq_kernels.streams import launching_on
 
 # the interpreter's sigmoid of rows that are no token's
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -302,6 +304,44 @@ def test_launches_follow_from_shapes_alone(
     assert len({*seen}) == 1
     assert [len(grid) for grid in seen[0]] == [1, 3, 3, 2]
     assert seen[0][1] == (1, 16 // 16 + 5, 1), "rows by block, and one more block an expert"
+
+
+def test_programs_run_on_the_gpu_of_their_matrices(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton runs what it is given on the current GPU, wherever that lies: theirs is the current one at a launch."""
+    from moeq_kernels.gpu import programs, sums
+
+    current, seen = ["another"], dict[str, list[str]]()
+
+    class Noted(Recorded):
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            self.launches.append(current[-1])  # type: ignore[arg-type]
+            return self.function[grid]  # type: ignore[index]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device.type)
+        yield
+        current.pop()
+
+    for of, name in ((sums, "sort_rows"), (sums, "weighted_sum"), (programs, "grouped"), (programs, "unpack")):
+        seen[name] = []
+        monkeypatch.setattr(of, name, Noted(getattr(of, name), seen[name]))  # type: ignore[arg-type]
+    monkeypatch.setattr(kernel, "launching_on", on)
+    maker = Maker(15, place)
+    made = prepared(layer_of([{name: maker.packed(16, 16, 4, -1) for name in ("up_proj", DOWN)}], "relu"), BLOCKS)
+    rows, index = maker.rows(2, 16), torch.zeros((2, 1), dtype=torch.int64, device=place)
+    for made.unpack_rows in (3, 1):
+        made(rows, index, torch.ones(2, 1, device=place))
+    TritonKernel().linear(maker.packed(16, 16, 4, -1))(rows)
+    assert {name: (len(at), {*at}) for name, at in seen.items()} == {
+        "sort_rows": (1, {place}), "weighted_sum": (2, {place}), "grouped": (3, {place}), "unpack": (2, {place}),
+    }  # fmt: skip
+
+
+def test_the_current_gpu_is_another_one_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    with launching_on(torch.device("cuda", 1)) as entered, launching_on(torch.device("cpu")) as nothing:
+        assert (entered, nothing) == (torch.device("cuda", 1), None)
 
 
 def test_the_form_for_one_token_sorts_nothing(place: str, launches: list[tuple[int, ...]]) -> None:
