@@ -48,7 +48,8 @@ class Streams(Protocol):
     device: torch.device
 
     def waiting(self, size: int) -> Tensor:
-        """uint8 [size] of zeros in host memory, from which copies to the device need nobody: pinned on a GPU."""
+        """uint8 [size] of zeros in host memory, from which copies to the device need nobody: pinned on a GPU, as long
+        as this very tensor is kept; a view of it does not keep it."""
 
     def beside(self, work: Callable[[], None]) -> Event:
         """Work that the device does in the order in which it is given here, beside what is computed."""

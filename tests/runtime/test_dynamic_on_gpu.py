@@ -6,9 +6,11 @@ and written again must wait for it, and nothing else may.
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -374,6 +376,21 @@ def test_the_form_is_that_of_the_device(place: str, monkeypatch: pytest.MonkeyPa
     assert isinstance(form_of(torch.device("cpu")), CpuForm)
     with pytest.raises(ModelError, match="a CPU or a CUDA GPU, and this is meta"):
         form_of(torch.device("meta"))
+
+
+def test_counts_come_out_into_memory_that_stays_pinned(place: str) -> None:
+    """Pinned memory is let go with the tensor that was given for it, whatever views there are: else a copy waits."""
+
+    class Pinned(HostStreams):
+        def waiting(self, size: int) -> torch.Tensor:
+            made = super().waiting(size)
+            given.append(weakref.ref(made))
+            return made
+
+    given: list[weakref.ref[torch.Tensor]] = []
+    seen = SeenThere([4, 6], 0.5, Pinned())
+    gc.collect()
+    assert [kept is not None and kept.nbytes for kept in (one() for one in given)] == [seen.held.nbytes]
 
 
 def test_without_the_interpreter_it_is_refused_on_the_cpu(place: str, monkeypatch: pytest.MonkeyPatch) -> None:

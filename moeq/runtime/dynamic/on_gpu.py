@@ -31,7 +31,8 @@ class SeenThere:
     def __init__(self, experts: Sequence[int], ema: float, streams: Streams) -> None:
         self.experts, self.ema, self.streams = list(experts), ema, streams
         self.held = torch.zeros(self.size_of(experts) // 4, dtype=torch.float32, device=streams.device)
-        self._read = streams.waiting(self.held.nbytes).view(torch.float32)
+        self._waiting = streams.waiting(self.held.nbytes)
+        self._read = self._waiting.view(torch.float32)
         self._event: Event | None = None
         self._lock = threading.Lock()
         sizes = [2 * count + 1 for count in self.experts]
