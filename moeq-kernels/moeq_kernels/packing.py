@@ -40,6 +40,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     _check_bits(bits)
     if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= 2**bits):
         raise ValueError(f"codes must lie in [0, {2**bits})")
+    return repacked(codes, bits)
+
+
+def repacked(codes: Tensor, bits: int) -> Tensor:
+    """As `pack`, of codes that were packed before: none is looked at, and so no device is waited for."""
     if bits == 8:
         return codes.to(torch.uint8).contiguous()
     length, rows = codes.shape[-1], math.prod(codes.shape[:-1])

@@ -24,7 +24,7 @@ from moeq_kernels.gpu.strips import arrange, kind_of, strip_bytes, undo
 from moeq_kernels.gpu.swizzle import FRAGMENT, code_bytes, rows_of, swizzle, unswizzle
 from moeq_kernels.grids import SIGN_ZERO
 from moeq_kernels.packed import PackedWeight
-from moeq_kernels.packing import pack, packed_row_bytes, unpack
+from moeq_kernels.packing import pack, packed_row_bytes, repacked, unpack
 from moeq_kernels.reference import some_rows
 from moeq_kernels.trellis import TILE, UNIT, WALKED, integer_values, tiles_along
 from moeq_kernels.trellis_tables import table
@@ -256,7 +256,7 @@ class Stored:
         scales = self._bytes(place.scales, 2 * groups * rows).view(like.scales.dtype).view(groups, rows).T
         if place.walk is not None:
             return _walked(like, words, scales, index)
-        back = _grid_order(rows).argsort()
+        back = _grid_order(rows, words.device).argsort()
         scales, zeros = scales[back], None
         if place.zeros is not None:
             row = place.zero_row_bytes
@@ -269,9 +269,9 @@ class Stored:
             zeros = None if zeros is None else zeros.index_select(0, index)
         return replace(
             like,
-            codes=pack(unswizzle(words, rows, inputs, like.bits), like.bits),
+            codes=repacked(unswizzle(words, rows, inputs, like.bits), like.bits),
             scales=scales.contiguous(),
-            zeros=None if zeros is None else pack(zeros.contiguous(), like.encoding.grid_bits(like.bits)),
+            zeros=None if zeros is None else repacked(zeros.contiguous(), like.encoding.grid_bits(like.bits)),
         )
 
     def bias(self, expert: int, slot: int) -> Tensor | None:
@@ -293,7 +293,7 @@ def put(buffer: Tensor, matrix: Matrix, bias: Tensor | None, place: Place) -> No
         else:
             write(buffer, place.codes, swizzle(unpack(matrix.codes, matrix.bits, matrix.inputs), matrix.bits))
         assert place.scales is not None
-        order = _grid_order(place.rows)
+        order = _grid_order(place.rows, matrix.scales.device)
         write(buffer, place.scales, matrix.scales.T if place.walk is not None else matrix.scales.T[:, order])
         if place.zeros is not None and matrix.zeros is not None:
             zeros = unpack(matrix.zeros, matrix.encoding.grid_bits(matrix.bits), matrix.scales.shape[-1])
@@ -346,10 +346,10 @@ def _walked(like: PackedWeight, words: Tensor, scales: Tensor, index: Tensor | N
     return some_rows(some, place * TILE + index % TILE)
 
 
-def _grid_order(rows: int) -> Tensor:
+def _grid_order(rows: int, device: torch.device) -> Tensor:
     """Rows in the order in which a group's scales and zero points lie: r and r + 8 of 16 beside each other where words
     do so."""
-    order = torch.arange(rows)
+    order = torch.arange(rows, device=device)
     return order.view(-1, 2, FRAGMENT // 2).transpose(1, 2).flatten() if rows % FRAGMENT == 0 else order
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.gpu.packed_matrices import Maker, Matrix, exact
+from second_device import CPU, DEVICE, SecondDevice
 
 from moeq_kernels.description import DOWN, LayerOfExperts
 from moeq_kernels.gpu import kernel, unpacked
@@ -238,6 +239,29 @@ def test_biases_other_names_and_what_finishes_rows(place: str) -> None:
     index = torch.tensor([[0, 1], [2, 3], [1, 0]], device=place)
     for settings in (ROWS, BLOCKS):
         check(layer, 0.2 * maker.rows(3, 48), index, maker.rows(3, 2).abs(), settings)
+
+
+def test_rows_that_are_looked_up_ask_a_device_for_nothing() -> None:
+    """So that embeddings can be captured in a CUDA graph: no number of theirs is read, nothing comes from the CPU."""
+
+    class Asked(SecondDevice):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(str(func))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    asked: list[str] = []
+    index = torch.tensor([5, 0, 31, 5])
+    for bits, symmetric in ((4, False), (3, False), (8, True)):
+        matrix = Maker(bits).packed(32, 144, bits, 16, symmetric)
+        stored = Stored([[matrix]], [[None]])
+        with Asked() as device:
+            stored.buffer, there = stored.buffer.to(DEVICE), index.to(DEVICE)
+            device.moves.clear()
+            asked.clear()
+            found = stored.matrix(0, 0, there).dequantize()
+            assert not device.moves
+            assert not [name for name in asked if "_local_scalar_dense" in name]
+            assert torch.equal(found.to(CPU), matrix.dequantize()[index])
 
 
 def test_no_tokens(place: str) -> None:
