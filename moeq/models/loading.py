@@ -48,9 +48,13 @@ def resolve_device(device: str) -> torch.device:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError("no CUDA device here", where=f"device {device}", do="use device: cpu or auto")
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError:
         raise ModelError("unknown device", where=f"device {device}", do="use auto, cpu or cuda") from None
+    if found.type == "cuda" and found.index is not None and found.index >= (count := torch.cuda.device_count()):
+        what = f"no such GPU here: there {'is 1' if count == 1 else f'are {count}'}, numbered from 0"
+        raise ModelError(what, where=f"device {device}", do="name one of them, or use device: cuda")
+    return found
 
 
 def memory_bytes(device: torch.device) -> int:

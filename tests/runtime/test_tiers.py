@@ -101,6 +101,12 @@ def test_a_tier_or_a_device_that_is_not_there_is_named(monkeypatch: pytest.Monke
     with pytest.raises(ModelError, match="cuda"):
         tier_devices({"gpu": "cuda"})
     assert set(tier_devices({}).values()) == {CPU}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for count, told in ((1, "there is 1"), (2, "there are 2")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        with pytest.raises(ModelError, match=f"device cuda:2: no such GPU here: {told}, numbered from 0"):
+            tier_devices({"gpu": "cuda:2"})
+        assert tier_devices({"gpu": f"cuda:{count - 1}"})["gpu"] == torch.device("cuda", count - 1)
 
 
 def test_a_manifest_of_another_model_is_refused(exported: Exported) -> None:
