@@ -49,6 +49,15 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def too_old() -> str | None:
+    """What is said of a Triton that does not know what the programs are written with, None of any other."""
+    import triton
+
+    if hasattr(triton, "constexpr_function"):
+        return None
+    return f"Triton {triton.__version__} is too old, 3.5 or later is wanted"
+
+
 @cache
 def _device_name(index: int | None) -> str | None:
     return None if index is None else torch.cuda.get_device_name(index)
@@ -394,4 +403,4 @@ def refusal(matrices: Sequence[Matrix], device: torch.device | None = None) -> s
     kinds = {one.dtype for one in matrices if isinstance(one, Tensor)}
     if len(kinds) > 1 or not kinds <= set(DTYPES):
         return f"dense matrices are {' and '.join(sorted(str(kind) for kind in kinds))}"
-    return None
+    return too_old()

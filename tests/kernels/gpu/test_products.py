@@ -509,6 +509,12 @@ def test_what_it_refuses(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(layer_of([dense])) == "dense matrices are torch.float64"
     with pytest.raises(ValueError, match="float64"):
         TritonKernel().linear(dense[DOWN])
+    with monkeypatch.context() as older:
+        older.setattr("triton.__version__", "3.4.0")
+        older.delattr("triton.constexpr_function")
+        assert refusal(layer_of(fine)) == "Triton 3.4.0 is too old, 3.5 or later is wanted"
+        with pytest.raises(ValueError, match=r"Triton 3\.4\.0 is too old"):
+            TritonKernel().linear(maker.packed(8, 16, 4, -1))
     monkeypatch.setattr(kernel, "has_triton", lambda: False)
     assert refusal(layer_of(fine)) == "Triton is not installed"
     with pytest.raises(ValueError, match="Triton is not installed"):
