@@ -77,7 +77,7 @@ class Stamps:
 
 
 class ExpertClock:
-    """Seconds within experts modules, by the clock, on CUDA by events on its stream."""
+    """Seconds within experts modules, by the clock, on CUDA by events on the stream of its device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -88,7 +88,7 @@ class ExpertClock:
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))  # type: ignore[no-untyped-call]
         return event
 
     def take(self) -> float:

@@ -19,6 +19,7 @@ from moeq.artifacts.bench import FOLDER, read_bench
 from moeq.artifacts.manifest import read_manifest
 from moeq.benching import bandwidth, measure, one_expert, tables
 from moeq.benching.asked import BATCHES, GRID_BATCHES, GRID_BEAMS, Asked, whole_numbers
+from moeq.benching.requests import ExpertClock
 from moeq.benching.subject import load_subject
 from moeq.cli import app
 from moeq.errors import ArtifactError, EvaluationError, MissingError, ModelError, MoeqError, RecipeError
@@ -218,6 +219,28 @@ def test_an_encoder_decoder_is_timed(packed_switch: Path) -> None:
     assert "one_expert" not in found
     assert 0 < model["points"][0]["expert_bytes_per_step"] < model["expert_bytes"] / 2
     assert model["shared_bytes_per_step"] < model["tensor_bytes"] - model["expert_bytes"]
+
+
+def test_experts_are_timed_on_the_gpu_that_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one, while the first is the current one: by events on its stream."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.place = ""
+
+        def record(self, stream: str = "stream of the current GPU") -> None:
+            self.place = stream
+
+        def elapsed_time(self, end: Any) -> float:
+            return 1500.0 if self.place == end.place == "stream of cuda:1" else 0.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    clock = ExpertClock(torch.device("cuda", 1))
+    model = torch.nn.Sequential(torch.nn.Identity())
+    with clock.on(model, [SimpleNamespace(name="0")]):  # type: ignore[list-item]
+        model(torch.zeros(1))
+    assert clock.take() == 1.5
 
 
 def test_what_cannot_be_benched_is_refused(packed_run: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
