@@ -119,7 +119,9 @@ def test_many_rows_are_unpacked_from_the_versions_published(place: str) -> None:
     assert torch.equal(pool.layer(*given), static(*given))
 
 
-def test_blocks_are_quiet_when_the_device_is_past_them() -> None:
+def test_blocks_are_quiet_when_the_device_is_past_them(place: str) -> None:
+    if place == "cuda":
+        pytest.skip("a late device is one of Triton's interpreter")
     streams = LateStreams()
     pool = Pool(widths("cpu", 2, 4), "cpu", streams)
     first = pool.layer.publish({0: (1, pool.put(0, 1))})
