@@ -69,9 +69,9 @@ def grid_product(  # type: ignore[no-untyped-def]
                     words, shorts, x, token, there, start, rows, inputs, number, None, base, scales, zeros, zero_bits,
                     groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N, BLOCK_M,
                 )  # fmt: skip
-    if TAIL or STEP == 0:
+    if TAIL or STEP == 0:  # of the last tile alone nothing is brought ahead
         n = start + tl.arange(0, BLOCK_N)
-        for number in range(tl.maximum(first, full), last):
+        for number in tl.range(tl.maximum(first, full), last, num_stages=None if STEP == 0 else 1):
             total += uneven(
                 words, shorts, halves, x, token, exists, n, rows, inputs, number, base, scales, zeros, zero_bits, group,
                 factor, zero_factor, zero_shift, BITS, DTYPE, NESTED, ASM, FRAGMENTS,
@@ -94,7 +94,7 @@ def trellis_product(  # type: ignore[no-untyped-def]
             True, DTYPE, ASM, BLOCK_N,
         )  # fmt: skip
     if TAIL:
-        for number in range(tl.maximum(first, full), last):
+        for number in tl.range(tl.maximum(first, full), last, num_stages=1):
             total += walked_product(
                 words, shorts, x, token, exists, start, rows, inputs, number, base, values, state_bits, BITS, VALUES,
                 AHEAD, False, DTYPE, ASM, BLOCK_N,

@@ -54,6 +54,7 @@ kinds = dict(
 )
 single = dict(experts=1, slots=1, each=1) | (dict(rows=1) if shape == "one row" else {}) if how == "one" else {}
 BLOCK_N, BLOCK_M, WARPS = 64, 16 if how == "sorted" else 8, 2
+TAIL, STAGES = shape in ("tail", "deep tail"), 6 if shape == "deep tail" else 3
 
 
 def compiled(function, kinds, **fixed):
@@ -64,7 +65,7 @@ def compiled(function, kinds, **fixed):
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in even}
     constants = {(names.index(name),): value for name, value in fixed.items()}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": WARPS, "num_stages": 3}
+    options = {"num_warps": WARPS, "num_stages": STAGES}
     made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[6]), 32), options=options)
     assert made.asm["cubin"]
     assert made.metadata.shared <= 164 * 1024
@@ -76,20 +77,20 @@ common = dict(
     TILES=2 if shape == "steps" else 1,
     AHEAD=True, VALUES={"c": -1, "m": 0}.get(widths[0][0], 8),  # c2: trellis codes of 2 bits, values computed; t2: near
     FRAGMENTS=True, ASM=True, BLOCK_N=BLOCK_N,
-    DTYPE={"fp16": tl.float16, "bf16": tl.bfloat16}[dtype],
+    DTYPE={"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}[dtype],
 )
 made = compiled(
     programs.grouped, kinds, FIRST=0, SECOND=1 if shape == "tail" else -1, ACTIVATION="silu" if shape == "tail" else "",
-    ROUTING=how, OWNERS=128, STEP=step, TAIL=shape == "tail", PERSISTENT=shape == "persistent", BLOCK_M=BLOCK_M,
+    ROUTING=how, OWNERS=128, STEP=step, TAIL=TAIL, PERSISTENT=shape == "persistent", BLOCK_M=BLOCK_M,
     **common,
 )
-assert "wgmma" in made.asm["ptx"] or "mma.sync" in made.asm["ptx"], "tensor cores"
+assert dtype == "fp32" or "wgmma" in made.asm["ptx"] or "mma.sync" in made.asm["ptx"], "tensor cores"
 if shape == "count":
     print(instructions(made) * 32 * WARPS / (BLOCK_N * 128))
 else:
     compiled(sums.sort_rows, kinds, BLOCK=64, EVERY=64)
     compiled(sums.weighted_sum, kinds | {"rows": "*fp32"}, BLOCK=256)
-    compiled(programs.unpack, kinds, SLOT=0, STEP=step, TAIL=shape == "tail", **common)
+    compiled(programs.unpack, kinds, SLOT=0, STEP=step, TAIL=TAIL, **common)
 """
 VERSIONS = """
 import triton
@@ -135,7 +136,9 @@ options = {"num_warps": device_walks.warps(states, bits)}
 made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 print(len(made.asm["cubin"]), made.metadata.shared)
 """
-CASES = [("4", "fp16", "one", "128", "one row", "80")]  # the assembler works for a minute or two on each of the others
+CASES = [  # the assembler works for a minute or two on each of the others
+    ("4", "fp16", "one", "128", "one row", "80"), ("4", "fp32", "rows", "128", "deep tail", "90"),
+]  # fmt: skip
 LONG = [
     ("3+16", "bf16", "sorted", "128", "tail", "90"), ("t3+t8+4", "bf16", "sorted", "128", "tail", "90"),
     ("2+3+4", "fp16", "sorted", "128", "persistent", "90"), ("1+8", "bf16", "sorted", "0", "tail", "90"),
