@@ -65,7 +65,7 @@ def compare_with(
     if other is None:
         weights = compare_weights(source, packed, reporter, trust_remote_code)
     else:
-        weights = compare_packed(other, packed, reporter)
+        weights = compare_packed(other, packed, reporter, trust_remote_code)
     wanted = _logits(source, other, inputs, trust_remote_code)
     return Distance(
         model=source.name,

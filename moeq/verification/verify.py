@@ -156,7 +156,7 @@ def verify(path: Path, options: Options, reporter: Reporter, made_of: PackedSour
     if options.against is not None:
         inputs = dict(request.inputs)
         distance = compare_with(options.against, packed, inputs, logits, reporter, options.trust_remote_code)
-    differing = () if made_of is None else differences(made_of, packed, reporter)
+    differing = () if made_of is None else differences(made_of, packed, reporter, options.trust_remote_code)
     verdict = Verdict(
         checkpoint=str(path),
         format=method,

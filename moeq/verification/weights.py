@@ -74,9 +74,11 @@ class Weights:
         return error
 
 
-def differences(made_of: PackedSource, packed: PackedSource, reporter: Reporter) -> list[str]:
+def differences(
+    made_of: PackedSource, packed: PackedSource, reporter: Reporter, trust_remote_code: bool = False
+) -> list[str]:
     """What of a checkpoint's values is not as in the packed one that it was made of, whose values it must have."""
-    found = compare_packed(made_of, packed, reporter)
+    found = compare_packed(made_of, packed, reporter, trust_remote_code)
     return found.problems + [f"{key} is not as in {made_of.source.name}" for key in found.changed]
 
 
@@ -100,16 +102,16 @@ def compare_weights(source: ModelSource, packed: PackedSource, reporter: Reporte
     return found
 
 
-def compare_packed(made_of: PackedSource, packed: PackedSource, reporter: Reporter) -> Weights:
+def compare_packed(
+    made_of: PackedSource, packed: PackedSource, reporter: Reporter, trust_remote_code: bool = False
+) -> Weights:
     """Compare a checkpoint with a packed one, whose values every expert and packed module must have, or be as far from
     them as it says itself (GGUF with rounded scales)."""
     found = Weights()
     _equal_experts(made_of, packed, found, reporter)
-    theirs = packed_others(made_of)
-    for name, read in packed_others(packed).items():
-        if name not in theirs or not torch.equal(values(read()), values(theirs[name]())):
-            found.problems.append(f"{name}: its values differ")
-    _tensors(made_of.source, packed, found)
+    _equal_others(made_of, packed, found, trust_remote_code)
+    rest = {key: made_of.source.tensors[key] for key in made_of.rest()}  # what stands guard over others is no weight
+    _tensors(replace(made_of.source, tensors=rest), packed, found)
     return found
 
 
@@ -175,6 +177,24 @@ def _equal_experts(other: PackedSource, packed: PackedSource, found: Weights, re
                         found.problems.append(f"{where}: its values differ by {error:.2g} relative{more}")
             return_memory()
             advance()
+
+
+def _equal_others(made_of: PackedSource, packed: PackedSource, found: Weights, trust_remote_code: bool) -> None:
+    """Packed modules outside of the experts; where the checkpoint has them as plain tensors, rounded to their type."""
+    theirs, mine = packed_others(made_of), packed_others(packed)
+    for name, read in mine.items():
+        if name not in theirs or not torch.equal(values(read()), values(theirs[name]())):
+            found.problems.append(f"{name}: its values differ")
+    unpacked = [name for name in theirs if name not in mine and packed.source.read is None]
+    if not unpacked:
+        return
+    plain = ParameterReader(_plain(packed), trust_remote_code)
+    for name in unpacked:
+        value, keys = plain.read(f"{name}.weight"), plain.keys(f"{name}.weight")
+        dtypes = {torch_dtype(packed.source.tensors[key].dtype) for key in keys}
+        wanted = values(theirs[name]())
+        if value is None or not any(torch.equal(value, wanted.to(dtype).float()) for dtype in dtypes):
+            found.problems.append(f"{name}: its values differ")
 
 
 def _where(packed: PackedSource, what: str, layer: int, expert: int) -> str:

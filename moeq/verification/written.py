@@ -70,7 +70,7 @@ def _check_values(directory: Path, made_of: PackedSource | None, reporter: Repor
     if made_of is None:
         return
     packed = open_packed(directory, trust_remote_code=trust_remote_code, as_values=True)
-    problems = differences(made_of, packed, reporter)
+    problems = differences(made_of, packed, reporter, trust_remote_code)
     if problems:
         raise EvaluationError(first_of(problems), where=str(directory), do="do not use it; write it again")
     apart = isinstance(packed, Gguf) and packed.refitted

@@ -14,7 +14,7 @@ from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_sources import IDS, MadeSource, quantization_of, reference_logits, rounded, save_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moeq.artifacts.files import PARTIAL
@@ -32,7 +32,9 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.loading import describe, expert_keys, load_model
 from moeq.models.source import open_source
 from moeq.numerics.layouts import column_stream, zeros_of
+from moeq.progress import Reporter
 from moeq.runtimes import written
+from moeq.verification.weights import differences
 from moeq_kernels.packed import PackedWeight, symmetric_bits, widened
 from moeq_kernels.packing import unpack
 from moeq_kernels.widths import Encoding
@@ -66,6 +68,24 @@ def test_dequantized_computes_the_same(family: str, tmp_path: Path) -> None:
         found = model(input_ids=IDS).logits
     wanted = reference_logits(source)
     assert float((found - wanted).norm() / wanted.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_plain_values_of_other_modules_are_those_that_were_packed(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also in the type of what stands in their place in the packed checkpoint."""
+    family_models.build("mixtral").to(dtype).save_pretrained(tmp_path / "model")
+    name = "model.layers.0.self_attn.q_proj"
+    source = MadeSource(tmp_path / "model", lambda layer, expert, projection: 4, group_size=8, others={name: 4})
+    write("native", source, tmp_path / "native", WriteOptions())
+    write("dequantized", source, tmp_path / "out", WriteOptions())
+    packed, reporter = open_packed(tmp_path / "native"), Reporter(quiet=True)
+    assert differences(packed, open_packed(tmp_path / "out", as_values=True), reporter) == []
+    header = open_source(str(tmp_path / "out")).tensors[f"{name}.weight"]
+    tensors = load_file(header.file)
+    tensors[f"{name}.weight"][3, 5] += 1
+    save_file(tensors, header.file, {"format": "pt"})
+    damaged = open_packed(tmp_path / "out", as_values=True)
+    assert differences(packed, damaged, reporter) == [f"{name}: its values differ"]
 
 
 def test_the_models_type_is_that_of_what_is_not_packed(mixtral: Path) -> None:
