@@ -286,7 +286,12 @@ def _directory(context: Context, stages: list[Stage], force: bool, *, alone: boo
         with (
             locked(context.out) as lock,
             telling(lock, context.reporter, context.given().model.source.name, names),
-            mirrored(context.recipe.mirror, context.out, context.reporter) as send,
+            mirrored(
+                context.recipe.mirror,
+                context.out,
+                context.reporter,
+                lambda mirror: check_model(context.given(), BY_NAME, mirror),
+            ) as send,
         ):
             for stage in stages if alone else []:
                 _check_needed(context, stage)

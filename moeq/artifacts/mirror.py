@@ -29,7 +29,7 @@ from moeq.artifacts.files import BEGUN, PARTIAL, canonical_json, make_directory,
 from moeq.artifacts.reading import RelativeName, parse_json
 from moeq.artifacts.remote import AT_ONCE, file_system, insist, is_remote, not_allowed
 from moeq.artifacts.run import STORE
-from moeq.artifacts.stage import FileStamp, Frozen
+from moeq.artifacts.stage import RECORD, FileStamp, Frozen, StageRecord
 from moeq.artifacts.status import Count, lives
 from moeq.errors import ArtifactError, MissingError, MoeqError, RecipeError, StorageError
 from moeq.progress import Reporter
@@ -132,6 +132,17 @@ class Mirror:
         for folder in folders:
             (self.out / f"{folder}{PARTIAL}").rename(self.out / folder)
         self._reporter.say(f"  {len(wanted) + len(replicas)} files from {self.url}")
+
+    def record(self, folder: str) -> StageRecord | None:
+        """The record of a stage that lies there; None where there is none that can be read."""
+        name = f"{folder}/{RECORD}"
+        if name not in self.files:
+            return None
+        try:
+            data = self._ask(lambda: self._system.cat_file(self._at(name)), name, "cannot be read")
+            return StageRecord.model_validate(parse_json(data.decode()))
+        except (MissingError, ValidationError, ValueError):
+            return None
 
     def send(self, *, only_store: bool = False) -> None:
         """Have there what lies here. only_store: what the replica store has more, while stages write other files."""
@@ -260,9 +271,12 @@ def _is_unfinished(part: str) -> bool:
 
 
 @contextmanager
-def mirrored(url: str | None, out: Path, reporter: Reporter) -> Iterator[Callable[[], None]]:
+def mirrored(
+    url: str | None, out: Path, reporter: Reporter, check: Callable[[Mirror], None] = lambda _: None
+) -> Iterator[Callable[[], None]]:
     """While the block runs, a run directory's replicas are sent every half a minute, and said who does; yields what
-    sends all of it, for the end of a stage. Without an address nothing is done. RecipeError for what is no address."""
+    sends all of it, for the end of a stage. check: raises what speaks against what lies there, before anything is
+    brought or sent. Without an address nothing is done. RecipeError for what is no address."""
     if url is None:
         yield lambda: None
         return
@@ -270,6 +284,7 @@ def mirrored(url: str | None, out: Path, reporter: Reporter) -> Iterator[Callabl
         raise RecipeError(f"not an address: {url[:200]!r}", where="mirror", do="give one such as s3://BUCKET/FOLDER")
     make_directory(out)
     mirror, done = Mirror(url, out, reporter), threading.Event()
+    check(mirror)
     mirror.take()
 
     def again_and_again(work: Callable[[], None]) -> None:

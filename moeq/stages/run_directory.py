@@ -10,6 +10,7 @@ from typing import Any
 from rich.markup import escape
 
 from moeq.artifacts.files import write_text
+from moeq.artifacts.mirror import Mirror
 from moeq.artifacts.places import ELSEWHERE
 from moeq.artifacts.run import RECIPE_COPY
 from moeq.artifacts.stage import StageRecord, read_record
@@ -32,13 +33,17 @@ def record_of(directory: Path, stage: str) -> StageRecord | None:
         return None
 
 
-def check_model(context: Context, stages: Iterable[str]) -> None:
-    """ArtifactError where another model's artifacts lie in the run directory.
+def check_model(context: Context, stages: Iterable[str], mirror: Mirror | None = None) -> None:
+    """ArtifactError where another model's artifacts lie in the run directory, or in its mirror, where that is given.
 
     context: before norms are folded. The same model is one of the same digest, whatever it is called and wherever it
     lies; where norms were folded, the model that this was done to counts.
     """
-    records = {name: record_of(context.finished(name), name) for name in stages}
+    folders = {name: context.finished(name) for name in stages}
+    records = {
+        name: record_of(folder, name) if mirror is None else mirror.record(folder.name)
+        for name, folder in folders.items()
+    }
     first, model = records.pop("reparam", None), context.model
     if first is None and context.recipe.reparam is not None:
         return  # what is there may be of the folded model, and is remade
@@ -47,6 +52,8 @@ def check_model(context: Context, stages: Iterable[str]) -> None:
             what = f"the run in it was made from another model ({record.model.name})"
             changed = changed_files(record, model.files) if record.model.name == model.stamp.name else []
             more = f": {changed[0]} is not the file that it read" if changed else ""
+            if mirror is not None:
+                raise ArtifactError(what + more, where=f"mirror: {mirror.url}", do="give another address")
             raise ArtifactError(what + more, where=f"--out {context.out}", do=ELSEWHERE)
 
 

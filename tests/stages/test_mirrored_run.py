@@ -12,6 +12,7 @@ from robustness.runs import STAGES, digests, save_short_corpus, tiny_recipe, wri
 
 from moeq import pipeline
 from moeq.artifacts.mirror import LIST
+from moeq.errors import ArtifactError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import losses
@@ -74,3 +75,16 @@ def test_replicas_of_a_run_that_broke_off_are_gone_on_with(
     assert "  4 of 8 sets of losses and replicas are in the store" in said, said
     alone = pipeline.run(context(tiny_mixtral, tmp_path / "alone", []), ("profile", "losses"))
     assert [one.record.digest for one in alone] == [one.record.digest for one in outcomes]
+
+
+def test_a_mirror_of_another_models_run_is_refused_and_stays(
+    tiny_mixtral: Path, tiny_qwen: Path, tmp_path: Path
+) -> None:
+    url, away = f"file://{tmp_path}/bucket/run", tmp_path / "bucket" / "run"
+    pipeline.run(context(tiny_mixtral, tmp_path / "first", [], f"mirror={url}"), ("profile",))
+    there = {path: path.read_bytes() for path in away.rglob("*") if path.is_file()}
+    with pytest.raises(ArtifactError, match="the run in it was made from another model") as refused:
+        pipeline.run(context(tiny_qwen, tmp_path / "second", [], f"mirror={url}"), ("profile",))
+    assert (refused.value.where, refused.value.do) == (f"mirror: {url}", "give another address")
+    assert {path: path.read_bytes() for path in away.rglob("*") if path.is_file()} == there
+    assert not (tmp_path / "second").exists()
