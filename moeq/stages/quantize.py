@@ -58,6 +58,8 @@ def run(context: Context) -> dict[str, Any]:
     assignment = assign.load(context)
     directory = make_directory(context.directory("quantize"))
     section = None if context.model.streams else context.recipe.quantize.tune
+    if section is None:  # one that was broken off may have tuned
+        shutil.rmtree(directory / tune.STARTS, ignore_errors=True)
     starts = directory if section is None else make_directory(directory / tune.STARTS)
     done = refine.Progress.of(context, starts)
     for path in {*directory.glob("*.safetensors"), *starts.glob("*.safetensors")}:

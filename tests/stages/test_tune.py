@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from moeq import pipeline
+from moeq.artifacts.files import BEGUN
+from moeq.artifacts.stage import read_record
 from moeq.artifacts.tuned import Tuned
 from moeq.errors import MoeqError
 from moeq.evaluation import reference_logits
@@ -195,6 +197,19 @@ def test_more_text_than_was_calibrated_on_and_few_logits_of_it(
     assert (told(context).sequences, told(context).heldout) == (28, 28)
     assert told(context).is_better
     assert told(context).divergence[0] < told(tuned).divergence[0]  # type: ignore[operator]  # the rest as one outcome
+
+
+def test_nothing_is_left_of_a_tuning_that_is_no_longer_asked_for(
+    tiny_mixtral: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, refined = Path(shutil.copytree(out, tmp_path / "alone")), "quantize.refine={iterations: 2}"
+    monkeypatch.setattr(tune.StateFiles, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_mixtral, out, *GRID, TUNE, refined)
+    assert (out / f"quantize{BEGUN}" / tune.STARTS).is_dir()
+    made, wanted = (run(tiny_mixtral, each, *GRID, refined).directory("quantize") for each in (out, alone))
+    assert not (made / tune.STARTS).exists()
+    assert read_record(made, "quantize").digest == read_record(wanted, "quantize").digest
 
 
 @pytest.mark.full
