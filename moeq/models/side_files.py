@@ -25,10 +25,10 @@ DATA = frozenset(SIDE_FILES) | {  # what the tokenizers and processors of transf
     "audio_tokenizer_config.json", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json", "normalizer.json",
     "target_vocab.json", "vocab-src.json", "vocab-tgt.json", "word_pronunciation.json", "word_shape.json", "bpe.codes",
 }  # fmt: skip
+LICENCE = r"(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)([-._][\w.-]*)?"
 DATA_PATTERN = re.compile(
-    r".+\.(jinja|model|spm|tiktoken|tokenizer)|(vocab|merges|bpe)[\w.-]*\.txt"
-    r"|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)([-._][\w.-]*)?", re.IGNORECASE
-)  # fmt: skip
+    rf".+\.(jinja|model|spm|tiktoken|tokenizer)|(vocab|merges|bpe)[\w.-]*\.txt|{LICENCE}", re.IGNORECASE
+)
 CODE_SUFFIXES = {".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".sh"}
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"}
 UNSAID = re.compile(  # what an export has of its own, or needs no mention
@@ -69,6 +69,11 @@ class SideFiles:
     def code_digests(self) -> dict[str, str]:
         """{name: SHA-256} of the code that goes along."""
         return {path.name: digest_of_file(path) for path in self.code}
+
+    def read_with_text(self) -> list[Path]:
+        """What a tokenizer or a processor is made of: all data but licences, and code that settings among it name."""
+        data = [path for path in self.data if re.fullmatch(LICENCE, path.name, re.IGNORECASE) is None]
+        return data + (list(self.code) if self.trusted and _cleaned({}, self.data)[1] else [])
 
     def copy(self, directory: Path) -> None:
         """Write them all into a directory; ModelError for what has become a link that leads out, or no file."""

@@ -274,7 +274,8 @@ class RunText:
         """
         known = self._run.text_digests
         if part not in known:
-            known[part] = self._digest(part)
+            own, beside = self._digest(part), self.model.read_with_text()
+            known[part] = digest_of([own, beside]) if beside else own
         return known[part]
 
     def _digest(self, part: str) -> str:

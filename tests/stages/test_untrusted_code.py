@@ -188,6 +188,25 @@ def test_a_folded_model_is_a_copy_like_any_other(untrusted: tuple[Context, list[
     assert sum("left out: modeling_own.py" in line for line in said) == 1
 
 
+@pytest.mark.parametrize("name", ["tokenization_own.py", "sentencepiece.bpe.model"])
+def test_what_reads_the_text_is_asked_again_where_it_has_changed(
+    name: str, tiny_mixtral: Path, tmp_path: Path, modules_apart: Path
+) -> None:
+    """Code of a tokenizer of which config.json says nothing, and a vocabulary of another name; a licence reads none."""
+    model = with_code(tiny_mixtral, tmp_path / "model", model_code=False)
+    config = json.loads((model / "config.json").read_text())
+    del config["auto_map"]
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "sentencepiece.bpe.model").write_bytes(b"words")
+    skipped = []
+    for changed in (None, None, "LICENSE", name):
+        if changed is not None:
+            (model / changed).write_text((model / changed).read_text() + "\n")
+        _, said = run(model, tmp_path / "run", "trust_remote_code=true", stages=("profile",))
+        skipped.append(any("unchanged, skipped" in line for line in said))
+    assert skipped == [False, True, True, False]
+
+
 @pytest.mark.full
 def test_with_trust_it_goes_along_and_is_listed(tiny_mixtral: Path, tmp_path: Path, modules_apart: Path) -> None:
     model = with_code(tiny_mixtral, tmp_path / "model", model_code=False)
