@@ -133,8 +133,7 @@ def open_source(
     """
     shards: Mapping[str, Path] = {}
     if is_remote(name):
-        path, shards = _remote(name, trust_remote_code)
-        commit = None
+        (path, shards), commit = _remote(name, trust_remote_code), None
     else:
         path, commit = _resolve(name, revision, trust_remote_code, weights=weights)
     check_parts(path)
@@ -147,6 +146,8 @@ def open_source(
     if is_remote(name) or Path(name).expanduser().is_dir():
         name = shown_name(name) if is_remote(name) else path.resolve().name  # where it lies is nobody's business
     drafts = {key: tensors.pop(key) for key in draft_keys(list(tensors), config)}
+    if not tensors:
+        raise ModelError("its weights are no tensors at all", where=str(path), do="download the weights again")
     return ModelSource(
         name=name, path=path, revision=commit, config=config, tensors=tensors, drafts=drafts, to_fetch=to_fetch
     )
@@ -198,8 +199,7 @@ def check_there(name: str, revision: str | None = None) -> dict[str, Any]:
 
 def known_positions(name: str, revision: str | None = None) -> int | None:
     """How many tokens a model knows positions for; None where its configuration does not say. ModelError as above."""
-    path, _ = _resolve(name, revision, False, only=(CONFIG,))
-    config = read_config(path / CONFIG)
+    config = check_there(name, revision)
     positions = (config.get("text_config") or config).get("max_position_embeddings")
     return positions if isinstance(positions, int) and positions > 1 else None
 

@@ -68,6 +68,17 @@ def test_shards_may_be_links_to_files_elsewhere(tiny_mixtral: Path, tmp_path: Pa
         open_source(str(tmp_path / "linked"))
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_weights_without_a_tensor_are_refused(sharded: bool, tiny_mixtral: Path, tmp_path: Path) -> None:
+    model = shard(tiny_mixtral, tmp_path / "model")
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    if not sharded:
+        (model / "model.safetensors.index.json").unlink()
+        save_file({}, model / "model.safetensors")
+    with pytest.raises(ModelError, match="its weights are no tensors at all"):
+        open_source(str(model))
+
+
 def test_shards_load_as_one_file_does(tiny_mixtral: Path, tmp_path: Path) -> None:
     source = open_source(str(shard(tiny_mixtral, tmp_path / "sharded")))
     whole = open_source(str(tiny_mixtral))
