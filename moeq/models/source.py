@@ -384,9 +384,10 @@ def _read_headers(path: Path, remote: Mapping[str, Path]) -> dict[str, TensorHea
         tensors |= read_header(shard)
     for key, name in weight_map.items():
         if key not in tensors or tensors[key].file.name != name:
-            where = str(path / name)
             what = f"tensor {key} is not in the shard that {INDEX} names"
-            raise ModelError(what, where=where, do="download it again")
+            if key in tensors and key in read_header(remote.get(name, path / name)):
+                what = f"tensor {key} is in it and in {tensors[key].file.name}: transformers would take that one"
+            raise ModelError(what, where=str(path / name), do="download it again")
     return tensors
 
 

@@ -79,6 +79,15 @@ def test_weights_without_a_tensor_are_refused(sharded: bool, tiny_mixtral: Path,
         open_source(str(model))
 
 
+def test_a_tensor_that_two_shards_hold_is_refused_with_both(tiny_mixtral: Path, tmp_path: Path) -> None:
+    model = shard(tiny_mixtral, tmp_path / "model")
+    first, second = sorted(model.glob("*.safetensors"))
+    key, value = min(load_file(first).items())
+    save_file(load_file(second) | {key: value}, second, {"format": "pt"})
+    with pytest.raises(ModelError, match=f"{first.name}: tensor {key} is in it and in {second.name}: transformers"):
+        open_source(str(model))
+
+
 def test_shards_load_as_one_file_does(tiny_mixtral: Path, tmp_path: Path) -> None:
     source = open_source(str(shard(tiny_mixtral, tmp_path / "sharded")))
     whole = open_source(str(tiny_mixtral))
