@@ -82,11 +82,17 @@ def _sizes(name: str, commit: str, kind: Kind, error: type[MoeqError]) -> dict[s
         return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
 
 
-def check_room(name: str, snapshot: Path, absent: Sequence[str], *, error: type[MoeqError]) -> None:
+def check_to_come(name: str, snapshot: Path, absent: Sequence[str], *, error: type[MoeqError]) -> None:
     """StorageError where those of a model's files that are not in its snapshot yet do not fit on the disk.
 
-    What an earlier download has of them already is not needed again. Raises `error`, too.
+    What an earlier download has of them already is not needed again. Raises `error`, also where the hub may not be
+    asked for them: a cache of another client does not say that it is not whole.
     """
+    if offline.is_set():
+        if any(snapshot.glob("*.bin")):
+            return  # all that it has, which is refused when headers are read
+        what, do = offline.explain(snapshot.name)
+        raise error(what, where=name, do=do)
     sizes = _sizes(name, snapshot.name, "model", error)
     begun = sum(path.stat().st_size for path in (snapshot.parent.parent / "blobs").glob("*.incomplete"))
     needed, free = sum(sizes.get(file, 0) for file in absent) - begun, shutil.disk_usage(snapshot).free

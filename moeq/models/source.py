@@ -290,8 +290,8 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool, weights:
     path = hub.snapshot(name, revision, patterns, error=ModelError)
     if not weights and not offline.is_set():
         return path, path.name
-    if (absent := _absent(path)) and not offline.is_set():
-        hub.check_room(name, path, absent, error=ModelError)
+    if absent := _absent(path):
+        hub.check_to_come(name, path, absent, error=ModelError)
     hub.snapshot(name, path.name, [*patterns, *_weight_files(path)], error=ModelError)
     with suppress(ModelError):  # what an export says of its origin; a cache without them serves as well
         hub.snapshot(name, path.name, [*patterns, *_weight_files(path), *CARD_FILES], error=ModelError)

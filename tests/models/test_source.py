@@ -35,6 +35,10 @@ def test_a_hub_id_is_found_in_the_cache_and_pinned_to_its_commit(
         open_source("some/other-model")
     with pytest.raises(ModelError, match="not in the cache at revision v2, or not whole, and HF_HUB_OFFLINE"):
         open_source("some/model", revision="v2")
+    (repository / "snapshots" / commit / "model.safetensors").unlink()  # which nothing in such a cache tells
+    for weights in (True, False):
+        with pytest.raises(ModelError, match=f"not in the cache at revision {commit}, or not whole, and HF_HUB_OFF"):
+            open_source("some/model", weights=weights)
 
 
 def shard(folder: Path, out: Path) -> Path:
