@@ -28,7 +28,7 @@ from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import BEGUN, PARTIAL, canonical_json, make_directory, write_atomically
 from moeq.artifacts.reading import RelativeName, parse_json
 from moeq.artifacts.remote import AT_ONCE, file_system, insist, is_remote, not_allowed
-from moeq.artifacts.run import STORE
+from moeq.artifacts.run import RECIPE_COPY, STORE
 from moeq.artifacts.stage import RECORD, FileStamp, Frozen, StageRecord
 from moeq.artifacts.status import Count, lives
 from moeq.errors import ArtifactError, MissingError, MoeqError, RecipeError, StorageError
@@ -117,11 +117,13 @@ class Mirror:
             self._write_list(self.files)
 
     def fetch(self) -> None:
-        """Bring what lies there and not here: folders of stages whole, files of the replica store one by one. What
-        lies here stays as it is."""
+        """Bring what lies there and not here: folders of stages whole, files of the replica store and those that lie
+        beside the recipe one by one. What lies here stays as it is."""
         tops = dict.fromkeys(name.partition("/")[0] for name in self.files if "/" in name)
         folders = [top for top in tops if top != STORE and not (self.out / top).exists()]
-        wanted = [name for name in self.files if name.partition("/")[0] in folders]
+        beside = [name for name in self.files if "/" not in name and name != RECIPE_COPY]
+        wanted = [name for name in beside if not (self.out / name).exists()]
+        wanted += [name for name in self.files if name.partition("/")[0] in folders]
         replicas = [name for name in self.files if name.startswith(f"{STORE}/") and not (self.out / name).exists()]
         if not wanted and not replicas:
             return

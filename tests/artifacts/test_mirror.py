@@ -113,6 +113,18 @@ def test_what_is_sent_is_brought_elsewhere(run: Path, url: str, tmp_path: Path) 
     assert opened(url, other).fetch() is None
 
 
+def test_what_lies_beside_the_recipe_is_not_lost_with_the_machine(run: Path, url: str, tmp_path: Path) -> None:
+    (run / "notes.md").write_bytes(b"mine")
+    opened(url, run).send()
+    other = opened(url, tmp_path / "other")
+    other.out.mkdir()
+    other.fetch()
+    assert (other.out / "notes.md").read_bytes() == b"mine"
+    assert not (other.out / "recipe.yaml").exists()
+    other.send()
+    assert listed(tmp_path)["notes.md"] == b"mine"
+
+
 def test_what_lies_here_stays_and_the_rest_is_brought(run: Path, url: str, tmp_path: Path) -> None:
     opened(url, run).send()
     other = tmp_path / "other"
