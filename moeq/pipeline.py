@@ -19,6 +19,7 @@ from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import BEGUN, building, locked, place, remove_partials, write_bytes
 from moeq.artifacts.mirror import mirrored
 from moeq.artifacts.places import refuse_artifacts
+from moeq.artifacts.replica_store import is_shared
 from moeq.artifacts.run import RECIPE_COPY, STORE
 from moeq.artifacts.stage import (
     StageRecord,
@@ -397,7 +398,7 @@ def _remove_partials(context: Context) -> None:
         for name, stage in BY_NAME.items()  # with a record in it, it is one that was being replaced
         if stage.progress(context) and record_of(context.out / f"{folders[name]}{BEGUN}", name) is None
     ]
-    own = [STORE] if context.owns_store else []
+    own = [STORE] if context.owns_store and not is_shared(context.store) else []  # others may be writing there
     remove_partials(context.out, [RECIPE_COPY, *own, *folders.values(), *export.format_directories()], kept)
 
 

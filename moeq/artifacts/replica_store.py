@@ -53,6 +53,11 @@ def noted_runs(store: Path) -> dict[Path, Path]:
     return {path: _noted_run(path) for path in sorted((store / RUNS).glob("*.json"))}
 
 
+def is_shared(store: Path) -> bool:
+    """Whether runs elsewhere use the store, or did."""
+    return any((store / RUNS).glob("*.json"))
+
+
 def runs_of(store: Path) -> set[Path]:
     """Run directories that use the store and are there: those noted in it, and the one whose own it is."""
     runs = {run.resolve() for run in noted_runs(store).values() if run.is_dir()}

@@ -186,6 +186,24 @@ def test_a_call_makes_replicas_by_one_method_only() -> None:
     assert [[(one.method, one.bits) for one in call] for call in apart] == [[("gptq", 2)], [("rtn", 2), ("rtn", 3)]]
 
 
+def test_whose_store_it_is_lets_others_write(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run begins in its directory while another one writes to the store in it."""
+    first, chunks = run(tiny_mixtral, tmp_path / "first", "losses.bits=[2]"), replicas._chunks
+
+    def meanwhile(*given: Any) -> Any:
+        run(tiny_mixtral, first.out, "losses.bits=[2]", stages=("profile",))
+        monkeypatch.setattr(replicas, "_chunks", chunks)
+        return chunks(*given)
+
+    monkeypatch.setattr(replicas, "_chunks", meanwhile)
+    other = run(tiny_mixtral, tmp_path / "other", "losses.bits=[2,3]", f"store={first.store}")
+    assert replicas._chunks is chunks
+    assert load_index(other).set == load_index(first).set
+    assert losses.is_intact(other)
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("how", ["recipe", "environment"])
 def test_runs_share_a_store(
