@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +49,11 @@ def refused(expert: int, tensors: Tensors) -> tuple[None, dict[str, Tensor]]:
 
 def broken(_: Any, tensors: Tensors) -> tuple[None, dict[str, Tensor]]:
     raise ZeroDivisionError("by a bug")
+
+
+def hungry(_: Any, tensors: Tensors) -> tuple[None, dict[str, Tensor]]:
+    np.empty(1 << 50)
+    return None, {}
 
 
 def deadly(marker: str, tensors: Tensors) -> tuple[str, dict[str, Tensor]]:

@@ -23,6 +23,7 @@ from moeq.errors import MoeqError
 
 Tensors = Mapping[str, Tensor]
 Function = Callable[[Any, Tensors], tuple[Any, Tensors]]
+NO_MEMORY = MemoryError.__name__  # also of classes that libraries derive from it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class Failure:
         """An error that is being handled."""
         known = isinstance(error, MoeqError)
         return cls(
-            kind=type(error).__name__,
+            kind=NO_MEMORY if isinstance(error, MemoryError) else type(error).__name__,
             what=error.what if known else str(error),  # type: ignore[attr-defined]
             where=error.where if known else None,  # type: ignore[attr-defined]
             do=error.do if known else None,  # type: ignore[attr-defined]
@@ -92,11 +93,13 @@ class Failure:
         )
 
     def error(self, task: str) -> Exception:
-        """What the caller raises: an error of the same class that names task and host, where it is one of moeq's."""
+        """What the caller raises: an error of the same class that names task and host, where it is one of moeq's or
+        says that memory ran out."""
         kind = getattr(errors, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, MoeqError):
             return kind(self.what, where=f"{self.where or task}, on {self.host}", do=self.do)
-        error = TaskError(f"{task}, on {self.host}: {self.kind}: {self.what}")
+        own = MemoryError if self.kind == NO_MEMORY else TaskError
+        error = own(f"{task}, on {self.host}: {self.kind}: {self.what}")
         error.__cause__ = _Remote(f"\n{self.traceback}")
         return error
 

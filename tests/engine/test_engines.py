@@ -20,6 +20,7 @@ import pytest
 import torch
 from tiny_models import FULL
 
+from moeq.cli.ending import _as_moeq_error
 from moeq.engine import processes, worker
 from moeq.engine.arrays import Encoded, decode, encode
 from moeq.engine.processes import ProcessEngine
@@ -136,6 +137,14 @@ def test_a_bug_in_a_task_brings_its_traceback(engine: Any) -> None:
     if engine.name != "serial":
         assert "layer 3, broken, on " in str(caught.value)
         assert "in broken" in str(caught.value.__cause__)
+
+
+def test_memory_that_runs_out_in_a_task_is_told_as_it_is(engine: Any) -> None:
+    with pytest.raises(MemoryError, match="Unable to allocate") as caught:
+        list(engine.gather([engine.submit(task(tasks.hungry))]))
+    assert str(_as_moeq_error(caught.value)).startswith("out of memory; ")
+    if engine.name != "serial":
+        assert "layer 3, hungry, on " in str(caught.value)
 
 
 def test_threads_of_a_worker_are_fixed(process_engine: ProcessEngine) -> None:
