@@ -296,6 +296,11 @@ def test_workers_are_refused_without_ray_and_on_unknown_engines(tiny_mixtral: Pa
         context(tiny_mixtral, tmp_path, "engine=threads")
 
 
+def test_a_cluster_without_workers_is_refused(tiny_mixtral: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"engine: ray:auto: there are no workers .*; set workers, or leave engine"):
+        losses(tiny_mixtral, tmp_path / "run", "engine=ray:auto")
+
+
 def test_the_plan_counts_workers(tiny_mixtral: Path, tmp_path: Path) -> None:
     def need(*overrides: str) -> Any:
         plan = make_plan(context(tiny_mixtral, tmp_path, *overrides), probe=False)
