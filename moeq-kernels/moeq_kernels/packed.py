@@ -120,8 +120,11 @@ class PackedWeight:
             return floats.are_numbers(self.codes, self.scales, self.unit, self.bits)
         return bool(torch.isfinite(self.scales).all())
 
-    def check(self) -> None:
-        """ValueError unless bits and group size can be and the parts have the types and shapes that they imply."""
+    def check(self, scale_dtype: torch.dtype = grids.SCALE_DTYPE) -> None:
+        """ValueError unless bits and group size can be and the parts have the types and shapes that they imply.
+
+        scale_dtype: what the scales of a grid are kept in.
+        """
         if self.bits == DROPPED:
             if self.codes.dim() < 2 or self.codes.shape[-1]:
                 raise ValueError(f"codes are {list(self.codes.shape)}, of a matrix that has none")
@@ -141,6 +144,8 @@ class PackedWeight:
             part: ([*before, *shape], dtype)
             for part, (shape, dtype) in packed_shapes(rows, self.inputs, self.bits, self.encoding).items()
         }
+        if self.encoding.codes == "grid":
+            wanted["scales"] = (wanted["scales"][0], scale_dtype)
         given = {part: (list(tensor.shape), tensor.dtype) for part, tensor in self.parts().items()}
         if wanted != given:
             part = next(name for name in PARTS if wanted.get(name) != given.get(name))
@@ -151,8 +156,11 @@ class PackedWeight:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.parts().values())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Values [..., N, K] in float32, of a grid (code - zero) * scale, rounded to `dtype`; ValueError as `check`."""
-        self.check()
+        """Values [..., N, K] in float32, of a grid (code - zero) * scale, rounded to `dtype`; ValueError as `check`.
+
+        The scales of a grid may be of any floating-point type: other tools keep some that float16 does not hold.
+        """
+        self.check(self.scales.dtype if self.scales.is_floating_point() else grids.SCALE_DTYPE)
         if self.bits == DROPPED:
             return torch.zeros(*self.codes.shape[:-1], self.inputs, dtype=dtype, device=self.codes.device)
         if self.encoding.floats:

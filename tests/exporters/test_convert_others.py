@@ -8,12 +8,14 @@ import pytest
 import torch
 from exporters import handmade
 from safetensors.torch import load_file
+from torch import Tensor
 
 from moeq.conversion import convert
 from moeq.errors import FormatError
 from moeq.exporters.readers import open_packed
 from moeq.verification.reference import values
 from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packing import unpack
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +60,24 @@ def test_asymmetric_codes_go_where_zero_points_are_read(tmp_path: Path) -> None:
     assert torch.equal(values(up), written["model.layers.1.mlp.experts.2.up_proj.weight"])
     with pytest.raises(FormatError):
         convert(tmp_path / "packed", "transformers", tmp_path / "refused")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_that_float16_does_not_hold_are_multiplied_as_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = handmade.model(tmp_path / "model", "qwen3_moe")
+    wanted: list[Tensor] = []
+
+    def parts(packed: PackedWeight) -> dict[str, Tensor]:
+        scales = (packed.scales.float() * 1e-5).to(dtype)
+        codes = unpack(packed.codes, packed.bits, packed.inputs).float() - 8
+        wanted.append(codes * scales.float().repeat_interleave(handmade.GROUP, -1))
+        return handmade.compressed_parts(packed) | {"weight_scale": scales}
+
+    handmade.write(model, tmp_path / "packed", handmade.compressed_config(), parts)
+    convert(tmp_path / "packed", "dequantized", tmp_path / "out")
+    files = (load_file(file) for file in (tmp_path / "out").glob("*.safetensors"))
+    stored = {key: tensor for tensors in files for key, tensor in tensors.items()}
+    keys = [key for key in load_file(model / "model.safetensors") if handmade.EXPERT.match(key)]
+    assert len(keys) == len(wanted) == 18
+    for key, exact in zip(keys, wanted, strict=True):
+        assert torch.equal(stored[key], exact), key
