@@ -94,8 +94,8 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
         exporter = of_method(format_of(source)) if quantization_of(source.config) else None
         if exporter is None or exporter.layout is None:
             return _model(source, reporter)
-        loads = dict.fromkeys(read_by(exporter, Stored(source=source)))
-        described = reading.packed(path, exporter.label, trust_remote_code) | {"loads_in": loads}
+        described = reading.packed(path, exporter.label, trust_remote_code)  # refuses settings that are none
+        described["loads_in"] = dict.fromkeys(read_by(exporter, Stored(source=source)))
     where = {"loads_in": described.pop("loads_in")} if "loads_in" in described else {}
     return described | _files(path, reporter) | where
 

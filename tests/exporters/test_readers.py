@@ -15,6 +15,7 @@ from torch import Tensor
 from moeq.errors import ArtifactError
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import open_other, open_packed
+from moeq.inspection import inspect
 from moeq.models import loading
 from moeq.models.source import open_source
 from moeq_kernels.packed import PackedWeight
@@ -300,6 +301,20 @@ def test_what_is_refused(qwen: Path, tmp_path: Path, declared: dict[str, Any], f
         open_other(open_source(str(tmp_path / "packed")))
     assert found in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"config_groups": {"group_0": {"targets": ["Linear"], "weights": None}}},
+        {"config_groups": ["Linear"]},
+        {"ignore": [1]},
+    ],
+)
+def test_inspect_refuses_settings_that_cannot_be(qwen: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
+    handmade.write(qwen, tmp_path / "packed", handmade.compressed_config() | changed, handmade.compressed_parts)
+    with pytest.raises(ArtifactError, match=r"compressed-tensors with .* is not supported"):
+        inspect(tmp_path / "packed")
 
 
 def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
