@@ -52,7 +52,7 @@ def loader_of(source: Any) -> Loader:
         return VLLM_CUDA
     if len(schemes) < 2 and not _plain(declared):
         return TRANSFORMERS
-    everywhere = all(one["num_bits"] == 4 and one["group_size"] in VLLM_GROUPS for one in schemes)
+    everywhere = all(one["num_bits"] == 4 and one.get("group_size") in VLLM_GROUPS for one in schemes)
     return VLLM if everywhere else VLLM_CUDA
 
 

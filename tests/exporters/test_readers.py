@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moeq.errors import ArtifactError
+from moeq.exporters import compressed_tensors
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import open_other, open_packed
 from moeq.inspection import inspect
@@ -315,6 +317,13 @@ def test_inspect_refuses_settings_that_cannot_be(qwen: Path, tmp_path: Path, cha
     handmade.write(qwen, tmp_path / "packed", handmade.compressed_config() | changed, handmade.compressed_parts)
     with pytest.raises(ArtifactError, match=r"compressed-tensors with .* is not supported"):
         inspect(tmp_path / "packed")
+
+
+def test_schemes_of_whole_rows_need_no_group_size() -> None:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
+    groups = {name: {"targets": [f"re:.*{name}$"], "weights": weights} for name in ("up_proj", "down_proj")}
+    source = SimpleNamespace(config={"quantization_config": handmade.compressed_config(groups=groups)})
+    assert compressed_tensors.loader_of(SimpleNamespace(source=source)).name == "vllm-cuda"
 
 
 def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
