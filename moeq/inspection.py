@@ -41,8 +41,6 @@ from moeq_kernels.iq_types import SETS
 from moeq_kernels.widths import Encoding
 
 QUIET = Reporter(quiet=True)
-
-
 TABLE = "sensitivities.parquet"  # of `moeq.artifacts.sensitivities`, whose module imports pyarrow
 
 
@@ -79,8 +77,8 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
 def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
     """Describe a directory of weights: packed ones in a format of the registry, or a model's."""
     from moeq.exporters.exporter import of_method, read_by
+    from moeq.exporters.readers import check_read, file_format, format_of
     from moeq.exporters.readers import described as reading
-    from moeq.exporters.readers import file_format, format_of
     from moeq.exporters.readers.w8a8 import Int8Checkpoint, is_w8a8
     from moeq.models.declared import quantization_of
 
@@ -93,7 +91,11 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
             return Int8Checkpoint(source).described() | _files(path, reporter)
         exporter = of_method(format_of(source)) if quantization_of(source.config) else None
         if exporter is None or exporter.layout is None:
-            return _model(source, reporter)
+            try:
+                return _model(source, reporter)
+            except ModelError:
+                check_read(source)
+                raise
         described = reading.packed(path, exporter.label, trust_remote_code)  # refuses settings that are none
         described["loads_in"] = dict.fromkeys(read_by(exporter, Stored(source=source)))
     where = {"loads_in": described.pop("loads_in")} if "loads_in" in described else {}
@@ -300,9 +302,8 @@ def _model(source: ModelSource, reporter: Reporter) -> dict[str, Any]:
     if found.refused:
         raise ModelError(found.line, where=str(source.path), do=found.do)
     files = _files(source.path, reporter)
-    layers = stored_layers(
-        {key: header.shape for key, header in source.tensors.items()}, source.config, str(source.path)
-    )
+    shapes = {key: header.shape for key, header in source.tensors.items()}
+    layers = stored_layers(shapes, source.config, str(source.path))
     if not layers:
         raise ModelError(NO_EXPERTS, where=str(source.path), do=USE_ANOTHER)
     check_top_k(source.config, max(layer.num_experts for layer in layers), source.path / CONFIG)

@@ -319,6 +319,13 @@ def test_inspect_refuses_settings_that_cannot_be(qwen: Path, tmp_path: Path, cha
         inspect(tmp_path / "packed")
 
 
+@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "hqq"])
+def test_inspect_says_what_no_reader_is_there_for(qwen: Path, tmp_path: Path, method: str) -> None:
+    handmade.write(qwen, tmp_path / "packed", {"quant_method": method, "bits": 4}, handmade.gptq_parts)
+    with pytest.raises(ArtifactError, match=f"quant_method {method} is not supported; moeq reads its own"):
+        inspect(tmp_path / "packed")
+
+
 def test_schemes_of_whole_rows_need_no_group_size() -> None:
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
     groups = {name: {"targets": [f"re:.*{name}$"], "weights": weights} for name in ("up_proj", "down_proj")}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moeq.errors import ArtifactError
 from moeq.exporters.exporter import Exporter, of_method
-from moeq.models.declared import DEQUANTIZED, quantization_of
+from moeq.models.declared import DEQUANTIZED, is_dequantized, quantization_of
 from moeq.models.source import INDEX, SINGLE, ModelSource, open_source
 from moeq.registry import EXPORTERS
 
@@ -82,6 +82,12 @@ def layout_of(source: ModelSource) -> Layout | None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{method} with {_text(error)} is not supported", where=where, do=works()) from None
     return layout
+
+
+def check_read(source: ModelSource) -> None:
+    """ArtifactError for a checkpoint that another tool quantized, in a format of which moeq reads nothing."""
+    if not is_dequantized(source) and of_method(format_of(source)) is None:
+        layout_of(source)
 
 
 def _text(error: Exception) -> str:
