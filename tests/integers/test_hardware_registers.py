@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from integer_models import made, pixels
-from integers.test_integer_files import CASES
+from integers.test_integer_files import CASES, TEXT
 from tiny_models import FULL
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
@@ -311,6 +312,18 @@ def within(program: Program, values: dict[str, Tensor], found: dict[str, Registe
 
 def test_no_value_of_the_integer_forward_leaves_its_register() -> None:
     assert sum(within(*each) for each in forwards()) > 200
+
+
+def test_the_document_names_the_sums_of_products_that_stay_within_32_bits() -> None:
+    named = set(re.findall(r"`(\w+)`", TEXT.partition("2^52, and ")[2].partition("stay within 32 bits")[0]))
+    assert {"accumulators", "scores"} < named
+    held = [one for _, _, found in forwards() for own in found.values() for one in own]
+    assert max(one.interval.magnitude for one in held) < 2**52
+    sums = {one for one in held if one.role in named | {"sum of squares", "combined"}}
+    assert {one.role for one in sums if one.bits <= 32} >= named
+    assert {one.role for one in sums if one.bits > 32} == {"sum of squares", "combined"}
+    outputs = max(one.bits for one in held if one.role == "outputs")
+    assert max(one.bits for one in held if one.role == "combined") <= outputs + 16
 
 
 @pytest.mark.parametrize(
