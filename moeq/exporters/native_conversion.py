@@ -37,7 +37,7 @@ from moeq_kernels.checkpoint import DENSE
 from moeq_kernels.grids import SCALE_DTYPE
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack, unpack
-from moeq_kernels.widths import METHOD, PARTS, group_count, resolved_group_size
+from moeq_kernels.widths import METHOD, MORE, PARTS, group_count, resolved_group_size
 
 NAME = "carried over"  # of the assignment
 OTHER_WIDTHS = (2, 3, 4, 8)  # of packed modules outside of the experts
@@ -46,13 +46,21 @@ ELSEWHERE = "evaluate and serve it where it is, or convert it to dequantized"
 
 @dataclass(kw_only=True)
 class Common:
-    """The one grid that many matrices are written with: group_size -1 is a whole row; symmetric: no zero points."""
+    """The one grid that many matrices are written with: group_size -1 is a whole row; symmetric: no zero points.
+
+    more: state_bits and codebook of codes that are no grid's, which all of them then are.
+    """
 
     sizes: set[int] = field(default_factory=set)
     symmetric: bool = True
+    more: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, grid: Grid) -> None:
-        """Take in a matrix."""
+    def add(self, name: str, grid: Grid) -> None:
+        """Take in a matrix; FormatError naming one whose codes are of another kind than those before it."""
+        more = {part: getattr(grid, part) for part in MORE}
+        if self.sizes and more != self.more:
+            raise FormatError("codes of another kind than those before it", where=f"for native: {name}", do=ELSEWHERE)
+        self.more = more
         self.sizes.add(grid.group_size)
         self.symmetric = self.symmetric and (grid.symmetric or grid.bits == 1)
 
@@ -117,7 +125,7 @@ def _surveyed(draft: Draft, layers: Iterable[ExpertLayer]) -> tuple[Common, dict
                     what = f"{matrix.codebook.upper()}; moeq writes it in the native format from a run alone"
                     raise FormatError(what, where=f"for native: {name}", do=ELSEWHERE)
                 _check_scales(name, matrix)
-                common.add(draft.grids[name])
+                common.add(name, draft.grids[name])
                 widths[layer.name][expert][projection] = matrix.bits
     return common, widths
 
@@ -147,6 +155,9 @@ def _carried(draft: Draft) -> Iterator[tuple[str, PackedWeight]]:
     for name, weight in draft.source.others():
         loadable = draft.loadable(name, weight)
         _check_scales(name, loadable)
+        if loadable.encoding.codes != "grid":
+            what = f"{loadable.codebook.upper()}; modules outside of the experts have grids"
+            raise FormatError(what, where=f"for native: {name}", do=ELSEWHERE)
         if loadable.bits not in OTHER_WIDTHS:
             what = f"{loadable.bits} bits; modules outside of the experts have {', '.join(map(str, OTHER_WIDTHS))}"
             raise FormatError(what, where=f"for native: {name}", do=ELSEWHERE)
@@ -159,7 +170,7 @@ def _surveyed_modules(draft: Draft, modules: dict[str, OtherModule]) -> tuple[Co
     bits: dict[str, int] = {}
     for name, weight in _carried(draft):
         bits[name] = weight.bits
-        common.add(draft.grids[name])
+        common.add(name, draft.grids[name])
     heads = {module.tied: module.name for module in find_others(draft.model, draft.source.layers).modules}
     rows = [
         OtherRow(
@@ -248,6 +259,7 @@ def _inputs(
         group_size=common.group_size,
         symmetric=common.symmetric,
         layers=tuple(layers),
+        **common.more,
     )
     config: Any = draft.model.config
     top_k = experts_a_token(config.to_dict())

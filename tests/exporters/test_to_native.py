@@ -8,6 +8,7 @@ import peers
 import pytest
 import torch
 from made_sources import IDS, MadeSource, reference_logits, rounded, save_model
+from packed_layers import any_codes
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +24,7 @@ from moeq.models.experts import ExpertLayer
 from moeq.progress import Reporter
 from moeq.verification.manifest_files import check_native
 from moeq_kernels.packed import PackedWeight
+from moeq_kernels.widths import Encoding
 
 FORMATS = {"gptqmodel": 4, "auto-round": 3, "transformers": 4, "vllm-cuda": 4, "humming": 3, "llama.cpp": 4}
 
@@ -133,7 +135,7 @@ def test_several_grids_become_their_common_one(inputs: int) -> None:
     common, made = Common(), []
     for bits, size, symmetric in ((4, 32, True), (2, 48, False), (8, -1, True), (3, 16, False), (1, 32, True)):
         weight = rounded(torch.randn(6, inputs, generator=generator), bits, size, symmetric)
-        common.add(grid_of(weight))
+        common.add("", grid_of(weight))
         made.append(weight)
     assert (common.group_size, common.symmetric) == (16, False)
     for weight in made:
@@ -145,9 +147,28 @@ def test_several_grids_become_their_common_one(inputs: int) -> None:
 
 def test_whole_rows_stay_whole_rows() -> None:
     common, weight = Common(), rounded(torch.eye(4, 32), 4, -1, True)
-    common.add(grid_of(weight))
+    common.add("", grid_of(weight))
     equal(common.of(weight), weight)
     assert common.group_size == -1
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_codes_of_exl3_stay_what_they_are(bits: int, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 2, "num_experts_per_tok": 1}
+    model = save_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=1, **sizes)
+    source = MadeSource(model, lambda *_: bits, exl3=True)
+    write("exl3", source, tmp_path / "theirs", WriteOptions())
+    convert(tmp_path / "theirs", "native", tmp_path / "native")
+    found = NativeReader(tmp_path / "native")
+    assert found.manifest.encoding == source.encoding
+    same(source, found)
+
+
+def test_codes_of_two_kinds_have_no_common_grid() -> None:
+    common = Common()
+    common.add("first", grid_of(any_codes(128, 128, 2, Encoding.exl3())))
+    with pytest.raises(FormatError, match=r"for native: second: codes of another kind than those before it"):
+        common.add("second", grid_of(any_codes(128, 128, 2, Encoding.exl3("mcg"))))
 
 
 class Finer(MadeSource):
