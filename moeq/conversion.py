@@ -70,7 +70,7 @@ def convert(
     name = named(name, convertible(), "--to")
     check_absent(out)
     _check_apart(out)
-    source = open_packed(checkpoint, trust_remote_code=trust_remote_code)
+    source = open_packed(checkpoint, trust_remote_code=trust_remote_code, as_values=name == PLAIN)
     if format_of(source.source) == PLAIN:
         do = "make a packed one of it with `moeq run`"
         raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 def write(draft: Draft) -> None:
     """Values are rounded to the model's type once."""
     from moeq.exporters.foreign import OTHERS_FILE
+    from moeq.exporters.readers.foreign import packed_others
 
     source, dtype = draft.source, plain_dtype(draft.source)
     for layer in source.layers:
         _write_layer(draft, layer, dtype)
-    packed = {draft.names.renamed(f"{name}.weight"): weight.dequantize(dtype) for name, weight in source.others()}
+    others = packed_others(source)
+    packed = {draft.names.renamed(f"{name}.weight"): value_of(read(), dtype) for name, read in others.items()}
     if packed:
         draft.write(OTHERS_FILE, packed)
     draft.finish(None)

@@ -16,10 +16,11 @@ from moeq.artifacts.tensor_files import stored_chunks, torch_dtype
 from moeq.errors import ArtifactError, MoeqError
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import open_packed
+from moeq.exporters.readers.foreign import packed_others
 from moeq.models.source import ModelSource, TensorHeader, read_header
 from moeq.progress import Reporter
 from moeq.reproduction.result import FileDifference, MatrixDifference
-from moeq.verification.reference import packed_others, relative, values
+from moeq.verification.reference import relative, values
 from moeq_kernels.freed import return_memory
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import unpack

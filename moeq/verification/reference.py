@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moeq.exporters.packed_source import PackedSource
-from moeq.exporters.readers.foreign import Foreign
+from moeq.exporters.readers.foreign import Foreign, packed_others
 from moeq.models.experts import ExpertLayer, set_expert_biases, set_expert_weights
 from moeq.models.streaming import StreamedModel
 from moeq_kernels.packed import PackedWeight
@@ -128,13 +128,6 @@ def empty(model: nn.Module, layer: ExpertLayer) -> None:
         parameter = model.get_parameter(f"{layer.name}.{name}")
         zeros = torch.from_numpy(np.zeros(parameter.numel() * parameter.element_size(), np.uint8))
         parameter.data = zeros.view(parameter.dtype).view(parameter.shape)
-
-
-def packed_others(packed: PackedSource) -> dict[str, Callable[[], PackedWeight | Tensor]]:
-    """How each packed module outside of the experts is read, by its name in memory."""
-    if isinstance(packed, Foreign):
-        return {name: lambda name=name: packed.other(name) for name in packed.other_names()}  # type: ignore[misc]
-    return {name: lambda weight=weight: weight for name, weight in packed.others()}  # type: ignore[misc]
 
 
 def after_experts(model: StreamedModel, layers: list[ExpertLayer], see: Callable[[ExpertLayer], None]) -> None:

@@ -17,7 +17,7 @@ from moeq.artifacts.files import CHUNK_BYTES
 from moeq.artifacts.tensor_files import torch_dtype
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import Matrices, PackedSource
-from moeq.exporters.readers.foreign import Foreign
+from moeq.exporters.readers.foreign import Foreign, packed_others
 from moeq.exporters.readers.gguf import Gguf
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import skeleton, source_dtype
@@ -27,7 +27,7 @@ from moeq.models.source import ModelSource
 from moeq.models.weights import plain_chunks, plain_header
 from moeq.numerics.matrix_error import UNRELATED, is_recorded, most_error, relative_error, unlike_rows
 from moeq.progress import Reporter
-from moeq.verification.reference import packed_others, values
+from moeq.verification.reference import values
 from moeq_kernels.freed import return_memory
 from moeq_kernels.packed import PackedWeight
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from exporters import handmade
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moeq.conversion import convert
-from moeq.errors import FormatError
+from moeq.errors import ArtifactError, FormatError
 from moeq.exporters.readers import open_packed
 from moeq.verification.reference import values
 from moeq_kernels.packed import PackedWeight
@@ -81,3 +82,33 @@ def test_scales_that_float16_does_not_hold_are_multiplied_as_they_are(dtype: tor
     assert len(keys) == len(wanted) == 18
     for key, exact in zip(keys, wanted, strict=True):
         assert torch.equal(stored[key], exact), key
+
+
+def test_groups_in_another_order_become_their_values(tmp_path: Path) -> None:
+    """Act order, in experts and beside them: no grid of moeq's is so, and plain weights need none."""
+    model = handmade.model(tmp_path / "model", "qwen3_moe")
+    wanted: list[Tensor] = []
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(3))
+
+    def parts(packed: PackedWeight) -> dict[str, Tensor]:
+        index = order[order < packed.inputs] // handmade.GROUP
+        codes = unpack(packed.codes, packed.bits, packed.inputs).float() - 8
+        wanted.append(codes * packed.scales.float()[:, index])
+        return handmade.gptq_parts(packed) | {"g_idx": index.int()}
+
+    handmade.write(model, tmp_path / "packed", handmade.gptq_config(desc_act=True), parts)
+    file, beside = tmp_path / "packed" / "model.safetensors", "model.layers.1.self_attn.o_proj"
+    tensors = load_file(file)
+    ordered = parts(handmade.rounded(tensors.pop(f"{beside}.weight"), 4))
+    save_file(tensors | {f"{beside}.{part}": tensor for part, tensor in ordered.items()}, file, {"format": "pt"})
+    declared = handmade.gptq_config(desc_act=True) | {"dynamic": {"-:.*mlp.gate$": {}}}
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config | {"quantization_config": declared}))
+    convert(tmp_path / "packed", "dequantized", tmp_path / "out")
+    files = (load_file(each) for each in (tmp_path / "out").glob("*.safetensors"))
+    stored = {key: tensor for tensors in files for key, tensor in tensors.items()}
+    keys = [key for key in load_file(model / "model.safetensors") if handmade.EXPERT.match(key)]
+    for key, exact in zip([*keys, f"{beside}.weight"], wanted, strict=True):
+        assert torch.equal(stored[key], exact), key
+    with pytest.raises(ArtifactError, match="not consecutive inputs"):
+        convert(tmp_path / "packed", "auto-round", tmp_path / "refused")

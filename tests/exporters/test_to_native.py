@@ -19,6 +19,7 @@ from moeq.exporters.foreign import WriteOptions, grid_of
 from moeq.exporters.native_conversion import Common
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import Matrices, PackedSource
+from moeq.exporters.readers import open_packed
 from moeq.exporters.readers.described import gguf_headers
 from moeq.models.experts import ExpertLayer
 from moeq.progress import Reporter
@@ -221,7 +222,7 @@ def test_what_cannot_be_carried_is_refused_by_its_name(mixtral: Path, tmp_path: 
     }
 
 
-def test_blocks_that_no_grid_holds_are_refused(tmp_path: Path) -> None:
+def test_blocks_that_no_grid_holds_become_values_alone(tmp_path: Path) -> None:
     """Of llama.cpp's own Q4_K, whose scales are products."""
     peers.module("gguf")
     model = save_model(tmp_path / "model", "qwen3_moe", hidden_size=256, moe_intermediate_size=256, norm_topk_prob=True)
@@ -238,6 +239,16 @@ def test_blocks_that_no_grid_holds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs" / "SHA256SUMS").unlink()
     with pytest.raises(FormatError, match=r"expert \d of blk\.1\.ffn_up_exps\.weight: Q4_K with a"):
         convert(tmp_path / "theirs", "native", tmp_path / "native")
+    convert(tmp_path / "theirs", "dequantized", tmp_path / "plain")
+    made, plain = open_packed(tmp_path / "theirs", as_values=True), open_packed(tmp_path / "plain")
+    for layer, other in zip(made.layers, plain.layers, strict=True):
+        for expert in range(layer.num_experts):
+            found = plain.expert(other, expert)[0]
+            for name, exact in made.expert(layer, expert)[0].items():
+                stored = found[name]
+                assert isinstance(exact, torch.Tensor)
+                assert isinstance(stored, torch.Tensor)
+                assert torch.equal(exact.to(stored.dtype), stored)
 
 
 def test_native_is_not_made_of_native_nor_of_plain(mixtral: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moeq.artifacts.tensor_files import torch_dtype
 from moeq.errors import ArtifactError
-from moeq.exporters.packed_source import Matrices
+from moeq.exporters.packed_source import Matrices, PackedSource
 from moeq.exporters.readers.layout import Grid, Layout
 from moeq.exporters.readers.names import WEIGHT, Names, sort_names
 from moeq.models import loading
@@ -210,6 +210,13 @@ class Foreign:
 
     def _wrong(self, what: str, wanted: _Wanted) -> ArtifactError:
         return ArtifactError(f"{wanted.module}: {what}", where=f"{self._file(wanted)}, {wanted.where}", do=AGAIN)
+
+
+def packed_others(packed: PackedSource) -> dict[str, Callable[[], PackedWeight | Tensor]]:
+    """How each packed module outside of the experts is read, by its name in memory."""
+    if isinstance(packed, Foreign):
+        return {name: lambda name=name: packed.other(name) for name in packed.other_names()}  # type: ignore[misc]
+    return {name: lambda weight=weight: weight for name, weight in packed.others()}  # type: ignore[misc]
 
 
 _ORDERED = "quantize it again without act order (desc_act), or convert it to dequantized"

@@ -29,7 +29,7 @@ from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource
 from moeq.numerics import ggml
-from moeq.numerics.ggml_types import FLOATS
+from moeq.numerics.ggml_types import FLOATS, TYPES
 from moeq_kernels.packed import PackedWeight
 
 METHOD = "gguf"
@@ -216,7 +216,7 @@ def _with_tensors(opened: Gguf) -> Gguf:
         parts = [opened.file.tensors[piece.name] for piece in opened._pieces[key]]
         shape, whole = tuple(shapes[key]), parts[0].type.name in FLOATS
         kind = parts[0].type.name if whole else "F32"
-        size = math.prod(shape) * parts[0].type.bytes if whole else sum(tensor.bytes for tensor in parts)
+        size = math.prod(shape) * TYPES[kind].bytes  # as it is read
         tensors[key] = TensorHeader(file=opened.file.path, dtype=kind, shape=shape, offset=parts[0].offset, bytes=size)
     config = opened.config | {"quantization_config": {"quant_method": METHOD}}
     opened.source = replace(opened.source, config=config, tensors=tensors, read=opened.read)
