@@ -230,6 +230,15 @@ def test_sizes_weights_of_sources_stores_and_other_formats(
         assert found.notes == (), "domains are called as they were"
 
 
+def test_scales_of_a_streamed_model_are_trained_layer_by_layer_again(
+    home: Path, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    corpus = LESS["corpus"] | {"sequences": 8}
+    recipe = LESS | {"corpus": corpus, "stream": "always", "quantize": {"tune": {"steps": 2}}}
+    found = reproduce(home, made_of(tiny_mixtral, tmp_path / "run", recipe), texts=[])
+    assert found.is_equal, list(found.lines())
+
+
 def test_a_directory_that_holds_something_else_is_refused(home: Path, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
