@@ -157,6 +157,8 @@ def _apply(data: dict[str, Any], override: str) -> None:
     here = data
     for parent in parents:
         step = here.setdefault(parent, {})
+        if step is None:  # a section that is off, which a key of its own switches on
+            step = here[parent] = {}
         if not isinstance(step, dict):
             raise RecipeError(f"{shortened(parent)} is not a section", where=option, do="name a key of a section")
         here = step

@@ -100,6 +100,16 @@ def test_overrides_are_named(override: str, message: str) -> None:
         load_recipe(None, [override, "name=y"] if override.startswith("a") else ["name=y", override])
 
 
+def test_a_key_of_a_section_that_is_off_switches_it_on(tmp_path: Path) -> None:
+    """Also where null is written, as in a run's own recipe."""
+    for recipe in (None, {"quantize": {"tune": None}, "reparam": None}):
+        changed = load_recipe(recipe, ["quantize.tune.steps=4", "reparam.w8a8.experts=plain"])
+        assert changed.quantize.tune is not None
+        assert changed.quantize.tune.steps == 4
+        assert changed.reparam is not None
+        assert changed.reparam.w8a8 is not None
+
+
 def test_budgets_are_exact_and_sizes_have_units() -> None:
     recipe = load_recipe(None, ["assign.code_bits=2.1", "losses.working_memory=1.5GiB"])
     assert recipe.assign.code_bits == "21/10"
