@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
-from typing import Annotated, Any, Self
+from functools import cache
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -118,6 +119,30 @@ def _fits(value: Any) -> bool:
     return not isinstance(value, int) or -MOST <= value <= MOST
 
 
+class _Word(str):
+    """true or false where a number has to be: a text that is none, in messages without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _worded(value: Any) -> Any:
+    """true and false as words, in lists and mappings, too."""
+    if isinstance(value, bool):
+        return _Word("true" if value else "false")
+    if isinstance(value, list):
+        return [_worded(one) for one in value]
+    return {key: _worded(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _scalars(kind: Any) -> Iterator[type]:
+    """The types that a type is made of, those of a literal's values among them."""
+    parts = get_args(kind)
+    yield from (one for part in parts for one in _scalars(part))
+    if not parts:
+        yield kind if isinstance(kind, type) else type(kind)
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
@@ -130,6 +155,21 @@ class Section(BaseModel):
     def every_key(cls) -> dict[str, FieldInfo]:
         """What a recipe may have here."""
         return dict(cls.model_fields)
+
+    @classmethod
+    @cache
+    def _numbers(cls) -> set[str]:
+        """The keys that take numbers, and neither true nor false."""
+        kinds = {key: set(_scalars(field.annotation)) for key, field in cls.model_fields.items()}
+        return {key for key, found in kinds.items() if found & {int, float} and bool not in found}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _true_is_no_number(cls, given: Any) -> Any:
+        """YAML has true for yes and on, which pydantic takes for 1."""
+        if not isinstance(given, dict):
+            return given
+        return {key: _worded(value) if key in cls._numbers() else value for key, value in given.items()}
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:

@@ -65,6 +65,12 @@ def test_every_type_of_a_recipes_values_has_words() -> None:
         ("losses.bits=[]", "--set: losses.bits must name at least one value and none twice; name each of them once"),
         ("device=gpu", "--set: device is 'gpu'; give auto, cpu, cuda or cuda:NUMBER"),
         ("corpus.chat_template=3", "--set: corpus.chat_template is 3; give 'auto', true or false"),
+        ("threads=on", "--set: threads is true; give a whole number"),
+        ("losses.damping=no", "--set: losses.damping is false; give a number"),
+        ("losses.bits=[yes, 2]", "--set: losses.bits.0 is true; give 1, 2, 3, 4 or 8"),
+        ("losses.working_memory=on", "--set: losses.working_memory is true; give a whole number"),
+        ("eval.num_fewshot=on", "--set: eval.num_fewshot is true; give a whole number or a mapping of keys to values"),
+        ("assign={method: uniform, bits: on}", "--set: assign.bits is true; give 1, 2, 3, 4, 8 or 16"),
         ("quantize.refine=true", "--set: quantize.refine is true; give a mapping of keys to values"),
     ],
 )
