@@ -13,9 +13,11 @@ Length = Annotated[int, Field(ge=1, le=LARGEST_LENGTH)]
 
 
 class GridSection(Section):
-    inputs: list[Length] = Field([128, 512, 2048], description="lengths of the prompt")
-    outputs: list[Length] = Field([512, 2048], description="tokens generated")
-    batches: list[Annotated[int, Field(ge=1, le=LARGEST_BATCH)]] = Field([1], description="sequences at once")
+    inputs: list[Length] = Field([128, 512, 2048], min_length=1, description="lengths of the prompt")
+    outputs: list[Length] = Field([512, 2048], min_length=1, description="tokens generated")
+    batches: list[Annotated[int, Field(ge=1, le=LARGEST_BATCH)]] = Field(
+        [1], min_length=1, description="sequences at once"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> GridSection:
