@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, create_model, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, create_model, model_serializer, model_validator
 
 from moeq.recipe.choices import Format, Native
-from moeq.recipe.types import Bytes, Section
+from moeq.recipe.types import Bytes, Section, repeats
 from moeq.registry import EXPORTERS
 from moeq.runtimes import NATIVE
 
@@ -65,6 +65,12 @@ class _ExportSection(Section):
     widen: bool = Field(False, description="codes that a runtime cannot read go into wider ones, same values")
     verify: bool = Field(True, description="load what was written in a fresh process and compare it with its weights")
     max_shard: Bytes = Field(5 * 10**9, description="largest size of a shard of non-expert weights")
+
+    @model_validator(mode="after")
+    def _check_formats(self) -> _ExportSection:
+        if repeats(self.formats):
+            raise ValueError("formats must name none twice")
+        return self
 
     @model_serializer(mode="wrap")
     def _given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -65,6 +65,10 @@ def test_every_type_of_a_recipes_values_has_words() -> None:
         ("losses.bits=[]", "--set: losses.bits must name at least one value and none twice; name each of them once"),
         ("device=gpu", "--set: device is 'gpu'; give auto, cpu, cuda or cuda:NUMBER"),
         ("corpus.chat_template=3", "--set: corpus.chat_template is 3; give 'auto', true or false"),
+        (
+            "export.formats=[vllm, auto-round, vllm]",
+            "--set: export.formats must name none twice; name each of them once",
+        ),
         ("estimate.grid.outputs=[]", "--set: estimate.grid.outputs is an empty list; give at least 1 of them"),
         ("threads=on", "--set: threads is true; give a whole number"),
         ("losses.damping=no", "--set: losses.damping is false; give a number"),
