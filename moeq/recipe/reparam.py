@@ -34,6 +34,11 @@ class IntegerSection(Section):
     vectors: int = Field(4, ge=1, le=1024, description="images whose every value is written")
     schemes: bool = Field(True, description="also evaluate the schemes of the paper's Table 1")
 
+    @model_validator(mode="after")
+    def _check(self) -> IntegerSection:
+        _check_range(self)
+        return self
+
 
 class W8A8Section(Section):
     """The folded language model in int8 as a checkpoint of compressed-tensors, written beside it: weights by output
@@ -75,10 +80,15 @@ class ReparamSection(Section):
     def _check(self) -> ReparamSection:
         if self.norms == []:
             raise ValueError("norms must name at least one pattern")
-        if self.range == "minmax" and self.percentile != 99.99:
-            raise ValueError("percentile needs range: percentile")
+        _check_range(self)
         if self.integer is not None and self.integer.activations != self.bits:
             raise ValueError(f"integer.activations is {self.integer.activations}, the norms are folded for {self.bits}")
         if self.w8a8 is not None and self.bits != 8:
             raise ValueError(f"w8a8 has inputs of 8 bits, the norms are folded for {self.bits} (bits)")
         return self
+
+
+def _check_range(section: IntegerSection | ReparamSection) -> None:
+    """ValueError for a percentile that nothing is cut at."""
+    if section.range == "minmax" and section.percentile != 99.99:
+        raise ValueError("percentile needs range: percentile")

@@ -66,6 +66,10 @@ def test_every_type_of_a_recipes_values_has_words() -> None:
         ("device=gpu", "--set: device is 'gpu'; give auto, cpu, cuda or cuda:NUMBER"),
         ("corpus.chat_template=3", "--set: corpus.chat_template is 3; give 'auto', true or false"),
         (
+            "reparam={integer: {percentile: 99}}",
+            "--set: reparam.integer.percentile needs range: percentile; give what it needs, or leave it out",
+        ),
+        (
             "export.formats=[vllm, auto-round, vllm]",
             "--set: export.formats must name none twice; name each of them once",
         ),
