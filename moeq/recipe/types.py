@@ -68,7 +68,19 @@ def _parse_speed(value: Any) -> Any:
 
 
 _NUMBER = r"[-+]?[0-9_.]+([eE][-+]?[0-9]+)?"
-Speed = Annotated[float, BeforeValidator(_parse_speed), Field(gt=0, lt=1e9)]
+Speed = Annotated[
+    float,
+    BeforeValidator(_parse_speed),
+    Field(gt=0, lt=1e9),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e9},
+                {"type": "string", "pattern": rf"^{SPEED.pattern}$"},
+            ]
+        }
+    ),
+]
 Bytes = Annotated[
     int,
     BeforeValidator(_parse_bytes),
