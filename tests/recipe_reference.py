@@ -13,19 +13,21 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from moeq.recipe.types import Section
+
 SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
 SPELLED = ((2**20, "1MiB", "bytes, such as 12GiB"), ("5/2", 2.5, "number, such as 2.5 or 5/2"))  # kept, given, in words
 TOP = "Top level"
 
 
-def reference(recipe: type[BaseModel]) -> str:
+def reference(recipe: type[Section]) -> str:
     """A heading and a table for every section: its keys, what they take, their defaults and what they mean."""
-    known: dict[type[BaseModel], str] = {}
+    known: dict[type[Section], str] = {}
     return "\n".join(_section(path, model, known) for path, model in sections(recipe))
 
 
-def sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+def sections(model: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
     """Every section of a recipe with its dotted path, the outer before the inner."""
     yield path or TOP, model
     for name, field in model.model_fields.items():
@@ -34,22 +36,19 @@ def sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type
             yield from sections(inner, f"{path}.{name}" if path else name)
 
 
-def _model_in(kind: Any) -> type[BaseModel] | None:
+def _model_in(kind: Any) -> type[Section] | None:
     """The model that a type is, may be, or lists."""
-    if inspect.isclass(kind) and issubclass(kind, BaseModel):
+    if inspect.isclass(kind) and issubclass(kind, Section):
         return kind
     return next((found for one in get_args(kind) if (found := _model_in(one)) is not None), None)
 
 
-def _section(path: str, model: type[BaseModel], known: dict[type[BaseModel], str]) -> str:
+def _section(path: str, model: type[Section], known: dict[type[Section], str]) -> str:
     """One section; known: those above by their paths, of which what is inherited is only named."""
     base = next((one for one in model.__mro__ if one in known), None)
     known.setdefault(model, path)
-    rows = [
-        _row(path, name, field)
-        for name, field in model.model_fields.items()
-        if base is None or name not in base.model_fields
-    ]
+    inherited = {} if base is None else base.every_key()
+    rows = [_row(path, name, field) for name, field in model.every_key().items() if name not in inherited]
     text = [f"## {path}\n"]
     if model.__doc__ and path != TOP:
         text.append(f"{inspect.cleandoc(model.__doc__)}\n")

@@ -172,5 +172,14 @@ def test_the_site_builds(tmp_path: Path) -> None:
 def test_every_key_of_a_recipe_is_described() -> None:
     """Sections have docstrings or descriptions of their keys; a key that is no section says what it is."""
     for path, model in sections(Recipe):
-        for name, field in model.model_fields.items():
+        for name, field in model.every_key().items():
             assert field.description or "section" in takes(field.annotation), f"{path}: {name}"
+
+
+def test_every_key_that_a_recipe_takes_is_in_its_reference() -> None:
+    """Those of single methods, too."""
+    page = (ROOT / "docs" / "recipe.md").read_text("utf-8")
+    for path, model in sections(Recipe):
+        text = page.partition(f"\n## {path}\n")[2].partition("\n## ")[0]
+        rows = re.findall(r"^\| `(\w+)` ", text, re.MULTILINE)
+        assert "Every key of [" in text or rows == list(model.every_key()), path

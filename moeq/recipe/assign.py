@@ -265,7 +265,9 @@ def owners(key: str) -> list[str]:
 def _told(key: str, field: FieldInfo) -> FieldInfo:
     """A key with the methods that read it in its description, and what it stands for in each."""
     implied = [
-        f"{str(method.implied[key]).strip('()')} for {method.name}" for method in ALLOCATORS if key in method.implied
+        f"{str(method.implied[key]).strip('()').lower()} for {method.name}"
+        for method in ALLOCATORS
+        if key in method.implied
     ]
     text = "; none: ".join([str(field.description), *([", ".join(implied)] if implied else [])])
     told = copy(field)
