@@ -103,14 +103,15 @@ def _place(path: Path | None) -> str:
 def _drop_replaced(data: dict[str, Any], overrides: Sequence[str]) -> None:
     """Nulls for what overrides take the place of in `assign`: other budgets, and keys that a method does not read."""
     section, method = data.get("assign"), None
-    given: set[str] = set()
-    for key, _, value in (one.partition("=") for one in overrides):
-        if key.strip() == "assign":  # the whole section, whatever was given of it before
-            given.clear()
-        elif key.strip().startswith("assign.") and value != "null":
-            given.add(key_now(key.strip()).removeprefix("assign."))
     if not isinstance(section, dict):
         return
+    given: set[str] = set()
+    for key in (one.partition("=")[0].strip() for one in overrides):
+        if key == "assign":  # the whole section, whatever was given of it before
+            given.clear()
+        elif key.startswith("assign."):
+            given.add(key_now(key).removeprefix("assign."))
+    given -= {key for key in given if section.get(key) is None}  # what is null takes no place
     if "method" in given:
         method = section["method"]
     budgets = budget_keys()

@@ -130,6 +130,12 @@ def test_earlier_names_are_read(tmp_path: Path) -> None:
     assert (stored.bits_per_weight, stored.code_bits) == ("23/10", None)
 
 
+@pytest.mark.parametrize("null", ["null", "~", " null", ""])
+def test_a_budget_that_is_null_takes_no_place(null: str) -> None:
+    section = load_recipe({"assign": {"expert_bytes": 2000000}}, [f"assign.bits_per_weight={null}"]).assign
+    assert (section.expert_bytes, section.bits_per_weight) == (2000000, None)
+
+
 def test_keys_of_stages_are_those_of_the_earlier_names() -> None:
     """Of a section with code_bits; bits_per_weight is in them where it is given."""
     codes = as_in_keys(load_recipe(None, ["assign.code_bits=2.5"]).model_dump(mode="json"))["assign"]
