@@ -25,7 +25,7 @@ from moeq.bounded import shown
 from moeq.errors import RecipeError
 
 MOST = 2**63 - 1
-SIZE = re.compile(r"([0-9.]{1,24})\s{0,8}([A-Za-z]{0,24})")
+SIZE = re.compile(r"([0-9]{1,24}(?:\.[0-9]{0,24})?|\.[0-9]{1,24})\s{0,8}([A-Za-z]{0,24})")
 RATIONAL = re.compile(
     r"\s*[-+]?[0-9_.]{1,24}(?:[eE][-+]?[0-9]{1,2})?(?:/[0-9]{1,24})?\s*"
 )  # 1e999999999 is a number, too

@@ -18,6 +18,7 @@ NAMES = "letters, digits, _ . + and -"
 PATTERNS = {
     r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:NUMBER",
     r"^[\w.+-]+$": NAMES,
+    r"^(processes|ray(:\S+)?)$": "processes, ray or ray:ADDRESS",
     r"^\w[\w.+-]*$": f"{NAMES}, the first a letter or a digit",
 }
 WANTED = {  # by type of error: what would do, filled in with the error's own figures

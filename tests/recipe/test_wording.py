@@ -74,6 +74,8 @@ def test_every_type_of_a_recipes_values_has_words() -> None:
             "--set: export.formats must name none twice; name each of them once",
         ),
         ("estimate.grid.outputs=[]", "--set: estimate.grid.outputs is an empty list; give at least 1 of them"),
+        ("losses.working_memory=1.2.3GB", "--set: losses.working_memory is '1.2.3GB'; give a whole number"),
+        ("engine=ray:a b", "--set: engine is 'ray:a b'; give processes, ray or ray:ADDRESS"),
         ("threads=on", "--set: threads is true; give a whole number"),
         ("losses.damping=no", "--set: losses.damping is false; give a number"),
         ("losses.bits=[yes, 2]", "--set: losses.bits.0 is true; give 1, 2, 3, 4 or 8"),
