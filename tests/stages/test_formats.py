@@ -12,6 +12,8 @@ import pytest
 import torch
 from fork_server import ForkServer
 from made_sources import quantization_of, save_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from moeq import conversion, pipeline, results
 from moeq.artifacts.sums import write_sums
@@ -33,6 +35,7 @@ from moeq.stages.context import Context
 from moeq.stages.export import format_directory
 from moeq.stages.needs import Sizes
 from moeq.verification.reference import values
+from moeq.verification.weights import differences
 
 STAGES = ("profile", "losses", "assign", "quantize", "export")
 SMALL = (
@@ -267,6 +270,25 @@ def test_what_loads_wrongly_is_an_error(finished: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(dequantized, "value_of", lambda matrix, dtype: whole(matrix, dtype).abs())
     with pytest.raises(EvaluationError, match="its values differ"):
         conversion.convert(finished / "checkpoint", "dequantized", tmp_path / "out", verify=Reporter(quiet=True))
+
+
+def test_what_is_packed_beside_the_experts_is_compared_where_it_is_plain(finished: Path, tmp_path: Path) -> None:
+    made = Path(shutil.copytree(format_directory(finished, "dequantized"), tmp_path / "made"))
+    name = "model.layers.1.self_attn.q_proj"
+    file = open_source(str(made)).tensors[f"{name}.weight"].file
+    tensors = load_file(file)
+    made_of, quiet = open_packed(finished / "checkpoint", as_values=True), Reporter(quiet=True)
+    assert differences(made_of, open_packed(made, as_values=True), quiet) == []
+    save_file(tensors | {f"{name}.weight": tensors[f"{name}.weight"].flip(0).contiguous()}, file, {"format": "pt"})
+    assert differences(made_of, open_packed(made, as_values=True), quiet) == [f"{name}: its values differ"]
+
+
+def test_guards_of_a_model_in_float16_are_none_of_its_values(tmp_path: Path) -> None:
+    """They have its type, and stand where dequantized modules beside the experts do."""
+    model = save_model(tmp_path / "model", "mixtral")
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float16).save_pretrained(model)
+    made = run(model, tmp_path / "run", "export.formats=[dequantized]")
+    assert format_directory(made.out, "dequantized").is_dir()
 
 
 def test_versions_of_somebody_elses_exporter_are_kept_apart(
