@@ -25,8 +25,12 @@ LINE_SECONDS = 15  # between two lines of progress where there is no terminal
 class PlainConsole(Console):
     """A console that shows control characters, which names in other people's files may hold, and does not obey them.
 
-    What goes to a file or a pipe has a line for a paragraph, which can be searched, unless COLUMNS asks for a width.
+    Nor does it read rich's markup in them unless that is asked for, or `:train:` as a picture. What goes to a file or a
+    pipe has a line for a paragraph, which can be searched, unless COLUMNS asks for a width.
     """
+
+    def __init__(self, *, markup: bool = False, **options: Any) -> None:
+        super().__init__(markup=markup, emoji=False, **options)
 
     @property
     def wraps(self) -> bool:
@@ -89,7 +93,7 @@ class Reporter:
         if not quiet:
             _Told.to(self)
         # bound to today's stderr, so that a library's redirected output does not take the bar with it
-        self.console = PlainConsole(file=sys.stderr, highlight=False)
+        self.console = PlainConsole(file=sys.stderr, highlight=False, markup=True)
 
     def say(self, text: str) -> None:
         """One line for the user (rich markup)."""

@@ -365,7 +365,7 @@ def _notes(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _measured(cell: dict[str, Any], *, interval: bool) -> list[str]:
+def _measured(cell: dict[str, Any], *, interval: bool) -> list[str | Text]:
     """Value, difference, interval where it is shown, p and effective n of one measure, as text."""
     error = "" if cell["stderr"] is None else f" \u00b1 {cell['stderr']:.4f}"
     value = f"{cell['value']:.4f}{error}"
@@ -380,7 +380,7 @@ def _measured(cell: dict[str, Any], *, interval: bool) -> list[str]:
         value,
         difference,
         *([f"{change['low']:+.4f} to {change['high']:+.4f}"] if interval else []),
-        f"[bold]{p}[/bold]" if change["adjusted_p"] < SIGNIFICANT else p,
+        Text(p, "bold") if change["adjusted_p"] < SIGNIFICANT else p,
         f"{change['effective_items']:,.0f}",
     ]
 

@@ -154,6 +154,11 @@ def _progress(step: Step) -> str:
     return f"{'█' * full}{'░' * (BAR - full)} {step.done}/{step.total} {escape(step.title)}"
 
 
+def _text(line: str) -> Text:
+    """A line of markup; `:train:` in a name is no picture."""
+    return Text.from_markup(line, emoji=False)
+
+
 def page(view: View) -> str:
     """The same as an HTML document that a browser reads again every few seconds while the run goes on."""
     status = view.status
@@ -169,7 +174,7 @@ def page(view: View) -> str:
         sections.append(Section("workers", "Workers", [table("What each does.", ["worker", "at"], names, texts=2)]))
     sizes = [(name, human_bytes(size)) for name, size in view.sizes.items()]
     sections.append(Section("disk", "On the disk", [table("Folders of the run.", ["folder", "size"], sizes)]))
-    lead = [element("p", Text.from_markup(lines(view)[0]).plain)]
+    lead = [element("p", _text(lines(view)[0]).plain)]
     again = None if status is None else REFRESH_SECONDS
     return document(f"{view.out.name} · moeq watch", view.out.name, lead, sections, refresh=again)
 
@@ -207,11 +212,11 @@ def watch(out: Path, *, html: Path | None = None, once: bool = False, quiet: boo
             if once:
                 break
             if not quiet and console.is_terminal:
-                live.update(Group(*map(Text.from_markup, lines(view))), refresh=True)
+                live.update(Group(*map(_text, lines(view))), refresh=True)
     return view
 
 
 def show(view: View) -> None:
     """A view on standard output."""
     for line in lines(view):
-        print(CONTROL.sub("?", Text.from_markup(line).plain))
+        print(CONTROL.sub("?", _text(line).plain))

@@ -7,8 +7,11 @@ import logging
 import sys
 
 import pytest
+from rich.markup import escape
 
-from moeq.progress import Reporter
+from moeq.final_table import empty_table
+from moeq.progress import PlainConsole, Reporter
+from moeq.terminal import print_comparison
 
 KERNELS = logging.getLogger("moeq.kernels")
 
@@ -34,3 +37,31 @@ def test_what_the_kernels_tell_is_said_by_the_newest_reporter_and_by_no_quiet_on
     finally:
         KERNELS.handlers, level = before
         KERNELS.setLevel(level)
+
+
+NAME = "runs[draft]/[/b]:train:"  # markup of rich's, one of its pictures, and what closes what nothing opened
+
+
+def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    table = empty_table(NAME)
+    table.add_row(f"{NAME} 1")
+    PlainConsole(highlight=False).print(table)
+    PlainConsole(highlight=False).print(f"{NAME} 2")
+    Reporter().say(f"[dim]{escape(NAME)}[/dim] 3")
+    shown = capsys.readouterr()
+    assert [line.rstrip() for line in shown.out.splitlines()] == [NAME, f"{NAME} 1", f"{NAME} 2"]
+    assert shown.err == f"{NAME} 3\n"
+
+
+def test_names_of_what_is_compared_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    sure = {"difference": 0.1, "low": 0.0, "high": 0.2, "p": 0.01, "adjusted_p": 0.01, "items": 9,
+            "effective_items": 9.0, "fewest_items": None}  # fmt: skip
+    rows = [{"name": name, "perplexity": None, "cut_requests": {}, "bytes": 5} for name in (NAME, f"{NAME}2")]
+    cells = [
+        {"metric": "acc", "value": 0.5, "stderr": None, "change": change, "flips": None} for change in (None, sure)
+    ]
+    entries = [{"name": row["name"], "cells": {NAME: cell}} for row, cell in zip(rows, cells, strict=True)]
+    print_comparison({"rows": rows, "table": entries, "differences": {"from": NAME, "how": "paired"}})
+    shown = capsys.readouterr().out
+    assert shown.count(f"  {NAME}2") == shown.count(f"{NAME}, acc") + 1 == 2
+    assert " 0.010 " in shown

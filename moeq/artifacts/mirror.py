@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
+from rich.markup import escape
 
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import BEGUN, PARTIAL, canonical_json, make_directory, write_atomically
@@ -86,7 +87,7 @@ class Mirror:
         """
         there = self._read_list()
         if there.holder is not None and there.holder.is_gone is None:
-            self._reporter.say(f"  {self.url}: waiting for a word of {there.holder.who}, which may be gone")
+            self._reporter.say(escape(f"  {self.url}: waiting for a word of {there.holder.who}, which may be gone"))
             time.sleep(SILENCES * SECONDS)
             before, there = there, self._read_list()
             if there.holder == before.holder:
@@ -133,7 +134,7 @@ class Mirror:
             self._all((*wanted, *replicas), lambda name: self._bring(name, folders), advance)
         for folder in folders:
             (self.out / f"{folder}{PARTIAL}").rename(self.out / folder)
-        self._reporter.say(f"  {len(wanted) + len(replicas)} files from {self.url}")
+        self._reporter.say(f"  {len(wanted) + len(replicas)} files from {escape(self.url)}")
 
     def record(self, folder: str) -> StageRecord | None:
         """The record of a stage that lies there; None where there is none that can be read."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 
 from moeq.artifacts.bench import NAME, SCHEMA_VERSION
 from moeq.artifacts.files import write_json, write_text
@@ -47,7 +48,7 @@ def bench(asked: Asked, reporter: Reporter) -> dict[str, Any]:
     names = [asked.checkpoint, *([asked.dense] if asked.dense is not None else [])]
     subjects = []
     for name in names:
-        reporter.say(f"load {name}")
+        reporter.say(f"load {escape(name)}")
         subjects.append(load_subject(name, dtype, device, asked.trust_remote_code, reporter))
         check_lengths(subjects[-1], asked.prompt_tokens, asked.new_tokens)
     _check_alike(subjects)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from rich.markup import escape
 
 from moeq.comparison import loaded
 from moeq.comparison.eval_options import EvalOptions
@@ -117,7 +118,7 @@ def _rows(
                 advance()
         _check_names(subjects, measured)
         for number, loadable, model in _by_base(subjects, settings):
-            reporter.say(f"  {loadable.name}")
+            reporter.say(f"  {escape(loadable.name)}")
             measured[number] = [_measure(asked, loadable, model, settings, manager, first)]
             del model  # the next one may be of another base
             advance()

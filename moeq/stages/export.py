@@ -99,8 +99,8 @@ def run(context: Context) -> dict[str, Any]:
         for told in onnx.write(context, verify=context.recipe.export.verify).values():
             context.reporter.say(f"  {escape(told['file'])}")
     for old in of_earlier_codes(context.out):
-        said = f"  [yellow]{old.name} holds an earlier assignment: remove it, or name it in export.formats[/yellow]"
-        context.reporter.say(said)
+        said = f"{escape(old.name)} holds an earlier assignment: remove it, or name it in export.formats"
+        context.reporter.say(f"  [yellow]{said}[/yellow]")
     where = where_it_loads(context, assignment)
     return totals | {"original_expert_bytes": original_expert_bytes(context), "loads_in": where}
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.bench import FOLDER, Bench, Followed, manifest_digest, read_bench
 from moeq.artifacts.bench import NAME as BENCH
@@ -136,7 +138,8 @@ def measured(context: Context) -> Bench | None:
     bench = read_bench(_bench(context))
     first = bench.dynamic or (bench.models[0] if bench.models else None)
     if first is None or first.manifest_sha256 != manifest_digest(context.directory("export")):
-        context.reporter.say(f"{_bench(context)} is of another export: not in the report; run `moeq bench` again")
+        where = escape(str(_bench(context)))
+        context.reporter.say(f"{where} is of another export: not in the report; run `moeq bench` again")
         return None
     return bench if isinstance(first, Followed) or first.points else None
 

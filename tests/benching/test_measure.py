@@ -297,6 +297,12 @@ def test_a_checkpoint_whose_bytes_changed_is_not_timed(packed_run: Path, tmp_pat
         moeq.bench(copy, **SHORT)
 
 
+def test_a_name_is_told_as_it_is(tiny_mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "[draft]").symlink_to(tiny_mixtral)
+    moeq.bench(tmp_path / "[draft]", batches=(1,), peers=False, **SHORT | {"quiet": False})
+    assert f"load {tmp_path}/[draft]\n" in capsys.readouterr().err
+
+
 def test_words_of_the_command() -> None:
     assert Asked(checkpoint="x").sizes == BATCHES
     assert Asked(checkpoint="x", grid=True).sizes == GRID_BATCHES

@@ -62,6 +62,17 @@ def assigned(path: Path, layers: int, experts: int) -> Path:
     return path
 
 
+def test_a_case_has_any_name(tmp_path: Path) -> None:
+    stated = {"figure": "decode", "over": "monde_opt", "low": 1, "high": 2, "source": "here"}
+    case = {"name": "3 bits [draft] [/b]", "geometry": "mixtral-8x7b", "bits": 3, "gpu_experts": 2, "stated": [stated]}
+    grid = {"inputs": [128], "outputs": [512]}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"name": "named", "estimate": {"grid": grid, "figures": {"cases": [case]}}}), "utf-8")
+    code, text = moeq(recipe, "--out", tmp_path / "out", columns=200)
+    assert code == 0, text
+    assert text.count("3 bits [draft] [/b]") >= 3  # in the table, in what is missed, and above what is its own
+
+
 def test_the_figures_are_those_of_the_estimator() -> None:
     found = as_json(*SMALL, "--grid", "in=128,512", "out=512", "batch=1,4")
     geometry = load_geometry("mixtral-8x7b")
