@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moeq.artifacts.sums import check_sums
 from moeq.errors import EvaluationError, ModelError, first_line
-from moeq.models.forward import check_tokens, takes_images
-from moeq.models.loading import compute_dtype, load_config, load_tokenizer, model_class, resolve_device
+from moeq.models.forward import check_tokens
+from moeq.models.loading import compute_dtype, load_config, load_tokenizer, model_class, no_text, resolve_device
 from moeq.models.messages import quiet_transformers
 from moeq.models.source import ModelSource, open_source
 from moeq.preflight import check_checkpoint
@@ -116,10 +116,10 @@ def generate(
 
 
 def _config_of_text(source: ModelSource, where: str, trust_remote_code: bool) -> Any:
-    """A model's configuration; ModelError for one of images."""
+    """A model's configuration; ModelError for one that makes no text."""
     config = load_config(source, trust_remote_code)
-    if takes_images(model_class(source, config, trust_remote_code)):
-        raise ModelError("an image classifier continues no text", where=where, do="use transformers to run it")
+    if (what := no_text(model_class(source, config, trust_remote_code))) is not None:
+        raise ModelError(f"{what} continues no text", where=where, do="use transformers to run it")
     return config
 
 

@@ -16,7 +16,7 @@ import moeq
 from moeq import pipeline
 from moeq.bundled import bundled_path
 from moeq.cli import app
-from moeq.errors import EvaluationError
+from moeq.errors import EvaluationError, ModelError
 from moeq.generation import QUIET, generate, prompt_ids
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
@@ -125,6 +125,20 @@ def test_several_prompts_are_continued_as_each_alone(tiny_mixtral: Path, tmp_pat
     assert [one["new_tokens"] for one in json.loads(done.stdout)["answers"]] == [
         generate(checkpoint, prompt, **options)["new_tokens"] for prompt in prompts
     ]
+
+
+def test_a_classifier_of_tokens_is_refused(tmp_path: Path) -> None:
+    family_models.save("openai_privacy_filter", tmp_path / "model")
+    more = ["losses.methods=[rtn]", "assign.quantizer=rtn", "others={}", "export.verify=false"]
+    context = Context(
+        recipe=load_recipe(None, [*SMALL, *more]),
+        model_name=str(tmp_path / "model"),
+        out=tmp_path / "run",
+        reporter=QUIET,
+    )
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    with pytest.raises(ModelError, match="OpenAIPrivacyFilterForTokenClassification continues no text"):
+        generate(context.directory("export"), "hello", max_new_tokens=2, temperature=0.0, seed=0, device="cpu")
 
 
 @pytest.mark.full

@@ -19,9 +19,11 @@ from moeq.artifacts.bench import manifest_digest
 from moeq.artifacts.dynamic_log import mask
 from moeq.benching.asked import Asked
 from moeq.benching.requests import Request, check_lengths, generate, prompts, timed
+from moeq.benching.subject import check_makes_text
 from moeq.exporters.native_dynamic import load_with_replicas, open_dynamic
 from moeq.folders import checkpoint_of
 from moeq.models.experts import ExpertLayer
+from moeq.models.source import open_source
 from moeq.progress import Reporter
 from moeq.runtime.dynamic.fixed import fix
 from moeq.runtime.dynamic.model import DynamicMoE
@@ -45,6 +47,7 @@ def bench_dynamic(asked: Asked, reporter: Reporter) -> dict[str, Any]:
     longer than the model's positions."""
     assert asked.dynamic is not None, "nothing dynamic is asked for"
     path = checkpoint_of(Path(asked.checkpoint))
+    check_makes_text(open_source(str(path)), asked.trust_remote_code)
     tokens = max(asked.sizes) * (asked.prompt_tokens + asked.new_tokens)
     with open_dynamic(
         path,

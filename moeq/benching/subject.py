@@ -20,8 +20,7 @@ from moeq.errors import ModelError
 from moeq.folders import checkpoint_of, is_run
 from moeq.models.declared import is_dequantized, quantization_of
 from moeq.models.experts import ExpertLayer, find_expert_layers
-from moeq.models.forward import takes_images
-from moeq.models.loading import compute_dtype, load_config, load_model, model_class, skeleton
+from moeq.models.loading import compute_dtype, load_config, load_model, model_class, no_text, skeleton
 from moeq.models.source import ModelSource, open_source
 from moeq.progress import Reporter
 from moeq.runtime.checkpoint import CARD, CONVERT
@@ -99,8 +98,7 @@ def load_subject(
         what = f"packed by another tool ({method})"
         do = f"give a checkpoint of moeq, or a dense one: {CONVERT.format(source.path)}"
         raise ModelError(what, where=str(source.path), do=do)
-    if takes_images(model_class(source, load_config(source, trust_remote_code), trust_remote_code)):
-        raise ModelError("an image classifier makes no text", where=str(source.path), do="give a language model")
+    check_makes_text(source, trust_remote_code)
     sums = check_sums(source.path, only=lambda file: file != CARD, cached=True, reporter=reporter) if packed else None
     if sums is not None:
         sums.require_inactive(source.path)
@@ -126,6 +124,13 @@ def load_subject(
         manifest_sha256=manifest_digest(source.path),
         tensor_bytes=_held(model.modules()),
     )
+
+
+def check_makes_text(source: ModelSource, trust_remote_code: bool) -> None:
+    """ModelError for a model of images, or of another task."""
+    what = no_text(model_class(source, load_config(source, trust_remote_code), trust_remote_code))
+    if what is not None:
+        raise ModelError(f"{what} makes no text", where=str(source.path), do="give a language model")
 
 
 def memory(device: torch.device) -> int:

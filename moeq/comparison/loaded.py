@@ -115,8 +115,13 @@ def lm_of(loaded: Loaded, subject: Subject, settings: Settings) -> StaticLM:
     return ContextAwareLM(runtime, loaded.tokenizer, **settings.lm_options())
 
 
-def check(subject: Subject) -> None:
-    """EvaluationError, before anything is loaded, for options of a context that its replicas do not allow."""
+def check(subject: Subject, trust_remote_code: bool = False) -> None:
+    """EvaluationError, before anything is loaded, for a model that makes no text, and for options of a context that its
+    replicas do not allow."""
+    config = loading.load_config(subject.source, trust_remote_code)
+    what = loading.no_text(loading.model_class(subject.source, config, trust_remote_code))
+    if what is not None:
+        raise EvaluationError(f"{what} continues no text", where=subject.name, do="name language models")
     if subject.context is None:
         return
     where = str(subject.run.out if subject.run is not None else subject.checkpoint)

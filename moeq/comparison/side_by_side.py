@@ -42,7 +42,7 @@ def compare(asked: EvalOptions, show: Callable[[dict[str, Any]], None] = lambda 
         what = "nothing to measure, earlier results alone are named"
         raise EvaluationError(what, where="moeq eval", do="name a model")
     for subject in measured:
-        loaded.check(subject)
+        loaded.check(subject, asked.trust_remote_code)
         _check_window(asked, subject)
     manager = open_tasks(tasks, None if asked.include_path is None else str(asked.include_path)) if tasks else None
     settings = loaded.Settings(

@@ -28,6 +28,7 @@ from moeq.models.configuration import check_top_k
 from moeq.models.declared import DEQUANTIZED, PACKED, is_dequantized, main_dtype, quantization_of, scale_keys
 from moeq.models.drafts import draft_keys
 from moeq.models.experts import SUPPORTED, ExpertLayer, find_expert_layers
+from moeq.models.forward import takes_images
 from moeq.models.merge_cache import drop_merge_cache
 from moeq.models.messages import asking_transformers, damaged, line, quiet_transformers, wrong_keys
 from moeq.models.meta import without_weights
@@ -107,6 +108,14 @@ def _needs_trust(source: ModelSource) -> ModelError:
         where=str(source.path),
         do="read its .py files; if you trust them, pass --trust-remote-code",
     )
+
+
+def no_text(kind: Any) -> str | None:
+    """What a model class is called whose models make no text; None of others, and of Auto classes, whose models have
+    code of their own."""
+    if takes_images(kind):
+        return "an image classifier"
+    return None if kind in AUTOS or hasattr(kind, "generate") else str(kind.__name__)
 
 
 def model_class(source: ModelSource, config: Any, trust_remote_code: bool = False) -> Any:

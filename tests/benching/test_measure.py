@@ -249,6 +249,9 @@ def test_what_cannot_be_benched_is_refused(packed_run: Path, tiny_mixtral: Path,
     family_models.save("mixtral", tmp_path / "other")
     with pytest.raises(EvaluationError, match="experts are not the checkpoint's"):
         moeq.bench(packed_run, dense=tmp_path / "other", **SHORT)
+    family_models.save("openai_privacy_filter", tmp_path / "filter")
+    with pytest.raises(ModelError, match="filter: OpenAIPrivacyFilterForTokenClassification makes no text"):
+        moeq.bench(tmp_path / "filter", **SHORT)
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     for file in tiny_mixtral.iterdir():

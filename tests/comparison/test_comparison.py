@@ -8,6 +8,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import family_models
 import numpy as np
 import pytest
 import torch
@@ -371,7 +372,13 @@ def test_wrong_options_are_one_line(run: Path, text: str) -> None:
 
 def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text("{}")
+    family_models.save("openai_privacy_filter", tmp_path / "filter")
     for words, more, message in (
+        (
+            [tiny_mixtral, tmp_path / "filter"],
+            {"text": "bundled"},
+            "filter: OpenAIPrivacyFilterForTokenClassification co",
+        ),
         ([f"{run}:uniform-3"], {}, "no assignment 'uniform-3'; did you mean 'uniform-2'"),
         ([run, run], {}, "is there twice"),
         ([tmp_path / "odd.json"], {}, "not a result of `moeq eval --out`"),
