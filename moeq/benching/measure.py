@@ -14,7 +14,7 @@ import torch
 from rich.markup import escape
 
 from moeq.artifacts.bench import NAME, SCHEMA_VERSION
-from moeq.artifacts.files import write_json, write_text
+from moeq.artifacts.files import make_directory, write_json, write_text
 from moeq.benching import grid as grids
 from moeq.benching.asked import Asked
 from moeq.benching.bandwidth import read_bandwidth
@@ -159,8 +159,9 @@ def _ratios(points: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, found: dict[str, Any]) -> None:
-    """bench.json, and its points as `moeq estimate --fit` reads them."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """bench.json, and its points as `moeq estimate --fit` reads them; those of an earlier bench go."""
+    make_directory(folder)
+    (folder / POINTS).unlink(missing_ok=True)
     write_json(folder / NAME, found)
     if found["models"] and "grid" not in found:
         write_text(folder / POINTS, measured_csv(found))

@@ -151,6 +151,14 @@ def test_the_points_fit_a_hardware_file(found: dict[str, Any], packed_run: Path,
     assert len(read_bench(found["out"] / measure.NAME).models) == 2
 
 
+def test_points_of_an_earlier_bench_go(found: dict[str, Any], tmp_path: Path) -> None:
+    measured_here = {key: value for key, value in found.items() if key != "out"}
+    measure.write(tmp_path, measured_here)
+    assert (tmp_path / measure.POINTS).read_bytes() == (found["out"] / measure.POINTS).read_bytes()
+    measure.write(tmp_path, measured_here | {"grid": {}})
+    assert [path.name for path in tmp_path.iterdir()] == [measure.NAME]
+
+
 def test_points_without_the_model_are_refused_by_the_fit(found: dict[str, Any]) -> None:
     with pytest.raises(MoeqError):
         fit_file(found["out"] / measure.POINTS, load_hardware("h100-cpu-pcie5"))
