@@ -304,9 +304,12 @@ def bench(
     from moeq.preflight import check_bench
 
     check_bench(asked, _path(out))
+    from moeq.artifacts.files import make_directory
     from moeq.benching import measure
     from moeq.progress import Reporter
 
+    if out is not None:
+        make_directory(Path(out))  # before minutes are spent on what cannot be kept
     found = measure.bench(asked, Reporter(quiet=quiet))
     if out is not None:
         measure.write(Path(out), found)

@@ -22,7 +22,7 @@ from moeq.benching.asked import BATCHES, GRID_BATCHES, GRID_BEAMS, Asked, whole_
 from moeq.benching.requests import ExpertClock
 from moeq.benching.subject import load_subject
 from moeq.cli import app
-from moeq.errors import ArtifactError, EvaluationError, MissingError, ModelError, MoeqError, RecipeError
+from moeq.errors import ArtifactError, EvaluationError, MissingError, ModelError, MoeqError, RecipeError, StorageError
 from moeq.estimator import load_hardware
 from moeq.estimator.fit import fit_file
 from moeq.estimator.measured import read_points
@@ -157,6 +157,15 @@ def test_points_of_an_earlier_bench_go(found: dict[str, Any], tmp_path: Path) ->
     assert (tmp_path / measure.POINTS).read_bytes() == (found["out"] / measure.POINTS).read_bytes()
     measure.write(tmp_path, measured_here | {"grid": {}})
     assert [path.name for path in tmp_path.iterdir()] == [measure.NAME]
+
+
+def test_a_folder_that_cannot_be_is_refused_before_anything_is_timed(
+    packed_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "bench", lambda *_: pytest.fail("it was timed"))
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file/out: cannot create the directory"):
+        moeq.bench(packed_run, out=tmp_path / "file" / "out", **SHORT)
 
 
 def test_points_without_the_model_are_refused_by_the_fit(found: dict[str, Any]) -> None:
