@@ -117,8 +117,8 @@ def loss_chart(name: str, label: str, widths: Sequence[int], methods: Mapping[st
     return svg.draw(name, label, WIDTH, HEIGHT, fill)
 
 
-def width_chart(name: str, label: str, counts: Mapping[int, int]) -> Drawing:
-    """Bars of experts by width."""
+def width_chart(name: str, label: str, counts: Mapping[int, int], what: str = "experts") -> Drawing:
+    """Bars of experts, or matrices, by width."""
     total, top = sum(counts.values()), max(counts.values())
     width = LEFT + RIGHT + max(220, 92 * len(counts))
 
@@ -129,7 +129,7 @@ def width_chart(name: str, label: str, counts: Mapping[int, int]) -> Drawing:
             text = f"{count:,} ({100 * count / total:.0f}{formats.NARROW_SPACE}%)"
             plane.annotate(text, (x, count), (0, 4), textcoords="offset points", ha="center")
         plane.set_xticks(range(len(counts)), [str(bits) for bits in counts])
-        plane.set(xlim=(-0.6, len(counts) - 0.4), ylim=(0, 1.16 * top), xlabel="code bits", ylabel="experts")
+        plane.set(xlim=(-0.6, len(counts) - 0.4), ylim=(0, 1.16 * top), xlabel="code bits", ylabel=what)
         plane.yaxis.get_major_locator().set_params(integer=True, nbins=5)
         plane.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         plane.grid(axis="y")

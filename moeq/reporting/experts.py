@@ -169,7 +169,7 @@ def bits(inputs: ReportInputs) -> Section:
     by_bits = _counts(assignment)
     what = "matrices" if assignment.is_mixed else "experts"
     text = ", ".join(f"{count:,} at {width}" for width, count in by_bits.items())
-    bars = width_chart("widths", f"Bar chart of {what} by code bits: {text}.", by_bits)
+    bars = width_chart("widths", f"Bar chart of {what} by code bits: {text}.", by_bits, what)
     given = "the mean of its matrices' code bits" if assignment.is_mixed else "its code bits"
     shown = [
         figure(

@@ -540,6 +540,9 @@ def test_matrices_of_several_widths_have_their_mean(make: Make) -> None:
     assert "Cells: the mean of the expert's matrices." in found.caption()
     assert ">2.7</text>" in found.svg()
     assert "the mean of its matrices' code bits" in parsed(render(inputs)).text
+    for given, counted in ((inputs, "matrices"), (make(), "experts")):
+        (bars,) = [drawn for drawn in drawings(render(given)) if f"Bar chart of {counted} by code bits" in drawn]
+        assert re.findall(">(experts|matrices)</text>", bars) == [counted]
 
 
 @pytest.mark.full
