@@ -164,8 +164,15 @@ def _bits_tile(inputs: ReportInputs, new: EvalRow) -> Raw:
 
 def _experts_tile(old: EvalRow | None, new: EvalRow) -> Raw:
     size = _arrow(formats.MISSING if old is None else human_size(old.expert_bytes), human_size(new.expert_bytes))
-    smaller = f"{formats.ratio(old.expert_bytes / new.expert_bytes)} smaller, " if old and new.expert_bytes else ""
+    smaller = f"{_times(old.expert_bytes, new.expert_bytes)}, " if old and old.expert_bytes and new.expert_bytes else ""
     return _tile("bytes of all experts", size, f"{smaller}scales and zero points counted")
+
+
+def _times(before: int, after: int) -> str:
+    """How a size compares with the one before."""
+    return (
+        f"{formats.ratio(before / after)} smaller" if after <= before else f"{formats.ratio(after / before)} as large"
+    )
 
 
 def _whole_tile(old: EvalRow | None, new: EvalRow) -> Raw:
@@ -173,7 +180,7 @@ def _whole_tile(old: EvalRow | None, new: EvalRow) -> Raw:
     before, after = old.whole_bytes if old else None, new.whole_bytes
     assert after is not None
     size = _arrow(formats.MISSING if before is None else human_size(before), human_size(after))
-    note = f"{formats.ratio(before / after)} smaller" if before and after else ""
+    note = _times(before, after) if before and after else ""
     return _tile("bytes of the whole checkpoint", size, note)
 
 

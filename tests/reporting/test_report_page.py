@@ -222,6 +222,18 @@ def test_the_headline_names_original_and_exported(page: str) -> None:
     assert "+6.7\N{NARROW NO-BREAK SPACE}% on 1,234 tokens" in text
 
 
+def test_a_checkpoint_that_grew_is_not_called_smaller(make: Make, with_rows: Make) -> None:
+    """As one does that has all replicas of its experts."""
+    inputs = make()
+    old, new, *others = inputs.evaluation.rows
+    assert old.whole_bytes is not None
+    grown = new.model_copy(update={"expert_bytes": 2 * old.expert_bytes, "checkpoint_bytes": 5 * old.whole_bytes // 2})
+    text = parsed(render(with_rows(inputs, (old, grown, *others)))).text
+    assert "2.00× as large, scales and zero points counted" in text
+    assert "2.50× as large" in text
+    assert "× smaller" not in text
+
+
 @pytest.mark.full
 def test_differences_from_the_original_stand_with_their_intervals(make: Make, with_rows: Make) -> None:
     def shown(**change: Any) -> str:
