@@ -38,11 +38,14 @@ FALLBACKS = {
 def activation(inputs: ReportInputs) -> Section:
     """Who is chosen, and whether the prefill predicts the decode."""
     profile = inputs.profile
-    tokens = f"{int(profile.tokens.sum()):,} tokens in {formats.count(int(profile.tokens.shape[0]), 'sequence')}"
+    number, sequences = int(profile.tokens.sum()), int(profile.tokens.shape[0])
+    one, text = "token", f"{number:,} tokens in {formats.count(sequences, 'sequence')} of calibration text"
+    if inputs.classifies:
+        one, text = "position", f"{number:,} positions of {formats.count(sequences, 'image')}"
     top_k = " or ".join(map(str, sorted(set(profile.top_k))))
     text = (
-        f"Counted on {tokens} of calibration text, the top {top_k} experts a token. Maps of what every expert was "
-        "given are under Sensitivity."
+        f"Counted on {text}, the top {top_k} experts a {one}. Maps of what every expert was given are under "
+        "Sensitivity."
     )
     return Section("activation", "Which experts are chosen", [lead(text), *_similarity(profile)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,8 @@ def test_the_report_shows_what_was_measured(whole: Context) -> None:
     page = (whole.directory("report") / "report.html").read_text()
     assert "Size against logit error" in page
     assert "cross-entropy, over original" in page
+    assert re.search(r"Counted on [\d,]+ positions of 64 images, the top 2 experts a position\.", page)
+    assert "of calibration text" not in page
     assert "perplexity, over original" not in page
     assert "8 norms folded into 10 weights, 8 with zero points" in page
     found = read_report(whole.directory("reparam")).tasks["task-0"]
