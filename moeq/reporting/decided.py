@@ -72,13 +72,15 @@ def budget_text(assignment: Assignment) -> str:
     told = []
     if (bits := used.get("bits_per_weight")) is not None:
         told.append(f"{bits} bits stored for a weight of the experts, scales and zero points counted")
-    if (codes := used.get("code_bits")) is not None and assignment.method != "uniform":
+    codes = used.get("code_bits")
+    named = assignment.method == "uniform" and codes is not None  # of all experts: no budget
+    if codes is not None and not named:
         told.append(f"{codes} code bits for a weight of the experts")
     if (size := used.get("expert_bytes")) is not None:
         told.append(f"{human_bytes(size)} for all experts")
     if (size := used.get("size")) is not None:
         told.append(f"{human_bytes(size)} for the whole checkpoint")
-    return " and ".join(told) or "none: the method decides by itself"
+    return " and ".join(told) or f"none: {'one width is named' if named else 'the method decides by itself'}"
 
 
 def _widths(assignment: Assignment) -> str:

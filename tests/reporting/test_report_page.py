@@ -367,6 +367,7 @@ def test_the_first_section_says_what_was_decided_with_settings_that_had_a_say(ma
     uniform = mixed.model_copy(update={"method": "uniform", "parameters": parameters | {"bits": 2}})
     text = parsed(render(replace(shown, assignment=uniform))).text
     assert "loss weighting" not in text, "uniform weighs no losses"
+    assert "budgetnone: one width is named" in text
     assert "alpha" not in text[: text.index("Lower left is better")]
 
 
