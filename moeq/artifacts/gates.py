@@ -13,6 +13,7 @@ SCHEMA_VERSION = 1
 NAME = "gates.json"
 REMEDY = "run `moeq report` again"
 MOST_DIGITS = 17  # of a float
+MOST = {"equal_top1": 1.0}  # what a figure cannot exceed
 
 
 class Gate(Frozen):
@@ -83,7 +84,7 @@ def bounded(
         bound=bound,
         side=side,
         low=None if wide is None else max(0.0, value - wide),
-        high=None if wide is None else value + wide,
+        high=None if wide is None else min(MOST.get(name, math.inf), value + wide),
     )
 
 

@@ -46,6 +46,10 @@ def test_a_bound_itself_is_kept_and_what_lies_beyond_is_not(side: Any) -> None:
     [
         (bounded("kl", 0.091, 0.1, "<="), "gate kl: 0.091 <= 0.1 ok"),
         (bounded("kl", 0.0912345, 0.1, "<=", 0.01), "gate kl: 0.09123 (95 % 0.07163 to 0.1108) <= 0.1 ok"),
+        (
+            bounded("equal_top1", 0.995, 0.9, ">=", 0.005),
+            "gate equal_top1: 0.995 (95 % 0.9852 to 1) >= 0.9 ok",
+        ),
         (bounded("kl", 0.1000001, 0.1, "<="), "gate kl: 0.1000001 <= 0.1 failed"),
         (bounded("kl", math.nan, 0.1, "<="), "gate kl: nothing <= 0.1 failed (nan is no number)"),
         (bounded("tokens_per_second", None, 5, ">="), "gate tokens_per_second: nothing >= 5 failed (not measured)"),
