@@ -30,7 +30,7 @@ class PlainConsole(Console):
     """
 
     def __init__(self, *, markup: bool = False, **options: Any) -> None:
-        super().__init__(markup=markup, emoji=False, **options)
+        super().__init__(markup=markup, emoji=False, highlight=False, **options)
 
     @property
     def wraps(self) -> bool:
@@ -93,7 +93,7 @@ class Reporter:
         if not quiet:
             _Told.to(self)
         # bound to today's stderr, so that a library's redirected output does not take the bar with it
-        self.console = PlainConsole(file=sys.stderr, highlight=False, markup=True)
+        self.console = PlainConsole(file=sys.stderr, markup=True)
 
     def say(self, text: str) -> None:
         """One line for the user (rich markup)."""

@@ -32,7 +32,7 @@ TOO_FEW = "too few"
 
 def print_families(rows: list[Support]) -> None:
     """Families as a table; in a narrow window without the class and the way in which experts are kept."""
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     wide = console.width >= WIDE
     table = empty_table("model_type", no_wrap=True)
     for title in ("class", "experts") if wide else ():
@@ -55,7 +55,7 @@ def print_families(rows: list[Support]) -> None:
 
 def print_verdict(verdict: Verdict) -> None:
     """What verify found: the layers, the worst first, the logits, what is wrong, and one line that says it all."""
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     table = empty_table("layer", overflow="fold")
     for title in ("compared", "error", "worst expert"):
         table.add_column(title, justify="left" if title == "compared" else "right", overflow="fold")
@@ -71,9 +71,9 @@ def print_verdict(verdict: Verdict) -> None:
     ]
     keys = "says nothing of keys" if verdict.loading is None else "no key missing or unexpected"
     console.print(f"files    {verdict.files}")
-    console.print(f"made     {verdict.provenance}", markup=False)
+    console.print(f"made     {verdict.provenance}")
     if verdict.signature is not None:
-        console.print(f"signed   {verdict.signature}", markup=False)
+        console.print(f"signed   {verdict.signature}")
     console.print(f"loader   {versions}: {', '.join(complaints) or keys}")
     how = "median position, activations of 8 bits" if verdict.rounds else verdict.dtype
     tied = f"; routers chose the other of two equals {verdict.ties} times" if verdict.ties else ""
@@ -88,15 +88,14 @@ def print_verdict(verdict: Verdict) -> None:
             f"experts' weights {distance.weights_error:.2g} relative; {distance.equal} other tensors equal byte for "
             f"byte, {len(distance.changed)} not{as_recorded if distance.recorded else ''}; configuration and "
             f"{distance.files - 1} files compared",
-            markup=False,
         )
         for note in distance.notes:
-            console.print(f"note     {note}", markup=False)
+            console.print(f"note     {note}")
     for problem in verdict.problems:
-        console.print(f"wrong    {problem}", style="red", markup=False)
+        console.print(f"wrong    {problem}", style="red")
     judged = f"{sum(check.error is not None for check in verdict.layers)} of {len(verdict.layers)} layers compared"
     how = "loads right" if not verdict.problems else "does not load right"
-    console.print(f"{verdict.checkpoint} {how} with {verdict.target}; {judged}.", markup=False)
+    console.print(f"{verdict.checkpoint} {how} with {verdict.target}; {judged}.")
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
@@ -114,20 +113,20 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
 
 def print_final(rows: Sequence[dict[str, Any]], paths: Mapping[str, Path], outcomes: Sequence[Outcome]) -> None:
     """The table at the end of a run, two in windows that cannot hold it, and where things are."""
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     for number, shown in enumerate(final_table.tables(rows, console.width)):
         if number:
             console.print()
         console.print(shown)
     estimated = next(outcome.record.summary for outcome in outcomes if outcome.stage == "estimate")
     caption = final_table.caption(rows, estimated, console.width)
-    console.print(caption, style="dim", markup=False)
+    console.print(caption, style="dim")
     for term, meaning in final_table.explanations(rows, caption):
-        console.print(f"{term}: {meaning}", style="dim", markup=False)
+        console.print(f"{term}: {meaning}", style="dim")
     for line in _translation_lines(outcomes):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
     for line in named_lines({name: _sized(path, name, outcomes) for name, path in paths.items()}):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
 
 
 def _sized(path: Path, name: str, outcomes: Sequence[Outcome]) -> str:
@@ -163,7 +162,7 @@ def _translation_lines(outcomes: Sequence[Outcome]) -> list[str]:
 
 def print_plan(plan: Plan) -> None:
     """The model, what every stage needs beside what there is, and the verdict of each."""
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     model = plan.model
     how = "streamed" if model["streamed"] else "loaded whole"
     experts = "/".join(map(str, model["experts_a_layer"]))
@@ -173,7 +172,6 @@ def print_plan(plan: Plan) -> None:
         f"{model['name']} ({model['kind']}): {layers}, {model['moe_layers']} of them with "
         f"{of_experts if experts else 'experts'}; {model['dtype']}, computes in {model['compute_dtype']} on "
         f"{model['device']}, {how}",
-        markup=False,
     )
     packed = f" (packed: {human_bytes(model['placed_other_bytes'])})" if "placed_other_bytes" in model else ""
     console.print(
@@ -188,7 +186,6 @@ def print_plan(plan: Plan) -> None:
     console.print(
         f"here: {human_bytes(there.ram)} of memory{gpu}, {human_bytes(there.disk)} on the disk of {there.disk_path}; "
         f"the run leaves {human_bytes(sum(need.written for need in plan.stages))} there",
-        markup=False,
     )
     if (rates := plan.rates) is not None:
         console.print(
@@ -198,7 +195,7 @@ def print_plan(plan: Plan) -> None:
             style="dim",
         )
     for note in plan.notes:
-        console.print(f"note: {note}", style="dim", markup=False)
+        console.print(f"note: {note}", style="dim")
     if plan.fits:
         console.print(f"it fits: {_all_in_all(plan)}", style="bold")
 
@@ -243,7 +240,7 @@ def _plan_table(plan: Plan) -> Table:
 
 def print_prices(prices: list[dict[str, Any]]) -> None:
     """What the restriction of every target costs in objective, and below why some load nothing of it."""
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     table = empty_table("target", ("bits", "experts", "objective", "times"), no_wrap=True)
     refused: dict[str, list[str]] = {}
     for row in prices:
@@ -259,7 +256,7 @@ def print_prices(prices: list[dict[str, Any]]) -> None:
         )
     console.print(table)
     for reason, names in refused.items():
-        console.print(f"{', '.join(names)}: {reason}", markup=False)
+        console.print(f"{', '.join(names)}: {reason}")
     console.print(
         "bits: stored for a weight of the experts. times: the least objective within the target, over that of any mix "
         "on the same budget.",
@@ -269,7 +266,7 @@ def print_prices(prices: list[dict[str, Any]]) -> None:
 
 def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
     """Objective and bytes of every method; dominated points are dim."""
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     table = empty_table("method", ("bits", "experts", "objective"), no_wrap=True)
     table.add_column("")
     for point in sorted(frontier["points"], key=itemgetter("expert_bytes", "objective")):
@@ -283,12 +280,12 @@ def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
         )
     console.print(table)
     console.print("bits: stored for a weight of the experts, scales and zero points counted.", style="dim")
-    console.print(f"plot       {plot}", soft_wrap=True, markup=False)
+    console.print(f"plot       {plot}", soft_wrap=True)
 
 
 def print_comparison(results: dict[str, Any]) -> None:
     """Every measure of every evaluated subject, with its paired difference from the first one; p below 0.05 is bold."""
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     narrow = console.width < final_table.NARROW  # the interval follows from the difference and its p
     figures = ("value", "difference", *(() if narrow else ("95 %",)), "p", "n")
     table = empty_table("", figures, overflow="fold")
@@ -311,23 +308,23 @@ def print_comparison(results: dict[str, Any]) -> None:
     console.print(table)
     if narrow:
         for why in dict.fromkeys(_too_few(results["table"])):
-            console.print(f"{TOO_FEW} items for an interval: {why}", style="dim", markup=False)
+            console.print(f"{TOO_FEW} items for an interval: {why}", style="dim")
     said, how = "value \u00b1 standard error.", results["differences"]
     if len(results["rows"]) > 1:
         items = "n: items, and how many independent ones say as much"
         said = f"differences from {how['from']}: {how['how']}; {items}; {said}"
-    console.print(said, style="dim", markup=False)
+    console.print(said, style="dim")
     if flipped:
         console.print("flips: answers that went wrong (-) and right (+).", style="dim")
     for row in results["rows"]:
         if label := (row.get("of") or {}).get("label"):
-            console.print(f"{row['name']}: {label}", markup=False)
+            console.print(f"{row['name']}: {label}")
     notes: dict[str, list[str]] = {}
     for row in results["rows"]:
         for note in _notes(row):
             notes.setdefault(note, []).append(row["name"])
     for note, names in notes.items():
-        console.print(f"{note} ({', '.join(names)})", style="dim", markup=False)
+        console.print(f"{note} ({', '.join(names)})", style="dim")
 
 
 def _too_few(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -387,22 +384,22 @@ def _measured(cell: dict[str, Any], *, interval: bool) -> list[str | Text]:
 
 def print_freed(cleaned: dict[str, Any]) -> None:
     """What `moeq gc` dropped, or would drop."""
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     for item in cleaned["freed"]:
-        console.print(f"{item['path']}: {item['what']}, {human_bytes(item['bytes'])}", soft_wrap=True, markup=False)
+        console.print(f"{item['path']}: {item['what']}, {human_bytes(item['bytes'])}", soft_wrap=True)
     freed = f"{'would free' if cleaned['dry_run'] else 'freed'} {human_bytes(cleaned['freed_bytes'])}"
     console.print(f"{freed}, {human_bytes(cleaned['kept_bytes'])} of replicas stay", style="bold")
 
 
 def print_summary(summary: dict[str, Any], indent: int = 0, of: str = "") -> None:
     """Nested figures as indented lines; of: the key that they stand under, whose unit they have."""
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     for key, value in summary.items():
         label = f"{' ' * indent}{str(key).replace('_', ' ')}"
         if key == "loads_in":
             line = loads_in.line(value)
             within = Padding(Text(line), (0, 0, 0, indent), expand=False) if console.wraps else f"{'':{indent}}{line}"
-            console.print(within, markup=False)
+            console.print(within)
         elif isinstance(value, dict) and value:
             console.print(label)
             print_summary(value, indent + 2, str(key))
@@ -410,7 +407,7 @@ def print_summary(summary: dict[str, Any], indent: int = 0, of: str = "") -> Non
             console.print(label)
             _print_entries(console, value, indent + 2)
         else:
-            console.print(f"{label}: {_plain(f'{of} {key}' if of else str(key), value)}", soft_wrap=True, markup=False)
+            console.print(f"{label}: {_plain(f'{of} {key}' if of else str(key), value)}", soft_wrap=True)
 
 
 def _print_entries(console: Console, entries: list[dict[str, Any]], indent: int) -> None:
@@ -432,7 +429,7 @@ def _print_entries(console: Console, entries: list[dict[str, Any]], indent: int)
         return
     for entry in entries:
         line = ", ".join(f"{key.replace('_', ' ')} {_plain(key, value)}" for key, value in entry.items())
-        console.print(f"{' ' * indent}{line}", soft_wrap=True, markup=False)
+        console.print(f"{' ' * indent}{line}", soft_wrap=True)
 
 
 def _plain(key: str, value: Any) -> str:

@@ -45,8 +45,8 @@ NAME = "runs[draft]/[/b]:train:"  # markup of rich's, one of its pictures, and w
 def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     table = empty_table(NAME)
     table.add_row(f"{NAME} 1")
-    PlainConsole(highlight=False).print(table)
-    PlainConsole(highlight=False).print(f"{NAME} 2")
+    PlainConsole().print(table)
+    PlainConsole().print(f"{NAME} 2")
     Reporter().say(f"[dim]{escape(NAME)}[/dim] 3")
     shown = capsys.readouterr()
     assert [line.rstrip() for line in shown.out.splitlines()] == [NAME, f"{NAME} 1", f"{NAME} 2"]

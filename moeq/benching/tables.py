@@ -15,16 +15,16 @@ from moeq.tables import human_bytes
 
 def print_bench(found: dict[str, Any], out: Path | None = None) -> None:
     """What was measured on what, and the tables; out: the directory that was written."""
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     for line in head(found):
-        console.print(line, markup=False)
+        console.print(line)
     for title, table, notes in tables(found):
-        console.print(f"\n{title}", style="bold", markup=False)
+        console.print(f"\n{title}", style="bold")
         console.print(table)
         for note in notes:
-            console.print(note, style="dim", markup=False)
+            console.print(note, style="dim")
     if out is not None:
-        console.print(f"\nwritten    {out}", markup=False)
+        console.print(f"\nwritten    {out}")
 
 
 def head(found: dict[str, Any]) -> Iterator[str]:

@@ -21,23 +21,23 @@ REASONS = 4
 
 def print_searches(searches: Sequence[SearchResult], cases: Sequence[str], paths: Mapping[str, Path]) -> None:
     """Every search, then where the files are."""
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     for case, found in zip(cases, searches, strict=True):
-        console.print(case, style="bold", markup=False)
+        console.print(case, style="bold")
         _print_search(console, found)
         console.print()
     for name, path in paths.items():
-        console.print(f"{name:9} {path}", soft_wrap=True, markup=False)
+        console.print(f"{name:9} {path}", soft_wrap=True)
 
 
 def _print_search(console: Console, found: SearchResult) -> None:
     small = console.width < SMALL
     several = len({point.hardware for point in found.points}) > 1
     batches = len({point.batch for point in found.points}) > 1
-    console.print(best_text(found), markup=False)
-    console.print(asked_text(found), markup=False)
+    console.print(best_text(found))
+    console.print(asked_text(found))
     if unpriced := unpriced_text(found):
-        console.print(unpriced, markup=False)
+        console.print(unpriced)
     rows = found.front
     if rows:
         table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
@@ -69,9 +69,7 @@ def _print_search(console: Console, found: SearchResult) -> None:
     fits = f"{len(found.points):,} of {found.evaluated:,} points fit"
     console.print(f"{fits}, {sum(point.meets for point in found.points):,} meet the speed", style="dim")
     for row in sorted(found.refused, key=lambda row: -row.points)[: REASONS if refused else 0]:
-        console.print(
-            f"{row.hardware}, {row.policy}: {row.points:,} refused, as {row.example}", style="dim", markup=False
-        )
+        console.print(f"{row.hardware}, {row.policy}: {row.points:,} refused, as {row.example}", style="dim")
 
 
 def _spread(rows: Sequence[Point]) -> list[Point]:

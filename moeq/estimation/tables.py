@@ -35,7 +35,7 @@ ROWS = 9  # of the table of what fits beside K experts
 
 def print_document(document: EstimateDocument, paths: Mapping[str, Path]) -> None:
     """Every case, or what is stated beside the estimates; then where the files are."""
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     if document.stated:
         _print_stated(console, document)
     else:
@@ -44,9 +44,9 @@ def print_document(document: EstimateDocument, paths: Mapping[str, Path]) -> Non
         for case in document.cases:
             _print_case(console, document, case)
     for line in document.left_out:
-        console.print(f"left out  {line}", markup=False)
+        console.print(f"left out  {line}")
     for name, path in paths.items():
-        console.print(f"{name:9} {path}", soft_wrap=True, markup=False)
+        console.print(f"{name:9} {path}", soft_wrap=True)
 
 
 def _table(titles: Sequence[str], texts: int = 1) -> Table:
@@ -72,9 +72,9 @@ def _print_stated(console: Console, document: EstimateDocument) -> None:
     )
     for row in document.stated:
         if row.missed:
-            console.print(f"missed  {miss_text(row)}", markup=False)
+            console.print(f"missed  {miss_text(row)}")
     for case in document.cases:
-        console.print(f"\n{case.name}", style="bold", markup=False)
+        console.print(f"\n{case.name}", style="bold")
         _print_without(console, case)
         _print_sensitivity(console, case.estimate, most=MOST_CHANGES)
 
@@ -103,16 +103,16 @@ def _print_side_by_side(console: Console, cases: Sequence[Case]) -> None:
 def _print_case(console: Console, document: EstimateDocument, case: Case) -> None:
     estimate, plan = case.estimate, case.capacity
     routing = f"routing {document.routing}; computed by a model of the hardware, not measured"
-    console.print(f"{case.name}; hardware {estimate.hardware}", style="bold", markup=False)
-    console.print(routing, style="dim", markup=False)
+    console.print(f"{case.name}; hardware {estimate.hardware}", style="bold")
+    console.print(routing, style="dim")
     if beyond := beyond_positions(case):
-        console.print(beyond, style="yellow", markup=False)
+        console.print(beyond, style="yellow")
     for batch in case.batches:
         _print_batch(console, estimate, batch)
     for line in dict.fromkeys(f"{row.policy}: cannot run, {row.reason}" for row in estimate.refused):
-        console.print(line, style="yellow", markup=False)
+        console.print(line, style="yellow")
     for line in estimate.unfit_lines:
-        console.print(line, style="yellow", markup=False)
+        console.print(line, style="yellow")
     error = estimate.sampling_error
     sampled = f"; standard error of any time by sampling at most {formats.percent(error)}" if error else ""
     of_ours = f"of ours: time of a request over that of {SUBJECT}, the placement that is asked about"
@@ -126,10 +126,10 @@ def _print_case(console: Console, document: EstimateDocument, case: Case) -> Non
         _print_served(console, case)
     console.print(f"\nmemory at batch {plan.batch} x {plan.context:,} tokens", style="bold")
     for memory in (plan.gpu, plan.ndp):
-        console.print(f"{memory.sum_text()}: {fits(memory)}", markup=False)
+        console.print(f"{memory.sum_text()}: {fits(memory)}")
     console.print("\nwhat it hangs on", style="bold")
     for line in estimate.assumptions:
-        console.print(f"- {named(line)}", markup=False)
+        console.print(f"- {named(line)}")
     console.print()
     _print_sensitivity(console, estimate)
 
@@ -137,9 +137,9 @@ def _print_case(console: Console, document: EstimateDocument, case: Case) -> Non
 def _print_without(console: Console, case: Case) -> None:
     """What needs no near-data processor beside the headline, and how far this can be off."""
     if case.without_ndp is not None:
-        console.print(case.without_ndp.text(), markup=False)
+        console.print(case.without_ndp.text())
     for line in interval_lines(case):
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def _print_words(console: Console, estimate: Estimate) -> None:
@@ -147,7 +147,7 @@ def _print_words(console: Console, estimate: Estimate) -> None:
     names = " ".join(["NDP", *(titled(policy).short for policy in dict.fromkeys(p.policy for p in estimate.points))])
     for term in terms_in(names):
         whose = "" if term.paper is None else f" ({term.paper.short}, {term.paper.link})"
-        console.print(f"{term.name}: {term.meaning}{whose}", style="dim", markup=False)
+        console.print(f"{term.name}: {term.meaning}{whose}", style="dim")
 
 
 def _print_batch(console: Console, estimate: Estimate, batch: int) -> None:
@@ -174,7 +174,7 @@ def _print_batch(console: Console, estimate: Estimate, batch: int) -> None:
     console.print(table)
     for policy in steps:
         terms = _most(estimate.step_terms(policy, batch=batch).values())
-        console.print(f"{policy}: {terms}", style="dim", markup=False)
+        console.print(f"{policy}: {terms}", style="dim")
 
 
 def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
@@ -220,7 +220,7 @@ def _print_requests(console: Console, estimate: Estimate) -> None:
     console.print(table)
     for batch in dict.fromkeys(point.batch for point in estimate.points):
         for phase, rows in _earlier(estimate, batch).items():
-            console.print(f"{phase} at batch {batch}: {_most(rows)}", style="dim", markup=False)
+            console.print(f"{phase} at batch {batch}: {_most(rows)}", style="dim")
     console.print(
         "over: how many times as fast as MoNDE by its bandwidth rule (monde_bwrule) and as a cost-optimal one "
         "(monde_opt), whole requests compared. Other policies' requests are in the files of --out and in --json.",
@@ -301,8 +301,8 @@ def _print_sensitivity(console: Console, estimate: Estimate, most: int | None = 
 
 def print_capacity(plan: CapacityPlan) -> None:
     """What lies where, and what room every number of FP16 experts a layer leaves for keys and values."""
-    console = PlainConsole(highlight=False)
-    console.print(f"{plan.geometry}, {plan.placement}; hardware {plan.hardware}", style="bold", markup=False)
+    console = PlainConsole()
+    console.print(f"{plan.geometry}, {plan.placement}; hardware {plan.hardware}", style="bold")
     table = _table(("memory", "bytes", ""))
     for memory in (plan.gpu, plan.ndp):
         table.add_row(memory.name, human_bytes(memory.capacity_bytes), fits(memory), style="bold")
@@ -313,7 +313,6 @@ def print_capacity(plan: CapacityPlan) -> None:
     at = f"{plan.batch} x {plan.context:,} tokens"
     console.print(
         f"most {plan.experts_text} a layer on the GPU at {at}: {'none fits, not even 0' if most is None else most}\n",
-        markup=False,
     )
     rooms = _table(("experts a layer", "room for KV", f"batch at {plan.context}", f"tokens at batch {plan.batch}"))
     every = plan.by_gpu_experts
@@ -329,9 +328,9 @@ def print_capacity(plan: CapacityPlan) -> None:
 
 def print_sheet(sheets: Sequence[Sheet], most: int | None = None) -> None:
     """The tables of a paper's sheet or of a fit, each with its notes; at most so many rows of each (None: all)."""
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     for number, sheet in enumerate(sheets):
-        console.print(f"{chr(10) if number else ''}{sheet.title}", style="bold", markup=False)
+        console.print(f"{chr(10) if number else ''}{sheet.title}", style="bold")
         shown = [list(map(_cell, row)) for row in sheet.rows[:most]]
         widths = _fitting(sheet.columns, shown, console.width)
         if widths is None:
@@ -348,7 +347,7 @@ def print_sheet(sheets: Sequence[Sheet], most: int | None = None) -> None:
         if most is not None and len(sheet.rows) > most:
             console.print(f"- {len(sheet.rows) - most} more rows with --json", style="dim")
         for note in sheet.notes:
-            console.print(f"- {note}", style="dim", markup=False)
+            console.print(f"- {note}", style="dim")
 
 
 def _fitting(titles: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
@@ -369,7 +368,7 @@ def _print_one_by_one(console: Console, titles: Sequence[str], rows: Sequence[Se
     """A table that is too wide for the window: every row's name, with its number, above its other cells with titles."""
     names = 1 if titles[0] else 2
     for row in rows:
-        console.print(" ".join(row[:names]), style="bold", markup=False)
+        console.print(" ".join(row[:names]), style="bold")
         cells = (f"{title}: {cell}" for title, cell in zip(titles[names:], row[names:], strict=True) if cell != "-")
         console.print(Padding(Text("; ".join(cells)), (0, 0, 0, 2)))
 
