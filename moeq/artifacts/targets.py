@@ -146,6 +146,8 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     if grid.bits not in target.widths:
         wider = min((width for width in target.widths if grid.bits < width < FULL), default=None)
         do = WIDEN if wider else "leave it in full precision"
+        if Encoding.of(grid).codes != "grid":  # of which none is wider with the same values
+            do = "convert it to dequantized"
         return f"{grid.bits} bits; {target.name} loads {target.listed()}", do
     if target.symmetric_only and not grid.symmetric:
         return f"zero points; {target.name} reads symmetric grids only", f"set losses.symmetric: true, or {WIDEN}"

@@ -389,6 +389,14 @@ def test_groups_without_a_kernel_are_refused_with_those_that_have_one() -> None:
         assert refuse_matrix(vllm, Grid(inputs=inputs, group_size=size, **asked)) == (why, do)
 
 
+def test_codes_that_are_no_grids_are_not_to_be_widened() -> None:
+    """Of other tools' EXL3 there are 5, 6 and 7 bits, too."""
+    walked = Grid(rows=128, inputs=128, bits=7, group_size=-1, symmetric=True, state_bits=16, codebook="mcg")
+    for name in ("native", "exl3"):
+        why = f"7 bits; {name} loads {targets()[name].listed()}"
+        assert refuse_matrix(targets()[name], walked) == (why, "convert it to dequantized")
+
+
 def test_a_write_that_fails_leaves_the_older_checkpoint(
     mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
