@@ -70,7 +70,7 @@ class SideFiles:
         """{name: SHA-256} of the code that goes along."""
         return {path.name: digest_of_file(path) for path in self.code}
 
-    def read_with_text(self) -> list[Path]:
+    def of_the_text(self) -> list[Path]:
         """What a tokenizer or a processor is made of: all data but licences, and code that settings among it name."""
         data = [path for path in self.data if re.fullmatch(LICENCE, path.name, re.IGNORECASE) is None]
         return data + (list(self.code) if self.trusted and _cleaned({}, self.data)[1] else [])

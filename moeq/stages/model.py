@@ -122,11 +122,11 @@ class RunModel:
         data = {path.name: digest_of_file(path, cached=True) for path in self.side_files.data if path not in covered}
         return {**(code or {}), **({"data": data} if data else {})} or None
 
-    def read_with_text(self) -> dict[str, str]:
+    def of_the_text(self) -> dict[str, str]:
         """{name: SHA-256} of what a tokenizer or a processor is made of beside what the model's digest covers: code of
         theirs alone, vocabularies of other names."""
         covered = set(self.source.side_files())
-        files = [path for path in self.side_files.read_with_text() if path not in covered]
+        files = [path for path in self.side_files.of_the_text() if path not in covered]
         return {path.name: digest_of_file(path, cached=True) for path in files}
 
     @cached_property

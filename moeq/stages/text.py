@@ -274,7 +274,7 @@ class RunText:
         """
         known = self._run.text_digests
         if part not in known:
-            own, beside = self._digest(part), self.model.read_with_text()
+            own, beside = self._digest(part), self.model.of_the_text()
             known[part] = digest_of([own, beside]) if beside else own
         return known[part]
 

@@ -17,6 +17,7 @@ from moeq.artifacts.provenance import read_provenance
 from moeq.artifacts.reading import plain_name
 from moeq.artifacts.run import STAGES
 from moeq.artifacts.signature import read_signed
+from moeq.artifacts.stage import RECORD
 from moeq.artifacts.sums import SIGNATURE
 from moeq.comparison.subjects import _of_json
 from moeq.inspection import inspect
@@ -123,6 +124,23 @@ class Copy(JsonTarget):
         run = self.folder / "run"
         for name in mirror.Mirror(f"file://{self.folder}", run, Reporter(quiet=True)).files:
             assert (run / name).resolve().is_relative_to(run.resolve())
+
+
+class CopiedRecord(JsonTarget):
+    """stage.json in a run's copy in an object store: of which model it is is asked before anything is brought."""
+
+    name, refuses = "mirrored_record", False
+
+    def prepare(self, place: Place) -> None:
+        self.value = json.loads((place.checkpoint / RECORD).read_text("utf-8"))
+
+    def read(self, data: bytes) -> None:
+        stage = self.folder / "export"
+        stage.mkdir(exist_ok=True)
+        (stage / RECORD).write_bytes(data)
+        files = {f"export/{RECORD}": {"bytes": len(data), "sha256": "0" * 64}}
+        self.file(mirror.LIST, json.dumps({"schema_version": 1, "files": files}).encode())
+        mirror.Mirror(f"file://{self.folder}", self.folder / "run", Reporter(quiet=True)).record("export")
 
 
 class Said(JsonTarget):

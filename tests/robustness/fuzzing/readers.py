@@ -49,6 +49,7 @@ BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
     "moeq.artifacts.profile.read_profile": ("profile", "profile_tensors"),
     "moeq.artifacts.provenance.read_provenance": ("provenance",),
     "moeq.artifacts.mirror.Mirror._read_list": ("mirror",),
+    "moeq.artifacts.mirror.Mirror.record": ("mirrored_record",),
     "moeq.artifacts.status.parse_status": ("status",),
     "moeq.artifacts.reading.parse_json": ("record", "trace", "signature"),
     "moeq.artifacts.reading.parse_record": ("jsonl", "pairs_jsonl"),
