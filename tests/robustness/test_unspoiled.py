@@ -72,7 +72,7 @@ def test_options_go_into_the_recipe_and_are_said(run_copy: Path, moeq: ForkServe
     done = moeq.run("assign", "--out", run_copy, "--code-bits", "3", "--method", "frequency")
     said = [line for line in done.stderr.splitlines() if line.startswith(RECIPE)]
     assert said == [f"{RECIPE}: assign.method optimal -> frequency, assign.code_bits 2 -> 3"]
-    assert yaml.safe_load((run_copy / RECIPE).read_text("utf-8"))["assign"]["code_bits"] == "3"
+    assert yaml.safe_load((run_copy / RECIPE).read_text("utf-8"))["assign"]["code_bits"] == 3
     made = (run_copy / ASSIGNMENT).read_bytes()
     events = dict(follow(running := moeq.start("run", "--out", run_copy)))
     assert running.wait().code == 0
