@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -118,16 +118,18 @@ class RunModel:
 
     def goes_along(self) -> dict[str, Any] | None:
         """What `export` takes beside what the model's digest covers: code, licences, vocabularies of other names."""
-        covered, code = set(self.source.side_files()), self.code()
-        data = {path.name: digest_of_file(path, cached=True) for path in self.side_files.data if path not in covered}
+        data, code = self._beside(self.side_files.data), self.code()
         return {**(code or {}), **({"data": data} if data else {})} or None
 
     def of_the_text(self) -> dict[str, str]:
         """{name: SHA-256} of what a tokenizer or a processor is made of beside what the model's digest covers: code of
         theirs alone, vocabularies of other names."""
+        return self._beside(self.side_files.of_the_text())
+
+    def _beside(self, files: Iterable[Path]) -> dict[str, str]:
+        """{name: SHA-256} of those files that the model's digest does not cover."""
         covered = set(self.source.side_files())
-        files = [path for path in self.side_files.of_the_text() if path not in covered]
-        return {path.name: digest_of_file(path, cached=True) for path in files}
+        return {path.name: digest_of_file(path, cached=True) for path in files if path not in covered}
 
     @cached_property
     def device(self) -> torch.device:

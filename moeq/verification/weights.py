@@ -110,8 +110,7 @@ def compare_packed(
     found = Weights()
     _equal_experts(made_of, packed, found, reporter)
     _equal_others(made_of, packed, found, trust_remote_code)
-    rest = {key: made_of.source.tensors[key] for key in made_of.rest()}  # what stands guard over others is no weight
-    _tensors(replace(made_of.source, tensors=rest), packed, found)
+    _tensors(_plain(made_of), packed, found)  # without what stands guard over others, which is no weight
     return found
 
 
@@ -190,11 +189,19 @@ def _equal_others(made_of: PackedSource, packed: PackedSource, found: Weights, t
         return
     plain = ParameterReader(_plain(packed), trust_remote_code)
     for name in unpacked:
-        value, keys = plain.read(f"{name}.weight"), plain.keys(f"{name}.weight")
-        dtypes = {torch_dtype(packed.source.tensors[key].dtype) for key in keys}
-        wanted = values(theirs[name]())
-        if value is None or not any(torch.equal(value, wanted.to(dtype).float()) for dtype in dtypes):
+        if not _read(plain, f"{name}.weight", values(theirs[name]()), packed)[-1]:
             found.problems.append(f"{name}: its values differ")
+
+
+def _read(
+    mine: ParameterReader, name: str, exact: Tensor | None, packed: PackedSource
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """A parameter of a checkpoint, the exact one rounded to the type that it has there, and whether both are equal."""
+    value = mine.read(name)
+    dtypes = {packed.source.tensors[key].dtype for key in mine.keys(name)}
+    if exact is not None and len(dtypes) == 1:
+        exact = exact.to(torch_dtype(dtypes.pop())).float()
+    return value, exact, value is not None and exact is not None and torch.equal(value.float(), exact.float())
 
 
 def _where(packed: PackedSource, what: str, layer: int, expert: int) -> str:
@@ -225,12 +232,7 @@ def _tensors(
         return
     mine = ParameterReader(_plain(packed), trust_remote_code)
     for name in sorted(mine.made_of(apart)):
-        keys = mine.keys(name)
-        value, wanted = mine.read(name), reader.read(name)
-        dtypes = {packed.source.tensors[key].dtype for key in keys}
-        if wanted is not None and len(dtypes) == 1:
-            wanted = wanted.to(torch_dtype(dtypes.pop())).float()
-        same = value is not None and wanted is not None and torch.equal(value.float(), wanted.float())
+        value, wanted, same = _read(mine, name, reader.read(name), packed)
         found.equal += same
         if same:
             continue
