@@ -48,7 +48,8 @@ class MethodSettings(Section):
 class AssignSection(Section):
     """How bits and places are decided; also the shape of an entry of eval.compare.
 
-    Without a budget, methods that count stored bits have 2.25 a weight.
+    Without a budget, methods that count stored bits have 2.25 a weight, and an entry of eval.compare has that of
+    assign, where its method takes it.
     """
 
     method: str = Field(DEFAULT_METHOD, description="what decides which expert gets which width")
@@ -163,9 +164,7 @@ class AssignSection(Section):
         """Keys that are not of every method become its settings; null of another method's counts as not given."""
         if not isinstance(data, dict):
             return handler(data)
-        named = data.get("method", DEFAULT_METHOD)
-        takes = getattr(ALLOCATORS.find(named), "budgets", ()) if isinstance(named, str) else ()
-        if takes[:1] == ("bits_per_weight",) and not set(budget_keys()) & set(data):
+        if taken_by(data)[:1] == ("bits_per_weight",) and not set(budget_keys()) & set(data):
             alone = UNLIMITED_BITS if data.get("speed") is not None else DEFAULT_BITS_PER_WEIGHT
             data = {"bits_per_weight": alone} | data
         section = handler({key: value for key, value in data.items() if key in cls.model_fields})
@@ -248,6 +247,22 @@ class NamedAssignSection(AssignSection):
 def either(names: Sequence[str]) -> str:
     """`a`, `a or b`, `a, b or c`."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def taken_by(data: dict[str, Any]) -> tuple[str, ...]:
+    """The budgets of the method that an unread section names; none of a method that there is not."""
+    named = data.get("method", DEFAULT_METHOD)
+    return getattr(ALLOCATORS.find(named), "budgets", ()) if isinstance(named, str) else ()
+
+
+def with_budget_of(assign: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """An unread section that is compared, at the budget of the recipe's own if it has none and its method takes that.
+
+    A speed alone is no budget, and one that has it is held to nothing else.
+    """
+    if set(budget_keys()) & set(data) or data.get("speed") is not None:
+        return data
+    return {key: assign[key] for key in taken_by(data) if assign.get(key) is not None} | data
 
 
 def budget_keys() -> dict[str, None]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from moeq.recipe.assign import DEFAULT_QUANTIZER, AssignSection
+from moeq.recipe.assign import DEFAULT_QUANTIZER, AssignSection, with_budget_of
 from moeq.recipe.choices import BEST
 from moeq.recipe.corpus import CorpusSection, ProfileSection
 from moeq.recipe.estimate import EstimateSection
@@ -89,20 +89,22 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_method(cls, given: Any) -> Any:
-        """Where losses.methods is one method, it is the quantizer of every assignment that names none."""
-        losses = given.get("losses") if isinstance(given, dict) else None
-        methods = losses.get("methods") if isinstance(losses, dict) else None
-        if not isinstance(methods, list) or len(methods) != 1 or methods[0] == DEFAULT_QUANTIZER:
+    def _hand_down(cls, given: Any) -> Any:
+        """What an assignment has that names none: the only method of losses.methods and, compared, assign's budget."""
+        if not isinstance(given, dict):
             return given
-        own, only = dict(given), {"quantizer": methods[0]}
-        if isinstance(given.get("assign", {}), dict):
-            own["assign"] = only | given.get("assign", {})
-        evaluation = given.get("eval", {})
-        if isinstance(evaluation, dict):
+        losses, assign, evaluation = (given.get(key, {}) for key in ("losses", "assign", "eval"))
+        methods = losses.get("methods") if isinstance(losses, dict) else None
+        only, own = {}, dict(given)
+        if isinstance(methods, list) and len(methods) == 1 and methods != [DEFAULT_QUANTIZER]:
+            only = {"quantizer": methods[0]}
+        if isinstance(assign, dict) and only:
+            own["assign"] = only | assign
+        if isinstance(evaluation, dict) and (only or "compare" in evaluation):
             compared = evaluation.get("compare", compared_by_default())
+            budget = assign if isinstance(assign, dict) else {}
             if isinstance(compared, list):
-                compared = [only | one if isinstance(one, dict) else one for one in compared]
+                compared = [only | with_budget_of(budget, one) if isinstance(one, dict) else one for one in compared]
             own["eval"] = evaluation | {"compare": compared}
         return own
 

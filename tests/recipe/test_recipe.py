@@ -6,6 +6,7 @@ import pytest
 
 from moeq.errors import RecipeError
 from moeq.recipe import HUB_DATASET, load_recipe
+from moeq.recipe.assign import budget_keys
 from moeq.recipe.earlier import as_in_keys
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -134,6 +135,36 @@ def test_earlier_names_are_read(tmp_path: Path) -> None:
 def test_a_budget_that_is_null_takes_no_place(null: str) -> None:
     section = load_recipe({"assign": {"expert_bytes": 2000000}}, [f"assign.bits_per_weight={null}"]).assign
     assert (section.expert_bytes, section.bits_per_weight) == (2000000, None)
+
+
+@pytest.mark.parametrize(
+    ("assign", "entry", "budget"),
+    [
+        ({"bits_per_weight": 4.5}, {}, ("bits_per_weight", "9/2")),
+        ({"average_bits": 3}, {}, ("code_bits", "3")),
+        ({"size": "3MiB"}, {"method": "budget"}, ("size", 3 * 2**20)),
+        ({"expert_bytes": 2000000}, {"method": "uniform"}, ("expert_bytes", 2000000)),
+        ({"bits_per_weight": 4.5}, {"average_bits": 2}, ("code_bits", "2")),
+        ({"bits_per_weight": 4.5}, {"method": "uniform", "bits": 2}, ("bits", 2)),
+        ({"code_bits": 3}, {"method": "budget"}, ("bits_per_weight", "9/4")),
+        ({"method": "uniform", "bits": 4}, {}, ("bits_per_weight", "9/4")),
+        ({"bits_per_weight": 4.5}, {"method": "mopeq"}, None),
+        ({"bits_per_weight": 4.5}, {"method": "optimal", "speed": 20}, ("bits_per_weight", "17")),
+    ],
+)
+def test_what_is_compared_has_the_budget_of_the_recipes_own(
+    assign: dict[str, object], entry: dict[str, object], budget: tuple[str, object] | None
+) -> None:
+    """Unless it has its own, or its method does not take that one."""
+    data = {"assign": assign, "eval": {"compare": [{"name": "a", "method": "frequency"} | entry]}}
+    (one,) = load_recipe(data).eval.compare
+    given = [(key, value) for key in budget_keys() if (value := one.model_dump()[key]) is not None]
+    assert given == [budget] * (budget is not None)
+
+
+def test_a_budget_that_a_command_sets_holds_for_what_is_compared() -> None:
+    data = {"assign": {"bits_per_weight": 4}, "eval": {"compare": [{"name": "a", "method": "frequency"}]}}
+    assert load_recipe(data, ["assign.bits_per_weight=6"]).eval.compare[0].bits_per_weight == "6"
 
 
 def test_keys_of_stages_are_those_of_the_earlier_names() -> None:
