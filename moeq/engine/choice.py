@@ -18,7 +18,7 @@ def open_engine(
     beside: Path,
     preload: Sequence[str] = (),
     ram_bytes: int | None = None,
-    gpus: int = 0,
+    gpus: Sequence[int] = (),
 ) -> Engine:
     """An engine with so many workers, open; the parameters are those of `ProcessEngine`. kind: as the recipe has it."""
     if kind.partition(":")[0] == RAY:

@@ -66,8 +66,8 @@ class ProcessEngine(Closing):
     """Processes that start as forks of a server which has imported `preload`, with a number of threads each.
 
     beside: a folder for tensors that shared memory has no room for; ram_bytes: of all tasks that run at once, at most
-    (None: no limit; one runs always); gpus: how many there are, which workers divide among each other, so that each
-    sees one (0: workers see what this process sees). StorageError, PlanError.
+    (None: no limit; one runs always); gpus: those that workers divide among each other in this order, by their numbers
+    in this process, so that each sees one (none: workers see what this process sees). StorageError, PlanError.
     """
 
     name = "processes"
@@ -80,7 +80,7 @@ class ProcessEngine(Closing):
         beside: Path,
         preload: Sequence[str] = (),
         ram_bytes: int | None = None,
-        gpus: int = 0,
+        gpus: Sequence[int] = (),
     ) -> None:
         self.workers, self.threads, self.ram_bytes, self.gpus = workers, threads, ram_bytes, gpus
         self._context = multiprocessing.get_context("forkserver")
@@ -187,9 +187,8 @@ class ProcessEngine(Closing):
         """CUDA's name of the GPU of the worker at a place."""
         if not self.gpus:
             return None
-        visible = os.environ.get(worker.VISIBLE)
-        names = [str(number) for number in range(self.gpus)] if visible is None else visible.split(",")
-        return names[place % self.gpus].strip()
+        number, visible = self.gpus[place % len(self.gpus)], os.environ.get(worker.VISIBLE)
+        return str(number) if visible is None else visible.split(",")[number].strip()
 
     def _dispatch(self) -> None:
         """Hand out tasks and take what comes, until the engine closes; an error of it is the engine's end."""

@@ -95,7 +95,7 @@ def working(context: Context, keep: Keep, ahead: int) -> Iterator[Ahead | None]:
 def check(context: Context) -> None:
     """RecipeError for more workers of this machine than it has GPUs, where the model is on one, and for a cluster
     without workers, which would be given nothing."""
-    recipe, there = context.recipe, workers.gpus(context.model.device)
+    recipe, there = context.recipe, len(workers.gpus(context.model.device))
     if recipe.engine != workers.PROCESSES and workers.worker_count(recipe, context.model.device) is None:
         do = "set workers, or leave engine out"
         raise RecipeError("there are no workers to be where it says", where=f"engine: {recipe.engine}", do=do)

@@ -39,15 +39,16 @@ def worker_threads(recipe: Recipe) -> int:
     return recipe.threads or 1
 
 
-def gpus(device: torch.device) -> int:
-    """GPUs among which workers are divided where the model is on one; 0 where it is not."""
-    return torch.cuda.device_count() if device.type == "cuda" else 0
+def gpus(device: torch.device) -> list[int]:
+    """GPUs among which workers are divided where the model is on one, that one first; none where it is not."""
+    there = range(torch.cuda.device_count() if device.type == "cuda" else 0)
+    return sorted(there, key=lambda number: number != (device.index or 0))
 
 
 def worker_count(recipe: Recipe, device: torch.device) -> int | None:
     """Workers of a run: those of the recipe, else one a GPU where there are several and none is chosen; None: none."""
-    if recipe.workers is None and recipe.device in ANY_GPU and gpus(device) > 1:
-        return gpus(device)
+    if recipe.workers is None and recipe.device in ANY_GPU and len(gpus(device)) > 1:
+        return len(gpus(device))
     return recipe.workers
 
 

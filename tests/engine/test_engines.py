@@ -312,7 +312,7 @@ def test_workers_divide_gpus_among_each_other(
     monkeypatch.delenv(VISIBLE, raising=False)
     if visible is not None:
         monkeypatch.setenv(VISIBLE, visible)
-    with workers(3, tmp_path, gpus=2) as engine:
+    with workers(3, tmp_path, gpus=[1, 0]) as engine:
         for killed in (False, True):
             if killed:
                 os.kill(engine.pids[1], signal.SIGKILL)
@@ -320,7 +320,7 @@ def test_workers_divide_gpus_among_each_other(
                 time.sleep(0.01)
             tickets = [engine.submit(task(tasks.gpus_seen, 0.3)) for _ in range(3)]  # one for each, as none is busy
             seen = dict(outcome.value for outcome in engine.gather(tickets))
-            assert [seen[pid] for pid in engine.pids] == [names[0], names[1], names[0]]
+            assert [seen[pid] for pid in engine.pids] == [names[1], names[0], names[1]]
 
 
 def test_a_worker_whose_pipe_ended_waits_for_what_removes_the_folders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,6 +266,19 @@ def test_every_gpu_has_a_worker_unless_one_is_named(tiny_mixtral: Path, tmp_path
 
 
 @pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(("device", "wanted"), [("cuda", [0, 1]), ("cuda:1", [1, 0]), ("cpu", [])])
+def test_the_gpu_of_the_model_is_the_first_workers(
+    device: str, wanted: list[int], tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(workers, "open_engine", lambda *_, **more: given.update(more) or SerialEngine())
+    made = context(tiny_mixtral, tmp_path, "workers=1")
+    made.model.__dict__["device"] = torch.device(device)
+    with workers.working(made, 1):
+        assert list(given["gpus"]) == wanted
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_more_workers_than_gpus_are_refused(tiny_mixtral: Path, tmp_path: Path) -> None:
     made = context(tiny_mixtral, tmp_path, "workers=3")
     made.model.__dict__["device"] = torch.device("cuda")
