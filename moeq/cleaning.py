@@ -74,6 +74,9 @@ def collect(runs: Sequence[Path], store: Path | None, *, dry_run: bool) -> dict[
         folders = [run / f"losses{end}" for run in sorted(known) for end in ("", BEGUN)]
         indices = [replicas.read_index(folder) for folder in folders if (folder / INDEX).is_file()]
         indices += [others.read_index(folder) for folder in folders if (folder / others.INDEX).is_file()]
+        for run in () if dry_run else runs:
+            if (used := _used_store(run)) in stores and used != run.resolve() / STORE:
+                replica_store.note_run(used, run)  # which may have been moved since it was noted
         for folder in stores:
             _clean_store(folder, indices, sweep)
         for run in sorted(run.resolve() for run in runs):
@@ -96,11 +99,16 @@ def _stores(runs: Sequence[Path], store: Path | None) -> list[Path]:
             raise missing(run, "give the --out of a run")
         if not (run / RECIPE_COPY).is_file():
             raise ArtifactError("not a run directory", where=str(run), do="give the --out of a run")
-        wanted = (store_folder(load_recipe(run / RECIPE_COPY), run), run / STORE)
+        wanted = (_used_store(run), run.resolve() / STORE)
         stores += [folder for folder in wanted if (folder / replica_store.MARKER).is_file()]
     for folder in stores:
         replica_store.check_store(folder)
     return sorted({folder.resolve() for folder in stores})
+
+
+def _used_store(run: Path) -> Path:
+    """The store that a run's recipe names."""
+    return store_folder(load_recipe(run / RECIPE_COPY), run).resolve()
 
 
 def _clean_store(store: Path, indices: Sequence[ReplicaIndex], sweep: _Sweep) -> None:

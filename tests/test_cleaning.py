@@ -12,6 +12,7 @@ from fork_server import ForkServer
 from moeq import cleaning, pipeline
 from moeq.artifacts import replicas
 from moeq.artifacts.files import locked
+from moeq.artifacts.replica_store import noted_runs
 from moeq.artifacts.replicas import LayerReplicas, layer_file, read_rows
 from moeq.errors import ArtifactError, RecipeError, StorageError
 from moeq.progress import Reporter
@@ -110,6 +111,22 @@ def test_runs_that_share_a_store_keep_each_others_replicas(tiny_mixtral: Path, t
     assert "note of a run that is gone" in {freed["what"] for freed in found["freed"]}
     assert [path.name for path in shared.iterdir() if len(path.name) == 64] == [index.set]
     assert losses.is_intact(one)
+
+
+def test_a_run_that_was_moved_keeps_its_replicas_in_a_shared_store(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Its note names where it was, which the next cleaning without it would take for a run that is gone."""
+    shared, moved = tmp_path / "shared", tmp_path / "new"
+    own = run(tiny_mixtral, tmp_path / "own", "losses.bits=[2]")
+    run(tiny_mixtral, tmp_path / "old", f"store={shared}", "losses.bits=[2]").out.rename(moved)
+    before = files(shared / load_index(own).set)
+    foretold = cleaning.collect([moved, own.out], None, dry_run=True)
+    assert [one["what"] for one in foretold["freed"]] == ["note of a run that is gone"]
+    assert list(noted_runs(shared).values()) == [tmp_path / "old"]
+    cleaning.collect([moved, own.out], None, dry_run=False)
+    assert list(noted_runs(shared).values()) == [moved]
+    assert list(noted_runs(own.store).values()) == []
+    assert cleaning.collect([], shared, dry_run=False)["freed"] == []
+    assert files(shared / load_index(own).set) == before
 
 
 @pytest.mark.full

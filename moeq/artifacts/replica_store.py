@@ -19,14 +19,19 @@ RUNS = "runs"
 
 
 def open_store(store: Path, run: Path | None = None) -> None:
-    """Make the folder a store; `run`: a run directory outside of it, noted so that `moeq gc` knows who uses it."""
+    """Make the folder a store; `run`: a run directory outside of it, which is noted."""
     make_directory(store)
     with held(store):
         if not is_marked(store):
             write_json(store / MARKER, MARK)
         if run is not None:
-            name = str(run.resolve())
-            write_json(store / RUNS / f"{digest_of(name)[:SHORT]}.json", {"run": name})
+            note_run(store, run)
+
+
+def note_run(store: Path, run: Path) -> None:
+    """Note in a store that is held the directory of a run elsewhere, so that `moeq gc` knows who uses it."""
+    name = str(run.resolve())
+    write_json(store / RUNS / f"{digest_of(name)[:SHORT]}.json", {"run": name})
 
 
 def is_marked(store: Path) -> bool:
