@@ -61,7 +61,7 @@ def _kept_line(geometry: ModelGeometry, context: int, gpus: int) -> str:
     line += f" on {gpus} GPUs together" if gpus > 1 else ""
     for kind in geometry.kept:
         if kind.window is not None:
-            line += f"; in {kind.layers} layers of the last {kind.window} tokens"
+            line += f"; in {kind.layers} layers of {'a chunk of' if kind.chunked else 'the last'} {kind.window} tokens"
         if kind.state_bytes:
             line += f"; in {kind.layers} layers a state of {kind.state_bytes:,.0f} bytes instead"
     return line

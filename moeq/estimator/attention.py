@@ -3,6 +3,7 @@
 Read from the configuration as transformers' caches and serving runtimes keep it: multi-head latent attention
 (DeepSeek-V2, 2405.04434, section 2.1) one latent vector and one rotary key a token; layers with a sliding window or
 chunks no more tokens than that; linear attention and state-space layers a state of one size however long the text is.
+A token attends to what is kept, in chunks to those of its own alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ INTERVALS = (  # keys whose families say by rules of their own which layers are 
     "linear_num_value_heads", "hybrid_override_pattern",
 )  # fmt: skip
 NOTHING = {"moe", "mlp", "dense", "conv"}  # kinds of layers that keep nothing, or next to nothing
-WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+CHUNKED = "chunked_attention"
+WINDOWS = {"sliding_attention": "sliding_window", CHUNKED: "attention_chunk_size"}
 STATES = {"linear_attention", "mamba", "mamba2", "recurrent"}
 STATE_BYTES = 4  # of an element of a state, which runtimes keep in float32
 STATE_HEADS = ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads")
@@ -40,8 +42,8 @@ class Attention:
     """Layers of one kind: what each keeps of a token, of no more tokens than the window (None: of all), and of a text.
 
     token_bytes, state_bytes: FP16 keys and values, float32 states. token_macs: multiply-adds of a new token with each
-    one that is kept. parts: among how many GPUs they can be divided, beyond which they are there several times; None:
-    as many as there are heads of keys and values.
+    one that it attends to. chunked: a text is cut into pieces as long as the window. parts: among how many GPUs they
+    can be divided, beyond which they are there several times; None: as many as there are heads of keys and values.
     """
 
     layers: int
@@ -50,15 +52,25 @@ class Attention:
     window: int | None = None
     state_bytes: float = 0.0
     parts: int | None = None
+    chunked: bool = False
 
     def tokens(self, context: ArrayLike) -> NDArray[np.float64]:
         """Tokens that are kept of so many. Shape: that of `context`."""
         kept = np.asarray(context, dtype=np.float64)
         return kept if self.window is None else np.minimum(kept, self.window)
 
+    def tokens_seen(self, context: ArrayLike) -> NDArray[np.float64]:
+        """Tokens that one after so many others attends to. Shape: that of `context`."""
+        if not self.chunked or self.window is None:
+            return self.tokens(context)
+        return np.mod(np.asarray(context, dtype=np.float64), self.window)
+
     def tokens_before(self, prompt: ArrayLike) -> NDArray[np.float64]:
         """Tokens that one of a prompt of so many attends to, on average over the prompt. Shape: that of `prompt`."""
         whole = np.asarray(prompt, dtype=np.float64)
+        if self.chunked and self.window is not None:
+            last = self.tokens_seen(whole)
+            return ((whole - last) * self.window + last**2) / (2 * whole)
         kept = self.tokens(whole)  # the first so many see all before them, the others so many each
         return kept - kept**2 / (2 * whole)
 
@@ -106,7 +118,7 @@ def _kind(kind: str, layers: int, whole: Attention, config: Mapping[str, Any]) -
         heads = _number(config, *STATE_HEADS) or None
         return Attention(layers=layers, token_bytes=0.0, token_macs=0.0, state_bytes=state, parts=heads)
     window = _number(config, WINDOWS[kind]) if kind in WINDOWS else 0
-    return replace(whole, layers=layers, window=window or None)
+    return replace(whole, layers=layers, window=window or None, chunked=kind == CHUNKED and window > 0)
 
 
 def _state(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -103,8 +103,8 @@ class ModelGeometry:
         usual = {"attention": None, "cache_bits": 16.0}
         found = {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
         for kind in found.get("attention", ()):
-            if kind["parts"] is None:
-                del kind["parts"]
+            for name in [name for name in ("parts", "chunked") if not kind[name]]:
+                del kind[name]
         return found
 
     def check_layers(self, experts: Sequence[int], *, where: str, do: str, what: str = "") -> None:
@@ -153,20 +153,28 @@ class ModelGeometry:
         each = (kind.layers * (kind.token_bytes * kind.tokens(context) + kind.state_bytes) for kind in self.kept)
         return np.asarray(sequences * sum(each), dtype=np.float64)
 
-    def kv_bytes_per_layer(self, context: ArrayLike) -> NDArray[np.float64]:
-        """`kv_bytes` of one sequence, a share for each MoE layer."""
-        return self.kv_bytes(context) / self.num_layers
+    def kv_bytes_per_layer(self, context: ArrayLike, *, prompt: bool = False) -> NDArray[np.float64]:
+        """Bytes of keys, values and states that a token after `context` others reads, a share for each MoE layer.
+
+        prompt: that one of the `context` tokens of a prompt reads, on average.
+        """
+        each = (
+            kind.layers * (kind.token_bytes * seen + kind.state_bytes) for kind, seen in self._seen(context, prompt)
+        )
+        return np.asarray(sum(each) / self.num_layers, dtype=np.float64)
 
     def attention_macs(self, context: ArrayLike, *, prompt: bool = False) -> NDArray[np.float64]:
         """Multiply-adds of a token with the `context` tokens before it, a share for each MoE layer.
 
         prompt: of one of the `context` tokens of a prompt with those before it, on average.
         """
-        each = (
-            kind.layers * kind.token_macs * (kind.tokens_before(context) if prompt else kind.tokens(context))
-            for kind in self.kept
-        )
+        each = (kind.layers * kind.token_macs * seen for kind, seen in self._seen(context, prompt))
         return np.asarray(sum(each) / self.num_layers, dtype=np.float64)
+
+    def _seen(self, context: ArrayLike, prompt: bool) -> Iterator[tuple[Attention, NDArray[np.float64]]]:
+        """Every kind of layers with the tokens that one attends to there."""
+        for kind in self.kept:
+            yield kind, kind.tokens_before(context) if prompt else kind.tokens_seen(context)
 
     def longest_context(self, room_bytes: float, sequences: int) -> int:
         """The most tokens of each of some sequences whose keys and values fit; at most 2^30."""

@@ -135,7 +135,7 @@ def t_dense(
     """
     gpu, share = hardware.all_gpus, geometry.non_expert_parameters / geometry.num_layers
     attended = np.asarray(context, dtype=np.float64)
-    read = 2 * share + sequences * geometry.kv_bytes_per_layer(attended / 2 if prompt else attended)
+    read = 2 * share + sequences * geometry.kv_bytes_per_layer(attended, prompt=prompt)
     macs = tokens * (share + geometry.attention_macs(attended, prompt=prompt))
     cost = _longer(
         memory=read / gpu.memory_rate,

@@ -52,7 +52,8 @@ def test_published_keys_and_values(name: str, token: int, text: int, tokens: int
     assert float(model.kv_bytes(1 << 20) - model.kv_bytes((1 << 20) - 1)) == token
     assert float(model.kv_bytes(tokens)) == text
     assert float(model.kv_bytes(tokens, 3)) == 3 * text
-    assert float(model.kv_bytes_per_layer(tokens)) == pytest.approx(text / model.num_layers)
+    read = text - sum(4096 * kind.layers * (8192 - tokens % 8192) for kind in model.kept if kind.chunked)
+    assert float(model.kv_bytes_per_layer(tokens)) == pytest.approx(read / model.num_layers)
     room = float(model.kv_bytes(tokens, 3))
     assert model.longest_context(room, 3) == tokens
     assert model.longest_context(float(model.kv_bytes(0)) - 1, 1) == 0
@@ -113,6 +114,33 @@ def test_a_prompts_tokens_attend_to_those_before_them(window: int | None) -> Non
         assert float(kind.tokens_before(prompt)) == pytest.approx(np.mean(seen))
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 8, 11, 40])
+def test_a_token_of_a_chunk_attends_to_its_chunk(chunk: int) -> None:
+    """Counted in the mask of transformers' models, each token half with itself; kept is no more than a chunk."""
+    kind = Attention(layers=1, token_bytes=1.0, token_macs=1.0, window=chunk, chunked=True)
+    for prompt in (1, 5, 8, 11, 16, 17):
+        places = np.arange(prompt + 1)
+        mask = (places[:, None] // chunk == places // chunk) & (places[:, None] >= places)
+        seen = mask.sum(axis=1) - 1
+        assert float(kind.tokens_seen(prompt)) == seen[-1]
+        assert float(kind.tokens_before(prompt)) == pytest.approx(np.mean(seen[:-1] + 0.5))
+        assert float(kind.tokens(prompt)) == min(prompt, chunk)
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+def test_a_model_of_chunks_reads_and_multiplies_what_is_in_them(prompt: bool, preset: Hardware) -> None:
+    """Llama 4 Maverick: 36 of 48 layers in chunks of 8,192 tokens; 40 heads of 128, two products each."""
+    model, context = load_geometry("llama-4-maverick"), 20_000
+    tokens = context if prompt else 1
+    found = t_dense(model, tokens=tokens, sequences=1, context=context, hardware=preset, prompt=prompt)
+    rest = context - 2 * 8192
+    seen = (2 * 8192**2 + rest**2) / (2 * context) if prompt else rest
+    whole = context / 2 if prompt else context
+    share, attended = model.non_expert_parameters / model.num_layers, (36 * seen + 12 * whole) / model.num_layers
+    assert float(found.macs) == pytest.approx(tokens * (share + 2 * 40 * 128 * attended))
+    assert float(found.bytes) == pytest.approx(2 * share + 4096 * attended)
+
+
 def test_a_prefill_of_windows_counts_what_is_in_them(preset: Hardware) -> None:
     """gpt-oss: 18 of 36 layers see 128 tokens, whatever the prompt; 64 heads of 64, two products each."""
     model, prompt = load_geometry("gpt-oss-120b"), 16_384
@@ -134,6 +162,7 @@ def test_a_window_is_no_longer_than_it_says(family: str, settings: dict[str, Any
     lengths = sorted({layer.keys.shape[2] for layer in cache.layers})
     assert lengths in ([7, 40], [8, 40])
     windows = [kind for kind in found.kept if kind.window is not None]
+    assert [kind.chunked for kind in windows] == ["attention_chunk_size" in settings]
     assert [kind.window for kind in windows] == [8]
     assert sum(kind.layers for kind in windows) == sum(layer.keys.shape[2] < 40 for layer in cache.layers)
 
