@@ -20,6 +20,7 @@ from moeq.artifacts.sums import write_sums
 from moeq.artifacts.tensor_files import write_tensors
 from moeq.cli import app
 from moeq.errors import CorpusError, GateError, RecipeError
+from moeq.models import loading
 from moeq.pipeline import run
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -230,13 +231,24 @@ def test_sizes_weights_of_sources_stores_and_other_formats(
         assert found.notes == (), "domains are called as they were"
 
 
-def test_scales_of_a_streamed_model_are_trained_layer_by_layer_again(
-    home: Path, tiny_mixtral: Path, tmp_path: Path
+@pytest.mark.parametrize("streamed", [True, False])
+def test_scales_are_trained_layer_by_layer_or_not_again_whatever_the_memory(
+    streamed: bool, home: Path, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    corpus = LESS["corpus"] | {"sequences": 8}
-    recipe = LESS | {"corpus": corpus, "stream": "always", "quantize": {"tune": {"steps": 2}}}
-    found = reproduce(home, made_of(tiny_mixtral, tmp_path / "run", recipe), texts=[])
+    """What older versions made does not say which it was: that is told."""
+    recipe = LESS | {"corpus": LESS["corpus"] | {"sequences": 8}, "quantize": {"tune": {"steps": 2}}}
+    sizes = (1 << 60, loading.loaded_bytes) if streamed else (0, lambda *_: 1 << 60)
+    with monkeypatch.context() as there:
+        there.setattr(loading, "loaded_bytes", lambda *_: sizes[0])
+        made = made_of(tiny_mixtral, tmp_path / "run", recipe)
+    monkeypatch.setattr(loading, "loaded_bytes", sizes[1])
+    found = reproduce(home, made, texts=[])
     assert found.is_equal, list(found.lines())
+    assert found.notes == ()
+    edit(made, lambda definition: definition["externalParameters"]["recipe"].pop("stream"))
+    found = reproduce(home, made, texts=[])
+    assert found.notes[0].endswith(f"is not stated; here {'it is not' if streamed else 'it is'}")
+    assert not found.is_equal
 
 
 def test_a_directory_that_holds_something_else_is_refused(home: Path, checkpoint: Path, tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ def reproduce(inputs: Inputs, out: Path | None, reporter: Reporter) -> Reproduct
         context = _context(inputs, folder, reporter)
         _check_sets(context, inputs.statement)
         notes = tuple(_notes(inputs.statement, making.builder(context.model.device).version, _packages(inputs)))
+        if context.recipe.quantize.tune is not None and context.recipe.stream == "auto":  # of older versions
+            how = "it is" if context.model.streams else "it is not"
+            notes = (*notes, f"whether its model was streamed while scales were trained is not stated; here {how}")
         for note in notes:
             reporter.say(f"[yellow]{escape(note)}[/yellow]")
         pipeline.run(context, MAKING)

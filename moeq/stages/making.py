@@ -3,7 +3,7 @@
 Nothing in it says where something lies or when it was made. The recipe stands without eval, estimate, gates, store,
 stream, workers, engine, mirror and other runtimes' formats, which change no byte of a checkpoint and so need not be
 asked for again; what is compared stays, by name, where the size of the whole checkpoint is limited, whose card has a
-row for each, and stream where quantize.tune trains, which goes layer by layer in a streamed model.
+row for each, and stream as it was where quantize.tune trains, which goes layer by layer in a streamed model.
 """
 
 from __future__ import annotations
@@ -123,9 +123,8 @@ def _recipe(context: Context, runtime: str) -> dict[str, Any]:
     compared = data["eval"]["compare"] if context.recipe.assign.size is not None else []  # whose rows in the card count
     for key in SHAPELESS:
         del data[key]
-    streamed = "always" if context.model.streams else context.recipe.stream
-    if context.recipe.quantize.tune is not None and streamed != "auto":
-        data["stream"] = streamed
+    if context.recipe.quantize.tune is not None:
+        data["stream"] = "always" if context.model.streams else "never"
     data["eval"] = {"compare": [one | {"hardware": one["hardware"] and _last(one["hardware"])} for one in compared]}
     data["export"]["formats"] = [] if runtime == NATIVE else [runtime]  # others that are written change nothing of it
     del data["export"]["verify"], data["export"]["onnx"]
