@@ -19,8 +19,10 @@ import numpy as np
 from moeq.engine.arrays import decode, encode
 from moeq.engine.task import Closing, Failure, Function, Outcome, Shared, Task, Tensors
 from moeq.errors import PlanError, RecipeError
+from moeq.tables import human_bytes
 
 RETRIES = 20  # of a task whose worker or node was lost; Ray counts them
+PATIENCE = 600.0  # seconds that a cluster which grows has until it has a node for a task
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable: the cluster that is taken where none is named
 
 
@@ -29,7 +31,8 @@ class RayEngine(Closing):
 
     address: as `ray.init` takes it ("auto", HOST:PORT, ray://HOST:PORT); None: that of $RAY_ADDRESS, else a local
     cluster with one CPU for every thread of `workers` workers. On an existing cluster as many tasks run at once as its
-    CPUs and memory allow. RecipeError where Ray is not installed or the cluster does not answer.
+    CPUs and memory allow. RecipeError where Ray is not installed or the cluster does not answer; PlanError for a task
+    that no node can take.
     """
 
     name = "ray"
@@ -41,7 +44,7 @@ class RayEngine(Closing):
             raise RecipeError("ray is not installed", where="engine: ray", do="pip install 'moeq[ray]'") from None
         self._ray, self.workers, self.threads = ray, workers, threads
         self._numbers = count()
-        self._running: dict[int, tuple[Any, str]] = {}
+        self._running: dict[int, tuple[Any, Task]] = {}
         self._ours = not ray.is_initialized()
         address = address or os.environ.get(ADDRESS)
         if self._ours:
@@ -75,25 +78,45 @@ class RayEngine(Closing):
             options["num_gpus"] = 1
         given = [reference for shared in task.shared for reference in shared.place]
         reference = self._run.options(**options).remote(task.function, task.arguments, self.threads, *given)
-        self._running[ticket] = (reference, task.name)
+        self._running[ticket] = (reference, task)
         return ticket
 
     def gather(self, tickets: Iterable[int]) -> Iterator[Outcome]:
         for ticket in tickets:
-            reference, name = self._running.pop(ticket)
+            reference, task = self._running[ticket]
+            name = task.name
             try:
+                while not self._ray.wait([reference], timeout=PATIENCE)[0]:
+                    self._check_there_is_room(task)
                 found = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
                 what = f"Ray gave it up: {' '.join(str(error).split())[:300]}"
                 do = "see Ray's dashboard and logs; `moeq plan` says what workers take"
                 raise PlanError(what, where=name, do=do) from None
+            del self._running[ticket]
             if isinstance(found, Failure):
                 raise found.error(name)
             (value, host, seconds), tensors = decode(found)
             yield Outcome(value=value, tensors=tensors, host=host, seconds=seconds)
 
+    def _check_there_is_room(self, task: Task) -> None:
+        """PlanError where no node, even if it did nothing else, has what a task asks for: Ray would wait for one."""
+        takes = task.resources
+        asked = {"CPU": self.threads, "memory": takes.ram_bytes, "GPU": 1 if takes.gpu_bytes else 0}
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        if not any(all(node.get(name, 0) >= amount for name, amount in asked.items()) for node in nodes):
+            memory = f"{human_bytes(takes.ram_bytes)} of memory"
+            words = {
+                "CPU": f"{self.threads} {'CPU' if self.threads == 1 else 'CPUs'}",
+                "memory": memory,
+                "GPU": "a GPU",
+            }
+            what = f"no node of the Ray cluster has {' and '.join(words[name] for name in asked if asked[name])}"
+            do = "start one that has, or choose other threads, losses.working_memory or device"
+            raise PlanError(what, where=task.name, do=do)
+
     def doing(self) -> list[str]:
-        return [name for _, name in list(self._running.values())]
+        return [task.name for _, task in list(self._running.values())]
 
     def close(self) -> None:
         """Leave the cluster; a local one ends."""

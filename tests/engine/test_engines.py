@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from itertools import count, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engine_tasks as tasks
@@ -26,7 +28,7 @@ from moeq.engine.arrays import Encoded, decode, encode
 from moeq.engine.processes import ProcessEngine
 from moeq.engine.serial import SerialEngine
 from moeq.engine.spool import PREFIX, SHARED_MEMORY, Folders, Spool, read
-from moeq.engine.task import Resources, Task, TaskError, bounded, falling_groups, groups
+from moeq.engine.task import Failure, Resources, Task, TaskError, bounded, falling_groups, groups
 from moeq.engine.worker import VISIBLE
 from moeq.errors import PlanError, QuantizationError, StorageError
 from moeq.stages.losses_tasks import PRELOAD
@@ -210,6 +212,43 @@ def test_memory_of_tasks_bounds_how_many_run(tmp_path: Path) -> None:
         assert [outcome.value for outcome in engine.gather(large)] == [1, 1, 1, 1]
         alone = [engine.submit(task(tasks.held, str(folder), ram_bytes=1000))]
         assert [outcome.value for outcome in engine.gather(alone)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [({"ram_bytes": 30 << 30}, r"4 CPUs and 30\.0 GiB of memory"), ({"gpu_bytes": 1}, "4 CPUs and a GPU")],
+)
+def test_a_task_that_no_node_can_take_is_refused(
+    asked: dict[str, int], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a cluster that is made up: nodes that are gone do not count, and one that is busy is waited for."""
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 8.0, "memory": 20.0 * 2**30}},
+        {"Alive": False, "Resources": {"CPU": 8.0, "memory": 60.0 * 2**30, "GPU": 1.0}},
+    ]
+    function = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: "reference"))
+    lost, waited, cancelled = type("RayError", (Exception,), {}), list[float](), list[str]()
+    cluster = SimpleNamespace(
+        is_initialized=lambda: True, init=None, nodes=lambda: nodes, remote=lambda _: function,
+        wait=lambda _, timeout: (waited.append(timeout), ([], ["reference"]))[1],
+        cancel=lambda reference, force: cancelled.append(reference), exceptions=SimpleNamespace(RayError=lost),
+    )  # fmt: skip
+    cluster.get = lambda _: pytest.fail("waits for ever")
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    from moeq.engine.ray_cluster import RayEngine
+
+    with RayEngine(2, threads=4) as engine:
+        ticket = engine.submit(task(tasks.square, 3, **asked))
+        with pytest.raises(PlanError, match=f"layer 3, square: no node of the Ray cluster has {told}; start"):
+            list(engine.gather([ticket]))
+        nodes[1]["Alive"] = True
+        cluster.wait = lambda *_, timeout: ([], []) if len(waited) < 3 and not waited.append(timeout) else (["r"], [])
+        cluster.get = lambda _: Failure.of(QuantizationError("came"))
+        with pytest.raises(QuantizationError, match="came"):
+            list(engine.gather([ticket]))
+        assert len(waited) == 3
+        engine.submit(task(tasks.square, 3))
+    assert cancelled == ["reference"]
 
 
 def test_driver_memory_is_flat_in_the_number_of_tasks(process_engine: ProcessEngine) -> None:
