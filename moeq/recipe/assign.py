@@ -206,7 +206,7 @@ class AssignSection(Section):
         average = None if self.code_bits is None else Fraction(self.code_bits)
         stored = None if self.bits_per_weight is None else Fraction(self.bits_per_weight)
         known = self.named() or self.allocator.widths
-        low, high = min(known, default=1), max(known, default=16)
+        low, high = 0 if self.drop else min(known, default=1), max(known, default=16)
         if average is not None and not low <= average <= high:
             raise ValueError(f"code_bits must lie between {low} and {high}, not {self.code_bits}")
         if stored is not None and not low <= stored <= MOST_BITS:

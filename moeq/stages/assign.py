@@ -34,7 +34,7 @@ from moeq.artifacts.targets import granularity_within, loaded_by, target_of
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs, Loaded
 from moeq.assigners.limits import limit_of, widths_within
-from moeq.errors import ArtifactError, AssignmentError, MoeqError, RecipeError
+from moeq.errors import ArtifactError, AssignmentError, BudgetError, MoeqError, RecipeError
 from moeq.estimator import load_hardware
 from moeq.estimator.terms import expert_seconds
 from moeq.models.experts import ExpertLayer
@@ -131,7 +131,7 @@ def _check_section(context: Context, section: AssignSection, name: str) -> None:
     if any(getattr(section, budget) is not None for budget in BUDGETS):
         granularity = granularity_within(target_of(section.target), section.granularity)
         inputs = _inputs(context, section, name, _unmeasured(context))
-        known = sorted(section.named() or context.recipe.losses.bits)
+        known = sorted({*(section.named() or context.recipe.losses.bits), *inputs.decided_among()})
         refused_anyway = target_of(section.target).symmetric_only and not inputs.symmetric
         within = ALLOCATORS.get(section.method).within_target and not refused_anyway
         limit_of(inputs, widths_within(inputs, known) if within else known, granularity=granularity)
@@ -177,8 +177,10 @@ def _decided(context: Context, inputs: AssignInputs) -> tuple[Assignment, dict[s
 
 
 def decide(inputs: AssignInputs) -> Assignment:
-    """Run the assigner; AssignmentError when it takes a width whose replicas were not made."""
+    """Run the assigner; AssignmentError when it takes a width whose replicas were not made, or none at all."""
     assignment = assign(inputs)
+    if not any(assignment.widths()):
+        raise BudgetError("every expert would be dropped", where=inputs.name, do="raise the budget")
     made = {DROPPED, FULL, *(() if inputs.losses is None else inputs.losses.bits())}
     missing = [width for width in assignment.widths() if width not in made]
     if missing:
@@ -199,7 +201,6 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
         effects=replicas.load_effects(context),
         expert_effects=replicas.load_expert_effects(context),
         ndp_seconds=ndp_seconds(context, config, (*context.recipe.losses.bits, FULL)),
-        droppable=not any(layer.biased for layer in context.model.layers),
     )
 
 
@@ -212,6 +213,7 @@ def _inputs(context: Context, config: AssignSection, name: str, statistics: Expe
         losses=None,
         **vars(context.recipe.losses.encoding),
         weights=tuple(layer.weights_per_expert for layer in context.model.layers),
+        droppable=not any(layer.biased for layer in context.model.layers),
         loaded=_loaded(context, config),
         **sizes(context, config),
     )
@@ -373,6 +375,8 @@ def _check_shape(context: Context, assignment: Assignment, path: Path) -> None:
             problem = f"{placed.name} has {len(placed.experts)} experts, in the model {layer.num_experts}"
         if problem is not None:
             raise AssignmentError(problem, where=str(path), do=REMEDY)
+    if not any(assignment.widths()):
+        raise AssignmentError("every expert is dropped", where=str(path), do="give some of them a width")
 
 
 COLUMN, VALUE = 342, 5  # bytes of a column of the sensitivities and of a value

@@ -19,7 +19,7 @@ from moeq.artifacts.losses import WHOLE
 from moeq.artifacts.manifest import read_manifest
 from moeq.bundled import bundled_path
 from moeq.conversion import convert
-from moeq.errors import ArtifactError, AssignmentError, FormatError
+from moeq.errors import ArtifactError, AssignmentError, BudgetError, FormatError, MoeqError
 from moeq.exporters.native_reader import NativeReader
 from moeq.models.forward import forward
 from moeq.progress import Reporter
@@ -183,8 +183,38 @@ def test_other_runtimes_are_refused_in_a_line(finished: Context, tmp_path: Path)
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("budget", ["bits_per_weight: 0.5", "code_bits: 1/2", "expert_bytes: 300000"])
+@pytest.mark.parametrize("granularity", ["expert", "projection"])
+def test_a_budget_below_the_narrowest_width_is_met_by_dropping(
+    budget: str, granularity: str, finished: Context
+) -> None:
+    """It is refused where none may be dropped, and where nothing would be left."""
+    section = f"method: optimal, {budget}, granularity: {granularity}"
+    context = make(finished.model_name, finished.out, f"assign={{{section}, drop: true}}")
+    assign.check(context)
+    assignment = assign.make(context, context.recipe.assign, "run")
+    assert {0, 1} <= {*assignment.widths()}
+    with pytest.raises(MoeqError, match=r"least possible|between 1"):
+        assign.check(make(finished.model_name, finished.out, f"assign={{{section}}}"))
+    less = section.replace("0.5", "0").replace("1/2", "0").replace("300000", "1")
+    nothing = make(finished.model_name, finished.out, f"assign={{{less}, drop: true}}")
+    with pytest.raises(BudgetError, match="every expert would be dropped; raise the budget"):
+        assign.make(nothing, nothing.recipe.assign, "run")
+
+
+def test_that_every_expert_is_dropped_by_hand_is_refused(finished: Context, tmp_path: Path) -> None:
+    shutil.copytree(finished.out, tmp_path / "run")
+    copy = make(finished.model_name, tmp_path / "run", DROPPING)
+    edit(copy, *((layer, expert) for layer in range(4) for expert in range(8)))
+    with pytest.raises(AssignmentError, match=r"assignment\.json: every expert is dropped; give some of them a width"):
+        assign.load(copy)
+
+
 def test_experts_with_biases_are_kept(tmp_path: Path) -> None:
+    """Also where a budget could be met by dropping them alone."""
     model = save("gpt_oss", tmp_path / "model")
+    with pytest.raises(BudgetError, match="the least possible is"):
+        assign.check(make(model, tmp_path / "run", "assign={method: optimal, bits_per_weight: 0.5, drop: true}"))
     context = make(model, tmp_path / "run", UNIFORM)
     pipeline.run(context, ("profile", "losses", "assign"))
     edit(context, (0, 1))
