@@ -6,10 +6,12 @@ import fcntl
 import os
 import shutil
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TextIO
 
 LOCK = ".lock"
+UNHELD = f"{LOCK}.new"  # until it is held
 
 
 class Scratch:
@@ -18,10 +20,12 @@ class Scratch:
     def __init__(self, parent: Path, prefix: str, more: str = "") -> None:
         """prefix: of all such folders there; more: behind it in this one's name. OSError where there can be none."""
         remove_stale(parent, prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix + more, dir=parent))
-        self._lock = (self.path / f"{LOCK}.new").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.rename(self._lock.name, self.path / LOCK)  # seen by others only when it is held
+        lock = None
+        while lock is None:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix + more, dir=parent))
+            with suppress(FileNotFoundError):  # else another process has taken it for one that was left
+                lock = _locked(self.path)
+        self._lock = lock
 
     def remove(self) -> None:
         """Remove the folder and what is in it."""
@@ -29,9 +33,24 @@ class Scratch:
         self._lock.close()
 
 
+def _locked(folder: Path) -> TextIO:
+    """The lock of a new folder, held; FileNotFoundError where the folder has been removed."""
+    with ExitStack() as stack:
+        lock = stack.enter_context((folder / UNHELD).open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(lock.name, folder / LOCK)  # seen by others only when it is held
+        stack.pop_all()
+    return lock
+
+
 def remove_stale(parent: Path, prefix: str) -> None:
-    """Remove folders whose processes are gone: their locks are free."""
+    """Remove folders whose processes are gone: their locks are free, or they came to none and are empty."""
     for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError), (folder / LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError), (folder / UNHELD).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(lock.name)
+        with suppress(OSError):  # one in which something is
+            folder.rmdir()

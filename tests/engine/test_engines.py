@@ -22,6 +22,7 @@ import pytest
 import torch
 from tiny_models import FULL
 
+from moeq import scratch
 from moeq.cli.ending import _as_moeq_error
 from moeq.engine import processes, worker
 from moeq.engine.arrays import Encoded, decode, encode
@@ -301,14 +302,47 @@ def test_what_shared_memory_does_not_take_goes_to_the_disk(tmp_path: Path, monke
 def test_folders_of_drivers_that_are_gone_are_removed(tmp_path: Path) -> None:
     alive, left = Spool(tmp_path), Spool(tmp_path)
     path = left.write("put", encode(1, {}))
-    for scratch in left._scratch:
-        scratch._lock.close()  # as when the process is killed
+    for one in left._scratch:
+        one._lock.close()  # as when the process is killed
     another = Spool(tmp_path)
     assert not path.exists()
     assert all(folder.is_dir() for folder in (*alive.folders, *another.folders))
     for spool in (alive, another):
         spool.remove()
     assert not [folder for folder in tmp_path.iterdir() if folder.name.startswith(PREFIX)]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_folder_of_a_process_that_was_killed_before_it_had_a_lock_is_removed(begun: bool, tmp_path: Path) -> None:
+    left, own = tmp_path / f"{PREFIX}1-left", tmp_path / f"{PREFIX}1-own"
+    for folder in (left, own):
+        folder.mkdir()
+    (own / "notes.txt").touch()
+    if begun:
+        (left / ".lock.new").touch()
+    Spool(tmp_path).remove()
+    assert [*tmp_path.iterdir()] == [own]
+
+
+@pytest.mark.parametrize("moment", ["open", "flock"])
+def test_one_that_is_taken_for_such_a_folder_while_it_is_made_is_made_again(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, taken = {"open": Path.open, "flock": scratch.fcntl.flock}, list[str]()
+
+    def late(*args: Any, **more: Any) -> Any:
+        if not taken:
+            taken.append(moment)
+            scratch.remove_stale(tmp_path, PREFIX)
+            assert list(tmp_path.iterdir()) == []
+        return given[moment](*args, **more)
+
+    monkeypatch.setattr(*((Path, "open") if moment == "open" else (scratch.fcntl, "flock")), late)
+    made = scratch.Scratch(tmp_path, PREFIX)
+    scratch.remove_stale(tmp_path, PREFIX)
+    assert [*tmp_path.iterdir()] == [made.path]
+    assert taken
+    made.remove()
 
 
 def test_groups_cover_all_experts_once() -> None:
