@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,12 +27,12 @@ from pydantic import Field, ValidationError
 from rich.markup import escape
 
 from moeq.artifacts.digests import digest_of_file
-from moeq.artifacts.files import BEGUN, PARTIAL, canonical_json, make_directory, write_atomically
+from moeq.artifacts.files import BEGUN, PARTIAL, canonical_json, digest_of, make_directory, write_atomically
 from moeq.artifacts.reading import RelativeName, parse_json
 from moeq.artifacts.remote import AT_ONCE, file_system, insist, is_remote, not_allowed
 from moeq.artifacts.run import RECIPE_COPY, STORE
 from moeq.artifacts.stage import RECORD, FileStamp, Frozen, StageRecord
-from moeq.artifacts.status import Count, lives
+from moeq.artifacts.status import Count
 from moeq.errors import ArtifactError, MissingError, MoeqError, RecipeError, StorageError
 from moeq.progress import Reporter
 
@@ -39,21 +40,37 @@ LIST = "mirror.json"
 SCHEMA_VERSION = 1
 SECONDS = 30.0  # between two looks at the store, and two words, while a stage runs
 SILENCES = 3  # of so many seconds, after which who works on it is gone
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+NUMBERS = "/proc/self/ns/pid"  # the name space of processes' numbers
+SHORT = 32  # characters of a digest
 LOCAL = ("file", "memory")  # schemes whose folders have to be made
 
 
+@cache
+def here() -> str:
+    """What names this machine, from its start on, with the numbers that processes have here; a container has others
+    than the next one, though both are called the same."""
+    try:
+        return digest_of([BOOT.read_text(), os.readlink(NUMBERS)])[:SHORT]
+    except OSError:
+        return secrets.token_hex(SHORT // 2)  # like nothing else: nobody is seen from here
+
+
 class Holder(Frozen):
-    """A command that works on a mirror. words: how often it has said so."""
+    """A command that works on a mirror. place: where its number means something, see `here`; words: how often it has
+    said so."""
 
     host: Annotated[str, Field(max_length=256)]
     pid: Count
+    place: Annotated[str, Field(max_length=SHORT)] = ""
     words: Count = 0
 
     @property
     def is_gone(self) -> bool | None:
         """Whether its process has ended; None where that cannot be seen from here."""
-        there = lives(self.host, self.pid)
-        return None if there is None else not there or self.pid == os.getpid()
+        if self.place != here():
+            return None
+        return not Path(f"/proc/{self.pid}").exists() or self.pid == os.getpid()
 
     @property
     def who(self) -> str:
@@ -95,7 +112,7 @@ class Mirror:
         if there.holder is not None and not there.holder.is_gone:
             do = "wait until it ends, or give another address"
             raise StorageError(f"{there.holder.who} works on it", where=self.url, do=do)
-        self._own = Holder(host=platform.node(), pid=os.getpid())
+        self._own = Holder(host=platform.node(), pid=os.getpid(), place=here())
         self._write_list(there.files)
 
     def tell(self) -> None:
@@ -107,7 +124,7 @@ class Mirror:
     def _check_own(self) -> None:
         """StorageError where another command has taken it meanwhile: both began at once, or this one was silent."""
         own, holder = self._own, self._read_list().holder
-        if own is not None and holder is not None and (holder.host, holder.pid) != (own.host, own.pid):
+        if own is not None and holder is not None and (holder.place, holder.pid) != (own.place, own.pid):
             raise StorageError(f"{holder.who} has taken it", where=self.url, do="end one, or give another address")
 
     def leave(self) -> None:

@@ -313,17 +313,43 @@ def test_one_command_works_on_it_and_leaves_it(run: Path, url: str, tmp_path: Pa
 
 
 def test_a_command_of_this_machine_that_lives_is_in_the_way(run: Path, url: str, tmp_path: Path) -> None:
-    held(url, run, Holder(host=platform.node(), pid=os.getppid()))
+    held(url, run, Holder(host=platform.node(), pid=os.getppid(), place=mirror.here()))
     with pytest.raises(StorageError, match="works on it"), mirrored(url, run, Reporter(quiet=True)):
         pass
     assert holder_of(tmp_path)["pid"] == os.getppid()
     ended = subprocess.Popen(["true"])
     ended.wait()
-    for pid in (ended.pid, os.getpid()):  # of a container that began again, the same number
-        held(url, run, Holder(host=platform.node(), pid=pid))
+    for pid in (ended.pid, os.getpid()):  # the same number again
+        held(url, run, Holder(host=platform.node(), pid=pid, place=mirror.here()))
         with mirrored(url, run, Reporter(quiet=True)) as send:
             send()
         assert listed(tmp_path) == whole(run)
+
+
+@pytest.mark.parametrize("pid", [os.getpid(), 2**22 + 5], ids=["a number of both", "nobody's here"])
+def test_a_container_of_the_same_name_is_another_machine(
+    pid: int, run: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command is not seen from here, and has the mirror though its number may be this command's own."""
+    own = mirror.here()
+    (tmp_path / "ns").symlink_to("pid:[7]")
+    with monkeypatch.context() as there:
+        there.setattr(mirror, "NUMBERS", str(tmp_path / "ns"))
+        mirror.here.cache_clear()
+        other = Holder(host=platform.node(), pid=pid, place=mirror.here())
+    mirror.here.cache_clear()
+    assert mirror.here() == own
+    held(url, run, other)
+    waited: list[float] = []
+    spoken = other.model_copy(update={"words": 5})
+    monkeypatch.setattr(mirror.time, "sleep", lambda seconds: (waited.append(seconds), held(url, run, spoken)))
+    first = opened(url, run)
+    with pytest.raises(StorageError, match="works on it"):
+        first.take()
+    assert waited == [90]
+    first._own = Holder(host=platform.node(), pid=os.getpid(), place=own)
+    with pytest.raises(StorageError, match="has taken it"):
+        first.tell()
 
 
 @pytest.mark.parametrize("speaks", [True, False])
