@@ -35,7 +35,7 @@ from moeq.models.support import NO_EXPERTS, USE_ANOTHER, answer
 from moeq.preflight import check_path
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.runtimes import formats, runtimes
+from moeq.runtimes import formats, of_method, runtimes
 from moeq.tables import human_bytes
 from moeq_kernels.iq_types import SETS
 from moeq_kernels.widths import Encoding
@@ -76,7 +76,7 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
 
 def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
     """Describe a directory of weights: packed ones in a format of the registry, or a model's."""
-    from moeq.exporters.exporter import of_method, read_by
+    from moeq.exporters.exporter import read_by
     from moeq.exporters.readers import check_read, file_format, format_of
     from moeq.exporters.readers import described as reading
     from moeq.exporters.readers.w8a8 import Int8Checkpoint, is_w8a8

@@ -62,6 +62,20 @@ def formats() -> dict[str, str]:
     return {one.before: name for name, one in known.items() if one.before not in known}
 
 
+def of_method(method: str) -> Any:
+    """The exporter of checkpoints whose config.json names this quant_method, `dequantized` where it names none; None
+    where there is none."""
+    return next((one for one in EXPORTERS if method in (one.methods or (one.name,))), None)
+
+
+def to_convert(path: object, method: str, name: str, makes: str) -> str:
+    """What becomes of a packed checkpoint where one for the runtime `name` is wanted, for a message."""
+    exporter = of_method(method)
+    if exporter is None or (exporter.layout is None and exporter.opened is None):
+        return "moeq does not read this format, but the tool that packed it may write it dequantized"
+    return f"moeq convert {path} --to {name} --out OTHER makes {makes} of it"
+
+
 def named(word: str, known: Collection[str] | None = None, where: str | None = None) -> str:
     """The runtime that a word names; one of a format is told, once, with what it is called now.
 

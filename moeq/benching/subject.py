@@ -23,8 +23,9 @@ from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import compute_dtype, load_config, load_model, model_class, no_text, skeleton
 from moeq.models.source import ModelSource, open_source
 from moeq.progress import Reporter
-from moeq.runtime.checkpoint import CARD, CONVERT
+from moeq.runtime.checkpoint import CARD, OWN
 from moeq.runtime.packed_modules import TiedHead
+from moeq.runtimes import NATIVE, to_convert
 from moeq_kernels.widths import METHOD
 
 STATM, PAGE = Path("/proc/self/statm"), os.sysconf("SC_PAGE_SIZE")
@@ -96,7 +97,7 @@ def load_subject(
     packed = method == METHOD
     if method is not None and not packed and not is_dequantized(source):
         what = f"packed by another tool ({method})"
-        do = f"give a checkpoint of moeq, or a dense one: {CONVERT.format(source.path)}"
+        do = f"give a checkpoint of moeq, or a dense one: {to_convert(source.path, method, NATIVE, OWN)}"
         raise ModelError(what, where=str(source.path), do=do)
     check_makes_text(source, trust_remote_code)
     sums = check_sums(source.path, only=lambda file: file != CARD, cached=True, reporter=reporter) if packed else None

@@ -176,15 +176,6 @@ def read_by(exporter: Exporter, packed: Any) -> list[str]:
     return [name for name in names if name == exporter.usual(packed).name] or names
 
 
-def of_method(method: str) -> Exporter | None:
-    """The exporter of checkpoints whose config.json names this quant_method, `dequantized` where it names none."""
-    exporter: Exporter
-    for exporter in EXPORTERS:
-        if method in (exporter.methods or (exporter.name,)):
-            return exporter
-    return None
-
-
 def loaders() -> dict[str, Loader]:
     """Whose code can load a checkpoint, by the names of runtimes and, of other packages, by names of their own."""
     known = {loader.name: loader for exporter in EXPORTERS for loader in exporter.loaders}

@@ -34,6 +34,7 @@ from moeq.models.messages import asking_transformers, damaged, line, quiet_trans
 from moeq.models.meta import without_weights
 from moeq.models.source import CONFIG, TOKENIZER_FILES, VOCABULARIES, ModelSource
 from moeq.models.weights import WeightReader, owner
+from moeq.runtimes import to_convert
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTOS = (
@@ -157,7 +158,7 @@ def skeleton(
     where, declared = source.path / CONFIG, quantization_of(source.config)
     method = declared.get("quant_method", "unknown")
     if declared and not packed and method not in DEQUANTIZED:
-        do = "give the original checkpoint; `moeq convert` writes a packed one for other runtimes"
+        do = f"give the original checkpoint; {to_convert(source.path, method, 'dequantized', 'a plain one')}"
         raise ModelError(f"already quantized ({method})", where=str(where), do=do)
     config = load_config(source, trust_remote_code)
     for part in (config, config.get_text_config()):

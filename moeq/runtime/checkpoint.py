@@ -16,11 +16,12 @@ from moeq.folders import checkpoint_of
 from moeq.models.loading import compute_dtype, load_model
 from moeq.models.source import open_source
 from moeq.runtime.tiers import place, tier_devices
+from moeq.runtimes import NATIVE, to_convert
 from moeq_kernels import choice
 from moeq_kernels.widths import METHOD
 
 CARD = "README.md"
-CONVERT = "moeq convert {} --to native --out OTHER makes one of moeq's of it"
+OWN = "one of moeq's"  # what moeq convert makes of another tool's checkpoint
 
 
 def load(
@@ -74,9 +75,10 @@ def load_checkpoint(
     source = open_source(str(path))
     method = (source.config.get("quantization_config") or {}).get("quant_method")
     if method != METHOD:
-        what, do = f"not exported by moeq, but packed by another tool ({method})", CONVERT.format(path)
-        if method is None:
-            what, do = "not exported by moeq: nothing in it is packed", "load it with transformers, or pack it"
+        what, do = "not exported by moeq: nothing in it is packed", "load it with transformers, or pack it"
+        if method is not None:
+            what = f"not exported by moeq, but packed by another tool ({method})"
+            do = to_convert(path, method, NATIVE, OWN)
         raise ArtifactError(what, where=str(path / "config.json"), do=do)
     choice.named()  # before anything is read
     with choice.choosing(policy, at_once=device.type == "cpu"):

@@ -19,7 +19,7 @@ from moeq.artifacts.provenance import check_listed, words
 from moeq.artifacts.sums import SIGNATURE
 from moeq.artifacts.tensor_files import torch_dtype
 from moeq.errors import EvaluationError, RecipeError, missing
-from moeq.exporters.exporter import TRANSFORMERS, loaders, of_method
+from moeq.exporters.exporter import TRANSFORMERS, loaders
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import Checkable, PackedSource
 from moeq.exporters.readers import PLAIN, format_of, open_packed
@@ -30,7 +30,7 @@ from moeq.models.loading import skeleton
 from moeq.models.source import ModelSource
 from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
-from moeq.runtimes import NATIVE, named
+from moeq.runtimes import NATIVE, named, of_method
 from moeq.verification import launch
 from moeq.verification.against import Distance, compare_with, first_of
 from moeq.verification.logits import compare_logits

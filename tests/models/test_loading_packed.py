@@ -91,6 +91,7 @@ def test_other_quantized_checkpoints_are_refused_in_one_line(method: str, tiny_m
         with pytest.raises(ModelError, match=rf"already quantized \({method}\)") as caught:
             make(source)
         assert "\n" not in str(caught.value)
+        assert ("moeq convert" in str(caught.value)) is (method not in ("awq", "bitsandbytes"))  # what it would refuse
 
 
 def test_the_type_of_a_native_checkpoint_is_that_of_what_is_not_packed(tmp_path: Path) -> None:

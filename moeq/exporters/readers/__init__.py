@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moeq.errors import ArtifactError
-from moeq.exporters.exporter import Exporter, of_method
+from moeq.exporters.exporter import Exporter
 from moeq.models.declared import DEQUANTIZED, is_dequantized, quantization_of
 from moeq.models.source import INDEX, SINGLE, ModelSource, open_source
 from moeq.registry import EXPORTERS
+from moeq.runtimes import of_method
 
 if TYPE_CHECKING:  # torch is imported where something is opened, not where its format is told
     from moeq.exporters.packed_source import PackedSource
