@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from moeq.artifacts.reading import read_json_file
 from moeq.bounded import shown
 from moeq.errors import ModelError
 
@@ -17,7 +18,34 @@ TOP_K = (
     "moe_topk", "moe_k", "top_k_experts",
 )  # fmt: skip
 HUB_KERNELS = re.compile(r"^_?attn_implementation(_internal)?$")  # org/name has transformers run code of the hub
+BESIDE = "quantize_config.json"  # where AutoGPTQ declares what it does not in an older checkpoint's config.json
+PACKED = ".qweight"  # what its packed tensors are called
+CONFIG_BYTES = 64 << 20  # the largest config.json that is read
 REMEDY = "correct it, or download the file again"
+
+
+def read_settings(file: Path) -> Any:
+    """What a JSON file of a model holds; ModelError where it is none."""
+    try:
+        return read_json_file(file, most=CONFIG_BYTES, tag_constants=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"not valid JSON ({error})", where=str(file), do="download the file again") from None
+
+
+def declared_beside(config: dict[str, Any], keys: Iterable[str], folder: Path) -> dict[str, Any]:
+    """A model's configuration with the quantization that a file beside it declares, where it declares none itself.
+
+    Only of tensors as GPTQ packs them. ModelError for a file that holds no such settings.
+    """
+    file = folder / BESIDE
+    declared = any("quantization_config" in part for _, part in _parts(config))
+    if declared or not file.is_file() or not any(key.endswith(PACKED) for key in keys):
+        return config
+    settings = read_settings(file)
+    if not isinstance(settings, dict):
+        raise ModelError("its settings are no mapping", where=str(file), do=REMEDY)
+    check_config({"quantization_config": settings}, file)
+    return config | {"quantization_config": {"quant_method": "gptq"} | settings}
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:

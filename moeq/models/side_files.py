@@ -16,8 +16,9 @@ from typing import Any
 
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import copy_file, write_json
+from moeq.models.configuration import read_settings
 from moeq.models.drafts import without_drafting
-from moeq.models.source import CONFIG, SIDE_FILES, VOCABULARIES, check_part, read_settings
+from moeq.models.source import CONFIG, SIDE_FILES, VOCABULARIES, check_part
 
 HOOK_FILE = "configuration_moeq.py"
 SOURCE_CARD = "README.source.md"  # the card of the checkpoint that one was converted from

@@ -23,7 +23,7 @@ from moeq.artifacts.stage import ModelStamp
 from moeq.bounded import shortened
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError, missing
-from moeq.models.configuration import check_config
+from moeq.models.configuration import check_config, declared_beside, read_settings
 from moeq.models.drafts import draft_keys
 from moeq.progress import Reporter
 
@@ -51,7 +51,6 @@ PARTS = re.compile(  # names of files that a model is read from, or that an expo
     r".*\.(json|jinja|model|txt|spm|tiktoken|tokenizer|codes|safetensors|gguf|py)|README\.md"
     r"|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)([-._].*)?", re.IGNORECASE
 )  # fmt: skip
-CONFIG_BYTES = 64 << 20  # the largest config.json that is read
 SAMPLED_BYTES = 64 << 20  # older moeq hashed files above this size by samples
 SAMPLE_BYTES, SAMPLES = 64 << 10, 64
 MODULES = re.compile(r"layers$|_layer$|^depths?$|blocks$|experts$|_stages$")  # counts of modules in a configuration
@@ -142,6 +141,7 @@ def open_source(
         tensors = _read_headers(path, shards)
     else:
         tensors, to_fetch = map(dict, _heads(name, path, _absent(path)))  # type: ignore[arg-type]
+    config = declared_beside(config, tensors, path)
     check_counts(config, tensors, path / CONFIG)
     if is_remote(name) or Path(name).expanduser().is_dir():
         name = shown_name(name) if is_remote(name) else path.resolve().name  # where it lies is nobody's business
@@ -347,14 +347,6 @@ def read_config(file: Path) -> dict[str, Any]:
         raise ModelError("no model_type", where=str(file), do="give a transformers model directory")
     check_config(config, file)
     return config
-
-
-def read_settings(file: Path) -> Any:
-    """What a JSON file of a model holds; ModelError where it is none."""
-    try:
-        return read_json_file(file, most=CONFIG_BYTES, tag_constants=True)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"not valid JSON ({error})", where=str(file), do="download the file again") from None
 
 
 def _read_headers(path: Path, remote: Mapping[str, Path]) -> dict[str, TensorHeader]:

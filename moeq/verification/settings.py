@@ -13,9 +13,10 @@ from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.provenance import NAME as PROVENANCE
 from moeq.bounded import shown
 from moeq.exporters.packed_source import PackedSource
+from moeq.models.configuration import read_settings
 from moeq.models.loading import load_config
 from moeq.models.side_files import DATA, DATA_PATTERN, without_code
-from moeq.models.source import CONFIG, ModelSource, read_settings
+from moeq.models.source import CONFIG, ModelSource
 
 NO_COMPUTATION = re.compile(  # keys of config.json that say how weights are stored or loaded, not what is computed
     r"_.*|quantization_config|compression_config|(torch_)?dtype|transformers_version|use_cache|auto_map|custom_pipelines"

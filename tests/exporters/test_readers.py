@@ -13,7 +13,7 @@ from exporters import handmade
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moeq.errors import ArtifactError
+from moeq.errors import ArtifactError, ModelError
 from moeq.exporters import compressed_tensors
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import open_other, open_packed
@@ -265,6 +265,22 @@ def test_a_configuration_that_lies_about_bits(qwen: Path, tmp_path: Path) -> Non
     with pytest.raises(ArtifactError, match=r"qweight is I32 \[8, 96\], not I32 \[4, 96\].*2 bits") as caught:
         open_other(open_source(str(tmp_path / "packed"))).check()
     assert PLACE in str(caught.value)
+
+
+def test_settings_that_lie_beside_config_json_alone(qwen: Path, tmp_path: Path) -> None:
+    """As AutoGPTQ wrote them before config.json had them: without a method."""
+    folder, settings = tmp_path / "packed", {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    values = handmade.write(qwen, folder, handmade.gptq_config(), handmade.gptq_parts)
+    (folder / "config.json").write_bytes((qwen / "config.json").read_bytes())
+    (folder / "quantize_config.json").write_text(json.dumps(settings), "utf-8")
+    check_values(open_other(open_source(str(folder))), qwen, values, tmp_path)
+    assert inspect(folder)["kind"] == "packed checkpoint (gptq)"
+    (folder / "quantize_config.json").write_text("[4]", "utf-8")
+    with pytest.raises(ModelError, match=r"quantize_config\.json: its settings are no mapping"):
+        open_source(str(folder))
+    (qwen / "quantize_config.json").write_text(json.dumps(settings), "utf-8")
+    assert open_source(str(qwen)).config == json.loads((qwen / "config.json").read_text("utf-8"))  # nothing is packed
+    (qwen / "quantize_config.json").unlink()
 
 
 def test_widths_that_gptqmodel_keeps_otherwise(qwen: Path, tmp_path: Path) -> None:
