@@ -358,6 +358,9 @@ def _read_headers(path: Path, remote: Mapping[str, Path]) -> dict[str, TensorHea
             if any(path.glob("*.bin")):
                 do = "load it with transformers and save_pretrained it, which writes safetensors"
                 raise ModelError("no safetensors weights, only .bin files", where=str(path), do=do)
+            if others := sorted(file.name for file in path.glob(f"*{WEIGHTS}")):
+                do = f"if it holds all weights, call it {SINGLE}" if len(others) == 1 else f"download {INDEX}"
+                raise ModelError(f"neither {SINGLE} nor {INDEX}, but {others[0]}", where=str(path), do=do)
             raise ModelError("no safetensors weights", where=str(path), do="download the weights")
         return read_header(single)
     try:

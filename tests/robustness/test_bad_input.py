@@ -194,6 +194,13 @@ def _missing_weights(models: Models) -> Path:
     return model
 
 
+def _another_name(models: Models) -> Path:
+    """Weights in one file, as AutoGPTQ called it."""
+    model = _missing_weights(models)
+    save_file({"model.norm.weight": torch.ones(4)}, model / "gptq_model-4bit-128g.safetensors", {"format": "pt"})
+    return model
+
+
 def _bad_index(models: Models) -> Path:
     model = models.copy()
     (model / INDEX).write_text("[1, 2]")
@@ -257,6 +264,7 @@ MODELS: dict[str, tuple[Callable[[Models], Path], str]] = {
     "missing shard": (_missing_shard, "shard is missing"),
     "shard lacks a tensor": (_lacking_tensor, "tensor model.norm.weight is not in the shard"),
     "no weights": (_missing_weights, "no safetensors weights"),
+    "weights by another name": (_another_name, "gptq_model-4bit-128g.safetensors; if it holds all weights, call it"),
     "index of no use": (_bad_index, "not a weight index"),
     "one expert missing": (_index_without_an_expert, "expert tensors hold"),
     "no tokenizer": (_no_tokenizer, "no tokenizer"),
