@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moeq.artifacts.reading import read_json_file
 from moeq.errors import ModelError, RecipeError
 from moeq.models import half_products
-from moeq.models.configuration import check_top_k
+from moeq.models.configuration import check_top_k, read_settings
 from moeq.models.declared import DEQUANTIZED, PACKED, is_dequantized, main_dtype, quantization_of, scale_keys
 from moeq.models.drafts import draft_keys
 from moeq.models.experts import SUPPORTED, ExpertLayer, find_expert_layers
@@ -36,6 +36,7 @@ from moeq.models.source import CONFIG, TOKENIZER_FILES, VOCABULARIES, ModelSourc
 from moeq.models.weights import WeightReader, owner
 from moeq.runtimes import to_convert
 
+TOKENIZER = "tokenizer.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTOS = (
     AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForMultimodalLM,
@@ -284,8 +285,22 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
         raise ModelError(
             f"the tokenizer cannot be loaded ({line(error)})",
             where=str(_damaged_json(source.path) or source.path),
-            do="copy the tokenizer files of the model again",
+            do=_tokenizer_remedy(source, trust_remote_code),
         ) from error
+
+
+def _tokenizer_remedy(source: ModelSource, trust_remote_code: bool) -> str:
+    """What to do about a tokenizer that transformers does not load."""
+    settings = source.path / "tokenizer_config.json"
+    own = read_settings(settings) if settings.is_file() and _damaged_json(source.path) is None else {}
+    codes = [part.get("auto_map") for part in (source.config, own) if isinstance(part, dict)]
+    if not trust_remote_code and any("AutoTokenizer" in code for code in codes if isinstance(code, dict)):
+        return "it brings its own Python code: read its .py files; if you trust them, pass --trust-remote-code"
+    there = next(name for name in sorted(VOCABULARIES) if (source.path / name).is_file())
+    if (source.path / TOKENIZER).is_file() or not there.endswith((".model", ".tiktoken")):
+        return "copy the tokenizer files of the model again"
+    saved = "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+    return f"put its {TOKENIZER} beside {there}: {saved} writes one where sentencepiece and tiktoken are installed"
 
 
 def _damaged_json(folder: Path) -> Path | None:

@@ -35,15 +35,18 @@ HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # of a hub repository
+SMALL_FILES = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja")  # of a hub repository
 CARD_FILES = ("README.md", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*")  # of a hub repository, where they can be had
 CODE_FILES = ("*.py",)  # only where the user lets the model bring code
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json",
-    "tekken.json",
+    "tekken.json", "tiktoken.model", "hy.tiktoken",
 )  # fmt: skip
-VOCABULARIES = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json"}
+VOCABULARIES = {
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "tiktoken.model",
+    "hy.tiktoken",
+}  # fmt: skip
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 SIDE_FILES = ("generation_config.json", *PROCESSOR_FILES, *TOKENIZER_FILES)
 WEIGHTS = ".safetensors"

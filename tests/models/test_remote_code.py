@@ -92,6 +92,52 @@ def test_with_the_flag_the_code_makes_the_model(own_code: Path) -> None:
     assert os.environ.pop(RAN) == "1"
 
 
+VOCABULARY = """
+from pathlib import Path
+from transformers import PreTrainedTokenizer
+
+
+class OwnTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+
+    def __init__(self, vocab_file, **settings):
+        self.words = Path(vocab_file).read_text().split()
+        super().__init__(**settings)
+
+    vocab_size = property(lambda self: len(self.words))
+
+    def get_vocab(self):
+        return {word: index for index, word in enumerate(self.words)}
+
+    def _tokenize(self, text):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.words.index(token) if token in self.words else 0
+
+    def _convert_id_to_token(self, index):
+        return self.words[index]
+"""
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer.model"])
+def test_a_vocabulary_that_transformers_does_not_read_alone(own_code: Path, name: str) -> None:
+    for path in own_code.glob("tokenizer*"):
+        path.unlink()
+    (own_code / name).write_text("? a b c")
+    source = open_source(str(own_code))
+    assert own_code / name in source.side_files(), "what it holds is part of the model's digest"
+    with pytest.raises(ModelError, match=rf"put its tokenizer\.json beside {name}: AutoTokenizer") as caught:
+        loading.load_tokenizer(source)
+    assert "\n" not in str(caught.value)
+    (own_code / "tokenization_own_moe.py").write_text(VOCABULARY.replace("tiktoken.model", name))
+    settings = {"auto_map": {"AutoTokenizer": ["tokenization_own_moe.OwnTokenizer", None]}}
+    (own_code / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"brings its own Python code: .* pass --trust-remote-code"):
+        loading.load_tokenizer(source)
+    assert loading.load_tokenizer(source, trust_remote_code=True)("cab").input_ids == [3, 1, 2]
+
+
 @pytest.mark.full
 def test_a_whole_run_from_the_command_line(own_code: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
