@@ -36,9 +36,9 @@ class Subject:
     """A model that is loaded, with its MoE layers.
 
     expert_bytes: by the layer's path, [E] what is stored of each expert; shared_bytes: what every decode step reads
-    beside experts and caches; row_bytes: of one vector of the embeddings; resident_bytes: growth of the process's
-    memory by loading (CUDA: allocated), tensor_bytes: of the tensors that are held;
-    manifest_sha256: of a packed one's placement.json.
+    beside experts and caches; row_bytes: of what a token looks up in tables of embeddings; resident_bytes: growth of
+    the process's memory by loading (CUDA: allocated), tensor_bytes: of the tensors that are held; manifest_sha256: of
+    a packed one's placement.json.
     """
 
     name: str
@@ -193,20 +193,28 @@ def computes(module: nn.Module) -> str:
 
 
 def _shared_bytes(model: Any, layers: Sequence[ExpertLayer]) -> int:
-    """Bytes of all modules that a decode step runs whatever is routed: no expert, no encoder, no table of embeddings
+    """Bytes of all modules that a decode step runs whatever is routed: no expert, no encoder, no tables of embeddings
     (of which it looks up rows) unless the head is the same tensor."""
     left_out = {id(inner) for layer in layers for inner in model.get_submodule(layer.name).modules()}
     if model.config.is_encoder_decoder:
         left_out |= {id(inner) for inner in model.get_encoder().modules()}
-    table = model.get_input_embeddings()
-    if not isinstance(model.get_output_embeddings(), TiedHead):
-        left_out.add(id(table))
-    else:
-        left_out.discard(id(table))
+    left_out |= {id(table) for table in _tables(model)}
+    if isinstance(model.get_output_embeddings(), TiedHead):
+        left_out.discard(id(model.get_input_embeddings()))
     return _held(module for module in model.modules() if id(module) not in left_out)
 
 
+def _tables(model: Any) -> list[Any]:
+    """Tables of embeddings of which a token looks up a row: its word's, and those that some layers have."""
+    encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
+    others = (module for module in model.modules() if isinstance(module, nn.Embedding) and module not in encoder)
+    return list(dict.fromkeys([model.get_input_embeddings(), *others]))
+
+
 def _row_bytes(model: Any) -> int:
-    table = model.get_input_embeddings()
-    rows = getattr(table, "num_embeddings", None) or len(table.weight)
-    return _held([table]) // int(rows)
+    """Bytes of a row of every table, of tables that are one tensor once."""
+    rows: dict[int, int] = {}
+    for table in _tables(model):
+        first = next(_own(table)).data_ptr()
+        rows[first] = _held([table]) // int(getattr(table, "num_embeddings", None) or len(table.weight))
+    return sum(rows.values())

@@ -93,6 +93,19 @@ def test_bytes_are_those_that_are_stored(found: dict[str, Any], packed_run: Path
     )
 
 
+def test_tables_of_which_rows_are_looked_up_are_not_read_whole(tmp_path: Path) -> None:
+    """Gemma 4 has a second one, with a vector for every layer; its head is the first one's tensor."""
+    family_models.save("gemma4_text", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    subject = load_subject(str(tmp_path), torch.float32, torch.device("cpu"), False, Reporter(quiet=True))
+    row = config["num_hidden_layers"] * config["hidden_size_per_layer_input"]
+    experts = sum(int(each.sum()) for each in subject.expert_bytes.values())
+    every = sum(one.nbytes for module in subject.model.modules() for one in module.buffers(recurse=False))
+    every += sum(parameter.nbytes for parameter in subject.model.parameters())
+    assert subject.shared_bytes == pytest.approx(every - experts - 4 * 2048 * row, rel=1e-4)
+    assert subject.row_bytes == 4 * (40 + row)
+
+
 def test_a_model_in_its_own_type_is_resident_whole(tmp_path: Path) -> None:
     """Also where its weights are mapped from the disk and nobody has read them yet."""
     save_tiny(tmp_path, "mixtral", intermediate_size=4096)
