@@ -107,13 +107,20 @@ def check_bench(asked: Asked, out: Path | None) -> None:
     """What a bench reads must be there, and may be written where it is to go: MissingError, ModelError, RecipeError."""
     check_device(asked.device)
     _check_together(asked)
-    for name in (asked.checkpoint, asked.dense):
-        if name is not None and checkpoint_of(Path(name)) == Path(name):
+    for name, dense in ((asked.checkpoint, False), (asked.dense, True)):
+        if name is None:
+            continue
+        packed = checkpoint_of(Path(name)) != Path(name)  # a run's
+        if not packed:
             config = check_there(name)
             check_experts(config, name)
-            if name == asked.checkpoint and asked.dense is not None and not is_native(config):
-                what = "not packed, and --dense is the model that a packed one was made of"
-                raise ModelError(what, where=name, do="give a packed checkpoint or a run, or leave --dense out")
+            packed = is_native(config)
+        if packed and dense:
+            what = "packed, and --dense is the model that the checkpoint was made of"
+            raise ModelError(what, where=name, do="give that model, or leave --dense out")
+        if not packed and not dense and asked.dense is not None:
+            what = "not packed, and --dense is the model that a packed one was made of"
+            raise ModelError(what, where=name, do="give a packed checkpoint or a run, or leave --dense out")
     if asked.dynamic is not None:
         _check_pair(asked.dynamic, checkpoint_of(Path(asked.checkpoint)))
     check_path(asked.gguf, "give a GGUF file to --gguf")

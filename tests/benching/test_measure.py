@@ -280,6 +280,9 @@ def test_what_cannot_be_benched_is_refused(packed_run: Path, tiny_mixtral: Path,
     family_models.save("mixtral", tmp_path / "other")
     with pytest.raises(EvaluationError, match="experts are not the checkpoint's"):
         moeq.bench(packed_run, dense=tmp_path / "other", **SHORT)
+    for packed in (packed_run, packed_run / "checkpoint"):
+        with pytest.raises(ModelError, match="packed, and --dense is the model that the checkpoint was made of"):
+            moeq.bench(packed_run, dense=packed, **SHORT)
     family_models.save("openai_privacy_filter", tmp_path / "filter")
     with pytest.raises(ModelError, match="filter: OpenAIPrivacyFilterForTokenClassification makes no text"):
         moeq.bench(tmp_path / "filter", **SHORT)
