@@ -287,6 +287,9 @@ def test_what_differs_stands_in_the_name() -> None:
     assert usual == "dynamic 4/2 bits in 1.00 GiB"
     assert DynamicOptions.parse("memory=1GiB,period=2,tokens=0").label((4, 2)) == f"{usual} period=2 tokens 0"
     assert DynamicOptions.parse("memory=1GiB,tokens=512").label((4, 2)) == f"{usual} tokens 512"
+    modes = DynamicOptions.parse("memory=1GiB,host=2GiB,busy=0.5,planes=false")
+    assert modes.label((4, 2)) == f"{usual} busy=0.5 planes=false host 2.00 GiB"
+    assert DynamicOptions.parse("memory=1GiB,host=1GiB,busy=0.25,planes=true").label((4, 2)) == usual
 
 
 # refused

@@ -56,10 +56,12 @@ class DynamicOptions(OneLine, DynamicSection):
         """A short name: widths, budget, and what differs from other options."""
         budget = "its own bytes" if self.memory is None else human_bytes(self.memory)
         parts = [f"dynamic {pair[0]}/{pair[1]} bits in {budget}"]
-        for name in ("period", "ema", "threshold", "certainty", "transient", "prefetch"):
+        for name in ("period", "ema", "threshold", "certainty", "transient", "busy", "prefetch"):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
                 parts.append(f"{name}={value:g}")
+        parts += [] if self.planes else ["planes=false"]
+        parts += [] if self.host == type(self).model_fields["host"].default else [f"host {human_bytes(self.host)}"]
         parts += [] if self.tokens is None else [f"tokens {self.tokens}"]
         return " ".join([*parts, *([f"copies {self.copies}"] if self.copies else [])])
 
