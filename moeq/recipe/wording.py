@@ -68,6 +68,7 @@ ADVICE = (  # by what a validator says that has no advice of its own
 NEAR = 0.6  # how alike a choice must be to be meant
 OWN = ("value_error", "assertion_error")  # what our own validators say
 UNKNOWN = "extra_forbidden"
+NO_NAME = "invalid_key"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +76,15 @@ class Refusal:
     """path: of the key; what is wrong with it, in words that go behind its name; do: what to give; unknown: whether
     there is no such key."""
 
-    path: tuple[str | int, ...]
+    path: tuple[str | int | None, ...]
     what: str
     do: str | None = None
     unknown: bool = False
 
     def sentence(self) -> str:
         """What is wrong, the key named once."""
-        key, what = shortened(".".join(map(str, self.path)), MOST_CHARACTERS), self.what
-        leaf = str(self.path[-1]) if self.path else ""
+        parts, what = [part if isinstance(part, str) else in_short(part) for part in self.path], self.what
+        key, leaf = shortened(".".join(parts), MOST_CHARACTERS), parts[-1] if parts else ""
         if leaf and re.match(rf"{re.escape(leaf)}[ :.]", what):
             what = what[len(leaf) :]
         if not key:
@@ -105,6 +106,9 @@ def refusal_of(error: ValidationError, data: Any) -> Refusal:
         return Refusal(path=path, what="is a key that is not known", unknown=True)
     if first["type"] == "missing":
         return Refusal(path=path, what="is missing", do="add it")
+    if first["type"] == NO_NAME:
+        path = (*path_in(data, {**first, "loc": first["loc"][:-1]}), first["input"])
+        return Refusal(path=path, what="is no key: keys are text", do="write the name of one")
     own = next((one for one in same if one["type"] in OWN), None)
     if own is not None:
         return _named(path, _own_words(own), data)
