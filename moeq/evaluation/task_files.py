@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterator
 from itertools import chain, islice
 from os.path import isdir, isfile
@@ -16,6 +17,7 @@ from moeq.errors import EvaluationError
 DATA = ("dataset_path", "data_dir", "data_files")  # keys whose text may name what lies on this machine
 INCLUDE = "include"
 MOST = 10_000  # files and folders that one name may stand for
+EVERYWHERE, SEARCHED = "**", 100_000  # files and folders among which it is looked for
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -44,12 +46,28 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 def _data(text: str) -> dict[str, Path]:
     """The files that a name or pattern stands for on this machine, those of folders included."""
+    _check_searched(text)
     places = map(Path, glob.iglob(text, recursive=True))
     every = list(islice(chain.from_iterable([place, *_inside(place)] for place in places), MOST + 1))
     if len(every) > MOST:
         do = "name what the task reads, not a folder around it"
         raise EvaluationError(f"more than {MOST:,} files and folders", where=shortened(text), do=do)
     return {str(path): path for path in sorted({*every}) if isfile(path)}
+
+
+def _check_searched(text: str) -> None:
+    """EvaluationError for a pattern whose `**` would look through more than SEARCHED files and folders of this machine;
+    one that begins nowhere may be of a hub dataset's files."""
+    parts, looked = Path(text).parts, 0
+    if EVERYWHERE not in parts or not Path(text).is_absolute():
+        return
+    for place in glob.iglob(str(Path(*parts[: parts.index(EVERYWHERE)]))):
+        for _, folders, files in os.walk(place, followlinks=True):
+            folders[:] = [name for name in folders if not name.startswith(".")]  # which it passes by
+            looked += len(folders) + len(files)
+            if looked > SEARCHED:
+                what = f"{EVERYWHERE} would look through more than {SEARCHED:,} files and folders"
+                raise EvaluationError(what, where=shortened(text), do="name the folder that holds what the task reads")
 
 
 def _inside(place: Path) -> list[Path]:

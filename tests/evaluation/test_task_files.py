@@ -81,6 +81,12 @@ def test_questions_behind_other_examples_are_other_items() -> None:
 
 
 def test_names_of_whole_disks_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_files, "SEARCHED", 3)
+    for name in "abcd":
+        (folder / name).touch()
+    (folder / "all.yaml").write_text(f"dataset_path: {folder}/**/nowhere.jsonl\n")
+    with pytest.raises(EvaluationError, match=r"\*\* would look through more than 3 files and folders"):
+        files_of(folder)
     monkeypatch.setattr(task_files, "MOST", 3)
     (folder / "all.yaml").write_text("data_files: '**'\n")
     with pytest.raises(EvaluationError, match=r"\*\*: more than 3 files and folders"):
