@@ -364,7 +364,8 @@ def _read_headers(path: Path, remote: Mapping[str, Path]) -> dict[str, TensorHea
             if others := sorted(file.name for file in path.glob(f"*{WEIGHTS}")):
                 do = f"if it holds all weights, call it {SINGLE}" if len(others) == 1 else f"download {INDEX}"
                 raise ModelError(f"neither {SINGLE} nor {INDEX}, but {others[0]}", where=str(path), do=do)
-            raise ModelError("no safetensors weights", where=str(path), do="download the weights")
+            do = f"download the weights; {CONFIG} alone is what `moeq families` and `moeq estimate --model` read"
+            raise ModelError(f"no safetensors weights, neither {SINGLE} nor {INDEX}", where=str(path), do=do)
         return read_header(single)
     try:
         weight_map = _weight_map(path)

@@ -263,7 +263,7 @@ MODELS: dict[str, tuple[Callable[[Models], Path], str]] = {
     "transposed expert": (_swapped_expert_shape, "experts"),
     "missing shard": (_missing_shard, "shard is missing"),
     "shard lacks a tensor": (_lacking_tensor, "tensor model.norm.weight is not in the shard"),
-    "no weights": (_missing_weights, "no safetensors weights"),
+    "no weights": (_missing_weights, "neither model.safetensors nor model.safetensors.index.json; download"),
     "weights by another name": (_another_name, "gptq_model-4bit-128g.safetensors; if it holds all weights, call it"),
     "index of no use": (_bad_index, "not a weight index"),
     "one expert missing": (_index_without_an_expert, "expert tensors hold"),
