@@ -50,5 +50,6 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N]."""
         rows = x.reshape(-1, x.shape[-1])
-        found = products(self.prepared, rows).view(*x.shape[:-1], -1)
+        found = products(self.prepared, rows)
+        found = found.view(*x.shape[:-1], found.shape[-1])  # also of no rows
         return found if bias is None else found + bias

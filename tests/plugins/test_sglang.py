@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import peers
 import pytest
 import torch
 from made_sources import save_model
+from packed_layers import matrix_of
 from safetensors.torch import load_file, save_file
 from served_checkpoints import RECIPES, export
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from moeq_kernels.choice import choosing
+from moeq_kernels.choice import choosing, prepared_linear
+from moeq_kernels.widths import Encoding
 
 PROBE = Path(__file__).parent / "peer_sglang.py"
 TOKENS, CLOSE = 5, 2e-5
@@ -99,6 +104,23 @@ def test_sglangs_layers_compute_what_transformers_do(case: tuple[str, str], answ
                 away = (found[f"{number}.{name}"] - value).abs().max() / value.abs().max()
                 assert away < CLOSE, (number, name)
     assert int(found["bytes"]) > 0
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (2, 3)])
+def test_a_linear_of_no_rows_gives_none(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without SGLang, whose base class stands empty here."""
+    parts = ["sglang", "srt", "layers", "quantization", "base_config"]
+    for number in range(len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[: number + 1]), ModuleType(parts[number]))
+    sys.modules[".".join(parts)].LinearMethodBase = object  # type: ignore[attr-defined]
+    monkeypatch.delitem(sys.modules, "moeq_sglang.linear", raising=False)
+    linear = import_module("moeq_sglang.linear")
+    del sys.modules["moeq_sglang.linear"]
+    method = linear.MoeqLinear(Encoding(group_size=32, symmetric=False), {"q": 3, "k": 16}, "attention.qk")
+    given = matrix_of(24, 64, 3), matrix_of(8, 64, 16, dtype=torch.float32)
+    method.prepared = tuple(prepared_linear(one, None, torch.device("cpu"), "reference")[0] for one in given)
+    found = method.apply(None, torch.ones(*shape, 64), torch.ones(32))
+    assert found.shape == (*shape, 32)
 
 
 @pytest.mark.parametrize(
