@@ -385,7 +385,7 @@ def _uniform(
     hot_bits: float = 16,
 ) -> Subject:
     """One width, and some experts of every layer on the GPU."""
-    at = "" if hot_bits == 16 else f" at {hot_bits:g}"
+    at = "" if hot == 0 else " in FP16" if hot_bits == 16 else f" at {hot_bits:g}"
     name = name or f"{bits:g} code bits, {hot} of {geometry.num_experts} experts on the GPU{at}"
     placement = uniform_placement(geometry, bits=bits, hot_experts=hot, name=name, hot_bits=hot_bits)
     return Subject(geometry=geometry, placement=placement, group_size=group_size, zero_points=False)

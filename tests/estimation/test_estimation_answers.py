@@ -474,6 +474,9 @@ def test_experts_on_the_gpu_may_be_quantized_too() -> None:
         "3 code bits, 8 of 8 experts on the GPU at 8",
         "3 code bits, 8 of 8 experts on the GPU at 4",
     ]
+    usual, none = (as_json(*model, "--gpu-experts", hot)["cases"][0]["estimate"]["placement"] for hot in ("6", "0"))
+    assert usual == "3 code bits, 6 of 8 experts on the GPU in FP16"
+    assert none == "3 code bits, 0 of 8 experts on the GPU"
     terms = [case["estimate"]["terms"] for case in (half, quarter)]
     read = [next(row["bytes"] for row in rows if row["term"] == "gpu_experts") for rows in terms]
     assert read[0] / read[1] == pytest.approx((8 + 16 / 128) / (4 + 16 / 128))
