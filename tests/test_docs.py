@@ -110,6 +110,15 @@ def test_blocks_are_what_they_say(block: Block, tmp_path: Path) -> None:
         assert all(line.startswith("moeq ") for line in commands(block)), "say why it is not run: <!-- not run: ... -->"
 
 
+def test_python_blocks_open_what_the_page_has_made() -> None:
+    blocks = [block.text for block in BLOCKS if block.place.startswith("docs/python.md") and block.language == "python"]
+    made = set[str]()
+    for text in blocks:
+        made |= set(re.findall(r'out="([^"]+)"', text))
+        assert {name.partition("/")[0] for name in re.findall(r'"([^"\s]+/checkpoint)"', text)} <= made, text
+    assert len(made) > 2
+
+
 @pytest.mark.cases(71)
 @pytest.mark.parametrize("line", LINES)
 def test_command_lines_exist(line: str) -> None:
