@@ -139,4 +139,12 @@ def _maps(
 def _keys(names: Sequence[str]) -> list[str]:
     """Names as parts of file names, each another one."""
     keys = [re.sub(r"[^A-Za-z0-9_.+-]+", "_", name).strip("_") for name in names]
-    return [key if keys.count(key) == 1 and key else f"{key}-{index}" for index, key in enumerate(keys)]
+    found: list[str] = []
+    for index, key in enumerate(keys):
+        own = key
+        if not key or keys.count(key) > 1:
+            own = f"{key}-{index}"
+            while own in keys or own in found:
+                own += "-"
+        found.append(own)
+    return found

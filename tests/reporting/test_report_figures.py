@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from moeq.reporting import formats
+from moeq.reporting import formats, routing
 from moeq.reporting.charts import HEIGHT, WIDTH, Variant, dominated, mark_bytes, plane_of, size_chart
 from moeq.reporting.html import Drawing, escape, plain
 from moeq.reporting.labels import Box, place
@@ -48,6 +48,13 @@ def picture(drawing: Drawing) -> np.ndarray:
     data = re.search(r"base64,([A-Za-z0-9+/=\s]+)", drawing.svg)
     assert data is not None
     return np.asarray(imread(io.BytesIO(base64.b64decode(data[1]))))
+
+
+@pytest.mark.parametrize("names", [["a b", "a_b", "a_b-1"], ["a", "a ", "a-0", "a-0_"], ["", "?", "-1"], ["a", "b"]])
+def test_files_of_names_that_are_written_alike_are_apart(names: list[str]) -> None:
+    found = routing._keys(names)
+    assert len({*found}) == len(names)
+    assert names != ["a", "b"] or found == names
 
 
 def test_a_cell_has_its_own_colour_and_gpu_experts_an_outline() -> None:
