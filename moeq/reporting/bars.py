@@ -46,7 +46,7 @@ def grouped_bars(
 
     inside = max(LEAST, len(groups) * (len(series) * BAR + GAP))
     entries = len(series) + bool(inner)
-    widest = svg.text_width(max((line.name for line in series), key=len)) + 40
+    widest = max(svg.text_width(line.name) for line in series) + 40
     columns = max(1, min(entries, int((inside + LEFT) // widest)))
     above = LEGEND_ROW * -(-entries // columns) + 12
     width, height = LEFT + inside + RIGHT, above + PLANE + BELOW

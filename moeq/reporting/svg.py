@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unicodedata import east_asian_width
 
 from moeq.reporting.html import Drawing, escape
 
@@ -32,6 +33,7 @@ ON_PAPER = {  # colours of the page's variables where it is printed
 _FONT = 'font-family="Helvetica, Arial, sans-serif"'
 TEXT_SIZE = 11
 LETTER_WIDTH = 0.6  # of the text size: generous for the sans-serif fonts of today's systems
+WIDE_LETTER = 1.0  # of Chinese, Japanese and Korean ones
 
 _SETTINGS = {
     "svg.fonttype": "none",
@@ -112,7 +114,7 @@ def axes(figure: Any, left: float, bottom: float, width: float, height: float) -
 
 def text_width(text: str) -> float:
     """Points that a text takes at most, about."""
-    return LETTER_WIDTH * TEXT_SIZE * len(text)
+    return TEXT_SIZE * sum(WIDE_LETTER if east_asian_width(letter) in "WF" else LETTER_WIDTH for letter in text)
 
 
 def _small(svg: str, name: str) -> str:

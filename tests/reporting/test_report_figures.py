@@ -34,7 +34,7 @@ from moeq.reporting.maps import (
     value_map,
     width_map,
 )  # fmt: skip
-from moeq.reporting.svg import draw
+from moeq.reporting.svg import TEXT_SIZE, draw, text_width
 from moeq.tables import p_value
 
 LARGE = (94, 128)
@@ -48,6 +48,13 @@ def picture(drawing: Drawing) -> np.ndarray:
     data = re.search(r"base64,([A-Za-z0-9+/=\s]+)", drawing.svg)
     assert data is not None
     return np.asarray(imread(io.BytesIO(base64.b64decode(data[1]))))
+
+
+def test_names_in_wide_letters_have_room() -> None:
+    assert text_width("混合专家モデル") >= 7 * TEXT_SIZE
+    assert text_width("Mixture") == pytest.approx(7 * 0.6 * TEXT_SIZE)
+    (box,) = place([(50.0, 50.0)], ["混合专家モデル"], Box(0, 0, 400, 100))
+    assert box.right - box.left >= 7 * TEXT_SIZE
 
 
 @pytest.mark.parametrize("names", [["a b", "a_b", "a_b-1"], ["a", "a ", "a-0", "a-0_"], ["", "?", "-1"], ["a", "b"]])
