@@ -43,7 +43,9 @@ class WithoutDropped:
         """As `PreparedLayer`; nothing of it goes through the host."""
         if self.prepared is None:
             return torch.zeros_like(hidden)
-        return self.prepared(hidden, self._places[index.long().clamp(max=len(self._places) - 1)], weights)
+        none = len(self._places) - 1
+        index = index.long()
+        return self.prepared(hidden, self._places[index.where(index >= 0, none).clamp(max=none)], weights)
 
 
 def is_stored(matrix: Matrix) -> bool:

@@ -110,7 +110,7 @@ class ReferenceLayer:
         return self._layer.matrices[expert][projection]
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        used = [expert for expert in torch.unique(index).tolist() if expert < len(self._layer.matrices)]
+        used = [expert for expert in torch.unique(index).tolist() if 0 <= expert < len(self._layer.matrices)]
         return routed_sum(used, hidden, index, weights, self._output)
 
     def _output(self, expert: int, rows: Tensor, _: Tensor) -> Tensor:

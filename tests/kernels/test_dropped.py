@@ -62,9 +62,9 @@ def test_what_goes_to_dropped_experts_adds_nothing(policy: str, gone: set[int], 
     assert isinstance(mine, WithoutDropped), why
     assert whole is not None
     beyond = index.clone()
-    beyond[0, 0] = EXPERTS + 3  # no expert either
-    kept = weights * ~torch.isin(beyond, torch.tensor([*gone, EXPERTS + 3]))
-    wanted = whole(hidden, beyond.clamp(max=EXPERTS - 1), kept)
+    beyond[0], beyond[1, 0] = torch.tensor([EXPERTS + 3, -2, -1])[:CHOSEN], -1  # no experts either
+    kept = weights * ~torch.isin(beyond, torch.tensor([*gone, EXPERTS + 3, -2, -1]))
+    wanted = whole(hidden, beyond.clamp(min=0, max=EXPERTS - 1), kept)
     torch.testing.assert_close(mine(hidden, beyond, weights), wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(mine(hidden, beyond.int(), weights), mine(hidden, beyond, weights))
 

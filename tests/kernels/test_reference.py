@@ -42,6 +42,16 @@ def test_a_layer_is_held_once_and_computes_what_it_says(biased: bool, nested: bo
     assert stored <= prepared.nbytes <= stored + 64 * (tensors + biased * 3 * len(MIXED))
 
 
+def test_a_number_below_zero_is_no_expert() -> None:
+    """As the CPU's kernel has it, and not one counted from the end."""
+    layer = layer_of(MIXED, 40, 24, 16)
+    hidden, index, weights = routed(7, len(MIXED), 3, 40, torch.float32)
+    index[0, 1], index[3, 0] = -1, -2
+    wanted = reference(layer, hidden, index.clamp(min=0), weights * (index >= 0))
+    found = ReferenceKernel().layer(layer)(hidden, index, weights)
+    assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
 def test_a_layer_finishes_rows_before_they_are_weighted() -> None:
     layer = replace(layer_of((4, 2), 40, 24, 16), finish=lambda rows: rows.tanh())
     given = routed(5, 2, 2, 40, torch.float32)
