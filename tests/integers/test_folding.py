@@ -132,6 +132,18 @@ def test_experts_without_tokens_are_consumers() -> None:
     assert error < LIMITS[torch.float32]
 
 
+def test_identity_experts_without_tokens_hand_the_norm_through() -> None:
+    """LongCat's give the norm's output itself, and a few tokens choose none of them in the first layer."""
+    model = build("longcat_flash")
+    few = {name: ids[:1, :8] for name, ids in inputs("longcat_flash", rows=1).items()}
+    edges = edges_of(model, lambda: model(**few))
+    for layer in range(2):
+        why = edges.refused[f"model.layers.{layer}.post_attention_layernorm.0"]
+        assert re.search(rf"in model\.layers\.{layer}\.mlp\.experts$", why)
+    error, _ = fold(model, lambda: model(**inputs("longcat_flash")), edges)
+    assert error < LIMITS[torch.float32]
+
+
 def test_rows_scaled_before_the_experts_take_no_zero_points() -> None:
     model = build("llama4_text")
     edges = edges_of(model, lambda: model(**inputs("llama4_text")))

@@ -139,10 +139,14 @@ def _bias(model: nn.Module, weight: str, axis: int, seen: Seen, trace: Trace) ->
 
 
 def _complete(model: nn.Module, layers: Sequence[ExpertLayer], trace: Trace) -> None:
-    """What feeds one expert feeds all: experts with parameters of their own that no token chose."""
+    """What feeds one expert feeds all: experts with parameters of their own, and identity experts, that no token
+    chose."""
     for layer in layers:
         names = [f"{layer.name}.{name}" for name in layer.parameters]
         seen = [name for name in names if name in trace.parameters and trace.parameters[name].fed_by]
+        if layer.kind.identity_beyond(model.get_submodule(layer.name)):
+            for norm in {norm for name in seen for norm in trace.parameters[name].fed_by}:
+                trace.uses[norm].add(Use(operation="identity experts", module=layer.name))
         for name in seen:
             for other in names:
                 if other not in trace.parameters and _alike(name) == _alike(other):
