@@ -248,6 +248,7 @@ def _load_dequantized(
     reader = WeightReader(source, model, dtype, device)
     reader.check_unexpected()
     missing = reader.read(reader.names)
+    share_copies(model, tied(model), reader.names - missing)
     for name, others in tied(model).items():
         there = next((other for other in others if other not in missing), None)
         if name in missing and there is not None:
@@ -260,6 +261,15 @@ def share(model: Any, name: str, other: str) -> None:
     """Let a parameter (or buffer) be another one of the model."""
     module, leaf = owner(model, name)
     setattr(module, leaf, model.get_parameter_or_buffer(other))
+
+
+def share_copies(model: Any, ties: dict[str, list[str]], read: set[str]) -> None:
+    """Let tied parameters that were both read be one where they are the same, as transformers does."""
+    for name in sorted(read & ties.keys()):
+        for other in read.intersection(ties[name]):
+            own, its = model.get_parameter_or_buffer(name), model.get_parameter_or_buffer(other)
+            if own is not its and torch.equal(own, its):
+                share(model, name, other)
 
 
 def tied(model: Any) -> dict[str, list[str]]:

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from moeq.artifacts.digests import digest_of_chunks
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import tied
 from moeq.models.source import ModelSource
 from moeq.models.stored_experts import LEFT_ALONE
 from moeq.models.streaming import blocks_of
-from moeq.models.weights import WeightReader
+from moeq.models.weights import WeightReader, plain_chunks, plain_header
 
 ATTENTION, DENSE, SHARED, EMBEDDINGS, HEAD = "attention", "dense", "shared", "embeddings", "head"
 _MIXER = re.compile(r"attn|attention|mamba|mixer|conv|delta", re.IGNORECASE)
@@ -90,7 +91,7 @@ def find_others(model: nn.Module, layers: list[ExpertLayer], source: ModelSource
     modules = {module.weight: module for module in (*_resident(model), *_in_layers(model, layers))}
     left: dict[str, tuple[str, str]] = {}
     kept = []
-    ties = tied(model)
+    ties = tied(model) if source is None else _stored_ties(model, source)
     for module in modules.values():
         others = ties.get(module.weight, [])
         pair = _pair(module, others, modules)
@@ -105,6 +106,26 @@ def find_others(model: nn.Module, layers: list[ExpertLayer], source: ModelSource
         left |= {module.name: (module.kind, OTHER_FILES) for module in kept if module.name in strays}
         kept = [module for module in kept if module.name not in strays]
     return OtherModules(modules=tuple(kept), left=left)
+
+
+def _stored_ties(model: Any, source: ModelSource) -> dict[str, list[str]]:
+    """`tied` without what the disk has twice with other values, which transformers does not tie."""
+    ties = tied(model)
+    if not ties:
+        return ties
+    reader = WeightReader(source, model, torch.float32, torch.device("cpu"))
+    there = set(filter(lambda name: reader.keys([name]), ties))
+    stored = {
+        name: [
+            (*plain_header(source, key)[:2], digest_of_chunks(plain_chunks(source, key))) for key in reader.keys([name])
+        ]
+        for name in there
+        if there.intersection(ties[name])
+    }
+    return {
+        name: [other for other in others if not {name, other} <= there or stored[name] == stored[other]]
+        for name, others in ties.items()
+    }
 
 
 def _pair(module: OtherModule, others: list[str], modules: dict[str, OtherModule]) -> OtherModule | None:

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moeq.models.experts import ExpertLayer, find_expert_layers
-from moeq.models.loading import share, skeleton, tied
+from moeq.models.loading import share, share_copies, skeleton, tied
 from moeq.models.source import ModelSource
 from moeq.models.weights import WeightReader, owner
 from moeq_kernels.freed import return_memory
@@ -108,6 +108,7 @@ class StreamedModel:
     def _read(self, names: list[str]) -> None:
         """Read parameters; what the disk lacks is taken from what it is tied to."""
         missing = self.reader.read(names)
+        share_copies(self.model, self._tied, set(names) - missing)
         for name in missing & self.supplied:
             self._empty(name, self.device)
         missing -= self.supplied

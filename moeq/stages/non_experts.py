@@ -116,7 +116,9 @@ def weights(context: Context) -> int:
 
 def replaced_keys(context: Context) -> set[str]:
     """The tensors on disk that packed modules stand for."""
-    return weight_keys(context.model.source, context.model.skeleton, chosen(context))
+    heads = set(tied_heads(context).values())  # a copy of the embeddings, where the disk has them twice
+    copies = [module for module in context.model.others.of([HEAD]) if module.name in heads] if heads else []
+    return weight_keys(context.model.source, context.model.skeleton, [*chosen(context), *copies])
 
 
 def block_numbers(context: Context) -> dict[str, int]:

@@ -11,6 +11,7 @@ from typing import Any
 import family_models
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from moeq import cleaning, inspection, pipeline
@@ -413,6 +414,23 @@ def test_a_tied_pair_is_one_tensor_in_the_checkpoint(tied: Path, tmp_path: Path)
     with torch.no_grad():
         assert torch.equal(again(ids).logits, packed(ids).logits)
     assert packed.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 15)
+
+
+@pytest.mark.parametrize("stream", ["always", "never"])
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_that_the_disk_has_beside_tied_embeddings(tied: Path, tmp_path: Path, same: bool, stream: str) -> None:
+    """transformers ties them where they are the same, and lets them be two where they are not."""
+    model = shutil.copytree(tied, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    head = {"lm_head.weight": table.clone() if same else table.flip(0)}
+    save_file(tensors | head, model / "model.safetensors", {"format": "pt"})
+    made = run(model, tmp_path / "run", "others={embeddings: 4, head: 4}", f"stream={stream}", stages=TO_EVAL)
+    there = [(row.name, row.tied) for row in read_manifest(made.directory("export")).others]
+    assert there == ([("model.embed_tokens", "lm_head")] if same else [("model.embed_tokens", None), ("lm_head", None)])
+    assert evaluate.load(made).export_logit_error < 1e-5
+    packed: Any = load_checkpoint(made.directory("export"), torch.float32, CPU)
+    assert isinstance(packed.get_output_embeddings(), TiedHead) == same
 
 
 def test_what_the_model_lacks_or_keeps_is_said(tmp_path: Path) -> None:
