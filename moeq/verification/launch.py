@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from moeq.errors import EvaluationError, MoeqError, RecipeError, missing
+from moeq.errors import EvaluationError, MoeqError, RecipeError, StorageError, missing
 from moeq.folders import bytes_in
 from moeq.tables import human_seconds
 from moeq.verification import probe
@@ -29,6 +29,7 @@ class NotInstalledError(RecipeError):
 
 
 BASE_SECONDS = 600  # that a target may take whatever the size: to import, and to compile kernels
+ROOM = 1 << 16  # bytes that a folder must have room for, where there is no answer in it
 BYTES_PER_SECOND = 10e6  # of a checkpoint, that the slowest loader on a slow disk reads, unpacks and runs in that time
 
 
@@ -84,7 +85,10 @@ class Answer:
 
 @contextmanager
 def started(request: Request, python: str | None) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the probe; RecipeError when there is no such interpreter. Its folder is `process.args[-1]`."""
+    """Start the probe; RecipeError when there is no such interpreter, StorageError without room for what it is asked.
+
+    Its folder is `process.args[-1]`.
+    """
     with tempfile.TemporaryDirectory(prefix="moeq-verify-") as folder:
         write_request(Path(folder), request)
         with (Path(folder) / "log").open("wb") as log:
@@ -110,17 +114,31 @@ def started(request: Request, python: str | None) -> Iterator[subprocess.Popen[b
                     process.wait()
 
 
+@contextmanager
+def _room(folder: Path) -> Iterator[None]:
+    """StorageError where what is written to the folder finds no room."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritten(folder, error.strerror or str(error)) from error
+
+
+def _unwritten(folder: Path, what: str) -> StorageError:
+    return StorageError(f"cannot write: {what}", where=str(folder.parent), do="free some space there, or set TMPDIR")
+
+
 def _absolute(python: str) -> str:
     """An interpreter by its path, or by a name that is looked up."""
     return str(Path(python).absolute()) if os.sep in python else python
 
 
 def write_request(folder: Path, request: Request) -> None:
-    """Write what the probe reads."""
+    """Write what the probe reads; StorageError where there is no room."""
     asked = {name: getattr(request, name) for name in Request.__dataclass_fields__}
     asked |= {"checkpoint": str(request.checkpoint.resolve())}
     asked |= {"inputs": {name: value.tolist() for name, value in request.inputs.items()}}
-    (folder / "request.json").write_text(json.dumps(asked), "utf-8")
+    with _room(folder):
+        (folder / "request.json").write_text(json.dumps(asked), "utf-8")
 
 
 def _environment(packages: Mapping[str, str]) -> dict[str, str]:
@@ -138,8 +156,8 @@ def _environment(packages: Mapping[str, str]) -> dict[str, str]:
 def answer(process: subprocess.Popen[bytes], request: Request) -> Answer:
     """Wait for the probe and read what it wrote.
 
-    Raises NotInstalledError where a package is not installed, EvaluationError where the target cannot load or run it,
-    or takes longer than `limit_seconds`.
+    Raises NotInstalledError where a package is not installed, StorageError where there was no room for its answer,
+    EvaluationError where the target cannot load or run the checkpoint, or takes longer than `limit_seconds`.
     """
     limit = limit_seconds(request.checkpoint)
     try:
@@ -149,6 +167,8 @@ def answer(process: subprocess.Popen[bytes], request: Request) -> Answer:
     arguments = list(process.args) if isinstance(process.args, list) else []
     folder = Path(str(arguments[-1]))
     if not (folder / probe.ANSWER).is_file():
+        with _room(folder):
+            (folder / "room").write_bytes(bytes(ROOM))
         last = (folder / "log").read_text("utf-8", "replace").strip().splitlines()
         if code == -signal.SIGKILL:
             raise EvaluationError(
@@ -162,6 +182,8 @@ def answer(process: subprocess.Popen[bytes], request: Request) -> Answer:
     said = json.loads((folder / probe.ANSWER).read_text("utf-8"))
     if said["absent"] is not None:
         raise _absent(request, said["absent"], str(arguments[0]), said["error"])
+    if said["unwritten"] is not None:
+        raise _unwritten(folder, said["unwritten"])
     if said["error"] is not None:
         raise _failed(request, said["error"])
     return Answer(loading=said["loading"], versions=said["versions"], tensors=safe_open(folder / probe.TENSORS, "pt"))

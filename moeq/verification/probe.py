@@ -279,7 +279,7 @@ def installed(package: str) -> str:
 def main(folder: Path) -> None:
     """Read request.json, write the tensors, then the answer: what went wrong, or what the loader said."""
     request = json.loads((folder / "request.json").read_text("utf-8"))
-    answer: dict[str, Any] = {"error": None, "absent": None, "loading": None, "versions": {}}
+    answer: dict[str, Any] = {"error": None, "absent": None, "unwritten": None, "loading": None, "versions": {}}
     try:
         for package in request["packages"]:
             answer["absent"] = package
@@ -288,15 +288,27 @@ def main(folder: Path) -> None:
         answer["absent"] = None
         model, answer["loading"] = load(request)
         tensors = {"logits": model} if request["logits_only"] else record(model.eval(), request)
-        from safetensors.torch import save_file
-
-        save_file({name: value.cpu() for name, value in tensors.items()}, folder / TENSORS)
+        answer["unwritten"] = unwritten(tensors, folder / TENSORS)
     except Exception as error:
         text = str(error).strip().splitlines()
         answer["error"] = f"{type(error).__name__}: {text[0] if text else 'no message'}"
         if not isinstance(error, ImportError):
             answer["absent"] = None
-    (folder / ANSWER).write_text(json.dumps(answer), "utf-8")
+    partial = folder / f"{ANSWER}.partial"
+    partial.write_text(json.dumps(answer), "utf-8")
+    os.replace(partial, folder / ANSWER)
+
+
+def unwritten(tensors: dict[str, Any], path: Path) -> str | None:
+    """Write tensors to a file; what the disk says where it refuses them, of which it then has nothing."""
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: value.cpu() for name, value in tensors.items()}, path)
+    except Exception as error:  # safetensors has one of its own
+        path.unlink(missing_ok=True)
+        return str(error)
+    return None
 
 
 def die_with(parent: int) -> None:

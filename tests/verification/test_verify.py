@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,12 @@ from torch import nn
 from moeq import pipeline
 from moeq.artifacts.stage import RECORD
 from moeq.artifacts.sums import NAME as SUMS
-from moeq.errors import ArtifactError, EvaluationError, MissingError, RecipeError
+from moeq.errors import ArtifactError, EvaluationError, MissingError, RecipeError, StorageError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.registry import EXPORTERS
 from moeq.stages.context import Context
-from moeq.verification import probe, reference
+from moeq.verification import launch, probe, reference
 from moeq.verification.launch import NotInstalledError
 from moeq.verification.verify import Options, Verdict, require, verify
 
@@ -353,6 +355,25 @@ def test_a_process_that_dies(gptq: Path, tmp_path: Path) -> None:
     python.chmod(0o755)
     with pytest.raises(EvaluationError, match="its process ended with 7: out of memory"):
         check(gptq / "packed", python=str(python))
+
+
+@pytest.mark.parametrize("most", [100, 20_000])  # bytes: too few for what is asked, and for what is answered
+def test_a_folder_for_temporary_files_that_is_full(run: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of the size of files stands in for a full disk."""
+    started, before = launch.started, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    @contextmanager
+    def limited(*asked: Any) -> Iterator[Any]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+        try:
+            with started(*asked) as process:
+                yield process
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    monkeypatch.setattr(launch, "started", limited)
+    with pytest.raises(StorageError, match=r"cannot write: .*; free some space there, or set TMPDIR"):
+        check(run / "checkpoint")
 
 
 @pytest.mark.fresh_process
