@@ -42,6 +42,10 @@ class PlainConsole(Console):
             options.setdefault("soft_wrap", True)
         super().print(*objects, **options)
 
+    def on_broken_pipe(self) -> None:
+        """Nobody reads any more: the error itself goes on, where rich ends the program with a code of its own."""
+        raise
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for text, style, control in super().render(renderable, options):
             shown = text if control else CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

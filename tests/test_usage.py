@@ -328,9 +328,10 @@ def test_libraries_are_quiet_but_for_what_matters() -> None:
     assert "torch_dtype" in kept.stderr
 
 
-def test_a_reader_that_closes_the_pipe_ends_a_command_as_a_signal_would() -> None:
+@pytest.mark.parametrize("words", [["recipe", "--schema"], ["families"]], ids=["printed", "a table"])
+def test_a_reader_that_closes_the_pipe_ends_a_command_as_a_signal_would(words: list[str]) -> None:
     """As 141, not as the 1 of a bug in moeq."""
-    code = "import sys; from moeq.cli import main; sys.argv = ['moeq', 'recipe', '--schema']; main()"
+    code = f"import sys; from moeq.cli import main; sys.argv = {['moeq', *words]}; main()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
         assert command.stdout is not None
         command.stdout.close()
