@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -338,3 +339,24 @@ def test_a_reader_that_closes_the_pipe_ends_a_command_as_a_signal_would(words: l
         assert command.stderr is not None
         assert command.stderr.read() == b""
     assert command.returncode == 141
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_characters_that_standard_output_has_no_encoding_for_are_escaped(tmp_path: Path, encoding: str) -> None:
+    """They ended a command as a bug in moeq, and an error in JSON with a traceback; also bytes of a name that are no
+    text."""
+    recipe = tmp_path / "\udcff.yaml"
+    name = "model: \u65e5\u672c"
+    recipe.write_text(name, encoding="utf-8")
+
+    def ran(*words: str) -> tuple[int, str]:
+        environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+        done = subprocess.run([sys.executable, "-m", "moeq", *words], env=environment, capture_output=True, check=False)
+        return done.returncode, done.stdout.decode(encoding)
+
+    code, shown = ran("recipe", str(recipe))
+    assert (code, shown.splitlines()[2]) == (0, name.encode(encoding, "backslashreplace").decode(encoding))
+    code, shown = ran("inspect", str(recipe), "--json")
+    assert (code, json.loads(shown)["model"]) == (0, name.removeprefix("model: "))
+    code, shown = ran("inspect", str(recipe.with_name("none \udcff")), "--json")
+    assert (code, json.loads(shown)["where"]) == (13, str(recipe.with_name("none \udcff")))

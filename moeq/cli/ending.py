@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
+import io
 import json as jsonlib
 import os
 import signal
@@ -30,14 +32,20 @@ INTERRUPTED, CLOSED, TERMINATED = 130, 141, 143  # as shells have it: 128 and th
 def show(result: Mapping[str, Any], as_text: Callable[[Any], None], *, json: bool, quiet: bool = False) -> None:
     """A result as JSON, an object with its schema_version, or in words unless there are to be none."""
     if json:
-        _print_json(result)
+        _print_result(result)
     elif not quiet:
         as_text(result)
 
 
-def _print_json(result: Mapping[str, Any]) -> None:
+def _print_result(result: Mapping[str, Any]) -> None:
     """What has a version of its own, such as a file that is shown, keeps it."""
-    print(jsonlib.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=1, ensure_ascii=False))
+    print_json({"schema_version": SCHEMA_VERSION, **result})
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """As JSON, in ASCII alone where standard output has no encoding for all characters."""
+    unicode = codecs.lookup(sys.stdout.encoding or "ascii").name.startswith("utf")
+    print(jsonlib.dumps(value, indent=1, ensure_ascii=not unicode))
 
 
 def as_json(error: MoeqError) -> dict[str, Any]:
@@ -60,6 +68,8 @@ def run(app: Callable[[], None]) -> None:
     SIGTERM ends a command as Ctrl-C does: what is half-written goes. A library may make another error of either.
     """
     quiet_libraries()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of characters without an encoding, as on standard error
     ended_by: list[int] = []
     for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) is handler:
@@ -84,7 +94,7 @@ def run(app: Callable[[], None]) -> None:
         known = _as_moeq_error(error)
         if asks_json(sys.argv[1:]):
             with contextlib.suppress(OSError):
-                _print_json(as_json(known))
+                _print_result(as_json(known))
                 sys.stdout.flush()
         if isinstance(known, StorageError):
             _drop_output()

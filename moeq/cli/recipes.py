@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from moeq.cli.ending import show
+from moeq.cli.ending import print_json, show
 from moeq.errors import RecipeError
 from moeq.folders import RECIPE_COPY, is_run
 from moeq.options import BuildOptions, option, takes_options
@@ -109,7 +108,7 @@ def recipe(asked: RecipeOptions) -> None:
     if asked.schema:
         from moeq.recipe.schema import recipe_schema
 
-        print(jsonlib.dumps(recipe_schema(), indent=1, ensure_ascii=False))
+        print_json(recipe_schema())
         return
     from moeq.recipe.editing import as_yaml
 
