@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -360,3 +361,10 @@ def test_characters_that_standard_output_has_no_encoding_for_are_escaped(tmp_pat
     assert (code, json.loads(shown)["model"]) == (0, name.removeprefix("model: "))
     code, shown = ran("inspect", str(recipe.with_name("none \udcff")), "--json")
     assert (code, json.loads(shown)["where"]) == (13, str(recipe.with_name("none \udcff")))
+
+
+def test_a_command_goes_on_where_standard_output_is_closed() -> None:
+    """Its end was a bug in moeq, of a stream that is not there."""
+    command = f"{shlex.quote(sys.executable)} -m moeq families mixtral >&-"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

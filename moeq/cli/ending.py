@@ -68,6 +68,8 @@ def run(app: Callable[[], None]) -> None:
     SIGTERM ends a command as Ctrl-C does: what is half-written goes. A library may make another error of either.
     """
     quiet_libraries()
+    if sys.stdout is None:  # it was closed before: what is said there goes nowhere
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, it is open to the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # of characters without an encoding, as on standard error
     ended_by: list[int] = []
