@@ -30,6 +30,7 @@ from moeq.artifacts.files import canonical_json, make_directory
 from moeq.artifacts.profile import ExpertProfile
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
+from moeq.artifacts.stage import read_record
 from moeq.artifacts.targets import granularity_within, loaded_by, target_of
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs, Loaded
@@ -335,6 +336,8 @@ def _bits(context: Context, assignment: Assignment) -> dict[str, float | None]:
 def load(context: Context) -> Assignment:
     """Read the assignment and check it against the model."""
     path = context.directory("assign") / NAME
+    if not path.exists():
+        read_record(path.parent, "assign")  # a stage that has not been run is not told to correct its file
     assignment = read_assignment(path)
     _check_shape(context, assignment, path)
     for described, layer in zip(context.model.layers, assignment.layers, strict=True):

@@ -373,6 +373,8 @@ def test_wrong_options_are_one_line(run: Path, text: str) -> None:
 def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text("{}")
     family_models.save("openai_privacy_filter", tmp_path / "filter")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "recipe.yaml").write_bytes((run / "recipe.yaml").read_bytes())
     for words, more, message in (
         (
             [tiny_mixtral, tmp_path / "filter"],
@@ -381,6 +383,7 @@ def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_
         ),
         ([f"{run}:uniform-3"], {}, "no assignment 'uniform-3'; did you mean 'uniform-2'"),
         ([run, run], {}, "is there twice"),
+        ([tmp_path / "begun"], {"text": "bundled"}, "begun/assign: this stage has not been run; run `moeq assign`"),
         ([tmp_path / "odd.json"], {}, "not a result of `moeq eval --out`"),
         ([tiny_mixtral], {"context_aware": ["gpu_experts=5"]}, "--context-aware needs a run"),
         ([tiny_mixtral], {"window": 600}, "a window of 600 tokens is longer than the model's 128 positions"),
