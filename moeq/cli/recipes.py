@@ -44,7 +44,7 @@ def init(asked: InitOptions) -> None:
         check_no_run(model)
     text = _recipe_text(asked, model)
     if out == STANDARD_OUTPUT:
-        print(text, end="")
+        show({"text": text}, lambda _: print(text, end=""), json=asked.json)
         return
     from moeq.artifacts.files import write_text
 

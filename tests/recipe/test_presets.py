@@ -123,6 +123,8 @@ def test_init_prints_and_fits_lengths(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done.exit_code == 0, done.output
     assert "sequence_length: 96 " in done.stdout
     assert "model: model " in done.stdout
+    whole = CliRunner().invoke(app, ["init", "model", "--out", "-", "--json"])
+    assert json.loads(whole.stdout) == {"schema_version": 1, "text": done.stdout}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     for words, refusal in (
         (["init", "nowhere.yaml"], "is a recipe"),
