@@ -100,9 +100,8 @@ class Shape:
 
     @cached_property
     def layout(self) -> tuple[int, ...]:
-        """What rows of activations are laid out by: inputs and filled up inputs of groups."""
-        full, last = self.units
-        return self.groups, self.group_inputs, self.last_inputs, full * self.unit, last * self.unit
+        """What rows of activations are laid out by: inputs of groups, and the units that whole numbers lie in."""
+        return self.groups, self.group_inputs, self.last_inputs, self.unit
 
     @cached_property
     def words(self) -> int:
