@@ -11,7 +11,8 @@ the digest of all that its code depends on, the file says it again inside, and e
                                             change of what emits code is a change of the code
 
 A file that is missing, damaged or of something else is compiled again and replaced. Where files lie, numba's locators
-say: beside the module or, where that cannot be written, in the user's cache. Files of earlier sources are removed.
+say: beside the module or, where that cannot be written, in the user's cache. Where nothing can be written, every
+process compiles for itself. Files of earlier sources are removed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 import llvmlite
 import numba
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
@@ -43,7 +44,7 @@ def compiler(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def kept(function: Callable[..., Any]) -> Any:
         dispatcher = compiled(function)
-        dispatcher._cache = KeptCode(function)
+        dispatcher._cache = _kept(function)
         return dispatcher
 
     return kept
@@ -61,9 +62,18 @@ def internal(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 def callback(signature: Any, function: Callable[..., Any]) -> Any:
     """`numba.cfunc` of a function, compiled or read from the disk at once; it must be held as long as it is called."""
     compiled: Any = CFunc(function, normalize_signature(signature), locals={}, options={})
-    compiled._cache = KeptCode(function)
+    compiled._cache = _kept(function)
     compiled.compile()
     return compiled
+
+
+def _kept(function: Callable[..., Any]) -> Any:
+    """The cache of a function, one that keeps nothing where no folder can be written."""
+    try:
+        return KeptCode(function)
+    except RuntimeError:  # of numba's locators
+        _tell_unkept()
+        return NullCache()
 
 
 class KeptCode(FunctionCache):  # type: ignore[misc]
@@ -79,11 +89,24 @@ class KeptCode(FunctionCache):  # type: ignore[misc]
             _tell()
         return found
 
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """What cannot be written is compiled again the next time."""
+        try:
+            super().save_overload(sig, data)
+        except OSError:
+            _tell_unkept()
+
 
 @cache
 def _tell() -> None:
     """Why nothing seems to happen, once."""
     LOG.info("compiling code for this CPU, kept for the next time; it takes up to a minute")
+
+
+@cache
+def _tell_unkept() -> None:
+    """Why every process compiles, once."""
+    LOG.warning("compiled code cannot be kept; free some space, or name a folder with NUMBA_CACHE_DIR")
 
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]

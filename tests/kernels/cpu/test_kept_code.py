@@ -169,6 +169,27 @@ def test_that_code_is_compiled_is_told_once_and_not_where_it_is_kept(
     assert len(told) == 1
 
 
+def unwritable(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("lacking", ["space", "folders"])
+def test_code_that_cannot_be_kept_runs_all_the_same(
+    lacking: str, module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(logging.getLogger("moeq.kernels"), "warning", lambda text, *more: told.append(text % more))
+    kept_code._tell_unkept.cache_clear()
+    if lacking == "space":
+        monkeypatch.setattr(kept_code._Files, "_open_for_write", unwritable)
+    else:
+        monkeypatch.setattr("numba.core.caching.tempfile.TemporaryFile", unwritable)  # what locators try
+    again = loaded(tmp_path)
+    assert [again.f(1), again.f(1.5)] == [2, 2.5]
+    assert [text.partition(";")[0] for text in told] == ["compiled code cannot be kept"]
+    assert not files(tmp_path)
+
+
 COMPILED = """
 from numba.core import event
 class Listener(event.Listener):
