@@ -95,8 +95,14 @@ SMALL = (
 )  # fmt: skip
 
 
+CHOOSING = {"return_dict_in_generate": True, "stop_strings": ["e", "a"], "repetition_penalty": 9.0, "top_p": 0.1}
+
+
 def test_several_prompts_are_continued_as_each_alone(tiny_mixtral: Path, tmp_path: Path) -> None:
-    """Those that end early reach no expert any more: the end token is one that not every answer has."""
+    """Those that end early reach no expert any more: the end token is one that not every answer has.
+
+    How generation_config.json would choose tokens changes nothing.
+    """
     context = Context(recipe=load_recipe(None, SMALL), model_name=str(tiny_mixtral), out=tmp_path, reporter=QUIET)
     pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
     checkpoint = context.directory("export")
@@ -108,7 +114,7 @@ def test_several_prompts_are_continued_as_each_alone(tiny_mixtral: Path, tmp_pat
     new = [model.generate(row, max_new_tokens=8, do_sample=False)[0, row.shape[1] :].tolist() for row in ids]
     end = next(token for token in new[0][1:4] if token not in new[1] or token not in new[2])
     settings = json.loads((checkpoint / "generation_config.json").read_text())
-    (checkpoint / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": end}))
+    (checkpoint / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": end} | CHOOSING))
     (checkpoint / "SHA256SUMS").unlink()
     keys = ("text", "continuation", "prompt_tokens", "new_tokens")
     for beams in (1, 2):
@@ -117,6 +123,9 @@ def test_several_prompts_are_continued_as_each_alone(tiny_mixtral: Path, tmp_pat
         assert [{key: one[key] for key in keys} for one in alone] == together["answers"]
         assert together["expert_rows"] > together["expert_rows_left_out"]
         if beams == 1:
+            for row, one in zip(new, alone, strict=True):
+                wanted = row[: row.index(end) + 1] if end in row else row
+                assert one["continuation"] == made.decode(wanted, skip_special_tokens=True)
             assert len({one["new_tokens"] for one in alone}) > 1
             assert together["expert_rows_left_out"] > 0
     words = ["generate", str(checkpoint), *prompts, "--max-new-tokens", "8", "--device", "cpu", "--quiet", "--json"]
