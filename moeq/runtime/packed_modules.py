@@ -120,13 +120,17 @@ class PackedEmbedding(PackedModule):
         return self
 
     def forward(self, ids: Tensor, *, as_head: bool = False, bias: Tensor | None = None) -> Tensor:
-        """ids [...] -> [..., K] in the model's dtype; as_head: rows [..., K] -> [..., N], as a linear's."""
+        """ids [...] -> [..., K] in the model's dtype; as_head: rows [..., K] -> [..., N], as a linear's.
+
+        IndexError on a CPU for ids that there are not, as nn.Embedding gives; a GPU is not waited for."""
         if as_head:
             output = self.product(ids)
             return output if bias is None else output + bias
         if not ids.numel():
             return torch.zeros(*ids.shape, self.inputs, dtype=self.dtype, device=ids.device)
         which = ids.reshape(-1)
+        if which.device.type == "cpu" and not 0 <= int(which.min()) <= int(which.max()) < self.num_embeddings:
+            raise IndexError(f"tokens {int(which.min())} to {int(which.max())}, of {self.num_embeddings} embeddings")
         found = some_rows(self.stored(), which) if self.prepared is None else self.prepared.some(which)
         return values(found, self.dtype).view(*ids.shape, self.inputs)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from family_models import build
-from packed_layers import trellis_of
+from packed_layers import matrix_of, trellis_of
 from torch import nn
 
 from moeq.errors import ArtifactError
@@ -79,6 +79,23 @@ def test_an_embedding_of_no_ids_is_empty() -> None:
     for _ in range(2):
         found = embeddings(none)
         assert (tuple(found.shape), found.dtype) == ((2, 0, 50), torch.bfloat16)
+        embeddings.prepared = None
+
+
+@pytest.mark.parametrize("state_bits", [0, 10])
+def test_tokens_that_there_are_not_are_refused_as_by_an_embedding(state_bits: int) -> None:
+    """Not the last row, nor what fills up the last block of a kernel."""
+    encoding = Encoding.trellis(state_bits) if state_bits else Encoding(group_size=16, symmetric=False)
+    embeddings = PackedEmbedding(nn.Embedding(50, 32), 2, encoding)
+    weight = matrix_of(50, 32, 2, 16, state_bits=state_bits)
+    assert isinstance(weight, PackedWeight)
+    fill(embeddings, weight)
+    embeddings.prepared, _ = choice.prepared_linear(weight, None, torch.device("cpu"), "fixed")
+    for _ in range(2):
+        assert embeddings(torch.tensor([0, 49])).any()
+        for token in (-1, 50):
+            with pytest.raises(IndexError, match=f"tokens {min(token, 0)} to {max(token, 0)}, of 50"):
+                embeddings(torch.tensor([[0, token]]))
         embeddings.prepared = None
 
 
