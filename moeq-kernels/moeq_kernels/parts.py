@@ -57,6 +57,7 @@ class Parts:
             missing = ", ".join(sorted(self.wanted - self.found.keys()))
             raise ValueError(f"moeq: {name}: {missing} did not come with the checkpoint; export it again")
         rows, inputs = self.mine
+        self._check_plain(name)
         if self.bits == FULL:
             return self.found[DENSE].to(dtype)[rows, inputs].contiguous()
         try:
@@ -76,6 +77,14 @@ class Parts:
                 f"moeq: {name} cannot be divided among these devices ({error}); take fewer; "
                 "--enable-expert-parallel leaves experts whole"
             ) from None
+
+    def _check_plain(self, name: str) -> None:
+        """ValueError where what is not packed, which would be cut to what the device has, has another shape."""
+        for part, shape in ((DENSE, (self.rows, self.inputs)), ("bias", (self.rows,))):
+            found = self.found.get(part)
+            if found is not None and found.shape != shape:
+                what = f"{name}: {part} is {list(found.shape)}, not {list(shape)}"
+                raise ValueError(f"moeq: {what}; export the checkpoint again")
 
 
 class LayerParts:

@@ -1,0 +1,46 @@
+"""Tensors as vLLM and SGLang hand them over: what does not go with config.json is refused, not cut to fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from moeq_kernels.parts import LayerParts, LinearParts
+from moeq_kernels.widths import DROPPED, FULL, Encoding
+
+GRID = Encoding(group_size=16, symmetric=False)
+
+
+@pytest.mark.parametrize("shape", [(40, 32), (24, 32), (32, 48)])
+def test_a_dense_matrix_of_a_fused_layer_with_another_shape(shape: tuple[int, int]) -> None:
+    layer, parts = nn.Module(), LinearParts("attn.qkv", GRID, {"attn.q": FULL}, [32], 32, torch.float32)
+    parts.place(layer)
+    parts.take("weight", layer.get_parameter("weight"), torch.ones(*shape), "q")
+    with pytest.raises(ValueError, match=rf"moeq: attn.q: dense is \[{shape[0]}, {shape[1]}\], not \[32, 32\]; export"):
+        parts.finish(layer)
+
+
+@pytest.mark.parametrize("wrong", ["w1_dense", "w2_bias", ""])
+def test_dense_experts_and_biases_with_other_shapes(wrong: str) -> None:
+    """On a device that has the first half of gate's and up's rows."""
+    layer, mine = nn.Module(), slice(0, 32)
+    parts = LayerParts(
+        "layers.0", GRID, [FULL, DROPPED], 2, (32, 64), torch.float32, lambda made: made["gate_proj"] * made["up_proj"],
+        None, mine=mine, biased=True,
+    )  # fmt: skip
+    parts.place(layer, parts.take)
+    sizes = {"w1": (64, 32), "w3": (64, 32), "w2": (32, 64)}
+    given = {f"{name}_dense": torch.ones(*size) for name, size in sizes.items()}
+    given |= {f"{name}_bias": torch.ones(rows) for name, (rows, _) in sizes.items()}
+    if wrong:
+        given[wrong] = torch.cat([given[wrong], given[wrong][:8]])
+    *before, last = given.items()
+    for name, tensor in before:
+        parts.take(0, name[:2], name, tensor)
+    if not wrong:
+        parts.take(0, last[0][:2], last[0], last[1])
+        assert parts.finish(layer) is not None
+        return
+    with pytest.raises(ValueError, match=rf"moeq: layers.0.0.\w+_proj: {wrong[3:]} is .*; export the checkpoint again"):
+        parts.take(0, last[0][:2], last[0], last[1])
