@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from moeq.artifacts.sums import check_sums
 from moeq.errors import EvaluationError, ModelError, first_line
-from moeq.models.forward import check_tokens
+from moeq.models.forward import check_tokens, choose_as_asked
 from moeq.models.loading import compute_dtype, load_config, load_tokenizer, model_class, no_text, resolve_device
 from moeq.models.messages import quiet_transformers
 from moeq.models.source import ModelSource, open_source
@@ -93,7 +92,7 @@ def generate(
     room = len(rows) * beams, max(map(len, rows)) + max_new_tokens
     with _running(checkpoint, source, target, dynamic, room, trust_remote_code, reporter) as (model, following):
         ids, mask = _padded(rows, pad or 0, left=not model.config.is_encoder_decoder)
-        model.generation_config = _tokens_of(model.generation_config)
+        choose_as_asked(model)
         check_tokens(model, ids)
         torch.manual_seed(seed)
         started = time.monotonic()
@@ -129,17 +128,6 @@ def _options(temperature: float, max_new_tokens: int, beams: int) -> dict[str, A
     """How transformers chooses tokens."""
     drawn = {"temperature": temperature, "top_k": 0} if temperature > 0 else {}
     return {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens, "num_beams": beams, **drawn}
-
-
-def _tokens_of(config: Any) -> Any:
-    """What generation_config.json says of tokens that begin and end a text; how they are chosen, options say alone."""
-    from transformers import GenerationConfig
-
-    made = deepcopy(config)
-    for name, usual in vars(GenerationConfig()).items():
-        if not name.startswith("_") and not name.endswith("_token_id"):
-            setattr(made, name, usual)
-    return made
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from moeq.benching.bandwidth import synchronize
 from moeq.benching.subject import Subject
 from moeq.errors import EvaluationError
 from moeq.models.experts import ExpertLayer
-from moeq.models.forward import drawn_inputs
+from moeq.models.forward import choose_as_asked, drawn_inputs
 from moeq.models.kinds.base import Routing
 from moeq.models.messages import quiet_transformers
 from moeq.models.walk import tap
@@ -131,6 +131,7 @@ def check_lengths(subject: Named, prompt_tokens: int, new_tokens: int) -> None:
 
 def generate(subject: Timed, ids: Tensor, new_tokens: int, **options: Any) -> Tensor:
     """Tokens of transformers' `generate`, likeliest ones alone."""
+    choose_as_asked(subject.model)
     with torch.no_grad(), quiet_transformers():
         tokens: Tensor = subject.model.generate(
             input_ids=ids,

@@ -104,3 +104,13 @@ def _shifted_right(model: Any, input_ids: Tensor) -> Tensor:
     starts = [getattr(place, key, None) for key in ("decoder_start_token_id", "pad_token_id") for place in places]
     first = torch.full_like(input_ids[:, :1], next((start for start in starts if start is not None), 0))
     return torch.cat([first, input_ids[:, :-1]], 1)
+
+
+def choose_as_asked(model: Any) -> None:
+    """Leave of a model's generation_config.json what it says of tokens that begin and end a text: who asks the model
+    for text says how they are chosen, and what comes back."""
+    from transformers import GenerationConfig
+
+    for name, usual in vars(GenerationConfig()).items():
+        if not name.startswith("_") and not name.endswith("_token_id"):
+            setattr(model.generation_config, name, usual)

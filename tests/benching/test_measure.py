@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 import moeq
 from moeq.artifacts.bench import FOLDER, read_bench
 from moeq.artifacts.manifest import read_manifest
-from moeq.benching import bandwidth, measure, one_expert, tables
+from moeq.benching import bandwidth, measure, one_expert, requests, tables
 from moeq.benching.asked import BATCHES, GRID_BATCHES, GRID_BEAMS, Asked, whole_numbers
 from moeq.benching.requests import ExpertClock
 from moeq.benching.subject import load_subject
@@ -113,6 +114,19 @@ def test_a_model_in_its_own_type_is_resident_whole(tmp_path: Path) -> None:
     subject = load_subject(str(tmp_path), torch.float32, torch.device("cpu"), False, Reporter(quiet=True))
     assert subject.tensor_bytes > 19e6
     assert 0.9 * subject.tensor_bytes < subject.resident_bytes < 3 * subject.tensor_bytes
+
+
+def test_how_a_model_would_choose_tokens_is_left_out(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Stop strings, penalties and what comes back are no part of what is timed."""
+    shutil.copytree(tiny_mixtral, other := tmp_path / "other")
+    settings = json.loads((other / "generation_config.json").read_text())
+    settings |= {"stop_strings": ["e"], "return_dict_in_generate": True, "repetition_penalty": 9.0}
+    (other / "generation_config.json").write_text(json.dumps(settings))
+    made = []
+    for folder in (tiny_mixtral, other):
+        subject = load_subject(str(folder), torch.float32, torch.device("cpu"), False, Reporter(quiet=True))
+        made.append(requests.generate(subject, requests.prompts(subject, 2, 4), 6))
+    assert torch.equal(*made)
 
 
 def test_every_peer_is_measured_or_says_why(found: dict[str, Any]) -> None:
