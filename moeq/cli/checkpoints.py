@@ -322,8 +322,9 @@ def generate(
     """Continue a prompt with an exported checkpoint: a first look at what came out.
 
     The prompt's tokens are those of the tokenizer alone, as `tokenizer(prompt)` gives them: with a first token (BOS)
-    where it adds one. Of several prompts those that are finished reach no expert while the others go on. Files that
-    changed since the export are refused.
+    where it adds one. The options alone say how tokens are chosen, generation_config.json which ones end a text. Of
+    several prompts those that are finished reach no expert while the others go on. Files that changed since the export
+    are refused.
     """
     from moeq import preflight
     from moeq.models.source import check_there
