@@ -78,7 +78,7 @@ class Yaml:
     value: Any
     lines: Mapping[tuple[str, ...], int]
 
-    def line(self, path: Sequence[str | int]) -> int | None:
+    def line(self, path: Sequence[str | int | None]) -> int | None:
         """The line of a value, of the nearest one around it when it is not there itself; None: of nothing there."""
         parts = tuple(map(str, path))
         around = (parts[:end] for end in range(len(parts), 0, -1))
