@@ -109,16 +109,17 @@ def find_others(model: nn.Module, layers: list[ExpertLayer], source: ModelSource
 
 
 def _stored_ties(model: Any, source: ModelSource) -> dict[str, list[str]]:
-    """`tied` without what the disk has twice with other values, which transformers does not tie."""
+    """`tied` without what the disk has twice with other values, which transformers does not tie; nothing is known of
+    files that are still to be fetched."""
     ties = tied(model)
     if not ties:
         return ties
     reader = WeightReader(source, model, torch.float32, torch.device("cpu"))
-    there = set(filter(lambda name: reader.keys([name]), ties))
+    keys = {name: reader.keys([name]) for name in ties}
+    here = {key for key, header in source.tensors.items() if header.file.name not in source.to_fetch}
+    there = {name for name, own in keys.items() if own and here.issuperset(own)}
     stored = {
-        name: [
-            (*plain_header(source, key)[:2], digest_of_chunks(plain_chunks(source, key))) for key in reader.keys([name])
-        ]
+        name: [(*plain_header(source, key)[:2], digest_of_chunks(plain_chunks(source, key))) for key in keys[name]]
         for name in there
         if there.intersection(ties[name])
     }

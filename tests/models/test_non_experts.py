@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import init_empty_weights
 from family_models import FAMILIES, build, configuration, of_name, save
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from moeq.models import loading
@@ -165,6 +167,22 @@ def test_tied_embeddings_and_head_are_one() -> None:
     assert (tied["embeddings"].tied, tied["head"].tied) == (None, "model.embed_tokens")
     apart = {m.kind: m for m in others(structure("mixtral")).modules if not m.block}
     assert apart["head"].tied is None
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_on_disk_beside_tied_embeddings(tmp_path: Path, same: bool) -> None:
+    """Of files that are still to be fetched the configuration's word counts."""
+    file = save("cohere2_moe", tmp_path / "model") / "model.safetensors"
+    tensors = load_file(file)
+    table = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": table.clone() if same else table.flip(0)}, file, {"format": "pt"})
+    source = open_source(str(tmp_path / "model"))
+    model = loading.skeleton(source, torch.float32)
+    heads = [
+        next(one for one in find_others(model, find_expert_layers(model), of).modules if one.kind == "head")
+        for of in (source, replace(source, to_fetch={file.name: 1}))
+    ]
+    assert [head.tied for head in heads] == ["model.embed_tokens" if same else None, "model.embed_tokens"]
 
 
 def test_code_that_reads_a_weight_is_seen() -> None:
