@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fork_server import ForkServer
+from made_sources import MadeSource
 from strange_exporter import ENTRIES, MODULES
-from strangers import started, write_package
+from strangers import on_path, started, write_package
 
+from moeq import inspection
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.errors import ArtifactError
+from moeq.exporters import write
+from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.readers import open_packed
 from moeq.registry import EXPORTERS
 
@@ -104,3 +109,51 @@ def test_without_its_package_its_checkpoints_are_refused_by_name(tiny_mixtral: P
     (tmp_path / "copy" / "config.json").write_text(json.dumps(packed))
     with pytest.raises(ArtifactError, match="quant_method strangers is not supported; moeq reads its own checkpoints"):
         open_packed(tmp_path / "copy")
+
+
+def raising(*_: object) -> None:
+    raise ZeroDivisionError("by a bug")
+
+
+def of_another_kind(*_: object) -> str:
+    return "what?"
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "told"),
+    [
+        ("__init__", raising, r"failed at layout\(\) of .*config\.json \(ZeroDivisionError: by a bug\)"),
+        ("grid", raising, r"failed at grid\(\) of strangers_exporter\.Layout \(ZeroDivisionError: by a bug\)"),
+        ("grid", of_another_kind, r"failed at grid\(\) of .* \(TypeError: it returns a str, no Grid\)"),
+        ("shape", raising, r"failed at shape\(\) of strangers_exporter\.Layout"),
+        ("check", raising, r"failed at check\(\) of strangers_exporter\.Layout"),
+        ("read", raising, r"failed at read\(\) of strangers_exporter\.Layout"),
+        ("read", of_another_kind, r"failed at read\(\) of .* \(TypeError: it returns a str, no Stored\)"),
+        ("anchor", None, r"failed at anchor and parts of strangers_exporter\.Layout \(AttributeError"),
+    ],
+)
+def test_what_its_layout_raises_names_its_package(
+    function: str, wrong: Any, told: str, package: Path, tiny_qwen: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What it says of a matrix that is not as it should be, by a ValueError, stays as it is."""
+    with on_path(package, EXPORTERS, MODULES):
+        source = MadeSource(tiny_qwen, lambda *_: 2, group_size=16)
+        write("strangers-runtime", source, tmp_path / "made", WriteOptions())
+        kind = EXPORTERS.get("strangers").layout
+
+        def looked_at() -> object:
+            if function == "shape":
+                return inspection.inspect(tmp_path / "made")
+            opened = open_packed(tmp_path / "made")
+            return opened.expert(opened.layers[0], 0)
+
+        looked_at()
+        monkeypatch.setattr(kind, function, wrong) if wrong else monkeypatch.delattr(kind, function)
+        with pytest.raises(ArtifactError, match=f"^strangers 1\\.0: exporter 'strangers' {told}.*; report it to"):
+            looked_at()
+        if function in ("shape", "check", "read"):
+            said = ValueError("codes are too short")
+            monkeypatch.setattr(kind, function, lambda *_: (_ for _ in ()).throw(said))
+            with pytest.raises(ArtifactError, match=r"made.*codes are too short"):
+                looked_at()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moeq.errors import ArtifactError
 from moeq.exporters.exporter import Exporter
+from moeq.exporters.readers.blamed import BlamedLayout
 from moeq.models.declared import DEQUANTIZED, is_dequantized, quantization_of
 from moeq.models.source import INDEX, SINGLE, ModelSource, open_source
 from moeq.registry import EXPORTERS
@@ -78,11 +79,12 @@ def layout_of(source: ModelSource) -> Layout | None:
     exporter = of_method(method)
     if exporter is None or exporter.layout is None:
         raise ArtifactError(f"quant_method {method} is not supported", where=where, do=works())
-    try:
-        layout: Layout = exporter.layout(declared)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"{method} with {_text(error)} is not supported", where=where, do=works()) from None
-    return layout
+    with EXPORTERS.blaming(exporter.name, lambda: f"layout() of {where}"):
+        try:
+            layout: Layout = exporter.layout(declared)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArtifactError(f"{method} with {_text(error)} is not supported", where=where, do=works()) from None
+    return layout if EXPORTERS.origin(exporter.name) is None else BlamedLayout(exporter, layout)
 
 
 def check_read(source: ModelSource) -> None:
