@@ -17,7 +17,7 @@ from moeq.reporting import formats
 from moeq.reporting.html import Raw, Section, element, join, table
 from moeq.reporting.inputs import Loads, ReportInputs
 from moeq.reporting.speed import over, speedups_text
-from moeq.tables import human_bytes, human_size
+from moeq.tables import human_size
 
 
 def decided(inputs: ReportInputs) -> Section:
@@ -77,9 +77,9 @@ def budget_text(assignment: Assignment) -> str:
     if codes is not None and not named:
         told.append(f"{codes} code bits for a weight of the experts")
     if (size := used.get("expert_bytes")) is not None:
-        told.append(f"{human_bytes(size)} for all experts")
+        told.append(f"{human_size(size)} for all experts")
     if (size := used.get("size")) is not None:
-        told.append(f"{human_bytes(size)} for the whole checkpoint")
+        told.append(f"{human_size(size)} for the whole checkpoint")
     return " and ".join(told) or f"none: {'one width is named' if named else 'the method decides by itself'}"
 
 

@@ -9,7 +9,7 @@ from moeq.assigners.report import THIS, UNIFORM, Point
 from moeq.reporting import svg
 from moeq.reporting.charts import BYTES_AXIS, mark_bytes
 from moeq.reporting.html import Drawing, Section, figure
-from moeq.tables import human_bytes
+from moeq.tables import human_size
 
 WIDTH, HEIGHT = 760, 420
 LEFT, BELOW, ABOVE, RIGHT = 74, 44, 10, 190
@@ -34,7 +34,7 @@ def frontier(points: Sequence[Point]) -> Section | None:
         return None
     own = next(point for point in points if point.method == THIS)
     widths = [point for point in points if point.method == UNIFORM and point.objective > 0]
-    label = f"Objective against bytes of all experts; {THIS}: {own.objective:.3g} at {human_bytes(own.expert_bytes)}."
+    label = f"Objective against bytes of all experts; {THIS}: {own.objective:.3g} at {human_size(own.expert_bytes)}."
     drawing = _drawing("around", label, points, "objective")
     caption = (
         "The objective is what the assignment keeps small: losses of the replicas on held-out tokens, weighted as the "

@@ -11,7 +11,7 @@ from moeq.estimator.policies import titled
 from moeq.reporting import formats, svg
 from moeq.reporting.html import Drawing, Row, Section, element, figure, paragraph, table
 from moeq.reporting.inputs import SpeedInputs, TradeOff
-from moeq.tables import human_bytes
+from moeq.tables import human_bytes, human_size
 
 WIDTH, HEIGHT = 760, 330
 LEFT, BELOW, ABOVE, BETWEEN, RIGHT = 70, 44, 30, 34, 16
@@ -47,7 +47,7 @@ def _table(points: Sequence[TradeOff]) -> Any:
             titled(point.policy).short,
             formats.number(point.tokens_per_second),
             f"{point.bits_per_weight:.2f}",
-            human_bytes(point.expert_bytes),
+            human_size(point.expert_bytes),
             f"{point.objective:.3g}",
         )
         rows.append(Row(cells=cells, kind="exported") if point.command is None else cells)
@@ -86,7 +86,7 @@ def _drawing(points: Sequence[TradeOff]) -> Drawing:
     label = f"Objective against size and speed of {len(shown)} assignments"
     if own is not None:
         label += (
-            f"; {THIS}: {own.objective:.3g} at {human_bytes(own.expert_bytes)}, {own.tokens_per_second:.4g} a second"
+            f"; {THIS}: {own.objective:.3g} at {human_size(own.expert_bytes)}, {own.tokens_per_second:.4g} a second"
         )
     return svg.draw("trade-offs", f"{label}.", WIDTH, HEIGHT, fill)
 

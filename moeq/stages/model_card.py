@@ -12,7 +12,7 @@ from moeq.exporters.front_matter import Origin, code_lines, front_matter, markdo
 from moeq.models.auto_names import CAUSAL, auto_name
 from moeq.models.declared import quantization_of
 from moeq.recipe.used import parameters_text
-from moeq.tables import human_bytes, human_size
+from moeq.tables import human_size
 
 
 def render(
@@ -61,8 +61,8 @@ def render(
         ),
         f"| experts by tier | {', '.join(f'{count} on {tier}' for tier, count in sorted(tiers.items()))} |",
         f"| expert bytes, scales and zero points counted | {human_size(totals.placed_expert_bytes)} |",
-        f"| other replicas | {human_bytes(totals.other_replica_bytes)} |",
-        f"| everything else | {human_bytes(totals.non_expert_bytes)} |",
+        f"| other replicas | {human_size(totals.other_replica_bytes)} |",
+        f"| everything else | {human_size(totals.non_expert_bytes)} |",
         *_modules(manifest),
         *(f"| code | {code.file}, moeq's own hook: two lines |" for code in manifest.code if code.origin == "moeq"),
         *code_lines({code.file: code.sha256 for code in manifest.code if code.origin == "model"}),
@@ -130,6 +130,6 @@ def _modules(manifest: PlacementManifest) -> list[str]:
     lines = []
     for kind in dict.fromkeys(module.kind for module in manifest.others):
         modules = [module for module in manifest.others if module.kind == kind]
-        first, size = modules[0], human_bytes(sum(module.bytes for module in modules))
+        first, size = modules[0], human_size(sum(module.bytes for module in modules))
         lines.append(f"| of it {kind} | {len(modules)} at {first.bits} code bits, {in_words(first.encoding)}: {size} |")
     return lines

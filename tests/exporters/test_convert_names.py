@@ -10,6 +10,7 @@ import yaml
 from exporters import handmade
 from made_sources import MadeSource, save_model
 
+from moeq import conversion
 from moeq.artifacts.provenance import read_provenance
 from moeq.artifacts.sums import check_sums
 from moeq.conversion import convert
@@ -71,7 +72,10 @@ def test_name_licence_and_card_go_from_format_to_format(gptq: Path, tmp_path: Pa
     assert NativeReader(tmp_path / "1").manifest.model.name == "some-lab/Base-8x1B"
 
 
-def test_a_model_without_a_card_is_called_as_the_manifest_calls_it(tmp_path: Path) -> None:
+def test_a_model_without_a_card_is_called_as_the_manifest_calls_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "bytes_in", lambda _: 7_386_704)
     model = save_model(tmp_path / "model", "qwen3_moe")
     write("native", MadeSource(model, lambda *_: 4), tmp_path / "checkpoint", WriteOptions(model_name="lab/Small"))
     summary = convert(tmp_path / "checkpoint", "gptqmodel", tmp_path / "out")
@@ -79,6 +83,7 @@ def test_a_model_without_a_card_is_called_as_the_manifest_calls_it(tmp_path: Pat
     assert front(tmp_path / "out")["base_model"] == "lab/Small"
     assert front(tmp_path / "out")["base_model_relation"] == "quantized"
     assert "notes" not in summary
+    assert (summary["bytes"], summary["size"]) == (7_386_704, "7.05 MiB"), "as the same bytes are shown everywhere"
 
 
 def test_shards_are_no_larger_than_asked(gptq: Path, tmp_path: Path) -> None:

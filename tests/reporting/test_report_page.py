@@ -643,6 +643,8 @@ def test_what_other_sizes_would_cost(make: Make) -> None:
     root = ElementTree.fromstring(drawing)
     texts = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"optimal by matrix", UNIFORM, THIS, "objective"} <= set(texts)
+    larger = render(replace(make(), around=[replace(point, expert_bytes=7_386_704) for point in points]))
+    assert "this run: 0.12 at 7.05 MiB" in larger, "as in the table of sizes"
     exact = [replace(point, objective=0.0) for point in points]
     assert render(replace(make(), around=exact)) == render(make()), "nothing costs anything"
 
@@ -657,7 +659,7 @@ def test_size_quality_and_speed_stand_together_with_what_makes_them(make: Make, 
     drawing = ElementTree.fromstring(drawings(section)[0])
     texts = ["".join(text.itertext()) for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert {"static mixed precision", "context-aware", "objective", "decode tokens a second"} <= set(texts)
-    assert "this run: 0.0312 at 2.38 MiB, 36 a second" in section
+    assert "this run: 0.0312 at 2.39 MiB, 36 a second" in section
     assert re.findall(r"<code>(.*?)</code>", section) == [p.command for p in points if p.command is not None]
     assert "with the sizes of mixtral-8x7b, by a model of paper-ctxmoe, not measured" in section
     toy = replace(inputs.speed, geometry_is_the_models=True, geometry=dict(inputs.speed.geometry, hidden_size=8))
