@@ -37,8 +37,10 @@ ESTIMATED = ALL | {"assign", "eval", "estimate"}
 def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
     """What a command on a run reads must be there: MissingError, ModelError, EstimateError.
 
-    StorageError for a run directory that is a file.
+    StorageError for a run directory that is a file, or that no file of tensors or tables can be written to by its name.
     """
+    if any("\ud800" <= character <= "\udfff" for character in str(out)):  # what Python makes of bytes that are no text
+        raise StorageError("its name is no UTF-8", where=str(out), do="choose another --out, or rename it")
     config = check_there(model, recipe.revision)
     folds = command == "plan" and recipe.reparam is not None  # which may be all that is planned
     if command not in FOR_DENSE and not folds:

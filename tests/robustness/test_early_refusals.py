@@ -84,6 +84,7 @@ def of_a_run(*more: Case, dense: bool = False) -> list[Case]:
         ((*BUNDLED, "--set", "device=gpu"), 2, "device"),
         ((*BUNDLED, "--set", "assign.code_bits=-1"), 2, "code_bits"),
         ((*BUNDLED, "--out", "file.txt"), 8, "file.txt: is a file"),
+        ((*BUNDLED, "--out", "\udcff"), 8, "its name is no UTF-8; choose another --out"),
         *more,
     ]
 
