@@ -394,8 +394,7 @@ def activated(value, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
         return value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
     elif NAME == "quick_gelu":
         return value * tl.sigmoid(1.702 * value)
-    elif NAME == "relu2":
-        return tl.maximum(value, 0.0) * tl.maximum(value, 0.0)
     else:
-        tl.static_assert(NAME == "relu")
-        return tl.maximum(value, 0.0)
+        tl.static_assert(NAME == "relu" or NAME == "relu2")
+        above = tl.where(value < 0.0, 0.0, value)  # a GPU's maximum of 0 and what is no number is 0
+        return above * above if NAME == "relu2" else above

@@ -111,6 +111,26 @@ for name, fixed in dict(
     source = ASTSource(fn=function, signature=signature, constexprs=constants)
     print(name, len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]))
 """
+ACTIVATED = """
+import re
+import sys
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moeq_kernels.gpu.codes import activated
+
+
+@triton.jit
+def alone(given, out, NAME: tl.constexpr):
+    at = tl.arange(0, 32)
+    tl.store(out + at, activated(tl.load(given + at), NAME))
+
+
+signature = dict(given="*fp32", out="*fp32", NAME="constexpr")
+source = ASTSource(fn=alone, signature=signature, constexprs={(2,): sys.argv[1]})
+print(*re.findall(r"(?:max|min)\\S*f32", triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))
+"""
 WALKS = """
 import sys
 import triton
@@ -187,6 +207,13 @@ def test_the_programs_of_versions_compile_too(server: ForkServer, tmp_path: Path
     found = compiled((), server, tmp_path, VERSIONS).split()
     assert found[::2] == ["join_planes", "part_planes", "add_choices"]
     assert all(int(size) > 0 for size in found[1::2])
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("name", ["relu", "relu2"])
+def test_what_is_no_number_stays_so(name: str, server: ForkServer, tmp_path: Path) -> None:
+    """A GPU's max.f32, and min.f32, leave it out."""
+    assert compiled((name,), server, tmp_path, ACTIVATED).split() == []
 
 
 @pytest.mark.cases(1)
