@@ -155,6 +155,7 @@ NO_FILE = "reads no file: what it is given was read by others"
 ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq_kernels.trellis_tables.table": "reads moeq's own constants",
     "moeq.artifacts.remote.Store._ask": WRITTEN,
+    "moeq.artifacts.mirror.here": SYSTEM,
     "moeq.artifacts.status._status": SYSTEM,
     "moeq.artifacts.status.read_status": "opens a file whose bytes parse_status reads: target status",
     "moeq.artifacts.remote.Store.read": BYTES,
@@ -170,6 +171,7 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.scratch.remove_stale": LOCK,
     "moeq.exporters.native_reader.NativeReader._tensor": HEADERS,
     "moeq.exporters.native_replicas.CopyingReader._copied": HEADERS,
+    "moeq.exporters.readers.blamed.BlamedLayout.read": "hands on to another package's layout, whose reading is its own",
     "moeq.exporters.readers.foreign.Foreign._tensor": HEADERS,
     "moeq.models.kinds.base.ReadsParts.read_expert": HEADERS,
     "moeq.models.parameters.ParameterReader.read": HEADERS,
