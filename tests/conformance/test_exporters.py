@@ -25,7 +25,7 @@ from moeq.artifacts.sums import check_sums
 from moeq.artifacts.targets import Grid, grids_of, refuse_layers, targets
 from moeq.errors import ArtifactError, FormatError, MoeqError
 from moeq.exporters import write
-from moeq.exporters.exporter import Exporter, ExportSizes, loaders, of_method
+from moeq.exporters.exporter import Exporter, ExportSizes, loaders
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.packed_source import Checkable, Matrices
 from moeq.exporters.readers import open_packed
@@ -35,7 +35,7 @@ from moeq.models.source import ModelSource
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.registry import EXPORTERS
-from moeq.runtimes import Runtime, runtimes, written
+from moeq.runtimes import Runtime, of_method, runtimes, written
 from moeq.verification import probe
 from moeq.verification.reference import values
 from moeq.verification.weights import differences

@@ -22,7 +22,7 @@ from moeq.artifacts.targets import Grid, refuse_matrix, targets
 from moeq.errors import ArtifactError, FormatError, RecipeError
 from moeq.exporters import write
 from moeq.exporters.dequantized import plain_dtype
-from moeq.exporters.exporter import of_method, read_by
+from moeq.exporters.exporter import read_by
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.gptq_layout import _common, patterns
 from moeq.exporters.packed_source import Matrices
@@ -33,7 +33,7 @@ from moeq.models.loading import describe, expert_keys, load_model
 from moeq.models.source import open_source
 from moeq.numerics.layouts import column_stream, zeros_of
 from moeq.progress import Reporter
-from moeq.runtimes import written
+from moeq.runtimes import of_method, written
 from moeq.verification.weights import differences
 from moeq_kernels.packed import PackedWeight, symmetric_bits, widened
 from moeq_kernels.packing import unpack

@@ -11,10 +11,11 @@ from made_sources import MadeSource, quantization_of, save_model
 
 from moeq.errors import EvaluationError, FormatError
 from moeq.exporters import write
-from moeq.exporters.exporter import of_method, read_by
+from moeq.exporters.exporter import read_by
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.readers import open_packed
 from moeq.progress import Reporter
+from moeq.runtimes import of_method
 from moeq.verification.launch import NotInstalledError
 from moeq.verification.verify import Options, verify
 
