@@ -193,21 +193,25 @@ def computes(module: nn.Module) -> str:
 
 
 def _shared_bytes(model: Any, layers: Sequence[ExpertLayer]) -> int:
-    """Bytes of all modules that a decode step runs whatever is routed: no expert, no encoder, no tables of embeddings
-    (of which it looks up rows) unless the head is the same tensor."""
+    """Bytes of all modules that a decode step runs whatever is routed: no expert, no tables of embeddings (of which it
+    looks up rows) unless the head is the same tensor."""
     left_out = {id(inner) for layer in layers for inner in model.get_submodule(layer.name).modules()}
-    if model.config.is_encoder_decoder:
-        left_out |= {id(inner) for inner in model.get_encoder().modules()}
     left_out |= {id(table) for table in _tables(model)}
     if isinstance(model.get_output_embeddings(), TiedHead):
         left_out.discard(id(model.get_input_embeddings()))
-    return _held(module for module in model.modules() if id(module) not in left_out)
+    return _held(module for module in _run_by_tokens(model) if id(module) not in left_out)
+
+
+def _run_by_tokens(model: Any) -> list[nn.Module]:
+    """The modules that a token of text goes through: of the table of words, the decoder and the head; no encoder of
+    texts, images or sounds."""
+    parts = (model.get_input_embeddings(), model.get_decoder(), model.get_output_embeddings())
+    return list(dict.fromkeys(inner for part in parts if part is not None for inner in part.modules()))
 
 
 def _tables(model: Any) -> list[Any]:
     """Tables of embeddings of which a token looks up a row: its word's, and those that some layers have."""
-    encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
-    others = (module for module in model.modules() if isinstance(module, nn.Embedding) and module not in encoder)
+    others = (module for module in _run_by_tokens(model) if isinstance(module, nn.Embedding))
     return list(dict.fromkeys([model.get_input_embeddings(), *others]))
 
 

@@ -13,6 +13,7 @@ import family_models
 import pytest
 import torch
 from tiny_models import save_tiny
+from torch import nn
 from typer.testing import CliRunner
 
 import moeq
@@ -105,6 +106,26 @@ def test_tables_of_which_rows_are_looked_up_are_not_read_whole(tmp_path: Path) -
     every += sum(parameter.nbytes for parameter in subject.model.parameters())
     assert subject.shared_bytes == pytest.approx(every - experts - 4 * 2048 * row, rel=1e-4)
     assert subject.row_bytes == 4 * (40 + row)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "gemma4", "llama4", "dots3_note"])
+def test_what_sees_or_hears_is_not_read_for_a_token_of_text(family: str, tmp_path: Path) -> None:
+    """What is read is what runs for one, but experts and tables of words; a head that is the same tensor is read."""
+    family_models.save(family, tmp_path)
+    subject = load_subject(str(tmp_path), torch.float32, torch.device("cpu"), False, Reporter(quiet=True))
+    ran: set[nn.Module] = set()
+    for module in subject.model.modules():
+        module.register_forward_pre_hook(lambda module, _: ran.add(module))
+    subject.model(input_ids=torch.ones(1, 2, dtype=torch.long))
+    experts = {inner for layer in subject.layers for inner in subject.model.get_submodule(layer.name).modules()}
+    read = {
+        parameter.data_ptr(): parameter.nbytes
+        for module in ran - experts
+        for parameter in module.parameters(recurse=False)
+        if not isinstance(module, nn.Embedding)
+    }
+    assert subject.shared_bytes == pytest.approx(sum(read.values()), rel=2e-3)  # buffers are read, too
+    assert sum(parameter.nbytes for parameter in subject.model.parameters()) > 1.2 * subject.shared_bytes
 
 
 def test_a_model_in_its_own_type_is_resident_whole(tmp_path: Path) -> None:
