@@ -17,7 +17,7 @@
 | 13 | MissingError | a path that is named and is not there |
 | 14 | GateError | a finished run that does not keep to the recipe's gates, a checkpoint made again that differs |
 | 15 | PushError | the hub, where a checkpoint is uploaded: token, permission, network, what is there already |
-| 130, 143 | | interrupted: Ctrl-C, SIGTERM |
+| 129, 130, 143 | | interrupted: a closed terminal (SIGHUP), Ctrl-C, SIGTERM |
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def test_memory_that_ran_out_behind_an_error_of_moeqs_is_told(
 
 
 @pytest.mark.parametrize(("command", "more"), [("losses", "; run the same command to go on"), ("generate", "")])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
 def test_an_interrupt_that_a_library_made_another_error_of(
     number: signal.Signals,
     code: int,
@@ -292,9 +292,10 @@ def test_an_interrupt_that_a_library_made_another_error_of(
 
     monkeypatch.setattr(sys, "argv", ["moeq", command, "RUN"])
     monkeypatch.setattr(ending, "quiet_libraries", lambda: None)
-    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with pytest.raises(SystemExit) as ended:
             ending.run(app)

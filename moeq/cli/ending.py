@@ -26,7 +26,7 @@ SCHEMA_VERSION = 1  # of JSON on standard output: raised when a key goes or chan
 NO_MEMORY = (  # as torch, the system, the loader and Python's threads, which need a stack, say it
     "allocate memory", "out of memory", "failed to map segment", "bad_alloc", "can't start new thread",
 )  # fmt: skip
-INTERRUPTED, CLOSED, TERMINATED = 130, 141, 143  # as shells have it: 128 and the number of the signal
+HUNG_UP, INTERRUPTED, CLOSED, TERMINATED = 129, 130, 141, 143  # as shells have it: 128 and the number of the signal
 
 
 def show(result: Mapping[str, Any], as_text: Callable[[Any], None], *, json: bool, quiet: bool = False) -> None:
@@ -65,7 +65,8 @@ def refuse(error: MoeqError, *, json: bool) -> None:
 def run(app: Callable[[], None]) -> None:
     """Errors become one line on standard error and an exit code by class, never a traceback.
 
-    SIGTERM ends a command as Ctrl-C does: what is half-written goes. A library may make another error of either.
+    SIGTERM and SIGHUP, of a terminal that is closed, end a command as Ctrl-C does: what is half-written goes. A library
+    may make another error of each.
     """
     quiet_libraries()
     if sys.stdout is None:  # it was closed before: what is said there goes nowhere
@@ -73,8 +74,8 @@ def run(app: Callable[[], None]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # of characters without an encoding, as on standard error
     ended_by: list[int] = []
-    for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-        if signal.getsignal(number) is handler:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # those that nobody has set, as nohup does
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, lambda number, _: _interrupt(ended_by, number))
     output = sys.stdout
     try:
@@ -107,6 +108,8 @@ def run(app: Callable[[], None]) -> None:
 def _interrupt(ended_by: list[int], number: int) -> None:
     """A signal as an interrupt; it is noted."""
     ended_by.append(number)
+    if number == signal.SIGHUP:  # which may come of the terminal and of the shell
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -115,8 +118,10 @@ def _leave(ended_by: list[int]) -> NoReturn:
     from moeq.artifacts.run import STAGES
 
     goes_on = sys.argv[1:2] and sys.argv[1] in ("run", *STAGES)
-    print("interrupted; run the same command to go on" if goes_on else "interrupted", file=sys.stderr)
-    sys.exit(TERMINATED if signal.SIGTERM in ended_by else INTERRUPTED)
+    with contextlib.suppress(OSError):  # of a terminal that is gone
+        print("interrupted; run the same command to go on" if goes_on else "interrupted", file=sys.stderr)
+    codes = {signal.SIGTERM: TERMINATED, signal.SIGHUP: HUNG_UP}
+    sys.exit(next((code for number, code in codes.items() if number in ended_by), INTERRUPTED))
 
 
 def _drop_output() -> None:

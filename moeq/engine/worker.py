@@ -33,7 +33,8 @@ def main(pipe: Connection, folders: Folders, threads: int, gpu: str | None = Non
     one that it sees, None: those that it was started with."""
     if gpu is not None:
         os.environ[VISIBLE] = gpu  # before CUDA starts in this process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all; the driver decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # which a terminal sends to all; the driver decides
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     watch = threading.Thread(target=_end_with_driver, args=(folders,), daemon=True)
     watch.start()
