@@ -16,10 +16,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 
-from moeq.bounded import CONTROL
+from moeq.bounded import CONTROL, shortened
 from moeq.tables import human_seconds
 
 LINE_SECONDS = 15  # between two lines of progress where there is no terminal
+BAR, LEAST_BAR, BESIDE_BAR = 24, 4, 29  # columns of a terminal: of the longest bar, the shortest, the figures beside it
 
 
 class PlainConsole(Console):
@@ -131,13 +132,15 @@ class Reporter:
         elif not self.console.is_terminal:
             yield self._lines(title, total)
         else:
+            room = self.console.width - BESIDE_BAR
+            title = shortened(title, max(1, room - LEAST_BAR))
             columns = (
                 TextColumn("  {task.description}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=max(LEAST_BAR, min(BAR, room - len(title)))),
                 TaskProgressColumn(),
                 TimeElapsedColumn(),
-                TextColumn("left"),
                 TimeRemainingColumn(),
+                TextColumn("left"),
             )
             with Progress(*columns, console=self.console, transient=True) as progress:
                 task = progress.add_task(title, total=total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from moeq.final_table import empty_table
 from moeq.progress import PlainConsole, Reporter
 from moeq.terminal import print_comparison
 
+TIMES = r"20% \d:\d\d:\d\d \d:\d\d:\d\d left$"
 KERNELS = logging.getLogger("moeq.kernels")
 
 
@@ -65,3 +67,17 @@ def test_names_of_what_is_compared_are_shown_as_they_are(capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert shown.count(f"  {NAME}2") == shown.count(f"{NAME}, acc") + 1 == 2
     assert " 0.010 " in shown
+
+
+@pytest.mark.parametrize("width", [40, 46, 60, 80])
+@pytest.mark.parametrize("title", ["losses", "checking the store"])
+def test_a_bar_shows_its_times_whole_in_a_narrow_terminal(title: str, width: int) -> None:
+    """Its title makes room; what has been taken stands before what is left."""
+    shown, reporter = io.StringIO(), Reporter()
+    reporter.console = PlainConsole(file=shown, width=width, force_terminal=True, color_system=None)
+    with reporter.bar(title, 10) as advance:
+        advance()
+        advance()
+    lines = [line.strip() for line in re.split(r"\x1b\[\w+|[\r\n]", shown.getvalue()) if "20%" in line]
+    assert re.search(TIMES, lines[-1])
+    assert lines[-1].startswith(title[:3])
