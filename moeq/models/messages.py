@@ -15,6 +15,7 @@ from moeq.errors import ArtifactError, ModelError, missing
 from moeq.models.source import CONFIG
 
 MOST_CHARACTERS = 300  # of what transformers says
+INSTALL = "install what is missing"
 REMEDY = "check that the directory is a complete transformers checkpoint"
 
 
@@ -48,6 +49,7 @@ def asking_transformers(what: str, where: Path | str, do: str = REMEDY) -> Itera
     except Exception as error:  # ValueError, KeyError, OSError, its validators' own types, and what a class raises
         if isinstance(where, Path) and not (where if where.name == CONFIG else where / CONFIG).exists():
             raise missing(where, "download or make it again") from error
+        do = INSTALL if isinstance(error, ImportError) else do
         raise ModelError(f"transformers cannot {what} ({line(error)})", where=str(where), do=do) from error
 
 

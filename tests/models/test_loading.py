@@ -125,3 +125,12 @@ def test_families_whose_experts_are_not_stacked_stream_all_the_same(family: str,
 def test_blocks_are_found_by_structure(family: str, wanted: set[str], tmp_path: Path) -> None:
     model = loading.skeleton(open_source(str(save(family, tmp_path / "model"))))
     assert {path.rpartition(".")[0] for path in blocks_of(model)} == wanted
+
+
+def test_a_package_that_transformers_lacks_is_told_to_be_installed(tmp_path: Path) -> None:
+    """Whole though the directory is."""
+    config = json.loads((save("mixtral", tmp_path) / "config.json").read_text("utf-8"))
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    with pytest.raises(ModelError, match=r"cannot load it \(ImportError: .*\); install what is missing$"):
+        loading.load_model(open_source(str(tmp_path)), torch.float32, torch.device("cpu"))
