@@ -10,7 +10,6 @@ from typer import Argument, Option
 
 from moeq.cli.ending import refuse, show
 from moeq.errors import RecipeError
-from moeq.folders import checkpoint_of
 from moeq.options import (
     DeviceOption,
     DynamicLogOption,
@@ -68,7 +67,7 @@ def inspect(
         from moeq import terminal
         from moeq.exporters import placements
 
-        show(placements.told(checkpoint_of(path), placement_for, out), terminal.print_summary, json=json, quiet=quiet)
+        show(placements.told(path, placement_for, out), terminal.print_summary, json=json, quiet=quiet)
         return
     if tensor_types is not None:
         from moeq import terminal

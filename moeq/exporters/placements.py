@@ -17,6 +17,7 @@ from typing import Any
 from moeq.artifacts.files import write_bytes, write_json
 from moeq.artifacts.manifest import PlacedLayer, PlacementManifest, read_manifest
 from moeq.errors import FormatError, RecipeError
+from moeq.folders import checkpoint_of
 from moeq.models.source import CONFIG, read_config
 from moeq.models.stored_experts import LAYER, LAYERS, stated
 
@@ -123,9 +124,11 @@ def check_file(runtime: str, out: Path | None) -> None:
         raise RecipeError("is there already", where=f"--out {out}", do="name another, or remove it")
 
 
-def told(checkpoint: Path, runtime: str, out: Path | None) -> dict[str, Any]:
-    """What a runtime's command line needs, in one line, and what stays in memory; the file is written."""
+def told(path: Path, runtime: str, out: Path | None) -> dict[str, Any]:
+    """What a runtime's command line needs for a checkpoint or a run's, in one line, and what stays in memory; the file
+    is written."""
     check_file(runtime, out)
+    checkpoint = checkpoint_of(path)
     manifest = read_manifest(checkpoint)
     layers = stated(read_config(checkpoint / CONFIG), LAYERS)
     numbers = [number for number, _ in numbered(manifest)]
