@@ -168,6 +168,20 @@ def test_versions_are_read_ahead_of_decisions() -> None:
     nothing_lost(dynamic)
 
 
+def test_what_was_read_ahead_is_not_given_up_for_what_is_less_likely() -> None:
+    """A cache of one slot keeps the first, and reads no other until something else is foreseen."""
+    dynamic, source = made(host_bytes=1)
+    copies, foreseen = dynamic.copies, [Switch(0, expert, HIGH) for expert in (3, 4, 5)]
+    before = source.asked
+    for _ in range(2):
+        copies.request([], ahead=foreseen)
+        assert [one.key in copies.host for one in foreseen] == [True, False, False]
+    assert source.asked - before == copies.counts.prefetched == 1
+    copies.request([], ahead=foreseen[1:])
+    assert [one.key in copies.host for one in foreseen] == [False, True, False]
+    dynamic.close()
+
+
 def test_what_follows_in_another_model_is_refused() -> None:
     with pytest.raises(ModelError, match="experts follow each other"):
         made(follows=[np.eye(3)])

@@ -98,6 +98,7 @@ class Copies:
         self._pending: deque[Switch] = deque()
         self._after: dict[Switch, Switch] = {}
         self._ahead: deque[Switch] = deque()
+        self._foreseen: set[Key] = set()  # of what was to be read ahead last, those whose turn has come
         self._flying: set[tuple[int, int]] = set()
         self._ready: deque[_Arriving] = deque()
         self._retired: list[_Retired] = []
@@ -121,12 +122,12 @@ class Copies:
     ) -> None:
         """These are wanted now, in this order; what was wanted before and has not begun is forgotten.
 
-        after: switches that are only made where another one was; ahead: what is read, as far as there is room for it,
-        when nothing is left to be copied.
+        after: switches that are only made where another one was; ahead: what is read, the likeliest first, as far as
+        there is room for it, when nothing is left to be copied.
         """
         with self._changed:
             self._pending, self._after = deque(switches), dict(after or {})
-            self._ahead = deque(ahead)
+            self._ahead, self._foreseen = deque(ahead), set()
             self._changed.notify()
         if self.background:
             self._keep_alive()
@@ -160,7 +161,10 @@ class Copies:
 
     def _next_ahead(self) -> Switch | None:
         with self._changed:
-            return self._ahead.popleft() if self._ahead and not self._pending and not self._closed else None
+            if not self._ahead or self._pending or self._closed:
+                return None
+            self._foreseen.add(self._ahead[0].key)
+            return self._ahead.popleft()
 
     def register(self, wait: bool = False) -> list[Switch]:
         """Publish what is ready; what took effect. Between two steps, of whichever thread.
@@ -264,9 +268,9 @@ class Copies:
         return staged
 
     def _bring_ahead(self, switch: Switch) -> None:
-        """Into the cache alone, in no place of what is about to be copied."""
+        """Into the cache alone, in no place of what is about to be copied or is likelier to be."""
         with self._changed:
-            wanted = {one.key for one in self._pending}
+            wanted = self._foreseen.union(one.key for one in self._pending)
         try:
             with self._copying:
                 if switch.key in self.host or not self.host.room_ahead(switch.version, wanted):
