@@ -157,10 +157,13 @@ class TiedHead(nn.Module):
         return output
 
 
-def prepare(model: nn.Module) -> None:
-    """Have kernels take what is packed, one layer after the other; what none takes computes as it is stored."""
+def prepare(model: nn.Module, *, experts: bool = True) -> None:
+    """Have kernels take what is packed, one layer after the other; what none takes computes as it is stored.
+
+    experts: or only what lies beside the experts.
+    """
     for module in model.modules():
-        if isinstance(module, PackedExperts) or type(module) is PackedModule:
+        if type(module) is PackedModule or (experts and isinstance(module, PackedExperts)):
             module.prepare()
         elif isinstance(module, TiedHead):
             module.embeddings.prepare()

@@ -7,9 +7,20 @@ from typing import Any
 import pytest
 import torch
 from family_models import build
+from packed_layers import matrix_of
 
 from moeq.models.experts import find_expert_layers
-from moeq.runtime.dynamic.needs import ACTIVATIONS, CACHE, WEIGHTS, activation_bytes, kept_bytes, other_bytes
+from moeq.runtime.dynamic.needs import (
+    ACTIVATIONS,
+    CACHE,
+    WEIGHTS,
+    activation_bytes,
+    kept_bytes,
+    other_bytes,
+    weights_bytes,
+)
+from moeq.runtime.packed_modules import PackedModule
+from moeq_kernels.widths import Encoding
 
 
 def held(model: Any, tokens: int) -> int:
@@ -44,6 +55,26 @@ def test_all_of_it_by_name() -> None:
     assert one[WEIGHTS] == two[WEIGHTS] == every - experts
     assert two[CACHE] == 2 * one[CACHE] == 2 * kept_bytes(model, 64)
     assert two[ACTIVATIONS] > one[ACTIVATIONS]
+
+
+def test_packed_weights_beside_the_experts_are_counted_as_a_kernel_holds_them() -> None:
+    """Small groups of few bits take twice what is stored, each filled up to whole units."""
+    model = build("mixtral")
+    layers, name = find_expert_layers(model), "model.layers.0.self_attn.q_proj"
+    original = model.get_submodule(name)
+    packed = PackedModule(original, 3, Encoding(group_size=8, symmetric=False))
+    matrix = matrix_of(*original.weight.shape, 3, 8)
+    for part, tensor in matrix.parts().items():
+        packed.get_buffer(part).copy_(tensor)
+    beside = weights_bytes(model, layers) - original.weight.nbytes
+    model.set_submodule(name, packed)
+    model.eval()
+    found = weights_bytes(model, layers)
+    with torch.no_grad():
+        model(input_ids=torch.arange(8)[None])
+    assert packed.prepared is not None
+    assert found == beside + packed.get_buffer("weight").nbytes + packed.prepared.nbytes > beside + 2 * matrix.nbytes
+    assert weights_bytes(model, layers) == found
 
 
 def test_activations_grow_with_the_text_and_hold_the_stream() -> None:

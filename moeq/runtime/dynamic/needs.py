@@ -1,9 +1,9 @@
 """What a model needs of the device's memory beside its experts: paper 001, section 3.5, what M_HBM is left of.
 
-Weights outside of the experts are counted as they lie. Keys, values and states are counted as the model's own caches
-hold them, layer by layer, each as far as its window goes (transformers lets go of what lies before it one token later,
-where a text was fed at once). Activations are the most that is alive at once in a forward
-pass, measured with short texts and carried on to long ones.
+Weights outside of the experts are counted as they lie, packed ones as kernels hold them. Keys, values and states are
+counted as the model's own caches hold them, layer by layer, each as far as its window goes (transformers lets go of
+what lies before it one token later, where a text was fed at once). Activations are the most that is alive at once in a
+forward pass, measured with short texts and carried on to long ones.
 
 Letters: T tokens.
 """
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
 from moeq.models.messages import quiet_transformers
+from moeq.runtime.packed_modules import PackedModule, prepare
 
 WEIGHTS, CACHE, ACTIVATIONS = "weights beside the experts", "keys and values", "activations"
 FEW, MANY = 4, 12  # tokens whose caches are compared
@@ -44,13 +45,17 @@ def other_bytes(model: Any, layers: Sequence[ExpertLayer], *, context: int, batc
 
 
 def weights_bytes(model: nn.Module, layers: Sequence[ExpertLayer]) -> int:
-    """Parameters and buffers outside of the experts' modules, those that are shared once."""
+    """Parameters and buffers outside of the experts' modules, those that are shared once, and what kernels hold
+    instead, which take what is packed first."""
+    prepare(model, experts=False)
     within = {id(inner) for layer in layers for inner in model.get_submodule(layer.name).modules()}
     held: dict[int, int] = {}
     for module in model.modules():
         if id(module) not in within:
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 held[tensor.data_ptr()] = tensor.nbytes
+            if isinstance(module, PackedModule) and module.prepared is not None:
+                held[id(module)] = module.prepared.nbytes
     return sum(held.values())
 
 
