@@ -104,7 +104,7 @@ def check_place(name: str, place: hub_upload.Place, digests: Mapping[str, str], 
         do = "leave --private out, choose another name, or make it private in its settings"
         raise PushError("is there, and everybody sees it", where=name, do=do)
     weights = [path for path in place.files if Path(path).suffix in ACTIVE - {".py"}]
-    other = sorted(path for path in weights if place.files[path] != digests.get(path))
+    other = sorted(path for path in weights if path not in digests or place.files[path] != digests[path])
     if other and not options.replace:
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
         do = "choose another name or --branch, or remove them in the same commit with --replace"

@@ -205,6 +205,15 @@ def test_other_weights_stay_unless_they_are_to_go(hub: WritableHub, checkpoint: 
     assert (folder / ".gitattributes").exists()
 
 
+def test_weights_that_the_hub_keeps_in_git_stay_too(hub: WritableHub, checkpoint: Path) -> None:
+    """Of them it tells no digest."""
+    hub.add(NAME)
+    (hub.repositories[NAME] / "pytorch_model.bin").write_bytes(b"the original's")
+    with pytest.raises(PushError, match=r"branch main holds other weights: pytorch_model.bin; .*--replace"):
+        push(checkpoint)
+    assert push(checkpoint, replace=True)["removed"] == ["pytorch_model.bin"]
+
+
 def test_cards_have_front_matter_that_the_hub_takes(hub: WritableHub, checkpoint: Path) -> None:
     card = (checkpoint / "README.md").read_text("utf-8")
     assert "base_model" not in card
