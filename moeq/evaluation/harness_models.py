@@ -18,6 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from moeq.errors import EvaluationError
 from moeq.evaluation.batching import BatchSize, rows_at_once
 from moeq.evaluation.divergence import Scorer
+from moeq.models.forward import for_tokens_alone
 from moeq.runtime.batch_pruning import pruning_if_alone
 from moeq.runtime.context_aware import ContextAwareModel, Piece
 
@@ -93,6 +94,7 @@ class StaticLM(HFLM):  # type: ignore[misc]
     def _model_generate(self, *given: Any, **options: Any) -> torch.Tensor:
         """As HFLM's; rows of a batch that are finished reach no expert any more."""
         with pruning_if_alone(self.model):
+            options |= for_tokens_alone(self.tokenizer)
             tokens: torch.Tensor = super()._model_generate(*given, **options)
         return tokens
 
@@ -239,6 +241,7 @@ class ContextAwareLM(StaticLM):
                 stopping=lambda rows, length: stop_sequences_criteria(self.tokenizer, stop, length, rows),
                 max_new_tokens=max_length - context.shape[1],
                 **options,
+                **for_tokens_alone(self.tokenizer),
             )
         most = max(map(len, new))
         padded = [row + [self.tokenizer.pad_token_id] * (most - len(row)) for row in new]

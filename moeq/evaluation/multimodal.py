@@ -19,6 +19,7 @@ from moeq.errors import EvaluationError
 from moeq.evaluation.batching import BatchSize, rows_at_once
 from moeq.evaluation.harness_models import Answer, StaticLM, check_finite
 from moeq.models.corpus import opened
+from moeq.models.forward import for_tokens_alone
 
 
 def image_tasks(manager: Any, names: Sequence[str], *, with_images: bool) -> dict[str, Any]:
@@ -141,6 +142,12 @@ class VisionLM(StaticLM, HFMultimodalLM):  # type: ignore[misc]
         return self._by_images(
             requests, lambda some: HFMultimodalLM.generate_until(self, some, disable_tqdm=True), super().generate_until
         )
+
+    def _model_multimodal_generate(self, *given: Any, **options: Any) -> Tensor:
+        """As HFMultimodalLM's."""
+        options |= for_tokens_alone(self.tokenizer)
+        tokens: Tensor = super()._model_multimodal_generate(*given, **options)
+        return tokens
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
         """(log-likelihood, whether it is the greedy choice) of every continuation."""

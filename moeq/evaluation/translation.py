@@ -23,6 +23,7 @@ from torch import Tensor
 from moeq.artifacts.evaluation import Score, Translation, TranslationScore
 from moeq.artifacts.reading import parse_record, read_bounded
 from moeq.errors import CorpusError, EvaluationError, missing
+from moeq.models.forward import for_tokens_alone
 from moeq.numerics import inference
 from moeq.recipe import TranslationSection
 from moeq.runtime.batch_pruning import pruning_if_alone
@@ -167,6 +168,7 @@ def translate(
                     num_beams=beams,
                     do_sample=False,
                     max_new_tokens=section.max_new_tokens,
+                    **for_tokens_alone(tokenizer),
                 )
             translations += [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
             advance()

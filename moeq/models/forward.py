@@ -114,3 +114,9 @@ def choose_as_asked(model: Any) -> None:
     for name, usual in vars(GenerationConfig()).items():
         if not name.startswith("_") and not name.endswith("_token_id"):
             setattr(model.generation_config, name, usual)
+
+
+def for_tokens_alone(tokenizer: Any) -> dict[str, Any]:
+    """Options of `generate` with which it returns tokens [B, T] whatever generation_config.json says of what comes
+    back; how they are chosen, and the strings that end a text, are left to it."""
+    return {"return_dict_in_generate": False, "tokenizer": tokenizer}

@@ -292,6 +292,17 @@ def test_a_placed_prefill_runs_with_the_placed_replicas(loaded: tuple[Any, Any, 
     assert not np.allclose(found[0].scores, found[1].scores)
 
 
+@pytest.mark.parametrize("setting", [("return_dict_in_generate", True), ("stop_strings", ["zzz"])])
+def test_answers_come_back_as_tokens(
+    loaded: tuple[Any, Any, Made], monkeypatch: pytest.MonkeyPatch, setting: tuple[str, Any]
+) -> None:
+    """Whatever the model's generation_config.json says."""
+    lm = context_aware(loaded, gpu_experts=1, code_bits="2")
+    usual = answers(lm, "generation", requests("generation"))
+    monkeypatch.setattr(loaded[0].generation_config, *setting)
+    assert answers(lm, "generation", requests("generation")) == usual
+
+
 @pytest.mark.cases(1)
 def test_contexts_are_prefilled_once(loaded: tuple[Any, Any, Made], monkeypatch: pytest.MonkeyPatch) -> None:
     lm = context_aware(loaded, gpu_experts=1, code_bits="2")

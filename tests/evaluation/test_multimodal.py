@@ -141,7 +141,11 @@ def test_images_inside_of_a_dataset(model: Any, processor: Any, folder: Path, tm
     assert second["cells"]["seen"].change.difference == 0
 
 
-def test_generation_is_the_models_own(model: Any, processor: Any, folder: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"return_dict_in_generate": True}, {"stop_strings": ["zzz"]}])
+def test_generation_is_the_models_own(
+    model: Any, processor: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """Whatever its generation_config.json says of what comes back."""
     from lm_eval.api.instance import Instance
     from PIL import Image
 
@@ -152,7 +156,10 @@ def test_generation_is_the_models_own(model: Any, processor: Any, folder: Path) 
         Instance("generate_until", {}, ("Say: ", options, {"visual": []}), 0, ("t", 1, 1)),
         Instance("generate_until", {}, ("<image> or <image>? Say: ", options, {"visual": names}), 0, ("t", 2, 1)),
     ]
-    found = VisionLM(model, processor, batch_size=3).generate_until(requests)
+    with monkeypatch.context() as patch:
+        for name, value in settings.items():
+            patch.setattr(model.generation_config, name, value)
+        found = VisionLM(model, processor, batch_size=3).generate_until(requests)
     token = processor.image_token
     for answer, text, images in zip(
         found, (f"{token}Say: ", "Say: ", f"{token} or {token}? Say: "), (names[:1], [], names), strict=True

@@ -83,6 +83,39 @@ def test_translations_are_pruned_and_unchanged(beams: int, monkeypatch: pytest.M
     assert sum(seen) - rows == 2 * finished, "two batches, each without its finished rows"
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_translations_come_back_as_tokens(beams: int) -> None:
+    """Whatever the model's generation_config.json says."""
+    section: Any = SimpleNamespace(prefix="", beams=(beams,), batch_size=2, max_new_tokens=8)
+    model = build("switch_transformers")
+
+    def translated() -> list[str]:
+        return translate(model, Words(), ["a", "b", "c"], section, torch.device("cpu"), lambda: None)[beams]
+
+    usual = translated()
+    model.generation_config.update(return_dict_in_generate=True)
+    assert translated() == usual
+    assert model.generation_config.return_dict_in_generate
+
+
+@pytest.mark.parametrize("settings", [{"return_dict_in_generate": True}, {"stop_strings": ["zzz"]}])
+def test_answers_of_lm_eval_come_back_as_tokens(settings: dict[str, Any]) -> None:
+    from moeq.bundled import bundled_path
+
+    model = build("mixtral")
+    tokenizer = load_tokenizer(open_source(str(bundled_path("tiny-mixtral"))))
+    lm = StaticLM(model, tokenizer, batch_size=2, max_length=32)
+    context = torch.arange(3, 3 + PROMPT * 2).view(2, PROMPT)
+
+    def answered() -> list[list[int]]:
+        made = lm._model_generate(context, PROMPT + 8, ["zzz"], attention_mask=torch.ones_like(context))
+        return [[int(token) for token in row] for row in made]
+
+    usual = answered()
+    model.generation_config.update(**settings)
+    assert answered() == usual
+
+
 def test_answers_of_lm_eval_are_pruned() -> None:
     from moeq.bundled import bundled_path
 
