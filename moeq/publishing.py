@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import constants
 
 from moeq.artifacts.digests import digest_of_chunks
@@ -155,13 +156,20 @@ def _signed(checkpoint: Path, digests: Mapping[str, str]) -> dict[str, str]:
 
 
 def _card(checkpoint: Path, name: str, options: Options) -> str:
-    """The card as it will stand on the hub, as it is where it is signed; "" where there is none."""
+    """The card as it will stand on the hub, as it is where it is signed; "" where there is none.
+
+    Raises PushError for one that is no text, or whose front matter cannot be read.
+    """
     if not (checkpoint / CARD).is_file():
         return ""
-    text = (checkpoint / CARD).read_text("utf-8")
-    if (checkpoint / SIGNATURE).exists():
-        return text
-    return published(text, name, None if options.branch == hub_upload.DEFAULT_BRANCH else options.branch)
+    try:
+        text = (checkpoint / CARD).read_text("utf-8")
+        if (checkpoint / SIGNATURE).exists():
+            return text
+        return published(text, name, None if options.branch == hub_upload.DEFAULT_BRANCH else options.branch)
+    except (ValueError, yaml.YAMLError) as error:
+        what = f"the card cannot be read ({' '.join(str(error).split())})"
+        raise PushError(what, where=str(checkpoint / CARD), do=hub_upload.CORRECT) from None
 
 
 def _contents(checkpoint: Path, digests: Mapping[str, str], card: str) -> dict[str, Path | bytes]:

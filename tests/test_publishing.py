@@ -228,6 +228,24 @@ def test_cards_have_front_matter_that_the_hub_takes(hub: WritableHub, checkpoint
         push(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("card", "told"),
+    [
+        (b"---\nlicense: mit\n---\n# caf\xe9\n", "'utf-8' codec can't decode byte 0xe9"),
+        (b"---\nlicense: [mit\n---\n", "while parsing a flow sequence"),
+        (b"---\n- mit\n---\n", "front matter that is no mapping"),
+    ],
+)
+def test_cards_that_cannot_be_read_are_refused_in_one_line(
+    hub: WritableHub, checkpoint: Path, card: bytes, told: str
+) -> None:
+    (checkpoint / "README.md").write_bytes(card)
+    with pytest.raises(PushError, match=rf"README.md: the card cannot be read \({told}.*; .* first two ---") as caught:
+        push(checkpoint)
+    assert "\n" not in str(caught.value)
+    assert not hub.repositories
+
+
 @pytest.mark.parametrize("exporter", [one for one in EXPORTERS if one.snippet], ids=lambda one: one.name)
 def test_cards_of_every_format_say_how_it_is_loaded_from_the_hub(exporter: Exporter, tmp_path: Path) -> None:
     """By its name there, unless its runtime takes files: then they are downloaded first."""

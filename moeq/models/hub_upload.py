@@ -20,6 +20,7 @@ from moeq.errors import MoeqError, PushError, first_line
 from moeq.models.hub import BROKEN, LOG_IN, UNREACHABLE, chain
 
 DEFAULT_BRANCH = "main"
+CORRECT = "save it as UTF-8 text and correct the lines between its first two ---"
 AGAIN = "run the same command again: what the hub already holds is not sent again"
 
 
@@ -58,7 +59,7 @@ def check_card(text: str) -> None:
             ModelCard(text).validate()
         except ValueError as error:
             what = f"the hub refuses the card's front matter ({' '.join(str(error).split())})"
-            raise PushError(what, where="README.md", do="correct the lines between its first two ---") from error
+            raise PushError(what, where="README.md", do=CORRECT) from error
 
 
 def look(name: str, branch: str) -> Place | None:
