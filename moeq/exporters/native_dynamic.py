@@ -145,8 +145,8 @@ def _own_bytes(
 ) -> int:
     """Bytes of pools with as many experts in high precision as fit into what the assignment's experts take.
 
-    Counted as they are stored; a pool's blocks are a little larger (aligned), its buffer for experts in transit apart,
-    and what a form keeps beside them.
+    Counted as they are stored; a pool's blocks are larger (aligned, and as a kernel fills groups up), its buffer for
+    experts in transit apart, and what a form keeps beside them.
     ModelError where all in low precision take more.
     """
     stored = [
