@@ -80,14 +80,16 @@ class Registry:
         return None if name in self.own else _package(self._entries[0][name])
 
     @contextmanager
-    def blaming(self, name: str, at: Callable[[], str]) -> Iterator[None]:
+    def blaming(self, name: str, at: Callable[[], str], expected: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Raise what another's member raises as one error that names its package; at: where it failed.
 
-        Errors of moeq, and those of its own members, stay as they are.
+        Errors of moeq, those of its own members, and those that callers expect stay as they are.
         """
         try:
             yield
         except MoeqError:
+            raise
+        except expected:
             raise
         except (Exception, SystemExit) as error:
             package = self.origin(name)

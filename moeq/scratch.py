@@ -46,11 +46,9 @@ def _locked(folder: Path) -> TextIO:
 def remove_stale(parent: Path, prefix: str) -> None:
     """Remove folders whose processes are gone: their locks are free, or they came to none and are empty."""
     for folder in parent.glob(f"{prefix}*"):
-        with suppress(OSError), (folder / LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError), (folder / UNHELD).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(lock.name)
+        for name in (LOCK, UNHELD):
+            with suppress(OSError), (folder / name).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # one in which something is
             folder.rmdir()

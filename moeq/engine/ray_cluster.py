@@ -105,12 +105,8 @@ class RayEngine(Closing):
         asked = {"CPU": self.threads, "memory": takes.ram_bytes, "GPU": 1 if takes.gpu_bytes else 0}
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         if not any(all(node.get(name, 0) >= amount for name, amount in asked.items()) for node in nodes):
-            memory = f"{human_bytes(takes.ram_bytes)} of memory"
-            words = {
-                "CPU": f"{self.threads} {'CPU' if self.threads == 1 else 'CPUs'}",
-                "memory": memory,
-                "GPU": "a GPU",
-            }
+            cpus, memory = f"{self.threads} CPU{'s' * (self.threads > 1)}", f"{human_bytes(takes.ram_bytes)} of memory"
+            words = {"CPU": cpus, "memory": memory, "GPU": "a GPU"}
             what = f"no node of the Ray cluster has {' and '.join(words[name] for name in asked if asked[name])}"
             do = "start one that has, or choose other threads, losses.working_memory or device"
             raise PlanError(what, where=task.name, do=do)

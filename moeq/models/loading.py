@@ -248,8 +248,9 @@ def _load_dequantized(
     reader = WeightReader(source, model, dtype, device)
     reader.check_unexpected()
     missing = reader.read(reader.names)
-    share_copies(model, tied(model), reader.names - missing)
-    for name, others in tied(model).items():
+    ties = tied(model)
+    share_copies(model, ties, reader.names - missing)
+    for name, others in ties.items():
         there = next((other for other in others if other not in missing), None)
         if name in missing and there is not None:
             share(model, name, there)

@@ -44,15 +44,8 @@ class BlamedLayout:
 
     def _asked(self, name: str, gives: tuple[type, ...], says: tuple[type[Exception], ...], *given: Any) -> Any:
         """What a function gives, one of some classes; says: what it may raise. Prints go to standard error."""
-        said: Exception | None = None
-        found = None
-        with EXPORTERS.blaming(self._name, lambda: self._at(f"{name}()")), redirect_stdout(sys.stderr):
-            try:
-                found = getattr(self._layout, name)(*given)
-            except says as error:
-                said = error
-            if said is None and not isinstance(found, gives):
+        with EXPORTERS.blaming(self._name, lambda: self._at(f"{name}()"), says), redirect_stdout(sys.stderr):
+            found = getattr(self._layout, name)(*given)
+            if not isinstance(found, gives):
                 raise TypeError(f"it returns a {type(found).__name__}, no {gives[0].__name__}")
-        if said is not None:
-            raise said
-        return found
+            return found
