@@ -113,6 +113,7 @@ def test_a_linear_of_no_rows_gives_none(shape: tuple[int, ...], monkeypatch: pyt
     for number in range(len(parts)):
         monkeypatch.setitem(sys.modules, ".".join(parts[: number + 1]), ModuleType(parts[number]))
     sys.modules[".".join(parts)].LinearMethodBase = object  # type: ignore[attr-defined]
+    monkeypatch.syspath_prepend(PROBE.parents[2] / "moeq-sglang")
     monkeypatch.delitem(sys.modules, "moeq_sglang.linear", raising=False)
     linear = import_module("moeq_sglang.linear")
     del sys.modules["moeq_sglang.linear"]
