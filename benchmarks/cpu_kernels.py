@@ -149,8 +149,13 @@ def seconds(work: Callable[[], object], calls: int) -> float:
 
 
 def rounds(contenders: dict[Name, Callable[[], object]], number: int, calls: int = 1) -> dict[Name, float]:
-    """Median seconds of a call of each, which take turns of some calls; everything has been called before. Where a
-    round is long (torch's bf16 without AVX-512), FEWEST of them will do."""
+    """Median seconds of a call of each, of `turns`."""
+    return {name: statistics.median(times) for name, times in turns(contenders, number, calls).items()}
+
+
+def turns(contenders: dict[Name, Callable[[], object]], number: int, calls: int = 1) -> dict[Name, list[float]]:
+    """Seconds of a call of each in every round, in which they take turns of some calls; everything has been called
+    before. Where a round is long (torch's bf16 without AVX-512), FEWEST of them will do."""
     taken: dict[Name, list[float]] = {name: [] for name in contenders}
     ends = time.monotonic() + ROW_SECONDS
     for done in range(number):
@@ -158,7 +163,7 @@ def rounds(contenders: dict[Name, Callable[[], object]], number: int, calls: int
             break
         for name, work in contenders.items():
             taken[name].append(seconds(work, calls))
-    return {name: statistics.median(times) for name, times in taken.items()}
+    return taken
 
 
 def cycle(works: Sequence[Callable[[Tensor], object]], rows: Tensor) -> Callable[[], object]:
@@ -247,11 +252,11 @@ def sweep(results: figures.Figures, form: str, threads: int, state_bits: int = 0
     worst = dict.fromkeys(WIDTHS, 0.0)
     for many in SWEEP:
         given = torch.randn(many, HIDDEN).bfloat16()
-        number = max(3, min(results.options.rounds, 2048 // many))
-        taken = rounds({way: cycle([work], given) for way, work in works.items()}, number)
-        shares = {bits: taken[bits, "kernel"] / taken[bits, "unpacking"] for bits in WIDTHS}
+        taken = turns({way: cycle([work], given) for way, work in works.items()}, results.options.rounds)
+        paired = {bits: zip(taken[bits, "kernel"], taken[bits, "unpacking"], strict=True) for bits in WIDTHS}
+        shares = {bits: statistics.median(one / other for one, other in paired[bits]) for bits in WIDTHS}
         worst = {bits: max(worst[bits], shares[bits]) for bits in WIDTHS}
-        results.row(f"m = {many}", *(f"{taken[bits, 'kernel'] * 1e6:.0f}" for bits in WIDTHS),
+        results.row(f"m = {many}", *(f"{statistics.median(taken[bits, 'kernel']) * 1e6:.0f}" for bits in WIDTHS),
                     *(f"{share:.2f}" for share in shares.values()))  # fmt: skip
     for bits in WIDTHS:
         where = f"one matrix, {kind}threads {threads}, {bits} bits"

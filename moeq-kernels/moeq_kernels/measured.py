@@ -34,7 +34,7 @@ ROWS, INPUTS, BITS, GROUP, WALKED_BITS = 768, 2048, 4, 128, 2
 STEPS = (16, 32, 64, 128, 256, 512, 1024)  # rows at which the form and unpacking are compared
 NEVER = 1 << 30  # rows from which on to unpack, where the form was faster at all of them
 SLOWER = 2  # steps one after the other at which the form is slower than unpacking: from the first on it is unpacked
-REPEATS = 5, 25  # calls of each contender, at least and at most
+REPEATS = 5, 25  # calls of each contender, at least and at most; so many where a first answer is asked again
 AGREED = 1.05  # the shortest two calls of a contender do not differ by more, or it is called again
 CLEARLY = 1.15  # times as fast as the form expected to be fastest is what another one must be to be taken instead
 MOST_ENTRIES = 64
@@ -73,7 +73,13 @@ def measure(make: Callable[[str, int], Kernel], forms: tuple[str, ...], state_bi
         slower = [*slower, step] if fused > unpacked else []
         if len(slower) == SLOWER:
             break
-    return form, slower[0] if slower else NEVER
+    first = STEPS.index(slower[0]) if slower else len(STEPS)
+    while first:  # what one moment of a busy machine has said of the step before decides for good: ask again, longer
+        fused, unpacked = _seconds(ways, matrix, rows[: STEPS[first - 1]], REPEATS[1])
+        if fused <= unpacked:
+            break
+        first -= 1
+    return form, STEPS[first] if first < len(STEPS) else NEVER
 
 
 def _fastest(make: Callable[[str, int], Kernel], compared: Sequence[str], matrix: Matrix, rows: Tensor) -> str:
@@ -108,16 +114,15 @@ def _walks(state_bits: int) -> Matrix:
     return PackedWeight.of(parts, WALKED_BITS, INPUTS, encoding)
 
 
-def _seconds(kernels: Sequence[Kernel], matrix: Matrix, rows: Tensor) -> list[float]:
+def _seconds(kernels: Sequence[Kernel], matrix: Matrix, rows: Tensor, least: int = REPEATS[0]) -> list[float]:
     """The shortest call of each, by turns, after one that compiles, until two agree about it: what else runs on the
-    machine only makes them longer."""
+    machine only makes them longer. least: calls of each."""
     prepared = [kernel.linear(matrix) for kernel in kernels]
     taken: list[list[float]] = [[] for _ in prepared]
-    least, most = REPEATS
     with torch.inference_mode():
         for one in prepared:
             one(rows)
-        while len(taken[0]) < least or (len(taken[0]) < most and not all(map(_agreed, taken))):
+        while len(taken[0]) < least or (len(taken[0]) < REPEATS[1] and not all(map(_agreed, taken))):
             for one, times in zip(prepared, taken, strict=True):
                 begin = time.perf_counter()
                 one(rows)

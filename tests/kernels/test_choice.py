@@ -42,7 +42,7 @@ class Taken:
 def speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Speeds of two forms, and a cache of their own; how often was measured is in Taken."""
     monkeypatch.setenv(caches.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(measured, "_seconds", lambda made, _, rows: [one.seconds(len(rows)) for one in made])
+    monkeypatch.setattr(measured, "_seconds", lambda made, _, rows, *more: [one.seconds(len(rows)) for one in made])
     Taken.measured = 0
     measured.best.cache_clear()
     yield tmp_path / "cache" / measured.NAME
@@ -112,13 +112,31 @@ def test_another_form_is_taken_only_where_it_is_clearly_faster(speeds: Path, mon
 def test_one_step_at_which_a_form_is_slower_is_chance(speeds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
 
-    def seconds(made: list[Taken], _: Any, rows: torch.Tensor) -> list[float]:
+    def seconds(made: list[Taken], _: Any, rows: torch.Tensor, *more: int) -> list[float]:
         steps.append(len(rows))
         return [2.0 if one.prefill != 1 and len(rows) in (32, 128, 256, 512) else 1.0 for one in made]
 
     monkeypatch.setattr(measured, "_seconds", seconds)
     assert best(("one",)) == ("one", 128)
     assert max(steps) == 256, "more rows tell nothing new"
+
+
+@pytest.mark.parametrize(("misled", "wanted"), [((1024,), 512), ((512, 1024), 512), ((128,), 128), ((), 512)])
+def test_the_step_before_is_asked_again(
+    misled: tuple[int, ...], wanted: int, speeds: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slower than unpacking from `wanted` rows on; the first answers about some steps were of a busy machine."""
+    asked: list[int] = []
+
+    def seconds(made: list[Taken], _: Any, rows: torch.Tensor, *more: int) -> list[float]:
+        count = len(rows)
+        truly = count >= wanted
+        asked.append(count)
+        slower = truly if more else truly != (count in misled)
+        return [2.0 if slower and one.prefill != 1 else 1.0 for one in made]
+
+    monkeypatch.setattr(measured, "_seconds", seconds)
+    assert best(("one",)) == ("one", wanted)
 
 
 def test_moments_in_which_the_machine_is_busy_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_any_mix_has_the_bits_of_a_layer_made_so(form: str, low: int, high: int,
         for tokens in (1, 5, 40):
             given = routed(tokens, E, 2, HIDDEN, dtype, seed)
             found, fixed = made.layer(*given), made.kernel.layer(made.fixed(versions))
-            if fixed.form.name == made.layer._view.form.name:  # float16 beside codes has other vectors
+            if fixed._form(dtype) == made.layer._view._form(dtype):  # float16 beside codes has other vectors, or no tiles
                 assert torch.equal(found, fixed(*given))
             torch.testing.assert_close(found.float(), fixed(*given).float(), rtol=2e-2, atol=2e-2)
 
