@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ from numba.np.arrayobj import populate_array
 
 from moeq_kernels.cpu.emit import LINE_BYTES
 from moeq_kernels.cpu.lanes import I64
+
+HUGE_PAGE = 1 << 21  # bytes
+MUCH_BYTES = 1 << 21  # of an array, from which on it is asked for in huge pages
+IN_HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # of madvise; only Linux has it
 
 
 def _at_once(operation: str) -> Any:
@@ -92,6 +97,22 @@ def _array(kind: Any) -> Any:
     return numbers
 
 
+def _allocated(context: Any, builder: ir.IRBuilder, nbytes: Value) -> tuple[Value, Value]:
+    """The owner of new memory and where it lies, from a cache line on. Much of it comes in huge pages, where the system
+    has them: a long prompt's rows are new memory at every call, and every page that is new takes a fault."""
+    whole = ir.IntType(32)
+    much = builder.icmp_unsigned(">=", nbytes, ir.Constant(I64, MUCH_BYTES))
+    align = builder.select(much, ir.Constant(whole, HUGE_PAGE), ir.Constant(whole, LINE_BYTES))
+    owner = context.nrt.meminfo_alloc_aligned(builder, nbytes, align)
+    data = context.nrt.meminfo_data(builder, owner)
+    if IN_HUGE_PAGES is not None:
+        with builder.if_then(much, likely=False):
+            kind = ir.FunctionType(whole, [data.type, I64, whole])
+            advise = cgutils.get_or_insert_function(builder.module, kind, "madvise")
+            builder.call(advise, [data, nbytes, ir.Constant(whole, IN_HUGE_PAGES)])
+    return owner, data
+
+
 def _space(kind: Any, *, clear: bool) -> Any:
     """A new array of a type from a cache line on, of a shape or so many numbers, 0 or whatever was there; numba's
     `np.empty` is compiled again wherever it is called."""
@@ -104,8 +125,7 @@ def _space(kind: Any, *, clear: bool) -> Any:
             sizes, nbytes = _sizes(context, builder, shape, given[0]), ir.Constant(I64, kind.bitwidth // 8)
             for size in sizes:
                 nbytes = builder.mul(nbytes, size)
-            owner = context.nrt.meminfo_alloc_aligned(builder, nbytes, ir.Constant(ir.IntType(32), LINE_BYTES))
-            data = context.nrt.meminfo_data(builder, owner)
+            owner, data = _allocated(context, builder, nbytes)
             if clear:
                 cgutils.memset(builder, data, nbytes, 0)
             return _filled(context, builder, made, data, sizes, owner)

@@ -1,9 +1,19 @@
-"""Where packed matrices lie: small ones side by side in one buffer, freed with the last of them."""
+"""Where packed matrices lie: small ones side by side in one buffer, freed with the last; and what calls take."""
 
 import gc
+import mmap
 import weakref
+from pathlib import Path
 
+import pytest
+import torch
+from packed_layers import layer_of, routed
+
+from moeq_kernels import measured
 from moeq_kernels.cpu import pages
+from moeq_kernels.cpu.kernel import CpuKernel
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # the way that is chosen stands in brackets
 
 
 def test_small_buffers_share_one_and_do_not_overlap(monkeypatch):
@@ -40,3 +50,24 @@ def test_a_shared_buffer_is_freed_with_its_last_matrix(monkeypatch):
     del second
     gc.collect()
     assert whole() is None
+
+
+def new_pages() -> int:
+    resource = pytest.importorskip("resource")
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+
+@pytest.mark.skipif(
+    not hasattr(mmap, "MADV_HUGEPAGE") or not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(),
+    reason="no huge pages here",
+)
+def test_what_a_long_prompt_takes_comes_in_huge_pages() -> None:
+    """Rows of activations and products are new memory at every call: page by page it took a sixth of the call."""
+    tokens, top_k, hidden, inner, experts = 2048, 2, 512, 256, 4
+    layer = CpuKernel(prefill=measured.NEVER).layer(layer_of([4] * experts, hidden, inner, activation="silu"))
+    given = routed(tokens, experts, top_k, hidden, torch.bfloat16)
+    least = tokens * hidden * 4 * 2 + tokens * top_k * (inner * 4 + hidden * 2)  # bytes: rows and sums as float32, ...
+    layer(*given)
+    before = new_pages()
+    layer(*given)
+    assert new_pages() - before < least / 4096 / 4
