@@ -95,7 +95,8 @@ def prepared_layer(
     """
 
     def prepared(whole: LayerOfExperts) -> tuple[PreparedLayer | None, str | None]:
-        kernel, why = _kernel(device, policy, [one for matrices in whole.matrices for one in matrices.values()])
+        every = [one for matrices in whole.matrices for one in matrices.values()]
+        kernel, why = _kernel(device, policy, every, layers=True)
         if kernel is not None:
             why = kernel.refusal(whole)
         return (None, why) if kernel is None or why is not None else (kernel.layer(whole), None)
@@ -107,7 +108,7 @@ def prepared_linear(
     matrix: Matrix, bias: Tensor | None, device: torch.device, policy: Policy
 ) -> tuple[PreparedLinear | None, str | None]:
     """One matrix, as `prepared_layer`."""
-    kernel, why = _kernel(device, policy, [matrix])
+    kernel, why = _kernel(device, policy, [matrix], layers=False)
     if kernel is None:
         return None, why
     try:
@@ -129,7 +130,8 @@ def versioned_layer(
 
     streams: of what is copied; None: of this layer alone. ModelError where its kernel cannot take them.
     """
-    kernel, why = _kernel(held.device, policy, [one for matrices in versions for one in matrices.values()])
+    every = [one for matrices in versions for one in matrices.values()]
+    kernel, why = _kernel(held.device, policy, every, layers=True)
     made: VersionedLayer | VersionedTritonLayer
     try:
         if kernel is None:
@@ -147,8 +149,10 @@ def versioned_layer(
     return made
 
 
-def _kernel(device: torch.device, policy: Policy, matrices: Sequence[Matrix]) -> tuple[Kernel | None, str | None]:
-    """The kernel of a device for some matrices, or None and why there is none."""
+def _kernel(
+    device: torch.device, policy: Policy, matrices: Sequence[Matrix], *, layers: bool
+) -> tuple[Kernel | None, str | None]:
+    """The kernel of a device for some matrices, of a layer's experts or one alone, or None and why there is none."""
     name, packed = named(), [one for one in matrices if isinstance(one, PackedWeight)]
     if REFERENCE in (name, policy):
         return ReferenceKernel(), None
@@ -158,10 +162,10 @@ def _kernel(device: torch.device, policy: Policy, matrices: Sequence[Matrix]) ->
         return _triton()
     if device.type != "cpu":
         return None, f"no kernel computes on {device.type}"
-    return _cpu(name, policy, max((one.state_bits for one in packed), default=0)), None
+    return _cpu(name, policy, max((one.state_bits for one in packed), default=0), layers), None
 
 
-def _cpu(name: str | None, policy: Policy, state_bits: int) -> Kernel:
+def _cpu(name: str | None, policy: Policy, state_bits: int, layers: bool) -> Kernel:
     """A form that is named keeps its own number of rows from which on to unpack."""
     from moeq_kernels.cpu.kernel import CpuKernel, contenders  # which load a compiler
 
@@ -172,7 +176,7 @@ def _cpu(name: str | None, policy: Policy, state_bits: int) -> Kernel:
     if policy == "fixed":
         return CpuKernel()
     compared = contenders(measured.WALKED_BITS if state_bits else measured.BITS, state_bits)
-    return CpuKernel(*measured.best(CpuKernel, compared, torch.get_num_threads(), state_bits))
+    return CpuKernel(*measured.best(CpuKernel, compared, torch.get_num_threads(), state_bits, layers))
 
 
 def _triton() -> tuple[Kernel | None, str | None]:

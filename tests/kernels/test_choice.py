@@ -16,7 +16,9 @@ from moeq.errors import ModelError
 from moeq_kernels import caches, choice, measured
 from moeq_kernels.cpu import kernel
 from moeq_kernels.cpu.forms import FORMS, Form, forms
-from moeq_kernels.cpu.layer import PackedLayer
+from moeq_kernels.cpu.kernel import CpuKernel
+from moeq_kernels.cpu.layer import PackedLayer, PackedLinear
+from moeq_kernels.description import LayerOfExperts
 from moeq_kernels.reference import ReferenceLayer, ReferenceLinear
 from moeq_kernels.widths import Encoding
 
@@ -67,6 +69,17 @@ def test_the_fastest_form_is_taken_and_kept(speeds: Path) -> None:
     measured.best.cache_clear()
     measured.best(Taken, ("one", "two"), 2)  # type: ignore[arg-type]
     assert Taken.measured == 2 * count, "another number of threads is another machine"
+    assert len(json.loads(speeds.read_text("utf-8"))) == 2
+
+
+def test_experts_and_a_matrix_alone_are_measured_apart(speeds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(made: list[Taken], given: Any, rows: torch.Tensor, *more: int) -> list[float]:
+        slower = len(rows) >= (256 if isinstance(given, LayerOfExperts) else 64)
+        return [2.0 if slower and one.prefill != 1 else 1.0 for one in made]
+
+    monkeypatch.setattr(measured, "_seconds", seconds)
+    assert best() == ("one", 64)
+    assert measured.best(Taken, ("one", "two"), 1, 0, True) == ("one", 256)  # type: ignore[arg-type]
     assert len(json.loads(speeds.read_text("utf-8"))) == 2
 
 
@@ -152,6 +165,7 @@ def test_moments_in_which_the_machine_is_busy_do_not_count(monkeypatch: pytest.M
             return lambda rows: clock.append(clock.pop() + self.seconds + next(lost[self.seconds]))
 
     monkeypatch.setattr(measured.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(measured, "MOST_SECONDS", 1000.0)
     rows = torch.zeros(1, 1)
     assert measured._seconds([Slow(1.0), Slow(2.0)], None, rows) == [1.0, 2.0]  # type: ignore[list-item,arg-type]
 
@@ -189,7 +203,10 @@ def test_a_fixed_choice_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     prepared, why = choice.prepared_layer(LAYER, CPU, "fixed")
     assert why is None
     assert isinstance(prepared, PackedLayer)
-    assert (prepared.form.name, prepared.prefill) == (forms()[0], FORMS[forms()[0]].prefill)
+    assert (prepared.form.name, prepared.prefill) == (forms()[0], CpuKernel().layer(LAYER).prefill)
+    alone, _ = choice.prepared_linear(matrix_of(8, 32, 4), None, CPU, "fixed")
+    assert isinstance(alone, PackedLinear)
+    assert (alone.form.name, alone.prefill) == (forms()[0], FORMS[forms()[0]].prefill)
 
 
 def test_the_reference_is_what_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

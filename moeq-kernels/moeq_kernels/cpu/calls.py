@@ -124,14 +124,32 @@ def experts(static, hidden, tokens, index, top_k, weights, out, short, team):  #
 def products(static, source, count, index, rows, per_row, out, team):  # type: ignore[no-untyped-def]
     """Products [C, P, N] of float32 rows [R, K] with the matrices of a stage, sorted by expert; per_row: rows of index
     for one of source, 0 where source is sorted. What no tile has is left as it is."""
+    of_stage = int64s(static + WORD * HOW, BOUND)
+    given = float32s(source, (count, of_stage[BOUND_INPUTS]))
+    into = float32s(out, (of_stage[BOUND_MATRICES], rows, of_stage[BOUND_ROWS]))
+    return _multiplied(static, given, index, rows, per_row, into, team)
+
+
+def many(static, source, count, short, index, out, team):  # type: ignore[no-untyped-def]
+    """Rows [count, K] at an address times the only matrix, [count, N] to another; short: whether both are bf16, float32
+    else; index: zeros [count]."""
+    of_stage = int64s(static + WORD * HOW, BOUND)
+    given = floats_at(source, count, of_stage[BOUND_INPUTS], short)
+    into = new_float32s((1, count, of_stage[BOUND_ROWS]))
+    answer = _multiplied(static, given, index, count, ZERO + 1, into, team)
+    put(into[0], short, out, ZERO, into.shape[2])
+    return answer
+
+
+@_compile  # type: ignore[untyped-decorator]
+def _multiplied(static, given, index, rows, per_row, into, team):  # type: ignore[no-untyped-def]
+    """As `products`, of arrays."""
     how, first = int64s(static, HOW), static + WORD * HOW
     order, tiles, tiled = _routed(static, index, rows)
     starts, items, nbytes, complete, space = _planned(static, ZERO, order, tiles, tiled, threads_of(team))
     if not complete:
         return INCOMPLETE
-    of_stage, numbers, none = int64s(first, BOUND), new_int64s(NUMBERS), new_float32s(0)
-    given = float32s(source, (count, of_stage[BOUND_INPUTS]))
-    into = float32s(out, (of_stage[BOUND_MATRICES], rows, of_stage[BOUND_ROWS]))
+    numbers, none = new_int64s(NUMBERS), new_float32s(0)
     describe(
         first, tiles, order, starts, per_row, space[2], given, space[0], space[1], items, ZERO + PRODUCTS, none,
         ZERO + 1, into, ZERO, numbers,

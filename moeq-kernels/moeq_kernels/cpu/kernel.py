@@ -17,6 +17,7 @@ from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 
 CONTENDED = range(1, 17)  # rows of an expert for which forms are told apart
 WALKED_WITH_AVX2 = 16  # rows from which on AVX2 unpacks trellis codes, where it has not been measured
+TILED_PREFILL = 4  # times as many rows of an expert as of a matrix alone are multiplied by tiles
 MOST_SUM = 2**31 - 1  # a group's sum of codes times bytes of activations is an int32
 
 
@@ -71,7 +72,7 @@ class CpuKernel:
         if why is not None:
             raise ValueError(why)
         shapes = [Shape.of(matrix) for one in layer.matrices for matrix in one.values()]
-        return PackedLayer(layer, self._holding(shapes), self._prefill(shapes))
+        return PackedLayer(layer, self._holding(shapes), self._experts_prefill(shapes))
 
     def linear(self, matrix: Matrix, bias: Tensor | None = None) -> PackedLinear:
         shape = Shape.of(matrix)
@@ -93,7 +94,7 @@ class CpuKernel:
         why = next((why for shape in shapes if (why := self._overflow(shape))), None)
         if why is not None:
             raise ValueError(why)
-        return VersionedLayer(layer, self._holding(shapes), self._prefill(shapes), held, blocks, places)
+        return VersionedLayer(layer, self._holding(shapes), self._experts_prefill(shapes), held, blocks, places)
 
     def _prefill(self, shapes: Sequence[Shape]) -> int:
         """Rows from which on to unpack: as was said, or by what a form does; a walk costs more every time."""
@@ -106,6 +107,12 @@ class CpuKernel:
             return self.form.prefill // 2
         most = WALKED_WITH_AVX2 if self.form.lanes == AVX2_LANES else 2 * self.form.rows[-1]
         return min(self.form.prefill, most)
+
+    def _experts_prefill(self, shapes: Sequence[Shape]) -> int:
+        """As `_prefill`, of a layer's experts: their three matrices share what tiles read, and unpacking takes longer
+        than twice as many rows (an Intel CPU with AMX)."""
+        rows = self._prefill(shapes)
+        return TILED_PREFILL * rows if self.prefill is None and self.form.tiles else rows
 
     def _overflow(self, shape: Shape) -> str | None:
         """Why a form that rounds activations does not take a matrix, None if it does."""

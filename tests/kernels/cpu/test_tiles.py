@@ -139,3 +139,14 @@ def test_the_form_of_fewer_rows_has_the_same_vectors() -> None:
     assert AMX.taking(True, False) is VECTORS
     assert AMX.taking(False, True) is FORMS["avx512"]
     assert VECTORS.vectors is VECTORS
+
+
+@needs_tiles
+def test_experts_are_multiplied_by_tiles_where_a_matrix_alone_is_unpacked() -> None:
+    """What is named stays as it is."""
+    layer = layer_of([4, 2], 64, 32)
+    (first, _) = layer.matrices
+    alone = CpuKernel("amx").linear(first["up_proj"]).prefill
+    assert CpuKernel("amx").layer(layer).prefill == 4 * alone
+    assert CpuKernel("amx", 7).layer(layer).prefill == CpuKernel("amx", 7).linear(first["up_proj"]).prefill == 7
+    assert CpuKernel("avx512_bf16").layer(layer).prefill == CpuKernel("avx512_bf16").linear(first["up_proj"]).prefill
