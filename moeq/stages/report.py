@@ -125,10 +125,13 @@ def stages_of(context: Context) -> tuple[str, ...]:
 
 
 def own_inputs(context: Context) -> str | list[str | None] | None:
-    """Digests of what was folded first and of a bench, beside the stages that are always there."""
+    """Digests of what was folded first, of a bench, and of the hardware that speeds of other assignments are of, beside
+    the stages that are always there."""
     folded = current_digest(context.directory("reparam"), "reparam") if context.folds else None
-    bench = _bench(context)
-    return folded if not bench.is_file() else [folded, hashlib.sha256(bench.read_bytes()).hexdigest()]
+    bench, hardware = _bench(context), context.recipe.assign.hardware
+    beside = [hashlib.sha256(bench.read_bytes()).hexdigest()] if bench.is_file() else []
+    beside += [] if hardware is None else [assign.constants_digest(hardware)]
+    return [folded, *beside] if beside else folded
 
 
 def measured(context: Context) -> Bench | None:

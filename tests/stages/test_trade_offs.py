@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from moeq import cli, pipeline
+from moeq.estimator import hardware
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.reporting.inputs import TradeOff
-from moeq.stages import assign
+from moeq.stages import assign, report
 from moeq.stages.context import Context
 from moeq.stages.trade_offs import trade_offs
 
@@ -86,6 +87,19 @@ def test_other_limits_of_the_recipe_are_lifted(assigned: Context, points: list[T
     assert {row(p) for p in found} == {row(p) for p in points}
     assert all("--set assign.speed=null" in p.command for p in found if p.command and "--speed" not in p.command)
     assert not any("--hardware" in p.command for p in found if p.command)
+
+
+def test_a_report_is_made_again_where_their_hardware_was_edited(assigned: Context, tmp_path: Path) -> None:
+    """The assignment may stay the same, and the estimate be of other hardware."""
+    preset = (Path(hardware.__file__).parent / "hardware" / "h100-ndp-cxl.yaml").read_text("utf-8")
+    file, keys, speeds = tmp_path / "own.yaml", [], []
+    for bandwidth in ("3.35 TB/s", "1.35 TB/s"):
+        file.write_text(preset.replace("3.35 TB/s", bandwidth), "utf-8")
+        context = context_of(assigned.out, f"assign.hardware={file}")
+        keys.append(report.own_inputs(context))
+        speeds.append([point.tokens_per_second for point in trade_offs(context, assign.load(assigned))])
+    assert speeds[0] != speeds[1]
+    assert keys[0] != keys[1]
 
 
 def test_a_method_without_a_least_objective_has_none(assigned: Context) -> None:
