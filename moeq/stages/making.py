@@ -159,20 +159,34 @@ def _unread(name: str) -> Resource:
 
 
 def _texts_of(context: Context, calibration: str) -> list[Resource]:
-    """The texts as the profile's record has them; of an older record as they are now, if they are still the same."""
+    """The texts as the profile's record has them, by the names that the recipe has for them now; of an older record as
+    they are now. Where they are not the same any more: as the record has them, or none."""
     noted = read_record(context.directory("profile"), "profile").volatile.get(TEXT_FILES)
     try:
+        same, why = context.text.digest("calibration") == calibration, "it has changed since"
+    except MoeqError as error:
+        same, why = False, str(error)
+    try:
         if isinstance(noted, list):
-            return [Resource.model_validate(one) for one in noted]
-        if context.text.digest("calibration") == calibration:
+            found = [Resource.model_validate(one) for one in noted]
+            return _renamed(context, found) if same else found
+        if same:
             return _texts(context)
-        why = "it has changed since"
     except (MoeqError, ValidationError) as error:
         why = str(error)
     context.reporter.say(
         f"  [yellow]the provenance names no calibration text: {why}[/yellow]",
     )
     return []
+
+
+def _renamed(context: Context, texts: list[Resource]) -> list[Resource]:
+    """Texts by what they are called now: a file that was given another name is the same text."""
+    names = context.text.corpus_names if context.model.takes_images else _names(context)
+    return [
+        text if (text.name or "").startswith(f"{TEXT}{HUB}") else text.model_copy(update={"name": f"{TEXT}{name}"})
+        for text, name in zip(texts, names, strict=True)
+    ]
 
 
 def _texts(context: Context) -> list[Resource]:

@@ -20,6 +20,7 @@ from moeq.cli import app
 from moeq.errors import ArtifactError
 from moeq.progress import Reporter
 from moeq.recipe import Recipe, load_recipe
+from moeq.reproduction.matching import match
 from moeq.stages.context import Context
 
 LESS = ("corpus.sequences=4", "corpus.sequence_length=24", "losses.methods=[rtn]", "losses.group_size=16",
@@ -155,6 +156,20 @@ def test_text_that_has_gone_is_named_all_the_same(made: Context, tmp_path: Path)
             assert any("the provenance names no calibration text" in line for line in said.lines) != noted
     finally:
         text.write_bytes(whole)
+
+
+def test_a_text_that_was_given_another_name_is_found_by_it(made: Context, tiny_mixtral: Path, tmp_path: Path) -> None:
+    """What was made of it stands, and what is made from then on can be made again."""
+    text = text_in(tmp_path / "texts")
+    for name in ("text.txt", "other.txt"):
+        text = text.rename(text.with_name(name))
+        source, bits = f"corpus.source=[{{path: {text}, name: web}}]", len(name) - 6
+        made = run(tiny_mixtral, tmp_path / "run", source, f"assign.bits={bits}", "export.formats=[]")
+    checkpoint = made.out / "checkpoint"
+    assert provenance(checkpoint).sha256_of(TEXT) == {"other.txt": digest_of_file(text)}
+    assert provenance(checkpoint).parameters.texts == ["other.txt"]
+    found = match(checkpoint, str(tiny_mixtral), [str(text)], trust_remote_code=False)
+    assert found.texts == (text,)
 
 
 def test_hardware_that_decides_is_named(made: Context, tiny_mixtral: Path, tmp_path: Path) -> None:
