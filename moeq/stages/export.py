@@ -312,6 +312,7 @@ def _format_key(context: Context, name: str) -> str:
     own, package = _settings(context, name), EXPORTERS.origin(runtimes()[name].exporter.name)
     settings = [section.max_shard, section.widen, section.verify, *([] if own is None else [own.model_dump()])]
     settings += [] if package is None else [package]
+    settings += [beside] if (beside := context.model.beside()) else []
     return digest_of([runtimes()[name].before, FORMAT_REVISION, context.model.stamp.digest, manifest, *settings])
 
 

@@ -121,6 +121,11 @@ class RunModel:
         data, code = self._beside(self.side_files.data), self.code()
         return {**(code or {}), **({"data": data} if data else {})} or None
 
+    def beside(self) -> dict[str, Any]:
+        """What copies of the model take beside what its digest covers: what goes along, and what its card says."""
+        card = {name: value for name, value in vars(self.origin).items() if value}
+        return {**(self.goes_along() or {}), **({"card": card} if card else {})}
+
     def of_the_text(self) -> dict[str, str]:
         """{name: SHA-256} of what a tokenizer or a processor is made of beside what the model's digest covers: code of
         theirs alone, vocabularies of other names."""

@@ -119,8 +119,7 @@ def inputs(context: Context) -> dict[str, Any]:
         read["w8a8"] = w8a8.REVISION
     if section.integer is not None:
         read["integer"] = integer_forward.inputs(context)
-    code = context.model.code()
-    return read if code is None else read | {"code": code}
+    return read | context.model.beside()
 
 
 def sample(context: Context, section: ReparamSection) -> list[Batch]:

@@ -291,6 +291,26 @@ def test_guards_of_a_model_in_float16_are_none_of_its_values(tmp_path: Path) -> 
     assert format_directory(made.out, "dequantized").is_dir()
 
 
+@pytest.mark.parametrize("folded", [False, True])
+def test_terms_of_the_model_that_have_changed_reach_all_that_is_made_of_it(
+    model: Path, tmp_path: Path, folded: bool
+) -> None:
+    """No digest of the model has them, and no weight is another one."""
+    own = Path(shutil.copytree(model, tmp_path / "model"))
+    asked = ["export.formats=[dequantized]", "export.verify=false"]
+    asked += ["reparam={compare: false, samples: 2}"] if folded else []
+    for terms in ("mit", "apache-2.0"):
+        (own / "LICENSE").write_text(terms)
+        (own / "README.md").write_text(f"---\nlicense: {terms}\n---\n")
+        context = context_of(own, tmp_path / "run", *asked)
+        made = pipeline.run(context, (*(["reparam"] if folded else []), *STAGES))
+        ran = [outcome.stage for outcome in made if not outcome.skipped]
+        for name in ("checkpoint", "checkpoint-dequantized", *(["reparam/checkpoint"] if folded else [])):
+            assert (context.out / name / "LICENSE").read_text() == terms
+            assert f"license: {terms}" in (context.out / name / "README.md").read_text()
+    assert ran == [*(["reparam"] if folded else []), "export"]
+
+
 def test_versions_of_somebody_elses_exporter_are_kept_apart(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
