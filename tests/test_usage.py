@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,28 @@ def test_memory_that_runs_out_is_no_bug(
         ending.run(app)
     assert ended.value.code == 11
     assert capsys.readouterr().err.startswith("moeq: out of memory; ")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_without_a_folder_for_temporary_files_an_error_is_one_line_too(
+    fails: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where all of the disk is read-only but the run's directory; the log of a bug has no place there either."""
+
+    def app() -> None:
+        if fails:
+            raise ValueError("of a bug")
+        tempfile.gettempdir()
+
+    monkeypatch.setattr(ending, "quiet_libraries", lambda: None)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
+    with pytest.raises(SystemExit) as ended:
+        ending.run(app)
+    said = "bug in moeq: ValueError: of a bug; " if fails else "TMPDIR: no folder for temporary files can be written; "
+    assert ended.value.code == (1 if fails else 8)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"moeq: {said}")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ SCHEMA_VERSION = 1  # of JSON on standard output: raised when a key goes or chan
 NO_MEMORY = (  # as torch, the system, the loader and Python's threads, which need a stack, say it
     "allocate memory", "out of memory", "failed to map segment", "bad_alloc", "can't start new thread",
 )  # fmt: skip
+NO_FOLDER = "No usable temporary directory"  # as tempfile says it
 HUNG_UP, INTERRUPTED, CLOSED, TERMINATED = 129, 130, 141, 143  # as shells have it: 128 and the number of the signal
 
 
@@ -142,11 +143,19 @@ def _as_moeq_error(error: Exception) -> MoeqError:
         return StorageError(
             error.strerror or str(error), where=shortened(str(error.filename), 400), do="check the disk and the path"
         )
-    with tempfile.NamedTemporaryFile("w", prefix="moeq-", suffix=".log", delete=False) as log:
-        log.write(traceback.format_exc())
-    return InternalError(
-        f"{type(error).__name__}: {error}", where="bug in moeq", do=f"please report it with {log.name}"
-    )
+    if isinstance(error, FileNotFoundError) and NO_FOLDER in str(error):
+        return StorageError("no folder for temporary files can be written", where="TMPDIR", do="set it to one that can")
+    return InternalError(f"{type(error).__name__}: {error}", where="bug in moeq", do=f"please report it{_logged()}")
+
+
+def _logged() -> str:
+    """Where the traceback was written, for the report of a bug."""
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="moeq-", suffix=".log", delete=False) as log:
+            log.write(traceback.format_exc())
+    except OSError:  # a full disk
+        return "; its log could not be written"
+    return f" with {log.name}"
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:
