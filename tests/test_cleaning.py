@@ -113,6 +113,21 @@ def test_runs_that_share_a_store_keep_each_others_replicas(tiny_mixtral: Path, t
     assert losses.is_intact(one)
 
 
+def test_runs_whose_stores_are_links_to_one_folder_keep_both(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """As on a larger disk: it is the own store of neither."""
+    shared = tmp_path / "large" / "store"
+    shared.mkdir(parents=True)
+    runs = []
+    for name, damping in (("first", 0.01), ("second", 0.02)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "store").symlink_to(shared)
+        runs.append(run(tiny_mixtral, tmp_path / name, "losses.bits=[2]", f"losses.damping={damping}"))
+    for given in ([runs[0].out], [runs[1].out]):
+        assert cleaning.collect(given, None, dry_run=False)["freed"] == []
+    assert all(map(losses.is_intact, runs))
+    assert {load_recipe(one.out / "recipe.yaml").store for one in runs} == {str(shared)}
+
+
 def test_a_run_that_was_moved_keeps_its_replicas_in_a_shared_store(tiny_mixtral: Path, tmp_path: Path) -> None:
     """Its note names where it was, which the next cleaning without it would take for a run that is gone."""
     shared, moved = tmp_path / "shared", tmp_path / "new"

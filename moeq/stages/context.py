@@ -61,8 +61,8 @@ class Context:
 
     @property
     def owns_store(self) -> bool:
-        """Whether the store lies in the run directory and belongs to this run alone."""
-        return self.store.resolve() == (self.out / STORE).resolve()
+        """Whether the store lies in the run directory, not behind a link there, and belongs to this run alone."""
+        return self.store.resolve() == self.out.resolve() / STORE
 
     @property
     def folds(self) -> bool:
