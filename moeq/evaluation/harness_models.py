@@ -18,7 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from moeq.errors import EvaluationError
 from moeq.evaluation.batching import BatchSize, rows_at_once
 from moeq.evaluation.divergence import Scorer
-from moeq.models.forward import for_tokens_alone
+from moeq.models.forward import one_answer_each
 from moeq.runtime.batch_pruning import pruning_if_alone
 from moeq.runtime.context_aware import ContextAwareModel, Piece
 
@@ -93,9 +93,8 @@ class StaticLM(HFLM):  # type: ignore[misc]
 
     def _model_generate(self, *given: Any, **options: Any) -> torch.Tensor:
         """As HFLM's; rows of a batch that are finished reach no expert any more."""
-        with pruning_if_alone(self.model):
-            options |= for_tokens_alone(self.tokenizer)
-            tokens: torch.Tensor = super()._model_generate(*given, **options)
+        with pruning_if_alone(self.model), one_answer_each(self.model, self.tokenizer) as more:
+            tokens: torch.Tensor = super()._model_generate(*given, **options, **more)
         return tokens
 
     def check_pair(self, context: Sequence[int], continuation: Sequence[int]) -> None:
@@ -234,14 +233,14 @@ class ContextAwareLM(StaticLM):
         mask = options.pop("attention_mask").bool()
         if not options.get("do_sample") and not options.get("temperature"):
             options = {name: value for name, value in options.items() if name != "temperature"} | {"do_sample": False}
-        with self.runtime.installed():
+        with self.runtime.installed(), one_answer_each(self.model, self.tokenizer) as more:
             new = self.runtime.generate(
                 [row[keep].tolist() for row, keep in zip(context, mask, strict=True)],
                 self.tokenizer.pad_token_id,
                 stopping=lambda rows, length: stop_sequences_criteria(self.tokenizer, stop, length, rows),
                 max_new_tokens=max_length - context.shape[1],
                 **options,
-                **for_tokens_alone(self.tokenizer),
+                **more,
             )
         most = max(map(len, new))
         padded = [row + [self.tokenizer.pad_token_id] * (most - len(row)) for row in new]

@@ -19,7 +19,7 @@ from moeq.errors import EvaluationError
 from moeq.evaluation.batching import BatchSize, rows_at_once
 from moeq.evaluation.harness_models import Answer, StaticLM, check_finite
 from moeq.models.corpus import opened
-from moeq.models.forward import for_tokens_alone
+from moeq.models.forward import one_answer_each
 
 
 def image_tasks(manager: Any, names: Sequence[str], *, with_images: bool) -> dict[str, Any]:
@@ -145,8 +145,8 @@ class VisionLM(StaticLM, HFMultimodalLM):  # type: ignore[misc]
 
     def _model_multimodal_generate(self, *given: Any, **options: Any) -> Tensor:
         """As HFMultimodalLM's."""
-        options |= for_tokens_alone(self.tokenizer)
-        tokens: Tensor = super()._model_multimodal_generate(*given, **options)
+        with one_answer_each(self.model, self.tokenizer) as more:
+            tokens: Tensor = super()._model_multimodal_generate(*given, **options, **more)
         return tokens
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:

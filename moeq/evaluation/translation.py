@@ -23,7 +23,7 @@ from torch import Tensor
 from moeq.artifacts.evaluation import Score, Translation, TranslationScore
 from moeq.artifacts.reading import parse_record, read_bounded
 from moeq.errors import CorpusError, EvaluationError, missing
-from moeq.models.forward import for_tokens_alone
+from moeq.models.forward import one_answer_each
 from moeq.numerics import inference
 from moeq.recipe import TranslationSection
 from moeq.runtime.batch_pruning import pruning_if_alone
@@ -161,14 +161,14 @@ def translate(
         for start in range(0, len(texts), section.batch_size):
             batch = tokenizer(texts[start : start + section.batch_size], return_tensors="pt", padding=True)
             _check_tokens(batch["attention_mask"], start)
-            with torch.no_grad(), pruning_if_alone(model):
+            with torch.no_grad(), pruning_if_alone(model), one_answer_each(model, tokenizer) as more:
                 ids = model.generate(
                     input_ids=batch["input_ids"].to(device),
                     attention_mask=batch["attention_mask"].to(device),
                     num_beams=beams,
                     do_sample=False,
                     max_new_tokens=section.max_new_tokens,
-                    **for_tokens_alone(tokenizer),
+                    **more,
                 )
             translations += [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
             advance()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ from moeq.errors import ModelError
 from moeq.models.source import VOCABULARIES
 
 PIXELS = "pixel_values"
+LEFT_TO_CALLERS = (  # settings of generation_config.json that change what comes back, or only how fast it does
+    "return_dict_in_generate", "num_return_sequences", "max_new_tokens", "max_time", "use_cache",
+    "cache_implementation", "prompt_lookup_num_tokens",
+)  # fmt: skip
 
 
 def takes_images(model: Any) -> bool:
@@ -116,7 +122,18 @@ def choose_as_asked(model: Any) -> None:
             setattr(model.generation_config, name, usual)
 
 
-def for_tokens_alone(tokenizer: Any) -> dict[str, Any]:
-    """Options of `generate` with which it returns tokens [B, T] whatever generation_config.json says of what comes
-    back; how they are chosen, and the strings that end a text, are left to it."""
-    return {"return_dict_in_generate": False, "tokenizer": tokenizer}
+@contextmanager
+def one_answer_each(model: Any, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """Options of `generate` with which it returns tokens [B, T] within: one answer to every prompt, as long as the
+    caller says, whatever the model's generation_config.json says of that. How tokens are chosen, and the strings that
+    end a text, are left to it.
+    """
+    said = model.generation_config
+    before = {name: getattr(said, name) for name in LEFT_TO_CALLERS}
+    try:
+        for name in LEFT_TO_CALLERS:
+            setattr(said, name, None)  # transformers' own default
+        yield {"tokenizer": tokenizer}
+    finally:
+        for name, value in before.items():
+            setattr(said, name, value)

@@ -222,7 +222,9 @@ class ContextAwareModel:
         stopping: criteria for so many rows, whose contexts end at a length. Raises EvaluationError for beams and
         several answers.
         """
-        if options.get("num_beams", 1) != 1 or options.get("num_return_sequences", 1) != 1:
+        said = self.model.generation_config
+        asked = [options.get(name, getattr(said, name)) for name in ("num_beams", "num_return_sequences")]
+        if any(count not in (None, 1) for count in asked):
             raise EvaluationError("beams and several answers have no assignment each", do="generate with num_beams: 1")
         prefilled = [self.prefill(context) for context in contexts]
         caches = [context.cache for context in prefilled]

@@ -292,7 +292,16 @@ def test_a_placed_prefill_runs_with_the_placed_replicas(loaded: tuple[Any, Any, 
     assert not np.allclose(found[0].scores, found[1].scores)
 
 
-@pytest.mark.parametrize("setting", [("return_dict_in_generate", True), ("stop_strings", ["zzz"])])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("return_dict_in_generate", True),
+        ("stop_strings", ["zzz"]),
+        ("use_cache", False),
+        ("cache_implementation", "static"),
+        ("num_return_sequences", 2),
+    ],
+)
 def test_answers_come_back_as_tokens(
     loaded: tuple[Any, Any, Made], monkeypatch: pytest.MonkeyPatch, setting: tuple[str, Any]
 ) -> None:
@@ -301,6 +310,14 @@ def test_answers_come_back_as_tokens(
     usual = answers(lm, "generation", requests("generation"))
     monkeypatch.setattr(loaded[0].generation_config, *setting)
     assert answers(lm, "generation", requests("generation")) == usual
+
+
+@pytest.mark.cases(1)
+def test_beams_of_generation_config_are_refused(loaded: tuple[Any, Any, Made], monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = context_aware(loaded, gpu_experts=1, code_bits="2")
+    monkeypatch.setattr(loaded[0].generation_config, "num_beams", 2)
+    with pytest.raises(EvaluationError, match="generate with num_beams: 1"):
+        answers(lm, "generation", requests("generation"))
 
 
 @pytest.mark.cases(1)

@@ -141,7 +141,9 @@ def test_images_inside_of_a_dataset(model: Any, processor: Any, folder: Path, tm
     assert second["cells"]["seen"].change.difference == 0
 
 
-@pytest.mark.parametrize("settings", [{}, {"return_dict_in_generate": True}, {"stop_strings": ["zzz"]}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"return_dict_in_generate": True}, {"stop_strings": ["zzz"]}, {"max_new_tokens": 1}]
+)
 def test_generation_is_the_models_own(
     model: Any, processor: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:

@@ -93,12 +93,26 @@ def test_translations_come_back_as_tokens(beams: int) -> None:
         return translate(model, Words(), ["a", "b", "c"], section, torch.device("cpu"), lambda: None)[beams]
 
     usual = translated()
-    model.generation_config.update(return_dict_in_generate=True)
+    settings: dict[str, Any] = {"return_dict_in_generate": True, "max_new_tokens": 2}
+    model.generation_config.update(**settings)
+    model.generation_config.num_return_sequences = 2  # which `update` refuses, and a file may have
     assert translated() == usual
-    assert model.generation_config.return_dict_in_generate
+    said = model.generation_config
+    assert {**settings, "num_return_sequences": 2}.items() <= vars(said).items()
 
 
-@pytest.mark.parametrize("settings", [{"return_dict_in_generate": True}, {"stop_strings": ["zzz"]}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"return_dict_in_generate": True},
+        {"stop_strings": ["zzz"]},
+        {"max_new_tokens": 2},
+        {"num_return_sequences": 2},
+        {"max_time": 1e-9},
+        {"prompt_lookup_num_tokens": 2},
+        {"use_cache": False},
+    ],
+)
 def test_answers_of_lm_eval_come_back_as_tokens(settings: dict[str, Any]) -> None:
     from moeq.bundled import bundled_path
 
@@ -112,8 +126,9 @@ def test_answers_of_lm_eval_come_back_as_tokens(settings: dict[str, Any]) -> Non
         return [[int(token) for token in row] for row in made]
 
     usual = answered()
-    model.generation_config.update(**settings)
+    vars(model.generation_config).update(settings)
     assert answered() == usual
+    assert settings.items() <= vars(model.generation_config).items()
 
 
 def test_answers_of_lm_eval_are_pruned() -> None:
