@@ -329,6 +329,27 @@ def test_an_interrupt_that_a_library_made_another_error_of(
     assert capsys.readouterr().err == f"interrupted{more}\n"
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_an_interrupt_that_python_drops_comes_again(number: signal.Signals, code: int) -> None:
+    """One that comes while an object is freed, as the locks of modules are by an import."""
+    program = (
+        "import signal, sys, time\n"
+        "from moeq.cli import ending\n"
+        "class Freed:\n"
+        "    def __del__(self):\n"
+        f"        signal.raise_signal({int(number)})\n"
+        "def app():\n"
+        "    Freed()\n"
+        "    time.sleep(20)\n"
+        "    print('went on')\n"
+        "sys.argv = ['moeq', 'eval']\n"
+        "ending.run(app)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr == "interrupted; run the same command to go on\n"
+
+
 def test_words_are_broken_behind_commas_alone() -> None:
     assert wrapped("a-b-c --set x=1,y=2,z=3 end", 9) == ["a-b-c", "--set", "x=1,y=2,", "z=3 end"]
     assert wrapped("", 9) == []

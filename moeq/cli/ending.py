@@ -11,8 +11,10 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import typer
@@ -27,6 +29,7 @@ NO_MEMORY = (  # as torch, the system, the loader and Python's threads, which ne
     "allocate memory", "out of memory", "failed to map segment", "bad_alloc", "can't start new thread",
 )  # fmt: skip
 NO_FOLDER = "No usable temporary directory"  # as tempfile says it
+SOON = 0.05  # seconds until an interrupt that was lost comes again
 HUNG_UP, INTERRUPTED, CLOSED, TERMINATED = 129, 130, 141, 143  # as shells have it: 128 and the number of the signal
 
 
@@ -78,6 +81,7 @@ def run(app: Callable[[], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # those that nobody has set, as nohup does
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, lambda number, _: _interrupt(ended_by, number))
+    sys.unraisablehook = partial(_unraisable, ended_by, sys.unraisablehook)
     output = sys.stdout
     try:
         try:
@@ -112,6 +116,19 @@ def _interrupt(ended_by: list[int], number: int) -> None:
     if number == signal.SIGHUP:  # which may come of the terminal and of the shell
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def _unraisable(ended_by: list[int], tell: Callable[[Any], Any], ignored: Any) -> None:
+    """What Python drops because it comes where nothing can be raised, as while an object is freed: it is told; an
+    interrupt comes again a moment later, in the code that goes on."""
+    if not (ended_by and isinstance(ignored.exc_value, KeyboardInterrupt)):
+        tell(ignored)
+        return
+    number = ended_by[-1]
+    signal.signal(number, lambda number, _: _interrupt(ended_by, number))  # which SIGHUP is ignored by now
+    again = threading.Timer(SOON, signal.pthread_kill, [threading.main_thread().ident, number])
+    again.daemon = True
+    again.start()
 
 
 def _leave(ended_by: list[int]) -> NoReturn:
