@@ -97,6 +97,7 @@ def count(name: str, given: Any, *words: str) -> Any:
     """A number of at least 1, or one of the words; RecipeError for anything else."""
     if given in words:
         return given
-    if not str(given).isdigit() or int(given) < 1:
+    text = str(given)
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= 1):
         raise RecipeError(f"{name} {given}", do=f"give {', or '.join(('a number of at least 1', *words))}")
-    return int(given)
+    return int(text)

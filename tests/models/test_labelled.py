@@ -190,6 +190,7 @@ def test_rows_name_images_and_labels(tmp_path: Path, pictures: Any) -> None:
         ({"image": "set/dog/9.png", "label": 1}, "no such image"),
         ({"image": "rows.jsonl", "label": 1}, "cannot be read"),
         ({"image": "set/dog/1.png", "label": "cow"}, "label 'cow' is none of the model's"),
+        ({"image": "set/dog/1.png", "label": "²"}, "label '²' is none of the model's"),
         ({"image": "set/dog/1.png", "label": 2}, "image 0 has label 2, the model's are 0 to 1"),
     ],
 )

@@ -78,6 +78,6 @@ class ImageFiles:
     def _label(self, value: Any, where: str) -> int:
         if isinstance(value, str) and value in self.names:
             return self.names[value]
-        if isinstance(value, bool) or not str(value).isdigit():
+        if isinstance(value, bool) or not (str(value).isascii() and str(value).isdigit()):
             raise CorpusError(f"label {value!r} is none of the model's", where=where, do="use its names or numbers")
         return int(value)
