@@ -38,7 +38,7 @@ def start_of(asked: RunOptions, path: Path | None, preset: str | None, model: st
     )
     if path is not None:
         return start
-    recipe = start.recipe()
+    recipe = start.before_runtime(asked.for_)
     model = model or recipe.model
     if model is None:
         return start
@@ -74,7 +74,7 @@ def context_of(asked: RunOptions, command: str) -> Context:
     if path is None and asked.preset_name is None and out is not None and (out / RECIPE_COPY).is_file():
         path = out / RECIPE_COPY
     start = start_of(asked, path, asked.preset_name, model)
-    recipe = start.recipe()
+    recipe = start.before_runtime(asked.for_)
     model = model or recipe.model
     if model is None and out is not None and is_run(out):
         do = f"moeq {command} MODEL --preset {start.preset} --out OTHER starts another; without it this one goes on"
@@ -99,7 +99,9 @@ def context_of(asked: RunOptions, command: str) -> Context:
     if isinstance(asked, BuildOptions) and asked.group_size is not None and codes != "grid" and asked.for_ is None:
         said = f"{codes} codes have no groups of weights that --group-size could set: grids have (--quality fast)"
         context.reporter.say(f"[dim]{said}[/dim]")
-    return replace(context, recipe=replace(start, changes=[*start.changes, *needed]).recipe()) if needed else context
+    if asked.for_ is None and recipe.assign.target is None:
+        return context
+    return replace(context, recipe=replace(start, changes=[*start.changes, *needed]).recipe())
 
 
 def runtime_changes(context: Context, start: Start, name: str, *, only_grid: bool = False) -> list[str]:

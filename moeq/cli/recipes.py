@@ -82,7 +82,9 @@ def _runtimes_changes(asked: BuildOptions, start: Start, model: str | None) -> l
     if model is None:
         do = "name it: what a runtime loads hangs on the sides of its matrices"
         raise RecipeError("no model", where=f"--for {asked.for_}", do=do)
-    context = opened(start.recipe(), "plan", out=Path(RUNS) / short_name(model), model=model, quiet=asked.quiet)
+    context = opened(
+        start.before_runtime(asked.for_), "plan", out=Path(RUNS) / short_name(model), model=model, quiet=asked.quiet
+    )
     return runtime_changes(context, start, asked.for_)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moeq.bundled.preset_files import DEFAULT, preset_path
 from moeq.errors import RecipeError
 from moeq.recipe.choices import BEST
-from moeq.recipe.reading import SET, load_recipe
+from moeq.recipe.reading import SET, load_recipe, with_overrides, written_methods
 from moeq.recipe.recipe import Recipe
 from moeq.registry import QUANTIZERS
 
+GRID = ("losses.symmetric", "losses.symmetric_range", "losses.nested")  # what no other codes than a grid's have
 LENGTHS = ("corpus.sequence_length", "eval.perplexity.sequence_length")  # within the positions that a model knows
 
 
@@ -52,20 +53,43 @@ class Start:
 
     def recipe(self) -> Recipe:
         """The recipe; RecipeError where it is not valid."""
-        recipe = self._loaded(self.changes)
+        changes = self._with_quantizer()
+        recipe = self._loaded(changes)
         more = self._more(recipe)
-        return self._loaded([*self.changes, *more]) if more else recipe
+        return self._loaded([*changes, *more]) if more else recipe
+
+    def before_runtime(self, name: str | None) -> Recipe:
+        """What the settings of a runtime, by name or the recipe's assign.target, follow from: `recipe`; a grid that was
+        asked for is unchecked beside codes of another kind, which these settings may replace."""
+        grid = [change for change in self.changes if change.partition("=")[0].strip() in GRID]
+        try:
+            return self.recipe()
+        except RecipeError:
+            if not grid:
+                raise
+            recipe = replace(self, changes=[change for change in self.changes if change not in grid]).recipe()
+            if name is None and recipe.assign.target is None:
+                raise
+        asked = with_overrides({}, grid, str(self))["losses"]
+        return recipe.model_copy(update={"losses": recipe.losses.model_copy(update=asked)})
 
     def every_change(self) -> list[str]:
         """The changes, and those that depend on what the recipe says."""
-        return [*self.changes, *self._more(self._loaded(self.changes))]
+        changes = self._with_quantizer()
+        return [*changes, *self._more(self._loaded(changes))]
+
+    def _with_quantizer(self) -> list[str]:
+        """The changes and the quantizer's, before anything is checked: other changes may be of what it alone can do."""
+        if self.quantizer is None:
+            return [*self.changes]
+        methods = written_methods(self.file, self.changes)
+        if methods is not None:
+            methods = [f"losses.methods=[{', '.join(with_method(methods, self.quantizer))}]"]
+        return [*self.changes, *(methods or ()), f"assign.quantizer={self.quantizer}"]
 
     def _more(self, recipe: Recipe) -> list[str]:
         """What is to be changed, too, of the recipe that the changes give."""
         more = []
-        if self.quantizer is not None:
-            methods = with_method(recipe.losses.methods, self.quantizer)
-            more += [f"losses.methods=[{', '.join(methods)}]", f"assign.quantizer={self.quantizer}"]
         for name, asked in (("refine", self.refine), ("tune", self.tune)):
             if asked and getattr(recipe.quantize, name) is None:
                 more.append(f"quantize.{name}={{}}")

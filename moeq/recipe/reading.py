@@ -18,7 +18,7 @@ from moeq.recipe.earlier import RECORDED, as_called_today, key_now, read_earlier
 from moeq.recipe.recipe import Recipe
 from moeq.recipe.types import Section
 from moeq.recipe.wording import MOST_CHARACTERS, refusal_of
-from moeq.registry import ALLOCATORS
+from moeq.registry import ALLOCATORS, QUANTIZERS
 from moeq.runtimes import OF_FOLDED, ONNX, W8A8
 
 SET = "--set"  # where a key stands that no file has
@@ -36,9 +36,15 @@ def load_recipe(given: str | Path | Mapping[str, Any] | None, overrides: str | S
     if isinstance(given, Mapping):
         return _recipe_of(parse_yaml("{}"), "recipe", overrides, deepcopy(dict(given)))
     read = parse_yaml("{}") if given is None else _read(given)
-    if given is not None and _is_recorded(given):
-        as_called_today(read.value)
     return _recipe_of(read, _place(given), overrides)
+
+
+def written_methods(path: Path, overrides: Sequence[str]) -> list[str] | None:
+    """losses.methods as a recipe's file with `key=value` overrides has it, the rest unchecked; None: not quantizers."""
+    losses = with_overrides(_read(path).value, overrides, _place(path)).get("losses", {})
+    methods = losses.get("methods", Recipe().losses.methods) if isinstance(losses, dict) else None
+    known = isinstance(methods, list) and all(name in QUANTIZERS.names() for name in methods)
+    return methods if known else None
 
 
 def _is_recorded(path: Path) -> bool:
@@ -138,8 +144,12 @@ def _drop_quantizers(data: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _read(path: Path) -> Yaml:
+    """What a file holds, by the names that its keys have today."""
     try:
-        return read_yaml(path)
+        read = read_yaml(path)
+        if _is_recorded(path):
+            as_called_today(read.value)
+        return read
     except YamlError as error:
         raise RecipeError(f"not valid YAML: {error}", where=error.at(str(path)), do=YAML_ADVICE) from None
     except FileNotFoundError:

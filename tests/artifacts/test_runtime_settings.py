@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -271,6 +272,21 @@ def test_the_option_changes_the_recipe_and_tells_it(tmp_path: Path, capsys: pyte
     told = capsys.readouterr().err.replace("\n", " ")
     for words in ("assign.target: vllm", "losses.symmetric: true (it reads symmetric grids only)"):
         assert words in told
+
+
+@pytest.mark.parametrize("options", [{"for_": "vllm"}, {"set_": ["assign.target=vllm"]}], ids=["option", "target"])
+def test_a_grid_may_be_asked_for_beside_codes_that_give_way(options: dict[str, Any], tmp_path: Path) -> None:
+    """The default preset makes trellis codes, which have no symmetric grids, and the runtime reads none."""
+    grid = ["losses.symmetric=true", "losses.group_size=64"]
+    given = options | {"set_": [*options.get("set_", ()), *grid]}
+    made = {"model": "bundled:tiny-mixtral", "out": tmp_path / "run"}
+    losses = context_of(StageOptions(**made, **given), "plan").recipe.losses
+    assert (losses.methods, losses.symmetric, losses.group_size) == (["gptq"], True, 64)
+    for refused in ({"set_": grid}, {"set_": grid, "for_": "native"}):
+        with pytest.raises(RecipeError, match="cannot go with trellis"):
+            context_of(StageOptions(**made, **refused), "plan")
+    with pytest.raises(RecipeError, match=r"losses\.symmetric is 'maybe'"):
+        context_of(StageOptions(**made, **given | {"set_": ["losses.symmetric=maybe"]}), "plan")
 
 
 def test_the_recipe_of_a_run_that_goes_on_may_be_changed_too(tmp_path: Path) -> None:

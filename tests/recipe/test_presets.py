@@ -34,6 +34,7 @@ CHANGES: list[list[str]] = [
     ["--set", "seed=3", "--set", "others.head=8", "--set", "reparam={}", "--set", "eval.perplexity.batch_size=2"],
     ["--set", "assign={method: uniform, bits: 3}", "--set", "eval.compare=[]", "--set", "losses.bits=[2, 3]"],
     ["--set", "assign.method=uniform", "--set", "assign.bits=3"],
+    ["--quantizer", "signround", "--set", "losses.symmetric=true"],
 ]
 
 
@@ -169,6 +170,11 @@ def test_another_method_takes_the_quantizers_of_the_one_before_along(tmp_path: P
     assert Start(path=path, quantizer="gptq").recipe().losses.methods == ["gptq"]
     for quantizer, methods in (("signround", ["signround"]), ("best", ["trellis"])):
         assert Start(path=path, quantizer=quantizer).recipe().losses.methods == methods
+    grid = Start(path=path, quantizer="gptq", changes=["losses.act_order=false", "losses.nested=true"])
+    assert grid.recipe() == load_recipe(path, grid.every_change())  # of what the quantizer alone can do
+    for methods, words in (("5", "is 5; give a list"), ("[foo]", "is 'foo'; give")):
+        with pytest.raises(RecipeError, match=words):
+            Start(path=path, quantizer="gptq", changes=[f"losses.methods={methods}"]).recipe()
     grids = Start(preset="fast", quantizer="signround").recipe()
     assert (grids.losses.methods, grids.assign.quantizer) == (["gptq", "signround"], "signround")
     with pytest.raises(RecipeError, match="quantizer rtn is not among"):
