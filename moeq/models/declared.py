@@ -54,16 +54,16 @@ def scales_of(source: ModelSource, keys: Iterable[str]) -> set[str]:
 def main_dtype(source: ModelSource) -> str:
     """The type of most of the checkpoint's weights (float32, bfloat16 or float16); bfloat16 of FP8 and MXFP4 ones.
 
-    Of a checkpoint in the native format, of those that are not packed.
+    Of a checkpoint that is packed, of those that are not; whether it can be loaded is for who loads it to say.
     """
     if is_dequantized(source):
         return "bfloat16"
-    native = is_native(source.config)
+    packed = bool(quantization_of(source.config))
     bytes_by_dtype: Counter[str] = Counter()
     for key, header in source.tensors.items():
-        if not (native and key.rpartition(".")[2] in PARTS):
+        if not packed or (key.rpartition(".")[2] not in PARTS and header.dtype in FLOATS):
             bytes_by_dtype[header.dtype] += header.bytes
-    main = max(bytes_by_dtype, key=lambda name: bytes_by_dtype[name])
+    main = max(bytes_by_dtype, key=lambda name: bytes_by_dtype[name], default="packed codes")
     if main not in FLOATS:
         what = f"weights of type {main} are not supported yet"
         raise ModelError(what, where=str(source.path), do="dequantize the checkpoint to bfloat16 first")

@@ -94,16 +94,19 @@ def test_other_quantized_checkpoints_are_refused_in_one_line(method: str, tiny_m
         assert ("moeq convert" in str(caught.value)) is (method not in ("awq", "bitsandbytes"))  # what it would refuse
 
 
-def test_the_type_of_a_native_checkpoint_is_that_of_what_is_not_packed(tmp_path: Path) -> None:
-    """However many more bytes its codes have, and its float16 scales."""
+@pytest.mark.parametrize(("method", "codes"), [("moeq", "codes"), ("gptq", "qweight"), ("pack", "weight_packed")])
+def test_the_type_of_a_packed_checkpoint_is_that_of_what_is_not_packed(method: str, codes: str, tmp_path: Path) -> None:
+    """However many more bytes its codes have; moeq's also beside float16 scales."""
     save_fp8(tmp_path, "qwen3_moe", torch.bfloat16)
-    folder = tmp_path / "native"
+    folder = tmp_path / "other"
     shutil.copytree(next(path.parent for path in tmp_path.rglob("config.json")), folder)
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "moeq"}}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
     for path in folder.glob("*.safetensors*"):
         path.unlink()
-    parts = {"codes": torch.zeros(64, 64, dtype=torch.uint8), "scales": torch.ones(64, 8, dtype=torch.float16)}
+    parts = {codes: torch.zeros(64, 64, dtype=torch.uint8 if method == "moeq" else torch.int32)}
+    if method == "moeq":
+        parts["scales"] = torch.ones(64, 8, dtype=torch.float16)
     packed = {f"model.layers.0.mlp.experts.0.up_proj.{name}": part for name, part in parts.items()}
     save_file(packed | {"model.norm.weight": torch.ones(32, dtype=torch.bfloat16)}, folder / "model.safetensors")
     source = open_source(str(folder))
