@@ -39,13 +39,17 @@ def read_bounded(path: Path, most: int) -> bytes:
 
     Pipes, devices and folders are refused at once: opening does not wait for a writer.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
-        status = os.fstat(stream.fileno())
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("not a regular file")
         if status.st_size > most:
             raise ValueError(f"{status.st_size} bytes, at most {most} are read")
-        return stream.read(status.st_size)
+        with open(descriptor, "rb", closefd=False) as stream:
+            return stream.read(status.st_size)
+    finally:
+        os.close(descriptor)
 
 
 def shortened(text: str, most: int = SHOWN) -> str:

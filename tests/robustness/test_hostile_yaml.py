@@ -236,12 +236,14 @@ def test_hardware_that_is_no_file(moeq: ForkServer, tmp_path: Path) -> None:
         assert len(finished.stderr) < LONGEST
 
 
-def test_reading_does_not_wait_for_a_pipes_writer(tmp_path: Path) -> None:
+def test_reading_takes_files_alone_and_waits_for_no_pipes_writer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     program = "import sys, pathlib, moeq.bounded; moeq.bounded.read_bounded(pathlib.Path(sys.argv[1]), 9)"
     command = [sys.executable, "-c", program, str(tmp_path / "pipe")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "ValueError: not a regular file" in done.stderr
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_bounded(tmp_path, 9)
     (tmp_path / "a").write_bytes(b"12345")
     assert read_bounded(tmp_path / "a", 5) == b"12345"
     with pytest.raises(ValueError, match="5 bytes, at most 4"):
