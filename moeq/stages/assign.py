@@ -31,11 +31,11 @@ from moeq.artifacts.profile import ExpertProfile
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
 from moeq.artifacts.stage import read_record
-from moeq.artifacts.targets import granularity_within, loaded_by, target_of
+from moeq.artifacts.targets import granularity_within, loaded_by, refuse_codes, target_of
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs, Loaded
 from moeq.assigners.limits import limit_of, widths_within
-from moeq.errors import ArtifactError, AssignmentError, BudgetError, MoeqError, RecipeError
+from moeq.errors import ArtifactError, AssignmentError, BudgetError, FormatError, MoeqError, RecipeError
 from moeq.estimator import load_hardware
 from moeq.estimator.terms import expert_seconds
 from moeq.models.experts import ExpertLayer
@@ -119,6 +119,7 @@ def _check_section(context: Context, section: AssignSection, name: str) -> None:
         raise RecipeError("images have no decode positions", where="assign.statistics: decode", do="use all")
     if section.target is not None:
         check_family(context, section.target)
+        _check_codes(context, section.target)
     hardware = context.recipe.hardware_of(section)
     if hardware is not None:
         load_hardware(hardware)
@@ -136,6 +137,14 @@ def _check_section(context: Context, section: AssignSection, name: str) -> None:
         refused_anyway = target_of(section.target).symmetric_only and not inputs.symmetric
         within = ALLOCATORS.get(section.method).within_target and not refused_anyway
         limit_of(inputs, widths_within(inputs, known) if within else known, granularity=granularity)
+
+
+def _check_codes(context: Context, name: str) -> None:
+    """FormatError for a runtime that reads no codes of the kind that the recipe's replicas have, at whatever width."""
+    target = loaded_by(name)
+    refused = None if target is None else refuse_codes(target, context.recipe.losses.encoding)
+    if refused is not None:
+        raise FormatError(refused[0], where=f"assign.target: {name}", do=refused[1])
 
 
 @contextmanager

@@ -239,6 +239,29 @@ def test_a_budget_that_a_target_cannot_meet_is_refused_before_anything_is_measur
     assert not (tmp_path / "run" / "profile").exists()
 
 
+@pytest.mark.parametrize(
+    ("method", "target", "refusal"),
+    [
+        ("trellis", "gptqmodel", "trellis codes; gptqmodel has none.*--for gptqmodel` makes grids"),
+        ("gptq", "exl3", "grids; exl3 has none.*--for exl3` makes EXL3's codes"),
+    ],
+)
+@pytest.mark.parametrize("compared", [False, True])
+def test_codes_that_a_target_does_not_read_are_refused_before_anything_is_measured(
+    tiny_mixtral: Path, tmp_path: Path, method: str, target: str, refusal: str, compared: bool
+) -> None:
+    own, other = (
+        f"method: uniform, bits: 4, quantizer: {method}{f', target: {target}' if named else ''}"
+        for named in (not compared, compared)
+    )
+    asked = (f"losses.methods=[{method}]", f"assign={{{own}}}", f"eval.compare=[{{name: other, {other}}}]")
+    context = context_of(tiny_mixtral, tmp_path / "run", *asked)
+    where = f"{'eval.compare other, ' if compared else ''}assign.target: {target}"
+    with pytest.raises(FormatError, match=f"{where}.*{refusal}"):
+        pipeline.run(context, ("profile", "losses", "assign"))
+    assert not (tmp_path / "run" / "profile").exists()
+
+
 def test_a_target_that_cannot_load_it(finished: Context, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"target gptqmodel: .*, expert \d+: 1 bits"):
         moeq_assign(finished, tmp_path / "run", "--target", "gptqmodel")
