@@ -243,14 +243,14 @@ def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) 
     name = context.recipe.hardware_of(config)
     if name is None:
         return ()
-    hardware, section = load_hardware(name), context.recipe.losses
+    hardware, encoding = load_hardware(name), context.recipe.losses.encoding
     if config.speed is not None and not hardware.ndp.computes:
         return ()  # experts compute on the GPU
     seconds = []
     for layer in context.model.layers:
-        group = layer.hidden_size if section.group_size == -1 else section.group_size
+        group = layer.hidden_size if encoding.group_size == -1 else encoding.group_size
         times = expert_seconds(
-            layer.parameters_per_expert, widths, hardware, group_size=group, zero_points=not section.symmetric
+            layer.parameters_per_expert, widths, hardware, group_size=group, zero_points=not encoding.symmetric
         )
         seconds.append({DROPPED: 0.0} | dict(zip(widths, times.tolist(), strict=True)))
     return tuple(seconds)

@@ -17,6 +17,8 @@ from moeq.artifacts.losses import WHOLE
 from moeq.artifacts.manifest import read_manifest
 from moeq.conversion import convert
 from moeq.errors import ArtifactError, FormatError, RecipeError
+from moeq.estimator import load_hardware
+from moeq.estimator.terms import expert_seconds
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.packed_experts import PackedExperts
@@ -60,6 +62,18 @@ def test_it_is_measured_and_assigned_by_the_bytes_that_it_takes(run: Context) ->
     assignment = assign.load(run)
     assert assignment.encoding == Encoding.trellis(STATES)
     assert assignment.is_mixed
+
+
+def test_near_data_reads_what_they_take_and_no_scales_of_groups(run: Context) -> None:
+    """Codes and a scale a row; the recipe's groups of 128 and zero points are those of grids."""
+    section, layer, name = run.recipe.assign, run.model.layers[0], "h100-ndp-cxl"
+    asked = section.model_copy(update={"hardware": name})
+    found = assign.ndp_seconds(run, asked, (1, 2, 3, 4, 16))[0]
+    times = expert_seconds(
+        layer.parameters_per_expert, [1, 2, 3, 4, 16], load_hardware(name), group_size=layer.hidden_size,
+        zero_points=False,
+    )  # fmt: skip
+    assert [found[bits] for bits in (1, 2, 3, 4, 16)] == times.tolist()
 
 
 def test_what_is_written_is_what_was_measured(run: Context, tiny_mixtral: Path) -> None:
