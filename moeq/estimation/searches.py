@@ -128,6 +128,7 @@ def _search(
         context=longest(question.grid, question.context, kv_growth=False) if asked.grid else question.context,
         group_size=subject.group_size,
         zero_points=subject.zero_points,
+        codebook=subject.codebook,
         memory_bytes=memory,
         dollars_per_hour=dollars,
         loss=loss,

@@ -38,6 +38,7 @@ class Subject:
     placement: Placement
     group_size: int
     zero_points: bool
+    codebook: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +170,7 @@ def of_assignment(path: Path, geometry: ModelGeometry) -> Subject:
         placement=assignment_placement(assignment, group_size),
         group_size=group_size,
         zero_points=not assignment.symmetric,
+        codebook=assignment.codebook,
     )
 
 
@@ -182,14 +184,16 @@ def of_manifest(manifest: PlacementManifest, geometry: ModelGeometry, where: str
             text = f"{layer.name} has (hidden, intermediate, top k) {sizes}, {geometry.name} has {wanted}"
             raise EstimateError(text, where=where, do="give a manifest of this model")
     group_size = weights_of_a_scale(manifest.layout["group_size"], geometry)
-    symmetric = bool(manifest.layout["symmetric"])
+    symmetric, codebook = bool(manifest.layout["symmetric"]), str(manifest.layout.get("codebook", ""))
     widths = [[expert.widths for expert in layer.experts] for layer in manifest.layers]
     hot = [np.array([expert.tier == "gpu" for expert in layer.experts]) for layer in manifest.layers]
+    name = str(manifest.assignment["name"])
     return Subject(
         geometry=geometry,
-        placement=placement_of(str(manifest.assignment["name"]), widths, hot, group_size, symmetric=symmetric),
+        placement=placement_of(name, widths, hot, group_size, symmetric=symmetric, codebook=codebook),
         group_size=group_size,
         zero_points=not symmetric,
+        codebook=codebook,
     )
 
 

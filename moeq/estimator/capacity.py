@@ -124,6 +124,7 @@ def plan_capacity(
     context: int,
     group_size: int | None,
     zero_points: bool,
+    codebook: str = "",
     replica_bits: Sequence[int] = REPLICA_BITS,
 ) -> CapacityPlan:
     """What the placement needs on the GPU and on the near-data side at `batch` sequences of `context` tokens.
@@ -134,7 +135,7 @@ def plan_capacity(
     largest = partial(largest_gpu_experts, geometry, hardware, batch=batch, context=context)
     geometry = geometry.across(hardware.count)
     rows = layer_of_assignment(geometry.num_layers, len(placement.bits))
-    stored = effective_bits(placement.bits, group_size, zero_points) * placement.hot
+    stored = effective_bits(placement.bits, group_size, zero_points, codebook) * placement.hot
     each = float(stored[placement.hot].mean()) if placement.hot.any() else 16.0
     on_gpu = {
         "non-expert weights": geometry.non_expert_bytes,
@@ -142,7 +143,8 @@ def plan_capacity(
         f"keys and values of {batch} x {context} tokens": float(geometry.kv_bytes(context, batch)),
     }
     kept = [("FP16 experts", geometry.expert_bytes(16, None))]
-    kept += [(f"{bits}-bit replicas", geometry.expert_bytes(bits, group_size, zero_points)) for bits in replica_bits]
+    size_at = partial(geometry.expert_bytes, group_size=group_size, zero_points=zero_points, codebook=codebook)
+    kept += [(f"{bits}-bit replicas", size_at(bits)) for bits in replica_bits]
     experts = geometry.num_layers * geometry.num_experts
     return CapacityPlan(
         geometry=geometry.name,

@@ -34,6 +34,7 @@ def estimate(
     *,
     group_size: int | None = 128,
     zero_points: bool = False,
+    codebook: str = "",
     popularity: ArrayLike | None = None,
     trace: RoutingTrace | None = None,
     policies: Sequence[str] | None = None,
@@ -65,6 +66,7 @@ def estimate(
         placement,
         group_size=group_size,
         zero_points=zero_points,
+        codebook=codebook,
         popularity=popularity,
         context=context,
         samples=monte_carlo_samples,
@@ -220,7 +222,7 @@ def _capacity(simulation: Simulation, batch: int, replica_bits: tuple[int, ...])
     assigned = geometry.expert_parameters * layers.stored_bits / 8 * layers.repeats[:, None]
     on_gpu, on_ndp = float(assigned[layers.hot].sum()), float(assigned[~layers.hot].sum())
     expert = geometry.expert_bytes(16, None) + sum(
-        geometry.expert_bytes(bits, layers.group_size, layers.zero_points) for bits in replica_bits
+        geometry.expert_bytes(bits, layers.group_size, layers.zero_points, layers.codebook) for bits in replica_bits
     )
     replicas = geometry.num_layers * geometry.num_experts * expert
     rest, kv_cache = geometry.non_expert_bytes, simulation.kv_cache_bytes(batch)

@@ -45,6 +45,7 @@ class Setting:
     context: int = 1024
     group_size: int | None = 128
     zero_points: bool = False
+    codebook: str = ""
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,7 @@ def _simulation(point: Point, hardware: Hardware, setting: Setting, where: str) 
         placement,
         group_size=setting.group_size,
         zero_points=setting.zero_points,
+        codebook=setting.codebook,
         context=setting.context if point.context is None else point.context,
     )
 

@@ -14,6 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 from moeq.bounded import read_yaml
 from moeq.errors import EstimateError, nearest
 from moeq.estimator.attention import Attention, attention_of, usual
+from moeq_kernels.iq_types import SETS, stored_bits
+from moeq_kernels.widths import FLOAT_BITS, FLOAT_GROUPS
 
 SCALE_BITS = 16
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts", "top_k")
@@ -26,29 +28,52 @@ TOY_BYTES = 1 << 30
 HUB = "hub"  # of a preset: models of the hub with these sizes
 
 
-def effective_bits(bits: ArrayLike, group_size: int | None, zero_points: bool = False) -> NDArray[np.float64]:
+def effective_bits(
+    bits: ArrayLike, group_size: int | None, zero_points: bool = False, codebook: str = ""
+) -> NDArray[np.float64]:
     """Bits that are stored and read per weight: b' = b + 16/group (+ b/group with zero points, from 2 bits up).
 
     16 bits and more are stored as they are, of 0 nothing is; `group_size` None leaves the scales out. A fraction
-    between 1 and 2 bits stands for matrices of both, of which only those of 2 bits have zero points. Shape: that of
-    `bits`.
+    between 1 and 2 bits stands for matrices of both, of which only those of 2 bits have zero points. codebook: of an
+    `Encoding`; codes whose scales are no FP16 ones take what their blocks do, widths between in straight lines. Shape:
+    that of `bits`.
     """
     plain = np.asarray(bits, dtype=np.float64)
     if group_size is None:
         return plain
+    if blocks := _blocks(codebook):
+        return np.where((plain < 16) & (plain > 0), np.interp(plain, list(blocks), list(blocks.values())), plain)
     ramp = 2 * np.maximum(plain - 1, 0.0) / group_size
     zeros = np.where(plain >= 2, plain / group_size, ramp) if zero_points else 0.0
     return np.where((plain < 16) & (plain > 0), plain + SCALE_BITS / group_size + zeros, plain)
 
 
-def equal_bits(widths: Sequence[int], group_size: int, zero_points: bool = False) -> float:
+def _blocks(codebook: str) -> dict[float, float]:
+    """{width: stored bits} of codes in blocks, rising; none for those of FP16 scales.
+
+    Of floating-point numbers those of 4 bits have a scale of a byte for a group, of those of 8 bits FP16 ones of whole
+    rows do not count.
+    """
+    if codebook in SETS:
+        return {**{float(bits): stored_bits(bits, codebook) for bits in SETS[codebook]}, 16.0: 16.0}
+    if codebook in FLOAT_GROUPS:
+        narrow, wide = FLOAT_BITS
+        scale = 8 / FLOAT_GROUPS[codebook]
+        return {1.0: 1 + scale, float(narrow): narrow + scale, float(wide): float(wide), 16.0: 16.0}
+    return {}
+
+
+def equal_bits(widths: Sequence[int], group_size: int, zero_points: bool = False, codebook: str = "") -> float:
     """The width at which an expert is as large as with matrices of these widths, all of as many weights.
 
     A fraction, unless all are equal: `effective_bits` of it is the mean of theirs.
     """
     if len(set(widths)) == 1:
         return float(widths[0])
-    codes = float(effective_bits(widths, group_size, zero_points).mean()) - SCALE_BITS / group_size
+    stored = float(effective_bits(widths, group_size, zero_points, codebook).mean())
+    if blocks := _blocks(codebook):
+        return float(np.interp(stored, list(blocks.values()), list(blocks)))
+    codes = stored - SCALE_BITS / group_size
     if not zero_points:
         return codes
     wide = codes / (1 + 1 / group_size)
@@ -187,9 +212,9 @@ class ModelGeometry:
                 many = middle - 1
         return few
 
-    def expert_bytes(self, bits: float, group_size: int | None, zero_points: bool = False) -> float:
+    def expert_bytes(self, bits: float, group_size: int | None, zero_points: bool = False, codebook: str = "") -> float:
         """Bytes of one expert at `bits`, scales (and zero points) included: P * b'/8."""
-        return self.expert_parameters * float(effective_bits(bits, group_size, zero_points)) / 8
+        return self.expert_parameters * float(effective_bits(bits, group_size, zero_points, codebook)) / 8
 
 
 def is_toy(sizes: Mapping[str, Any]) -> bool:

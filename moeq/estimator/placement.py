@@ -77,13 +77,27 @@ def weights_of_a_scale(group_size: int, geometry: ModelGeometry) -> int:
 
 def assignment_placement(assignment: Assignment, group_size: int) -> Placement:
     """Where an assignment's experts live and at how many bits."""
-    widths = assignment.expert_widths()
-    return placement_of(assignment.name, widths, assignment.hot(), group_size, symmetric=assignment.symmetric)
+    return placement_of(
+        assignment.name,
+        assignment.expert_widths(),
+        assignment.hot(),
+        group_size,
+        symmetric=assignment.symmetric,
+        codebook=assignment.codebook,
+    )
 
 
 def placement_of(
-    name: str, widths: Sequence[Sequence[Width]], hot: Sequence[ArrayLike], group_size: int, *, symmetric: bool
+    name: str,
+    widths: Sequence[Sequence[Width]],
+    hot: Sequence[ArrayLike],
+    group_size: int,
+    *,
+    symmetric: bool,
+    codebook: str,
 ) -> Placement:
     """Widths and places [layers, experts]; experts whose matrices differ count with the width of as many bytes."""
-    bits = [[equal_bits(matrix_widths(width), group_size, not symmetric) for width in layer] for layer in widths]
+    bits = [
+        [equal_bits(matrix_widths(width), group_size, not symmetric, codebook) for width in layer] for layer in widths
+    ]
     return Placement(name=name, bits=bits, hot=np.stack([np.asarray(layer) for layer in hot]))

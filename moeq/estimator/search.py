@@ -182,6 +182,7 @@ class Search:
     context: int = 1024
     group_size: int | None = 128
     zero_points: bool = False
+    codebook: str = ""
     memory_bytes: float | None = None
     dollars_per_hour: Mapping[str, float] | None = None
     loss: Loss | None = None
@@ -236,7 +237,7 @@ class Search:
         own = [] if self.placed is not None else [self.asked]
         found = [*own]
         for gpu_bits in dict.fromkeys((*self.gpu_widths, *(asked.gpu_bits for asked in own))):
-            stored = float(effective_bits(gpu_bits, self.group_size, self.zero_points))
+            stored = float(effective_bits(gpu_bits, self.group_size, self.zero_points, self.codebook))
             most = largest_gpu_experts(self.geometry, system, batch=batch, context=self.context, stored_bits=stored)
             places = {round(share * experts) for share in SHARES} | {most or 0, *(asked.gpu_experts for asked in own)}
             for gpu_experts, bits in product(
@@ -269,6 +270,7 @@ class Search:
             placement,
             group_size=self.group_size,
             zero_points=self.zero_points,
+            codebook=self.codebook,
             context=self.context,
             samples=self.samples,
             seed=self.seed,

@@ -281,6 +281,7 @@ def build_simulation(
     *,
     group_size: int | None = 128,
     zero_points: bool = False,
+    codebook: str = "",
     popularity: ArrayLike | None = None,
     context: int = 1024,
     samples: int = 256,
@@ -314,6 +315,7 @@ def build_simulation(
         repeats=np.bincount(row_of[model_layers], minlength=len(first)).astype(np.int64),
         group_size=group_size,
         zero_points=zero_points,
+        codebook=codebook,
     )
     return Simulation(
         layers=layers,

@@ -52,11 +52,12 @@ class Layers:
     repeats: IntArray
     group_size: int | None
     zero_points: bool
+    codebook: str = ""
 
     @cached_property
     def stored_bits(self) -> FloatArray:
         """b'[D, E]: bits per weight with scales and zero points."""
-        return effective_bits(self.bits, self.group_size, self.zero_points)
+        return effective_bits(self.bits, self.group_size, self.zero_points, self.codebook)
 
     @cached_property
     def popularity_rank(self) -> IntArray:
@@ -71,7 +72,7 @@ class Layers:
 
     def stored(self, bits: float) -> float:
         """b' of a width, with the scales and zero points of this model."""
-        return float(effective_bits(bits, self.group_size, self.zero_points))
+        return float(effective_bits(bits, self.group_size, self.zero_points, self.codebook))
 
     def rows(self, start: int, stop: int) -> Layers:
         """The layers start..stop-1 only."""

@@ -67,7 +67,13 @@ def t_ndp(parameters: int, bits: ArrayLike, tokens: ArrayLike, ndp: Ndp) -> Cost
 
 
 def expert_seconds(
-    parameters: int, bits: ArrayLike, hardware: Hardware, *, group_size: int, zero_points: bool
+    parameters: int,
+    bits: ArrayLike,
+    hardware: Hardware,
+    *,
+    group_size: int,
+    zero_points: bool,
+    codebook: str = "",
 ) -> FloatArray:
     """Seconds that the NDP takes for one token of one expert at every width (16: FP16), of the shape of `bits`.
 
@@ -76,7 +82,7 @@ def expert_seconds(
     """
     if not hardware.ndp.computes:
         raise EstimateError("experts do not compute beside this memory", where=hardware.file, do="give other hardware")
-    return t_ndp(parameters, effective_bits(bits, group_size, zero_points), 1, hardware.ndp).seconds
+    return t_ndp(parameters, effective_bits(bits, group_size, zero_points, codebook), 1, hardware.ndp).seconds
 
 
 def t_gpu(parameters: int, bits: ArrayLike, tokens: ArrayLike, gpu: Gpu) -> Cost:

@@ -250,7 +250,12 @@ def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) 
     for layer in context.model.layers:
         group = layer.hidden_size if encoding.group_size == -1 else encoding.group_size
         times = expert_seconds(
-            layer.parameters_per_expert, widths, hardware, group_size=group, zero_points=not encoding.symmetric
+            layer.parameters_per_expert,
+            widths,
+            hardware,
+            group_size=group,
+            zero_points=not encoding.symmetric,
+            codebook=encoding.codebook,
         )
         seconds.append({DROPPED: 0.0} | dict(zip(widths, times.tolist(), strict=True)))
     return tuple(seconds)

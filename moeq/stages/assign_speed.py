@@ -217,7 +217,7 @@ class SpeedProblem:
     def _times(self, policy: str, widths: Sequence[int]) -> list[dict[int, float]]:
         """Seconds of one token of one expert at every width, times the layers that an assigned one stands for."""
         assigned, parameters = len(self.inputs.profile.layers), self.geometry.expert_parameters
-        stored = np.asarray(effective_bits(widths, self.group_size, not self.inputs.symmetric))
+        stored = np.asarray(effective_bits(widths, self.group_size, not self.inputs.symmetric, self.inputs.codebook))
         if policy == ON_GPU:
             seconds = t_gpu(parameters, stored, 1, self.hardware.all_gpus).seconds
         elif self.hardware.ndp.computes:
@@ -244,6 +244,7 @@ class SpeedProblem:
             assignment_placement(assignment, self.group_size),
             group_size=self.group_size,
             zero_points=not self.inputs.symmetric,
+            codebook=self.inputs.codebook,
             popularity=self.popularity,
             context=self.context_tokens,
             labels=frozenset({ON_GPU, NEAR}),

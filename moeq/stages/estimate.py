@@ -79,6 +79,7 @@ def of_assignment(
         assignment_placement(assignment, group_size),
         group_size=group_size,
         zero_points=not assignment.symmetric,
+        codebook=assignment.codebook,
         grid=Grid(**section.grid.model_dump()),
         context=section.context,
         seed=context.recipe.seed,

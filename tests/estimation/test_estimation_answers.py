@@ -29,6 +29,7 @@ from moeq.estimator.cases import EstimateDocument
 from moeq.estimator.sheets import known_sheets
 from moeq.models import loading
 from moeq.models.source import open_source
+from moeq_kernels.widths import Encoding
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "paper-000-figures.yaml"
 SMALL = ("--model", "mixtral-8x7b", "--bits", "3", "--gpu-experts", "4")
@@ -51,14 +52,16 @@ def as_json(*arguments: str | Path) -> Any:
     return json.loads(text)
 
 
-def assigned(path: Path, layers: int, experts: int) -> Path:
+def assigned(path: Path, layers: int, experts: int, **codes: Any) -> Path:
     """An assignment of 2 and 4 bits in turns, whose first expert is on the GPU in FP16."""
     choices = tuple(
         ExpertChoice(tier="gpu" if e == 0 else "ndp", bits=16 if e == 0 else (2, 4)[e % 2], importance=1.0)
         for e in range(experts)
     )
     every = tuple(LayerAssignment(name=f"layer {index}", experts=choices) for index in range(layers))
-    write_assignment(path, Assignment(name="turns", method="optimal", group_size=64, layers=every))
+    write_assignment(
+        path, Assignment(**{"name": "turns", "method": "optimal", "group_size": 64, "layers": every} | codes)
+    )
     return path
 
 
@@ -202,6 +205,20 @@ def test_an_assignment(tiny_mixtral: Path, tmp_path: Path) -> None:
     assert (case["estimate"]["group_size"], case["estimate"]["zero_points"]) == (64, True)
     hot = next(part for part in case["capacity"]["gpu"]["parts"] if part["name"] == "hot experts")
     assert hot["bytes"] == geometry.num_layers * geometry.expert_bytes(16, None)
+
+
+def test_codes_that_are_no_grids_count_with_their_blocks(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """i-quants of 2 bits take 2.5625, of 4 bits 4.25, where a scale for 256 weights would be a sixteenth of a bit."""
+    geometry = read_model(str(tiny_mixtral)).geometry
+    sizes, codes = (geometry.num_layers, geometry.num_experts), vars(Encoding.iq("iq-s"))
+    path = assigned(tmp_path / "assignment.json", *sizes, **codes)
+    found = as_json("--model", tiny_mixtral, "--assignment", path, *ONE)["cases"][0]
+    widths = [(2.5625, 4.25)[expert % 2] for expert in range(1, geometry.num_experts)]
+    taken = geometry.num_layers * geometry.expert_parameters * sum(widths) / 8
+    assert found["estimate"]["capacity"]["ndp_expert_bytes"] == pytest.approx(taken)
+    replicas = {part["name"]: part["bytes"] for part in found["capacity"]["ndp"]["parts"]}
+    whole = geometry.num_layers * geometry.num_experts * geometry.expert_parameters / 8
+    assert replicas["2-bit replicas"] == pytest.approx(2.5625 * whole)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,9 @@ from moeq.estimator import (
 )
 from moeq.estimator.geometry import effective_bits
 from moeq.estimator.terms import t_gpu, t_ndp
+from moeq_kernels.iq_types import SETS
+from moeq_kernels.packed import packed_bytes
+from moeq_kernels.widths import FLOAT_BITS, FLOAT_GROUPS, Encoding
 
 MIXTRAL = load_geometry("mixtral-8x7b")
 GRID = Grid(inputs=(128,), outputs=(512,))
@@ -315,3 +318,28 @@ def test_nothing_of_a_text_is_kept_of_none() -> None:
         geometry, load_hardware("h100-ndp-cxl"), uniform_placement(geometry, bits=3, hot_experts=2), context=0
     )
     assert made.points
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        Encoding(group_size=128, symmetric=False), Encoding(group_size=-1, symmetric=True), Encoding.trellis(10),
+        Encoding.exl3(), *map(Encoding.floating, FLOAT_GROUPS), *map(Encoding.iq, SETS),
+    ],
+    ids=lambda encoding: encoding.codebook or f"{encoding.codes} {encoding.group_size}",
+)  # fmt: skip
+def test_codes_of_every_kind_count_with_what_is_stored_of_them(encoding: Encoding) -> None:
+    """Beside the packed tensors of a matrix; but for scales of whole rows."""
+    rows, inputs = 4096, 8192
+    widths = FLOAT_BITS if encoding.floats else (1, 2, 3, 4, 8)
+    kept = {bits: 8 * packed_bytes(rows, inputs, bits, encoding) / (rows * inputs) for bits in widths}
+    group = inputs if encoding.group_size == -1 else encoding.group_size
+    codes = (group, not encoding.symmetric, encoding.codebook)
+    assert effective_bits(widths, *codes) == pytest.approx(list(kept.values()), rel=1e-3)
+    assert effective_bits([0, 16], *codes).tolist() == [0, 16]
+    between = np.linspace(1, 16, 61)
+    assert (np.diff(effective_bits(between, *codes)) > 0).all()
+    for mixed in ((widths[0], widths[-1]), (widths[-1], 16, widths[0])):
+        one = equal_bits(mixed, *codes)
+        mean = np.mean([kept.get(bits, 16) for bits in mixed])
+        assert float(effective_bits(one, *codes)) == pytest.approx(mean, rel=1e-3)
