@@ -136,6 +136,16 @@ def test_local_files_of_every_kind(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    import pyarrow as pa
+
+    written = "some text\n" if ".txt" in name else '{"text": "some text\\n"}'
+    with pa.output_stream(str(tmp_path / name), compression="gzip" if name.endswith("gz") else None) as stream:
+        stream.write(f"\ufeff{written}".encode())
+    assert [document.text for document in read(tmp_path / name, corpus.Fields(), None)] == ["some text\n"]
+
+
 def test_too_little_text_says_how_much_there_is(tokenizer: object) -> None:
     rows = [corpus.Document(text="word " * 300, domain="d")]
     with pytest.raises(CorpusError, match=r"too short: \d+ sequences of 32 tokens, 1000 are wanted"):

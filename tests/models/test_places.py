@@ -184,6 +184,14 @@ def test_places_lie_evenly_in_equal_shares_and_none_twice(name: str, tmp_path: P
         assert Counter(chunks[0].domains) == {"d0": 8, "d1": 8}, "though d1 has a hundredth of the text"
 
 
+def test_the_first_place_begins_behind_a_byte_order_mark(tmp_path: Path, counting: Counting) -> None:
+    path = write(tmp_path / "a.txt", 3 << 20)
+    path.write_bytes("\ufeff".encode() + path.read_bytes())
+    first = opened(path, counting).take(4).ids[0]
+    plain = corpus.encoded([corpus.Document(text=line(0) + "\n" + line(1), domain="", ends=False)], counting)
+    assert first.tolist() == next(plain)[1][:LENGTH]
+
+
 def test_a_seed_draws_the_places(tmp_path: Path, counting: Counting) -> None:
     path = write(tmp_path / "a.jsonl", 3 << 20)
     found = {seed: opened(path, counting, seed=seed).take(16).digest() for seed in (None, 1, 2)}

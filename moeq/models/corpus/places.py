@@ -23,7 +23,7 @@ from moeq.models.corpus.fields import Fields
 from moeq.models.corpus.rows import held_bytes, kind_of
 from moeq.models.corpus.sequences import Pool, Row, Sequences, TextRows
 from moeq.models.corpus.sources import LocalFile, Source
-from moeq.models.corpus.streams import Advance, Bar, shown, size_up_to
+from moeq.models.corpus.streams import MARK, Advance, Bar, shown, size_up_to
 
 RULE = 1  # raised when the same large text gives other sequences
 WHOLE_BYTES = 1 << 20  # of all files together, decompressed
@@ -354,6 +354,7 @@ def _cut(path: Path, start: int, size: int) -> str:
         text = raw[first : first + error.start].decode("utf-8")
     except OSError as error:
         raise CorpusError(f"cannot be read ({error})", where=str(path), do="check the file") from None
+    text = text if start else text.removeprefix(MARK)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -17,6 +17,7 @@ AT_ONCE = 1 << 20  # bytes or characters
 LONGEST_ROW = 64 << 20  # characters of one line
 MOST_RATIO = 100  # bytes after decompression for one before: text comes to 3 to 20, what is more is no text
 FREE_BYTES = 64 << 20  # that may be decompressed at any ratio
+MARK = "\ufeff"  # with which programs on Windows begin a file of UTF-8
 SHOWN_BYTES = 32 << 20  # reading less than this is over before a bar could be read
 
 Advance = Callable[[int], None]  # told of bytes of the file that were read
@@ -66,9 +67,9 @@ class Bytes(io.RawIOBase):
 
 @contextmanager
 def opened(path: Path, advance: Advance | None = None) -> Iterator[io.TextIOWrapper]:
-    """The text of a file; CorpusError when it is not UTF-8 or cannot be read."""
+    """The text of a file behind its byte order mark, if any; CorpusError when it is not UTF-8 or cannot be read."""
     try:
-        with io.TextIOWrapper(io.BufferedReader(Bytes(path, advance), AT_ONCE), "utf-8") as stream:
+        with io.TextIOWrapper(io.BufferedReader(Bytes(path, advance), AT_ONCE), "utf-8-sig") as stream:
             yield stream
     except (OSError, UnicodeDecodeError) as error:
         raise CorpusError(f"cannot be read as UTF-8 ({error})", where=str(path), do="convert it") from None
