@@ -250,4 +250,8 @@ def _nothing(row: dict[str, Any], fields: Fields, where: str) -> CorpusError:
     if fields.chat is True:
         return CorpusError(f"{chat} (there are: {keys})", where=where, do="set messages_field, or chat_template: auto")
     more = f", {chat}" if fields.chat == "auto" else ""
+    if fields.text in row:
+        found = "null" if row[fields.text] is None else type(row[fields.text]).__name__
+        what = f"field {fields.text!r} is {found}, no text{more} (there are: {keys})"
+        return CorpusError(what, where=where, do="drop the row, or set text_field")
     return CorpusError(f"no text field {fields.text!r}{more} (there are: {keys})", where=where, do="set text_field")
