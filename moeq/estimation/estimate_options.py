@@ -174,7 +174,8 @@ class EstimateOptions(RunOptions):
         """The hardware that is named; RecipeError for several."""
         if len(self.hardware) > 1:
             what = f"{len(self.hardware)} times --hardware"
-            raise RecipeError(what, where="estimate", do="give one of them, or several with --model, to compare them")
+            compared = "" if self.model is not None else ", or several with --model, to compare them"
+            raise RecipeError(what, where="estimate", do=f"give one of them{compared}")
         return self.hardware[0] if self.hardware else None
 
     def changes(self) -> list[str]:

@@ -465,8 +465,18 @@ def test_several_hardware_are_compared(tmp_path: Path) -> None:
     assert code == 0
     table = text.split("J/token: of a request")[0].splitlines()
     assert any(line.startswith("h200-host-pcie5: 3 code bits") for line in table)
-    code, text = moeq(RECIPE, *both[:4])
-    assert (code, "2 times --hardware" in text) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ((RECIPE,), "give one of them, or several with --model, to compare them"),
+        (("--model", "mixtral-8x7b", "--capacity"), "give one of them"),
+    ],
+)
+def test_several_hardware_where_one_is_taken(arguments: tuple[str | Path, ...], remedy: str) -> None:
+    several = ("--hardware", "h100-ndp-cxl", "--hardware", "h200-host-pcie5")
+    assert moeq(*arguments, *several) == (2, f"estimate: 2 times --hardware; {remedy}")
 
 
 def test_hardware_that_is_too_small_is_left_out_of_a_comparison_and_said(tmp_path: Path) -> None:
