@@ -114,7 +114,8 @@ class EstimateOptions(RunOptions):
         default=list,
     )
     losses: Path | None = option(
-        "With --speed: a run whose measured losses say what each setting costs in quality.", APART
+        "With --speed: a run whose measured losses say what each setting costs in quality; its scales are counted.",
+        APART,
     )
     capacity: bool = option("Only say what fits where; refused with the sum where it does not.", APART, default=False)
     sheet: str | None = option(

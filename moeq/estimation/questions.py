@@ -13,7 +13,15 @@ from moeq.artifacts.trace import RoutingTrace, read_trace
 from moeq.errors import EstimateError, RecipeError
 from moeq.estimation.estimate_options import EstimateOptions
 from moeq.estimation.grids import parse_grid, parse_replicas
-from moeq.estimation.subject import Subject, check_known, of_assignment, of_manifest, read_model, read_placed
+from moeq.estimation.subject import (
+    Subject,
+    check_known,
+    codes_of_run,
+    of_assignment,
+    of_manifest,
+    read_model,
+    read_placed,
+)
 from moeq.estimator import (
     Estimate,
     Grid,
@@ -368,11 +376,14 @@ def _subject(asked: EstimateOptions, name: str, hardware: Hardware, *, batch: in
     for option, width in (("--bits", bits), ("--gpu-bits", asked.gpu_bits)):
         if not 1 <= width <= 16:
             raise RecipeError(f"{width:g} bits", where=option, do="give 1 to 16")
+    codes: dict[str, Any] = {"group_size": asked.group_size}
+    if asked.losses is not None:
+        codes = codes_of_run(asked.losses, model.geometry)
     hot = asked.gpu_experts
     if hot is None:
-        stored = float(effective_bits(asked.gpu_bits, asked.group_size, False))
+        stored = float(effective_bits(asked.gpu_bits, **codes))
         hot = largest_gpu_experts(model.geometry, hardware, batch=batch, context=context, stored_bits=stored) or 0
-    return _uniform(model.geometry, bits, hot, asked.group_size, hot_bits=asked.gpu_bits)
+    return replace(_uniform(model.geometry, bits, hot, asked.group_size, hot_bits=asked.gpu_bits), **codes)
 
 
 def _uniform(

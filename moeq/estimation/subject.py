@@ -16,6 +16,8 @@ from moeq.errors import EstimateError, ModelError, RecipeError
 from moeq.estimator import ModelGeometry, Placement, geometry_from_config, load_geometry
 from moeq.estimator.geometry import HEADS, HIDDEN, KV_HEADS, TOP_K, preset_of
 from moeq.estimator.placement import assignment_placement, placement_of, weights_of_a_scale
+from moeq.preflight import check_path
+from moeq_kernels.widths import FLOAT_GROUPS
 
 if TYPE_CHECKING:  # torch and transformers are imported where a configuration or a manifest is read
     from moeq.artifacts.manifest import PlacementManifest
@@ -158,6 +160,24 @@ def made_geometry(source: ModelSource, trust_remote_code: bool = False) -> Model
     parameters = skeleton.named_parameters(remove_duplicate=False)
     rest = sum(parameter.numel() for name, parameter in parameters if name not in apart)
     return model_geometry(source.name, skeleton, layers, non_expert_parameters=rest)
+
+
+def codes_of_run(run: Path, geometry: ModelGeometry) -> dict[str, Any]:
+    """How a run's replicas are kept, as a Subject says it: what its measured losses are of.
+
+    Raises ArtifactError for a run without losses.
+    """
+    from moeq.artifacts.losses import NAME, read_losses
+
+    check_path(run, "give the directory of a run to --losses")
+    group_size, symmetric, method = (
+        read_losses(run / "losses" / NAME).table[column][0].as_py() for column in ("group_size", "symmetric", "method")
+    )
+    return {
+        "group_size": weights_of_a_scale(group_size, geometry),
+        "zero_points": not symmetric,
+        "codebook": method if method in FLOAT_GROUPS else "",
+    }
 
 
 def of_assignment(path: Path, geometry: ModelGeometry) -> Subject:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from moeq.artifacts.losses import WHOLE, write_losses
 from moeq.cli import app
 from moeq.errors import MoeqError
 from moeq.estimation.searches import SearchDocument
@@ -87,6 +88,26 @@ def test_a_recipes_figures_are_searched_case_by_case() -> None:
 def test_refusals(arguments: tuple[str, ...], code: int, words: str) -> None:
     found, text = moeq(*arguments)
     assert (found, words in text) == (code, True), text
+
+
+@pytest.mark.parametrize(
+    ("method", "group_size", "symmetric", "stored"),
+    [("gptq", 32, False, 4 + 20 / 32), ("trellis", -1, True, 4 + 16 / 4096), ("mxfp4", 32, True, 4.25)],
+)
+def test_bytes_are_of_the_codes_whose_losses_are_measured(
+    tmp_path: Path, method: str, group_size: int, symmetric: bool, stored: float
+) -> None:
+    own = {"method": method, "group_size": group_size, "symmetric": symmetric, "bits": 4, "projection": WHOLE}
+    texts = dict.fromkeys(("layer_name", "fallback", "measured_on"), "x")
+    counts = dict.fromkeys(("calibration_tokens", "heldout_tokens", "bytes"), 50)
+    figures = dict.fromkeys(("loss", "relative_loss", "weighted_loss", "hessian_trace"), 0.5)
+    (tmp_path / "losses").mkdir()
+    rows = [{**own, **texts, **counts, **figures, "layer": 0, "expert": expert} for expert in range(8)]
+    write_losses(tmp_path / "losses" / "losses.parquet", [rows])
+    code, said = moeq(*SEARCH, "--losses", tmp_path, "--json")
+    assert code == 0, said
+    points = json.loads(said)["searches"][0]["points"]
+    assert {point["bits"] for point in points if point["loss"] == 0.5} == {stored}
 
 
 def test_costs_are_of_hardware_however_it_is_named(tmp_path: Path) -> None:
