@@ -150,7 +150,8 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
             do = "convert it to dequantized"
         return f"{grid.bits} bits; {target.name} loads {target.listed()}", do
     if target.symmetric_only and not grid.symmetric:
-        return f"zero points; {target.name} reads symmetric grids only", f"set losses.symmetric: true, or {WIDEN}"
+        what = f"zero points; {target.name} reads symmetric grids only"
+        return what, f"set losses.symmetric: true, or {WIDEN if _wider(target, grid) else ANY_GRID}"
     if target.groups is not None and not Encoding.of(grid).floats and grid.group_size not in target.groups:
         what = "whole rows as groups" if grid.group_size == -1 else f"groups of {grid.group_size}"
         listed = ", ".join(map(str, target.groups))
@@ -307,10 +308,11 @@ def loadable_grid(target: Target, grid: Grid) -> Grid:
 
 def _wider(target: Target, grid: Grid) -> list[Grid]:
     """Symmetric grids of a target's widths that hold the values of one, the least first."""
-    return [replace(grid, bits=width, symmetric=True) for width in target.widths if _least(grid) <= width < FULL]
+    least = symmetric_width(grid)
+    return [replace(grid, bits=width, symmetric=True) for width in target.widths if least <= width < FULL]
 
 
-def _least(grid: Grid) -> int:
+def symmetric_width(grid: Grid) -> int:
     """The least width of symmetric codes of the same values."""
     return 2 if grid.bits == 1 else grid.bits + (not grid.symmetric)
 
@@ -319,7 +321,7 @@ def widest_of(target: Target, grids: Sequence[Grid]) -> int | None:
     """The least width of symmetric codes that holds all grids, none nested, and that a target can read; or None."""
     if any(grid.codebook or grid.state_bits for grid in grids):
         return None
-    least = max(map(_least, grids))
+    least = max(map(symmetric_width, grids))
     for width in target.widths:
         wide = [replace(grid, bits=width, symmetric=True) for grid in grids]
         if least <= width < FULL and all(refuse_matrix(target, grid) is None for grid in wide):

@@ -163,12 +163,18 @@ class Draft:
         grid = grid_of(weight)
         if self.options.widen and not grid.nested and not grid.codebook:
             wide = bits or loadable_grid(self.target, grid).bits
-            weight = weight if wide == grid.bits and bits is None else widened(weight, wide)
+            weight = weight if wide == grid.bits and bits is None else self._widened(name, weight, wide)
         refused = refuse_matrix(self.target, grid_of(weight))
         if refused is not None:
             raise FormatError(refused[0], where=f"for {self.runtime.name}: {name}", do=refused[1])
         self.grids[name] = grid_of(weight)
         return weight
+
+    def _widened(self, name: str, weight: PackedWeight, bits: int) -> PackedWeight:
+        try:
+            return widened(weight, bits)
+        except ValueError as error:  # a sign grid's scale that float16 does not halve
+            raise FormatError(str(error), where=f"for {self.runtime.name}: {name}", do=ANY_GRID) from None
 
     def other(self, name: str, weight: PackedWeight) -> PackedWeight:
         """As `loadable`, of a module outside of the experts."""

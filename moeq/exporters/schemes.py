@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moeq.artifacts.targets import ANY_GRID, Grid
+from moeq.artifacts.targets import ANY_GRID, Grid, symmetric_width
 from moeq.errors import FormatError
-from moeq.exporters.foreign import Draft
+from moeq.exporters.foreign import Draft, grid_of
 from moeq.models.experts import ExpertLayer
 from moeq_kernels.description import Matrix
-from moeq_kernels.packed import PackedWeight, symmetric_bits
-from moeq_kernels.widths import FULL
+from moeq_kernels.packed import PackedWeight
+from moeq_kernels.widths import FULL, Encoding
 
 
 def refuse_others(draft: Draft) -> None:
@@ -69,20 +69,22 @@ class Scheme:
 
 
 def common_width(draft: Draft, layers: Sequence[ExpertLayer]) -> int | None:
-    """The least width of symmetric codes that holds every expert's of some layers, None where none is packed.
+    """The least width of symmetric codes that holds every expert's of some layers, None where there is none such: each
+    is then refused in its own words.
 
     All of these experts are read for it.
     """
-    widths = [
-        symmetric_bits(matrix)
+    grids = [
+        grid_of(matrix)
         for layer in layers
         for expert in range(layer.num_experts)
         for matrix in draft.source.expert(layer, expert)[0].values()
         if isinstance(matrix, PackedWeight)
     ]
-    if not widths:
+    if any(Encoding.of(grid).codes != "grid" for grid in grids):
         return None
-    return min((width for width in draft.target.widths if max(widths) <= width < FULL), default=max(widths))
+    least = max(map(symmetric_width, grids), default=0)
+    return min((width for width in draft.target.widths if least <= width < FULL), default=None)
 
 
 def grids_by_layer(draft: Draft) -> list[tuple[str, Grid | None]]:

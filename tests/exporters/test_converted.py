@@ -178,13 +178,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-def test_values_beyond_float16_are_refused_where_they_are_computed_in_it(
-    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At float16's ends: the least scales are written as they are, the largest only where no product is infinite."""
-    source = MadeSource(mixtral, lambda layer, expert, projection: 8)
+def scale_all(source: MadeSource, monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
+    """Give every scale of the ups this value."""
     honest = source.expert
-    scale = 0.0
 
     def scaled(layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
         matrices, biases = honest(layer, expert)
@@ -193,13 +189,21 @@ def test_values_beyond_float16_are_refused_where_they_are_computed_in_it(
         return matrices | {"up_proj": replace(weight, scales=torch.full_like(weight.scales, scale))}, biases
 
     monkeypatch.setattr(source, "expert", scaled)
+
+
+def test_values_beyond_float16_are_refused_where_they_are_computed_in_it(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At float16's ends: the least scales are written as they are, the largest only where no product is infinite."""
+    source = MadeSource(mixtral, lambda layer, expert, projection: 8)
     for scale in (2.0**-24, 511.0):
+        scale_all(source, monkeypatch, scale)
         write("transformers", source, tmp_path / "out", WriteOptions())
         tensors = all_tensors(tmp_path / "out")
         stored = [tensor for key, tensor in tensors.items() if key.endswith("w3.weight_scale")]
         assert stored
         assert all(bool((tensor == scale).all()) for tensor in stored)
-    scale = 60000.0
+    scale_all(source, monkeypatch, 60000.0)
     with pytest.raises(FormatError, match=r"experts\.0\.up_proj: values beyond float16"):
         write("transformers", source, tmp_path / "no", WriteOptions())
 
@@ -244,6 +248,29 @@ def test_widen_stores_the_same_values(mixtral: Path, tmp_path: Path) -> None:
                 values * tensors[f"{stem}weight_scale"].float().repeat_interleave(32, -1), matrix.dequantize()
             )
             assert tensors[f"{stem}weight_shape"].tolist() == list(matrix.dequantize().shape)
+
+
+@pytest.mark.parametrize("name", ["transformers", "vllm", "vllm-gptq", "humming"])
+def test_what_no_wider_codes_hold_is_refused_in_its_own_words(name: str, mixtral: Path, tmp_path: Path) -> None:
+    square = save_model(tmp_path / "model", "mixtral", intermediate_size=128, num_hidden_layers=1)
+    walked = MadeSource(square, lambda layer, expert, projection: 3, exl3=True)
+    with pytest.raises(FormatError, match=f"gate_proj: EXL3's codes; {name} has none"):
+        write(name, walked, tmp_path / "out", WriteOptions(widen=True))
+    eight = MadeSource(mixtral, lambda layer, expert, projection: 8, symmetric=False)
+    with pytest.raises(FormatError, match=r"gate_proj: (zero points|8 bits); ") as error:
+        write(name, eight, tmp_path / "out", WriteOptions(widen=True))
+    assert "--widen" not in str(error.value)
+
+
+def test_a_sign_grid_whose_scale_is_not_halved_is_refused(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = MadeSource(mixtral, lambda layer, expert, projection: 1)
+    scale_all(source, monkeypatch, 2.0**-24)
+    with pytest.raises(
+        FormatError, match=r"experts\.0\.up_proj: a scale is too small to be halved; write it for native"
+    ):
+        write("auto-round", source, tmp_path / "out", WriteOptions(widen=True))
 
 
 def by_fused_layer(layer: int, expert: int, projection: str) -> int:
