@@ -294,8 +294,9 @@ def refuse_stack(target: Target, grids: Sequence[Grid], *, full: bool, widen: bo
         refused = refuse_matrix(target, loadable_grid(target, grid) if widen else grid)
         if refused is not None:
             return refused
-    if target.stacks and widen and len(grids) > 1 and widest_of(target, grids) is None:
-        return f"no width that {target.name} loads holds {', '.join(str(grid.bits) for grid in grids)} bits", ONE_WIDTH
+    if target.stacks and widen and len(set(grids)) > 1 and widest_of(target, grids) is None:
+        listed = ", ".join(map(str, sorted({grid.bits for grid in grids})))
+        return f"no width that {target.name} loads holds {listed} bits", ONE_WIDTH
     return None
 
 

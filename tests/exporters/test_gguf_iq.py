@@ -45,11 +45,12 @@ def exported(source: MadeSource, out: Path, **options: Any) -> Path:
     return out
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("codebook", list(SETS))
-def test_gguf_itself_reads_the_dequantized_values(codebook: str, wide: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("widen", [False, True])
+def test_gguf_itself_reads_the_dequantized_values(codebook: str, widen: bool, wide: Path, tmp_path: Path) -> None:
     source = MadeSource(wide, by_stack, iq=codebook)
-    out = exported(source, tmp_path / "out")
+    out = exported(source, tmp_path / "out", widen=widen)
     check_stacks(source, tensors_of(out))
     kinds = Counter(
         one.tensor_type.name for one in peers.module("gguf").GGUFReader(out / FILE).tensors if "_exps" in one.name
