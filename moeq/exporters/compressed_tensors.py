@@ -48,11 +48,11 @@ def loader_of(source: Any) -> Loader:
     """vLLM where schemes differ: transformers would load such a checkpoint without an error, and wrongly."""
     declared = source.source.config.get("quantization_config") or {}
     schemes = [group["weights"] for group in (declared.get("config_groups") or {}).values()]
-    if any(one["type"] == "float" for one in schemes):
+    if any(one.get("type") == "float" for one in schemes):
         return VLLM_CUDA
     if len(schemes) < 2 and not _plain(declared):
         return TRANSFORMERS
-    everywhere = all(one["num_bits"] == 4 and one.get("group_size") in VLLM_GROUPS for one in schemes)
+    everywhere = all(one.get("num_bits") == 4 and one.get("group_size") in VLLM_GROUPS for one in schemes)
     return VLLM if everywhere else VLLM_CUDA
 
 

@@ -152,6 +152,18 @@ def test_compressed_tensors(qwen: Path, tmp_path: Path, bits: int, symmetric: bo
     check_values(found, qwen, values, tmp_path)
 
 
+@pytest.mark.parametrize("bits", [8, 3])
+def test_compressed_tensors_has_its_own_defaults(qwen: Path, tmp_path: Path, bits: int) -> None:
+    """What QuantizationArgs takes where a configuration does not say it."""
+    weights = {"group_size": handmade.GROUP, "strategy": None} | ({} if bits == 8 else {"num_bits": bits})
+    declared = handmade.compressed_config(groups={"group_0": {"targets": ["Linear"], "weights": weights}})
+    values = handmade.write(qwen, tmp_path / "packed", declared, handmade.compressed_parts, lambda *_: bits)
+    found = open_other(open_source(str(tmp_path / "packed")))
+    found.check()
+    check_values(found, qwen, values, tmp_path)
+    assert inspect(tmp_path / "packed")["moe_layers"] == len(found.layers)
+
+
 def test_bfloat16_scales_stay_exact(qwen: Path, tmp_path: Path) -> None:
     """Scales that float16 holds come as float16, others in their own type."""
     tiny = torch.tensor(2.0**-30, dtype=torch.bfloat16)
@@ -325,14 +337,17 @@ def test_what_is_refused(qwen: Path, tmp_path: Path, declared: dict[str, Any], f
     "changed",
     [
         {"config_groups": {"group_0": {"targets": ["Linear"], "weights": None}}},
+        {"config_groups": {"group_0": {"targets": ["Linear"]}}},
+        {"config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}}},
         {"config_groups": ["Linear"]},
         {"ignore": [1]},
     ],
 )
 def test_inspect_refuses_settings_that_cannot_be(qwen: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
     handmade.write(qwen, tmp_path / "packed", handmade.compressed_config() | changed, handmade.compressed_parts)
-    with pytest.raises(ArtifactError, match=r"compressed-tensors with .* is not supported"):
+    with pytest.raises(ArtifactError, match=r"compressed-tensors with .* is not supported") as caught:
         inspect(tmp_path / "packed")
+    assert "KeyError" not in str(caught.value)
 
 
 @pytest.mark.parametrize("method", ["awq", "bitsandbytes", "hqq"])

@@ -37,6 +37,9 @@ FP4 = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
 FORMATS = (FORMAT, FLOAT8, *FP4)
 STRATEGIES = {"nvfp4": "tensor_group", "mxfp4": "group"}
 LINEAR = "Linear"
+LEFT_OUT: Mapping[str, Any] = {  # what a configuration that does not say them means
+    "num_bits": 8, "type": "int", "symmetric": True,
+}  # fmt: skip
 WIDTHS = SUPPORTED_BITS[1:]  # its one bit has another zero point than moeq's
 
 
@@ -60,7 +63,9 @@ class CompressedTensors:
         if FLOAT8 in forms.values():  # whose matrix is called weight
             self.anchor, self.parts = "weight_scale", (*self.parts, "weight")
         for name, group in groups.items():
-            grid = _grid(name, group["weights"], forms[name], four[0] if four else "nvfp4")
+            grid = _grid(name, group.get("weights"), forms[name], four[0] if four else "nvfp4")
+            if "targets" not in group:
+                raise ValueError(f"no targets ({name})")
             self.targets += [(_matcher(target), grid) for target in group["targets"]]
 
     def grid(self, names: Sequence[str]) -> Grid | None:
@@ -185,8 +190,11 @@ def _form(name: str, group: Mapping[str, Any], declared: Mapping[str, Any]) -> s
 
 def _grid(name: str, weights: Mapping[str, Any] | None, form: str, codebook: str) -> Grid:
     """codebook: of floating-point codes; ValueError for what is not an integer grid by groups or rows, or such."""
-    weights = weights or {}
-    strategy = weights.get("strategy")
+    if weights is None:
+        raise ValueError(f"no weights ({name})")
+    weights = {**LEFT_OUT} | {key: value for key, value in weights.items() if value is not None}
+    by_size = {None: "tensor", -1: "channel"}.get(weights.get("group_size"), "group")
+    strategy = weights.get("strategy", by_size)
     if form != FORMAT:
         bits = FLOAT_BITS[form == FLOAT8]
         size = weights.get("group_size") if bits == FLOAT_BITS[0] else -1
