@@ -350,6 +350,18 @@ def test_inspect_refuses_settings_that_cannot_be(qwen: Path, tmp_path: Path, cha
     assert "KeyError" not in str(caught.value)
 
 
+def test_more_experts_than_config_json_has_are_refused(qwen: Path, tmp_path: Path) -> None:
+    handmade.write(qwen, tmp_path / "packed", handmade.gptq_config(), handmade.gptq_parts)
+    path = tmp_path / "packed" / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    (name,) = {"num_experts", "num_local_experts"} & set(config)
+    count = config[name] - 1
+    path.write_text(json.dumps(config | {name: count}), "utf-8")
+    found = open_packed(tmp_path / "packed")
+    with pytest.raises(ArtifactError, match=f"expert {count}, and config.json says that there are {count}; make or"):
+        found.expert(found.layers[0], 0)
+
+
 @pytest.mark.parametrize("method", ["awq", "bitsandbytes", "hqq"])
 def test_inspect_says_what_no_reader_is_there_for(qwen: Path, tmp_path: Path, method: str) -> None:
     handmade.write(qwen, tmp_path / "packed", {"quant_method": method, "bits": 4}, handmade.gptq_parts)

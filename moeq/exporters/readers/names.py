@@ -110,6 +110,9 @@ def _take(names: Names, source: ModelSource, layer: ExpertLayer, known: str, key
             raise _refused(source, key, "it is packed, and not one matrix of one expert")
         names.stacked.setdefault(layer.index, []).append(key)
         return
+    if int(parts[1]) >= layer.num_experts:
+        what = f"expert {parts[1]}, and config.json says that there are {layer.num_experts}"
+        raise ArtifactError(what, where=f"{source.path}, {key}", do="make or download the checkpoint again")
     names.experts[layer.index, int(parts[1]), PROJECTIONS[parts[2]]] = key
 
 
