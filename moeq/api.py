@@ -366,6 +366,7 @@ def convert(
     path, runtime = checkpoint_of(Path(checkpoint)), named(to, (NATIVE, *written()), "--to")
     shard = bytes_of(max_shard, "--max-shard")
     preflight.check_absent(Path(out))
+    preflight.check_folder(path, "give a checkpoint's directory")
     if not path.is_file():
         check_there(str(path))
     from moeq import conversion
@@ -407,7 +408,7 @@ def verify(
     from moeq.models.source import check_there
 
     path = checkpoint_of(Path(checkpoint))
-    preflight.check_path(path, "give a checkpoint's directory")
+    preflight.check_folder(path, "give a checkpoint's directory")
     preflight.check_loader(target)
     if against is not None:
         check_there(str(against))
@@ -433,7 +434,7 @@ def inspect(path: str | Path, *, trust_remote_code: bool = False, quiet: bool = 
     """What a checkpoint, a run's directory, a model or any file that moeq writes is; bytes and digests are checked."""
     from moeq import preflight
 
-    preflight.check_path(Path(path))
+    preflight.check_folder(Path(path))
     from moeq import inspection
     from moeq.progress import Reporter
 

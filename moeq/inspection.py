@@ -32,7 +32,7 @@ from moeq.models.drafts import left_drafts
 from moeq.models.source import CONFIG, ModelSource, open_source, read_header
 from moeq.models.stored_experts import stored_layers
 from moeq.models.support import NO_EXPERTS, USE_ANOTHER, answer
-from moeq.preflight import check_path
+from moeq.preflight import check_folder
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtimes import formats, of_method, runtimes
@@ -56,7 +56,7 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
 
     Raises ArtifactError (or the error of the kind that it turns out to be) for what is damaged or unknown.
     """
-    check_path(path)
+    check_folder(path)
     if path.is_dir():
         if (path / MANIFEST).is_file():
             return check_checkpoint(path, reporter)

@@ -70,7 +70,7 @@ def check_experts(config: Mapping[str, Any], model: str) -> None:
 
 def check_checkpoint(path: Path) -> None:
     """MissingError for what is not there, ModelError for a file or a run."""
-    check_path(path, "give RUN/checkpoint of a moeq run")
+    check_folder(path, "give RUN/checkpoint of a moeq run")
     if not path.is_dir():
         raise missing(path, "give RUN/checkpoint of a moeq run")
     if is_run(path):
@@ -150,10 +150,18 @@ def _check_together(asked: Asked) -> None:
         raise RecipeError("is for llama.cpp, one of the peers", where="--gguf", do="leave --no-peers out")
 
 
-def check_path(path: Path | None, do: str = "give a path that moeq wrote") -> None:
+def check_path(path: Path | None, do: str) -> None:
     """MissingError where there is neither a file nor a directory of that name; None: none is named."""
     if path is not None and not path.exists():
         raise missing(path, do)
+
+
+def check_folder(
+    path: Path, do: str = "give a checkpoint, a run, a model's directory or a file that moeq wrote"
+) -> None:
+    """As `check_path`, for what may be on the hub under such a name, but has to be a directory here."""
+    hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path), re.ASCII) is not None
+    check_path(path, f"{do}; of the hub: hf download {path} --local-dir DIRECTORY" if hub else do)
 
 
 def check_push(path: Path, name: str) -> None:

@@ -58,7 +58,7 @@ def inspect(
     """Say what a file or directory is; check a checkpoint's bytes and digests against its manifest."""
     from moeq import preflight
 
-    preflight.check_path(path)
+    preflight.check_folder(path)
     if tensor_types is not None and placement_for is not None:
         raise RecipeError("one is told at a time", where="--tensor-types", do="leave --placement-for out")
     if widen and tensor_types is None:

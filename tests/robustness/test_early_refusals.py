@@ -195,6 +195,7 @@ REFUSED: dict[str, list[Case]] = {
     ),
     "inspect": [
         (("nowhere",), 13, "nowhere: no such file or directory"),
+        (("nobody/nothing",), 13, "of the hub: hf download nobody/nothing --local-dir"),
         (("empty",), 7, "neither a checkpoint, a run, a stage nor a model"),
         (("file.txt",), 7, "not a file that moeq knows"),
         (("broken.yaml",), 2, "broken.yaml"),
@@ -209,12 +210,22 @@ REFUSED: dict[str, list[Case]] = {
     ],
     "convert": [
         (("model", "--to", "llama.cpp", "--out", "new", "--max-shard", "two"), 2, "--max-shard: no size: 'two'"),
-        (("nowhere/x", "--to", "llama.cpp", "--out", "new"), 3, "nowhere/x"),
+        (
+            ("nowhere", "--to", "llama.cpp", "--out", "new"),
+            13,
+            "nowhere: no such file or directory; give a checkpoint's",
+        ),
+        (
+            ("nowhere/x", "--to", "llama.cpp", "--out", "new"),
+            13,
+            "nowhere/x: no such file or directory; give a checkpoint's directory; of the hub: hf download nowhere/x",
+        ),
         (("empty", "--to", "llama.cpp", "--out", "new"), 3, "no config.json"),
         (("model", "--to", "llama.cpp", "--out", "empty"), 2, "empty: is there already"),
     ],
     "verify": [
         (("nowhere",), 13, "nowhere: no such file or directory"),
+        (("nobody/nothing",), 13, "give a checkpoint's directory; of the hub: hf download nobody/nothing --local-dir"),
         (("model", "--against", "./nowhere"), 13, "./nowhere: no such file or directory"),
         (("model", "--signature"), 2, "--signature: needs one key or root to trust"),
         (("model", "--public-key", "file.txt"), 2, "a key, and no signature is verified; give --signature too"),
