@@ -34,6 +34,11 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser, ten 
 _NO_KEY = object()
 
 
+def is_utf8(name: object) -> bool:
+    """Whether a name is text: of bytes that are none Python makes halves of surrogate pairs."""
+    return not any("\ud800" <= character <= "\udfff" for character in str(name))
+
+
 def read_bounded(path: Path, most: int) -> bytes:
     """A regular file's bytes; ValueError when it is larger than `most` or no regular file, OSError as reading does.
 

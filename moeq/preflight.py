@@ -14,6 +14,7 @@ from typing import Any
 from moeq.artifacts.places import refuse_artifacts
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.benching.asked import Asked
+from moeq.bounded import is_utf8
 from moeq.errors import ArtifactError, ModelError, PushError, RecipeError, StorageError, missing
 from moeq.exporters.exporter import loaders
 from moeq.folders import CHECKPOINT, checkpoint_of, is_run
@@ -39,8 +40,7 @@ def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
 
     StorageError for a run directory that is a file, or that no file of tensors or tables can be written to by its name.
     """
-    if any("\ud800" <= character <= "\udfff" for character in str(out)):  # what Python makes of bytes that are no text
-        raise StorageError("its name is no UTF-8", where=str(out), do="choose another --out, or rename it")
+    _check_writable_name(out)
     config = check_there(model, recipe.revision)
     folds = command == "plan" and recipe.reparam is not None  # which may be all that is planned
     if command not in FOR_DENSE and not folds:
@@ -57,6 +57,12 @@ def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
     if command in ESTIMATED:
         named = [recipe.estimate.hardware, recipe.assign.hardware, *(compared.hardware for compared in section.compare)]
         check_hardware([name for name in named if name is not None])
+
+
+def _check_writable_name(out: Path) -> None:
+    """StorageError for a name that no file of tensors or tables can be written to by."""
+    if not is_utf8(out):
+        raise StorageError("its name is no UTF-8", where=str(out), do="choose another --out, or rename it")
 
 
 def check_experts(config: Mapping[str, Any], model: str) -> None:
@@ -189,7 +195,8 @@ def check_runtime(name: str | None) -> None:
 
 
 def check_absent(out: Path) -> None:
-    """RecipeError where a directory that is to be written is there."""
+    """RecipeError where a directory that is to be written is there, StorageError for a name that is no UTF-8."""
+    _check_writable_name(out)
     if out.exists():
         raise RecipeError("is there already", where=str(out), do="choose another --out or remove it")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.reading import read_json_file
-from moeq.bounded import shown
+from moeq.bounded import is_utf8, shown
 from moeq.errors import ModelError
 
 OBJECTS = re.compile(r"_config$|^auto_map$")
@@ -22,6 +22,12 @@ BESIDE = "quantize_config.json"  # where AutoGPTQ declares what it does not in a
 PACKED = ".qweight"  # what its packed tensors are called
 CONFIG_BYTES = 64 << 20  # the largest config.json that is read
 REMEDY = "correct it, or download the file again"
+
+
+def check_name(directory: Path) -> None:
+    """ModelError for a directory by whose name safetensors opens no file."""
+    if not is_utf8(f"{directory}{directory.resolve().name}"):
+        raise ModelError("its name is no UTF-8", where=str(directory), do="rename it")
 
 
 def read_settings(file: Path) -> Any:

@@ -23,7 +23,7 @@ from moeq.artifacts.stage import ModelStamp
 from moeq.bounded import shortened
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError, missing
-from moeq.models.configuration import check_config, declared_beside, read_settings
+from moeq.models.configuration import check_config, check_name, declared_beside, read_settings
 from moeq.models.drafts import draft_keys
 from moeq.progress import Reporter
 
@@ -244,6 +244,7 @@ def _resolve(
     path = Path(name).expanduser()
     try:
         if path.is_dir():
+            check_name(path)
             return path, None
         there = path.exists()
     except OSError as error:  # a name that is too long for a file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -348,6 +349,13 @@ def test_inspect_refuses_settings_that_cannot_be(qwen: Path, tmp_path: Path, cha
     with pytest.raises(ArtifactError, match=r"compressed-tensors with .* is not supported") as caught:
         inspect(tmp_path / "packed")
     assert "KeyError" not in str(caught.value)
+
+
+def test_a_directory_whose_name_is_no_text_is_refused(qwen: Path, tmp_path: Path) -> None:
+    """safetensors opens no file in it."""
+    shutil.copytree(qwen, tmp_path / "model\udcff")
+    with pytest.raises(ModelError, match=r"its name is no UTF-8; rename it"):
+        open_packed(tmp_path / "model\udcff")
 
 
 def test_more_experts_than_config_json_has_are_refused(qwen: Path, tmp_path: Path) -> None:

@@ -222,6 +222,7 @@ REFUSED: dict[str, list[Case]] = {
         ),
         (("empty", "--to", "llama.cpp", "--out", "new"), 3, "no config.json"),
         (("model", "--to", "llama.cpp", "--out", "empty"), 2, "empty: is there already"),
+        (("model", "--to", "llama.cpp", "--out", "\udcff"), 8, "its name is no UTF-8; choose another --out"),
     ],
     "verify": [
         (("nowhere",), 13, "nowhere: no such file or directory"),
