@@ -335,6 +335,7 @@ def test_an_interrupt_that_python_drops_comes_again(number: signal.Signals, code
     program = (
         "import signal, sys, time\n"
         "from moeq.cli import ending\n"
+        f"signal.signal({int(number)}, signal.SIG_DFL)\n"  # a shell ignores SIGINT for what runs in its background
         "class Freed:\n"
         "    def __del__(self):\n"
         f"        signal.raise_signal({int(number)})\n"

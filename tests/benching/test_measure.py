@@ -29,6 +29,7 @@ from moeq.estimator import load_hardware
 from moeq.estimator.fit import fit_file
 from moeq.estimator.measured import read_points
 from moeq.progress import Reporter
+from moeq.recipe import Recipe
 from moeq.reporting.measured import measured
 from moeq.stages import report
 from moeq_kernels.freed import return_memory
@@ -227,7 +228,7 @@ def test_a_run_with_a_bench_shows_it(
 ) -> None:
     """Of the checkpoint that lies there, with its dense model; one of another export is named and left out."""
     context = SimpleNamespace(
-        out=tmp_path, folds=False, directory=lambda _: packed_run / "checkpoint", reporter=Reporter()
+        out=tmp_path, folds=False, directory=lambda _: packed_run / "checkpoint", reporter=Reporter(), recipe=Recipe()
     )
     assert (report.own_inputs(context), report.measured(context)) == (None, None)
     (tmp_path / FOLDER).mkdir()
