@@ -17,22 +17,11 @@ from typing import Any
 import moeq  # noqa: F401  sets OMP_WAIT_POLICY before torch is imported
 
 from figures import Peaks, resident  # isort: skip
+from warm import warm_up  # isort: skip
 
 
 def level() -> dict[str, int]:
     return {"bytes": sum(resident().values())}
-
-
-def warm_up() -> None:
-    """What every process that computes with packed weights has: transformers' family, the compiler, compiled code."""
-    import torch
-
-    from moeq_kernels import choice
-    from moeq_kernels.measured import _matrix
-
-    prepared, why = choice.prepared_linear(_matrix(), None, torch.device("cpu"), "measured")
-    assert prepared is not None, why
-    prepared(torch.zeros(1, 2048, dtype=torch.bfloat16))
 
 
 def main() -> None:

@@ -28,18 +28,6 @@ PROMPT, MOST = 32, 16  # tokens of a prompt, prompts at once
 calls: list[float] = []  # seconds of each call of a layer's experts
 
 
-def warm_up() -> None:
-    """What every process that computes with packed weights has: the compiler, compiled code."""
-    import torch
-
-    from moeq_kernels import choice
-    from moeq_kernels.measured import _matrix
-
-    prepared, why = choice.prepared_linear(_matrix(), None, torch.device("cpu"), "measured")
-    assert prepared is not None, why
-    prepared(torch.zeros(1, 2048, dtype=torch.bfloat16))
-
-
 def held(model: Any) -> int:
     """Bytes of a model's tensors, each once, and of what kernels have arranged."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -56,6 +44,7 @@ def load(checkpoint: str, eager: bool) -> tuple[Any, dict[str, int]]:
     from figures import resident
     from vllm import LLM
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from warm import warm_up
 
     from moeq_kernels.freed import return_memory
 

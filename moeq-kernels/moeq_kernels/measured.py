@@ -69,11 +69,11 @@ def measure(
     make: Callable[[str, int], Kernel], forms: tuple[str, ...], state_bits: int = 0, layers: bool = False
 ) -> Found:
     """As `best`, on this machine and now."""
-    matrix, generator = _matrix(ROWS, INPUTS, state_bits), torch.Generator().manual_seed(0)
+    matrix, generator = matrix_of(ROWS, INPUTS, state_bits), torch.Generator().manual_seed(0)
     rows = torch.randn(STEPS[-1], INPUTS, generator=generator).bfloat16()
     compared = forms[:COMPARED]
     form = compared[0] if len(compared) == 1 else _fastest(make, compared, matrix, rows)
-    ways, given = [make(form, NEVER), make(form, 1)], _expert(state_bits) if layers else matrix
+    ways, given = [make(form, NEVER), make(form, 1)], expert_of(state_bits) if layers else matrix
     slower: list[int] = []
     for step in STEPS:
         fused, unpacked = _seconds(ways, given, rows[:step])
@@ -98,7 +98,8 @@ def _fastest(make: Callable[[str, int], Kernel], compared: Sequence[str], matrix
     return compared[0 if seconds[0] <= CLEARLY * fastest else seconds.index(fastest)]
 
 
-def _matrix(rows: int, inputs: int, state_bits: int) -> Matrix:
+def matrix_of(rows: int = ROWS, inputs: int = INPUTS, state_bits: int = 0) -> Matrix:
+    """What is measured: any codes of 4 bits, or trellis codes of 2."""
     generator = torch.Generator().manual_seed(1)
     if state_bits:
         return _walks(rows, inputs, Encoding.trellis(state_bits), generator)
@@ -122,9 +123,9 @@ def _walks(rows: int, inputs: int, encoding: Encoding, generator: torch.Generato
     return PackedWeight.of(parts, WALKED_BITS, inputs, encoding)
 
 
-def _expert(state_bits: int) -> LayerOfExperts:
+def expert_of(state_bits: int = 0) -> LayerOfExperts:
     """A layer of one expert."""
-    first, second = _matrix(ROWS, INPUTS, state_bits), _matrix(INPUTS, ROWS, state_bits)
+    first, second = matrix_of(ROWS, INPUTS, state_bits), matrix_of(INPUTS, ROWS, state_bits)
     return LayerOfExperts(
         matrices=[{"gate_proj": first, "up_proj": first, DOWN: second}],
         biases=[{}],
