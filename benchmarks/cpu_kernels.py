@@ -5,11 +5,11 @@
 Experts have the shape of Qwen3-30B-A3B (2048 x 768), groups of 128 and zero points; bf16 activations. Tables: one
 matrix (2048 -> 768), also in trellis codes; the same from 1 row to thousands against unpacking it at every call; and
 the layer with 8 experts a token as one call, gate and activation included, against the loop over experts that
-transformers runs. Weights are cold but for the second: every call takes other ones, all of them together many times the
-last level of cache, in huge pages for both sides. The contenders take turns of some calls within a round, and what is
-shown is a ratio of the medians, so that a machine that is busy with other work says about the same; where one round is
-long (torch's bf16 without AVX-512) there are fewer. The read bandwidth is that of the same rounds, with as many
-threads. torch's own int4 is `_weight_int4pack_mm_for_cpu`.
+transformers runs; and some experts with the rows of long prompts. Weights are cold but for the second: every call
+takes other ones, all of them together many times the last level of cache, in huge pages for both sides. The contenders
+take turns of some calls within a round, and what is shown is a ratio of the medians, so that a machine that is busy
+with other work says about the same; where one round is long (torch's bf16 without AVX-512) there are fewer. The read
+bandwidth is that of the same rounds, with as many threads. torch's own int4 is `_weight_int4pack_mm_for_cpu`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads do not spin on the other's core
 
 import argparse
+import resource
 import statistics
 import sys
 import time
@@ -58,6 +59,7 @@ SWEEP, UNPACKING_GOAL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096), 1.0
 WALKED_WIDTHS, STATE_GOALS = (1, 2, 3, 4), {8: 2.0, 10: 1.5}  # trellis codes, by bits of a state, at one row
 CALLS = 8  # of a turn with one matrix
 ROW_SECONDS, FEWEST = 2.0, 3  # a row of a table ends after so long, where it has so many rounds
+LONG_EXPERTS, LONG_TOP_K, LONG_ROWS = 4, 2, (128, 512, 2048)  # of an expert
 PIECE, PAGE, AHEAD = 1 << 14, 1 << 7, 1 << 13  # words that a thread claims, and asks for; bytes ahead
 LINE = 8  # words of a cache line
 Name = TypeVar("Name")
@@ -291,12 +293,12 @@ def dense_layer(experts: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return call
 
 
-def with_routed(call: Callable[..., Tensor], tokens: int, experts: int) -> Callable[[], object]:
+def with_routed(call: Callable[..., Tensor], tokens: int, experts: int, top_k: int = TOP_K) -> Callable[[], object]:
     """A call with tokens whose experts are others every time, and the same for all contenders."""
     made, random = [], torch.Generator().manual_seed(tokens)
     for _ in range(8):
-        index = torch.stack([torch.randperm(experts, generator=random)[:TOP_K] for _ in range(tokens)])
-        made.append((torch.randn(tokens, HIDDEN).bfloat16(), index, torch.rand(tokens, TOP_K).bfloat16()))
+        index = torch.stack([torch.randperm(experts, generator=random)[:top_k] for _ in range(tokens)])
+        made.append((torch.randn(tokens, HIDDEN).bfloat16(), index, torch.rand(tokens, top_k).bfloat16()))
     place = count()
     return lambda: call(*made[next(place) % len(made)])
 
@@ -333,6 +335,47 @@ def whole_layer(results: figures.Figures, kernel: CpuKernel, threads: int) -> No
             results.add(f"{where}, mixed, of uniform's time at equal bytes", same, "x", at_most=MIXED_GOAL)
 
 
+def long_prompts(results: figures.Figures, form: str, threads: int) -> None:
+    """A layer of a few experts with many rows each: the kernel, which unpacks from as many rows on as is measured of an
+    expert, one that always does, and bf16; and the pages that are new to a call of the first."""
+    found = measured.measure(CpuKernel, (form,), layers=True)
+    unpacked = "never" if found[1] == measured.NEVER else f"from {found[1]} rows on"
+    results.table([f"experts, 4 bits, unpacked {unpacked}, threads {threads}", "kernel, ms", "unpacking, ms", "bf16, ms",
+                   "kernel, of unpacking's", "kernel, of bf16's", "new pages"])  # fmt: skip
+    layers: dict[str, Callable[..., Tensor]] = {
+        "kernel": packed_layer(CpuKernel(*found), [4], LONG_EXPERTS),
+        "unpacking": packed_layer(CpuKernel(form, 1), [4], LONG_EXPERTS),
+        "bf16": dense_layer(LONG_EXPERTS),
+    }
+    worst = 0.0
+    for rows in LONG_ROWS:
+        tokens = rows * LONG_EXPERTS // LONG_TOP_K
+        contenders = {name: with_routed(call, tokens, LONG_EXPERTS, LONG_TOP_K) for name, call in layers.items()}
+        for work in contenders.values():
+            work()
+        before = new_pages()
+        contenders["kernel"]()
+        pages = new_pages() - before
+        taken = turns(contenders, results.options.rounds)
+        medians = [statistics.median(times) * 1e3 for times in taken.values()]
+        shares = [
+            statistics.median(one / other for one, other in zip(taken["kernel"], taken[name], strict=True))
+            for name in ("unpacking", "bf16")
+        ]
+        worst = max(worst, shares[0])
+        results.row(
+            f"{rows} rows an expert", *(f"{one:.1f}" for one in medians), *(f"{one:.2f}" for one in shares), str(pages)
+        )
+    results.add(
+        f"experts, threads {threads}, 4 bits, slowest of {LONG_ROWS[0]} to {LONG_ROWS[-1]} rows, of unpacking's time",
+        worst, "x", at_most=UNPACKING_GOAL,
+    )  # fmt: skip
+
+
+def new_pages() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def options() -> argparse.Namespace:
     return figures.arguments(__doc__, threads=([1, 2], [2]), experts=(128, 32), rounds=(15, 5), form=forms()[0])
 
@@ -355,6 +398,7 @@ def main() -> int:
     for threads in given.threads:
         torch.set_num_threads(threads)
         whole_layer(results, kernel, threads)
+        long_prompts(results, given.form, threads)
     return results.report()
 
 
