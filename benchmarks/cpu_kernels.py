@@ -340,7 +340,8 @@ def long_prompts(results: figures.Figures, form: str, threads: int) -> None:
     expert, one that always does, and bf16; and the pages that are new to a call of the first."""
     found = measured.measure(CpuKernel, (form,), layers=True)
     unpacked = "never" if found[1] == measured.NEVER else f"from {found[1]} rows on"
-    results.table([f"experts, 4 bits, unpacked {unpacked}, threads {threads}", "kernel, ms", "unpacking, ms", "bf16, ms",
+    where = f"experts, 4 bits, unpacked {unpacked}, threads {threads}"
+    results.table([where, *(f"{one}, ms" for one in ("kernel", "unpacking", "bf16")),
                    "kernel, of unpacking's", "kernel, of bf16's", "new pages"])  # fmt: skip
     layers: dict[str, Callable[..., Tensor]] = {
         "kernel": packed_layer(CpuKernel(*found), [4], LONG_EXPERTS),
