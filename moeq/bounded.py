@@ -32,11 +32,22 @@ SCALAR_TAGS = {f"{CORE}{name}" for name in ("null", "bool", "int", "float")}
 CONTAINER_TAGS = {None, f"{CORE}map", f"{CORE}seq"}
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser, ten times as fast, where PyYAML has it
 _NO_KEY = object()
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 def is_utf8(name: object) -> bool:
     """Whether a name is text: of bytes that are none Python makes halves of surrogate pairs."""
     return not any("\ud800" <= character <= "\udfff" for character in str(name))
+
+
+def is_number(text: str, digits: int = 9) -> bool:
+    """Whether a text is a whole number of so many decimal digits at most: other scripts' are none that int() takes."""
+    return text.isascii() and text.isdigit() and len(text) <= digits
+
+
+def is_hub_id(name: object) -> bool:
+    """Whether a name is one that the hub gives: ORG/NAME."""
+    return _HUB_ID.fullmatch(str(name)) is not None
 
 
 def read_bounded(path: Path, most: int) -> bytes:

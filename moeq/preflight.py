@@ -14,7 +14,7 @@ from typing import Any
 from moeq.artifacts.places import refuse_artifacts
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.benching.asked import Asked
-from moeq.bounded import is_utf8
+from moeq.bounded import is_hub_id, is_utf8
 from moeq.errors import ArtifactError, ModelError, PushError, RecipeError, StorageError, missing
 from moeq.exporters.exporter import loaders
 from moeq.folders import CHECKPOINT, checkpoint_of, is_run
@@ -166,13 +166,12 @@ def check_folder(
     path: Path, do: str = "give a checkpoint, a run, a model's directory or a file that moeq wrote"
 ) -> None:
     """As `check_path`, for what may be on the hub under such a name, but has to be a directory here."""
-    hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path), re.ASCII) is not None
-    check_path(path, f"{do}; of the hub: hf download {path} --local-dir DIRECTORY" if hub else do)
+    check_path(path, f"{do}; of the hub: hf download {path} --local-dir DIRECTORY" if is_hub_id(path) else do)
 
 
 def check_push(path: Path, name: str) -> None:
     """What an upload needs before anything is loaded: ModelError, RecipeError, ArtifactError, PushError."""
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is None:
+    if not is_hub_id(name):
         raise RecipeError("no name of a repository", where=name, do="give USER/NAME, as on the hub")
     check_checkpoint(path)
     if not (path / SUMS).is_file():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument
 
+from moeq.bounded import is_number
 from moeq.errors import RecipeError
 from moeq.options import RunOptions, option
 
@@ -98,6 +99,6 @@ def count(name: str, given: Any, *words: str) -> Any:
     if given in words:
         return given
     text = str(given)
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= 1):
+    if not (is_number(text) and int(text) >= 1):
         raise RecipeError(f"{name} {given}", do=f"give {', or '.join(('a number of at least 1', *words))}")
     return int(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moeq.bounded import is_number
 from moeq.errors import RecipeError, hint
 from moeq.estimator import Grid
 from moeq.recipe import LARGEST_BATCH, LARGEST_LENGTH, MOST_POINTS
@@ -52,6 +53,6 @@ def parse_replicas(text: str) -> tuple[int, ...]:
         return ()
     words = text.split(",")
     for word in words:
-        if not (word.isascii() and word.isdigit() and len(word) < 3 and 1 <= int(word) < 16):
+        if not (is_number(word, 2) and 1 <= int(word) < 16):
             raise RecipeError(f"{word!r} is no width", where="--replicas", do="write 1,2,3,4, or none")
     return tuple(sorted({int(word) for word in words}))

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moeq.bounded import is_number
 from moeq.errors import ArtifactError, EstimateError, QuantizationError, RecipeError, hint
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _value(axis: str, text: str) -> Value:
 
 
 def _number(text: str, most: int, where: str, least: int = 1) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= most):
+    if not (is_number(text, 8) and least <= int(text) <= most):
         raise RecipeError(f"{text[:80]!r} is no whole number from {least} to {most}", where=where, do=EXAMPLE)
     return int(text)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeq.artifacts.reading import read_bounded
+from moeq.bounded import is_number
 from moeq.errors import EstimateError, hint
 from moeq.estimator.policies import by_label
 from moeq.registry import POLICIES
@@ -135,7 +136,7 @@ def _whole(values: Mapping[str, str], name: str, least: int, where: str) -> int 
     text = values.get(name)
     if not text:
         return None
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+    if not (is_number(text) and int(text) >= least):
         raise EstimateError(f"{name} is {text!r}", where=where, do=f"give a whole number from {least}")
     return int(text)
 

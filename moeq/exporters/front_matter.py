@@ -15,6 +15,7 @@ from pathlib import Path
 
 import yaml
 
+from moeq.bounded import is_hub_id
 from moeq.models.source import ModelSource, check_part
 from moeq.runtime.checkpoint import CARD as CARD
 from moeq.version import __version__
@@ -29,7 +30,6 @@ RELATIONS = ("adapter", "finetune", "merge", "quantized")  # that the hub knows
 _NULL = {"", "~", "null", "Null", "NULL"}
 _MARKUP = re.compile(r"[\\`*\[\]<>|#~&!]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.|@")
 _BASE_MODEL = re.compile(r"^base_model(_relation)?:.*\n([ \t]*-.*\n)*", re.MULTILINE)
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ def front_matter(name: str, library: str, origin: Origin, *, converted: bool = F
 
 def on_the_hub(names: Iterable[str]) -> list[str]:
     """Those of the names that a model on the hub can have."""
-    return [name for name in names if _HUB_ID.fullmatch(name)]
+    return [name for name in names if is_hub_id(name)]
 
 
 def published(card: str, name: str, branch: str | None) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
+from moeq.bounded import is_number
 from moeq.errors import CorpusError
 from moeq.recipe import SourceSection, template_parts
 
@@ -86,7 +87,7 @@ def _value(row: dict[str, Any], name: str) -> Any:
     for step in name.split("."):
         if isinstance(here, dict):
             here = here.get(step)
-        elif isinstance(here, list) and step.isascii() and step.isdigit() and len(step) < 10 and int(step) < len(here):
+        elif isinstance(here, list) and is_number(step) and int(step) < len(here):
             here = here[int(step)]
         else:
             return None
