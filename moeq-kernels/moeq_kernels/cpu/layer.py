@@ -311,9 +311,10 @@ class PackedLinear:
             return self.matrices.product(rows, 0, 0, self.form)
         given, form = _as_it_lies(rows), self._form(rows.dtype)
         out, index = given.new_empty(len(rows), self.matrices.rows), torch.zeros(AT_ONCE, dtype=torch.int64)
+        for count in {min(len(rows), AT_ONCE), len(rows) % AT_ONCE or AT_ONCE}:  # all but the last are as many
+            self.matrices.compile(form, _Routed.rows_of(index[:count], 1, form, self.prefill).tiles)
         for first in range(0, len(rows), AT_ONCE):
             some, to = given[first : first + AT_ONCE], out[first : first + AT_ONCE]
-            self.matrices.compile(form, _Routed.rows_of(index[: len(some)], 1, form, self.prefill).tiles)
             where = some.data_ptr(), len(some), _is_short(some), index.data_ptr(), to.data_ptr()
             _complete(call(calls.many)(self._tiled.of(form), *where, team()))
         return out.to(rows.dtype)
