@@ -97,7 +97,7 @@ def convert(
 ) -> None:
     """Write a packed checkpoint for another runtime, without calibration; codes are taken over exactly.
 
-    For native also checkpoints of other tools: gptq, auto-round, compressed-tensors, GGUF.
+    For native also checkpoints of other tools: gptq, awq, auto-round, compressed-tensors, GGUF.
     """
     from moeq import api
 

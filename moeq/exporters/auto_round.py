@@ -69,7 +69,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
     ),
     separate=True,
     methods=("auto-round", "intel/auto-round"),
-    layout=later("moeq.exporters.readers.gptq:AutoRound"),
+    layout=later("moeq.exporters.readers.awq:of_auto_round"),
     loaders=(
         Loader(
             name="auto-round",

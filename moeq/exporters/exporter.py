@@ -165,6 +165,10 @@ class Exporter:
         if not self.loaders or (self.file is not None and None in (self.opened, self.described)):
             raise ValueError(f"{self.name} cannot be read back")
 
+    def called(self, method: str) -> str:
+        """What a checkpoint with this quant_method is called: one that this format's writer does not name, by it."""
+        return method if method in self.methods[1:] else self.label
+
     def usual(self, source: PackedSource) -> Loader:
         """Whose code a checkpoint is verified with."""
         return self.loaders[0] if self.loader_of is None else self.loader_of(source)

@@ -1,4 +1,5 @@
 """For gptqmodel, and for vLLM: AutoGPTQ's layout with `dynamic`, a rule for every grid beside the common one.
+Read back is AWQ's layout, too, which gptqmodel loads as well.
 
 Symmetric grids are written in the first format (checkpoint_format gptq); grids with zero points in the second
 (gptq_v2), which stores them as they are: in the first a zero point of 0 carries into its neighbour when it is loaded.
@@ -92,7 +93,8 @@ model = GPTQModel.load("THIS_DIRECTORY", dtype=torch.float16)  # bfloat16 would 
         ),
     ),
     separate=True,
-    layout=later("moeq.exporters.readers.gptq:Gptq"),
+    methods=("gptq", "awq"),
+    layout=later("moeq.exporters.readers.awq:of_gptqmodel"),
     loaders=(
         Loader(name=GPTQMODEL, packages={"gptqmodel": f"pip install gptqmodel=={VERSION}"}, load="gptqmodel_model"),
         VLLM_GPTQ,

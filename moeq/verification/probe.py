@@ -223,7 +223,7 @@ def gptqmodel_model(request: dict[str, Any]) -> tuple[Any, None]:
     import torch
     from gptqmodel import BACKEND, GPTQModel
 
-    kernel = "EXL3_TORCH" if request["method"] == "exl3" else "GPTQ_TORCH"
+    kernel = {"exl3": "EXL3_TORCH", "awq": "AWQ_TORCH"}.get(request["method"], "GPTQ_TORCH")
     backend = getattr(BACKEND, kernel, None) or BACKEND.TORCH
     path, trust = request["checkpoint"], request["trust_remote_code"]
     half = torch.float16  # the scales' type; its kernels take no float32

@@ -332,9 +332,9 @@ def test_what_cannot_be_benched_is_refused(packed_run: Path, tiny_mixtral: Path,
         moeq.bench(foreign, **SHORT)
     with pytest.raises(ArtifactError, match=r"packed by another tool \(gptq\); moeq convert \S+ --to native"):
         moeq.load(foreign)
-    (foreign / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    (foreign / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
     for refuses in (lambda: moeq.bench(foreign, **SHORT), lambda: moeq.load(foreign)):
-        with pytest.raises(MoeqError, match=r"packed by another tool \(awq\); .*moeq does not read this format"):
+        with pytest.raises(MoeqError, match=r"packed by another tool \(hqq\); .*moeq does not read this format"):
             refuses()
     with pytest.raises(RecipeError, match="is one artifact of a run"):
         moeq.bench(packed_run, out=packed_run / "checkpoint", **SHORT)

@@ -79,6 +79,20 @@ def _zeros(packed: PackedWeight) -> Tensor:
     return unpack(packed.zeros, packed.bits, packed.scales.shape[-1])
 
 
+def awq_parts(packed: PackedWeight) -> dict[str, Tensor]:
+    """qweight, qzeros and scales of a packed matrix of 4 bits: code by code."""
+
+    def words(codes: Tensor) -> Tensor:
+        """Codes [N, X] as words [X, N/8]."""
+        made = torch.zeros(codes.shape[1], len(codes) // 8, dtype=torch.int64)
+        for place, row in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            made |= codes[row::8].mT.long() << 4 * place
+        return made.to(torch.uint32).view(torch.int32)
+
+    codes = unpack(packed.codes, packed.bits, packed.inputs)
+    return {"qweight": words(codes), "qzeros": words(_zeros(packed)), "scales": packed.scales.mT.contiguous()}
+
+
 def compressed_parts(packed: PackedWeight) -> dict[str, Tensor]:
     """weight_packed, weight_scale, weight_shape and, of asymmetric grids, weight_zero_point."""
     parts = {
@@ -165,6 +179,11 @@ def auto_round_config(extra: dict[str, Any] | None = None, **changed: Any) -> di
         "sym": True, "data_type": "int", "block_name_to_quantize": "model.layers",
     }  # fmt: skip
     return whole | {"extra_config": left | (extra or {})} | changed
+
+
+def awq_config(**changed: Any) -> dict[str, Any]:
+    whole = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+    return whole | {"modules_to_not_convert": ["gate"]} | changed
 
 
 def compressed_config(bits: int = 4, *, symmetric: bool = True, groups: dict[str, Any] | None = None) -> dict[str, Any]:

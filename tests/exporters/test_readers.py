@@ -131,6 +131,48 @@ def test_auto_round(model: Path, tmp_path: Path, packing: str) -> None:
     check_values(found, model, values, tmp_path)
 
 
+OLDER = {"bits": None, "w_bit": 4, "group_size": None, "q_group_size": handmade.GROUP}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    "declared",
+    [
+        handmade.awq_config(),
+        {name: value for name, value in handmade.awq_config(**OLDER).items() if value is not None},
+        handmade.auto_round_config(packing_format="auto_round:auto_awq"),
+    ],
+    ids=["awq", "older", "auto-round"],
+)
+def test_awq(qwen: Path, tmp_path: Path, declared: dict[str, Any], symmetric: bool) -> None:
+    """Whatever `gate` among the modules that are not converted fits."""
+    values = handmade.write(qwen, tmp_path / "packed", declared, handmade.awq_parts, symmetric=symmetric)
+    found = open_other(open_source(str(tmp_path / "packed")))
+    found.check()
+    check_values(found, qwen, values, tmp_path)
+    assert found.expert(found.layers[0], 0)[0]["gate_proj"].symmetric == symmetric  # type: ignore[union-attr]
+    assert not [key for key in found.rest() if ".experts." in key]
+    described = inspect(tmp_path / "packed")
+    assert described["kind"] == f"packed checkpoint ({declared['quant_method']})"
+    assert described["packed_bytes"] + described["plain_bytes"] == sum(
+        header.bytes for header in open_source(str(tmp_path / "packed")).tensors.values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"version": "gemv_fast"}, "awq with version 'gemv_fast' is not supported"),
+        ({"bits": 8}, "moeq reads 4 bits of awq"),
+        ({"group_size": 64}, r"qzeros is I32 \[2, 12\], not I32 \[1, 12\]"),
+    ],
+)
+def test_awq_that_is_refused(qwen: Path, tmp_path: Path, changed: dict[str, Any], why: str) -> None:
+    handmade.write(qwen, tmp_path / "packed", handmade.awq_config(**changed), handmade.awq_parts)
+    with pytest.raises(ArtifactError, match=why):
+        open_packed(tmp_path / "packed").check()  # type: ignore[attr-defined]
+
+
 def test_auto_round_names_before_patterns(qwen: Path, tmp_path: Path) -> None:
     extra = {"experts\\.1": {"bits": 2}, "model.layers.0.mlp.experts.1.up_proj": {"bits": 8}}
     declared = handmade.auto_round_config(extra)
@@ -308,11 +350,11 @@ def test_widths_that_gptqmodel_keeps_otherwise(qwen: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("declared", "found"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method awq"),
+        ({"quant_method": "hqq", "bits": 4}, "quant_method hqq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method bitsandbytes"),
         ({"quant_method": "fp8"}, "fp8 weights"),
         (handmade.gptq_config(checkpoint_format="marlin"), "gptq with checkpoint_format marlin"),
-        (handmade.auto_round_config(packing_format="auto_round:auto_awq"), "packing_format auto_round:auto_awq"),
+        (handmade.auto_round_config(packing_format="auto_round:marlin"), "packing_format auto_round:marlin"),
         (handmade.auto_round_config(data_type="mx_fp"), "data_type mx_fp"),
         ({"quant_method": "gptq"}, "declares no bits"),
         (handmade.compressed_config() | {"format": "marlin-24"}, "format 'marlin-24'"),
@@ -370,7 +412,7 @@ def test_more_experts_than_config_json_has_are_refused(qwen: Path, tmp_path: Pat
         found.expert(found.layers[0], 0)
 
 
-@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "hqq"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq"])
 def test_inspect_says_what_no_reader_is_there_for(qwen: Path, tmp_path: Path, method: str) -> None:
     handmade.write(qwen, tmp_path / "packed", {"quant_method": method, "bits": 4}, handmade.gptq_parts)
     with pytest.raises(ArtifactError, match=f"quant_method {method} is not supported; moeq reads its own"):

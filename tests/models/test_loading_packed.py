@@ -81,7 +81,7 @@ def test_a_missing_scale_is_not_passed_over(tmp_path: Path) -> None:
         loading.load_model(open_source(str(folder)), torch.bfloat16, CPU)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "moeq", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "hqq", "bitsandbytes", "moeq", "compressed-tensors"])
 def test_other_quantized_checkpoints_are_refused_in_one_line(method: str, tiny_mixtral: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_mixtral, tmp_path / "model")
     config = tmp_path / "model" / "config.json"
@@ -91,7 +91,7 @@ def test_other_quantized_checkpoints_are_refused_in_one_line(method: str, tiny_m
         with pytest.raises(ModelError, match=rf"already quantized \({method}\)") as caught:
             make(source)
         assert "\n" not in str(caught.value)
-        assert ("moeq convert" in str(caught.value)) is (method not in ("awq", "bitsandbytes"))  # what it would refuse
+        assert ("moeq convert" in str(caught.value)) is (method not in ("hqq", "bitsandbytes"))  # what it would refuse
 
 
 @pytest.mark.parametrize(("method", "codes"), [("moeq", "codes"), ("gptq", "qweight"), ("pack", "weight_packed")])

@@ -6,7 +6,7 @@ import sys
 GROUP, BITS = 32, 4
 
 
-def auto_round(model: str, out: str) -> None:
+def auto_round(model: str, out: str, kind: str = "auto_round", symmetric: bool = True) -> None:
     """Its workers are forked, where it would start fresh processes that import everything again."""
     import torch
     from auto_round import AutoRound
@@ -14,9 +14,12 @@ def auto_round(model: str, out: str) -> None:
     torch.set_num_threads(1)  # a forked process has none of the threads that computed before
     forked = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda method=None: forked
-    AutoRound(model, bits=BITS, group_size=GROUP, iters=0, disable_opt_rtn=True).quantize_and_save(
-        out, format="auto_round"
-    )
+    made = AutoRound(model, bits=BITS, group_size=GROUP, sym=symmetric, iters=0, disable_opt_rtn=True)
+    made.quantize_and_save(out, format=kind)
+
+
+def awq(model: str, out: str) -> None:
+    auto_round(model, out, "auto_awq", symmetric=False)
 
 
 def gptqmodel(model: str, out: str) -> None:
@@ -43,5 +46,5 @@ def compressed_tensors(model: str, out: str) -> None:
 
 
 if __name__ == "__main__":  # peers start processes that import this file
-    makers = {"auto-round": auto_round, "gptqmodel": gptqmodel, "compressed-tensors": compressed_tensors}
+    makers = {"auto-round": auto_round, "awq": awq, "gptqmodel": gptqmodel, "compressed-tensors": compressed_tensors}
     makers[sys.argv[1]](*sys.argv[2:])

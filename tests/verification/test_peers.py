@@ -183,6 +183,19 @@ def test_gptq_of_gptqmodel_becomes_native(family: str, tmp_path: Path) -> None:
     assert verdict.problems == ()
 
 
+def test_awq_of_auto_round_in_gptqmodel(tmp_path: Path) -> None:
+    """What one peer quantized has the values that another one computes with, and becomes native."""
+    model = handmade.model(tmp_path / "model", "qwen3_moe")
+    peers.run("auto-round", MAKER, "awq", model, tmp_path / "made")
+    (config,) = (tmp_path / "made").rglob("config.json")
+    verdict = check(config.parent, "gptqmodel", against=str(model))
+    sound(verdict)
+    assert verdict.distance is not None
+    assert 0.001 < verdict.distance.weights_error < 0.3
+    convert(config.parent, "native", tmp_path / "native", verify=Reporter(quiet=True))
+    check_native(tmp_path / "native")
+
+
 def has(package: str, module: str) -> bool:
     """Whether the interpreter of a package has another module too."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"

@@ -42,7 +42,7 @@ class _Wanted:
 
 @dataclass(kw_only=True)
 class Foreign:
-    """A PackedSource over gptq, auto-round, compressed-tensors or plain tensors.
+    """A PackedSource over gptq, awq, auto-round, compressed-tensors or plain tensors.
 
     as_values: matrices that PackedWeight cannot hold (groups that are not consecutive inputs) come as their values in
     float32; without it they are refused.

@@ -90,12 +90,13 @@ class AutoRound(Gptq):
     module; a key of it is a module's name, or else a pattern that is searched for in the names."""
 
     name = "auto-round"
-    widths = SUPPORTED_BITS[1:]
+    widths: tuple[int, ...] = SUPPORTED_BITS[1:]
+    kinds: tuple[str, ...] = ("", "auto_gptq", "gptqmodel", "gptq")  # of packing_format
 
     def __init__(self, declared: Mapping[str, Any]) -> None:
         packing = str(declared.get("packing_format", "auto_round:auto_gptq"))
         kind = packing.partition(":")[2]
-        if kind not in ("", "auto_gptq", "gptqmodel", "gptq"):
+        if kind not in self.kinds:
             raise ValueError(f"packing_format {packing}")
         if declared.get("data_type", "int") != "int":
             raise ValueError(f"data_type {declared['data_type']}")

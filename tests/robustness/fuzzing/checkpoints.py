@@ -103,6 +103,13 @@ class Gptq(_Foreign):
     name, declared = "gptq", handmade.gptq_config()
 
 
+class Awq(_Foreign):
+    name, declared = "awq", handmade.awq_config()
+
+    def parts(self, weight: Any) -> dict[str, torch.Tensor]:
+        return handmade.awq_parts(weight)
+
+
 class AutoRound(_Foreign):
     name, declared = "auto_round", handmade.auto_round_config()
 
@@ -190,6 +197,12 @@ class ForeignTensors(TensorsTarget):
                 except ValueError as error:
                     raise ArtifactError(str(error), where=str(path), do=AGAIN) from None
                 assert values.shape == (rows, inputs)
+
+
+class AwqFile(ForeignTensors):
+    name = "awq_file"
+    declared: ClassVar[dict[str, Any]] = handmade.awq_config()
+    parts = staticmethod(handmade.awq_parts)
 
 
 class CompressedTensorsFile(ForeignTensors):

@@ -94,6 +94,7 @@ BY_TARGET: dict[str, tuple[str, ...]] = {  # {function: targets that reach it}
     "moeq.exporters.front_matter.read_origin": ("card",),
     "moeq.exporters.gguf_tokenizer._read": ("tokenizer", "tokenizer_config"),
     "moeq.exporters.gguf_tokenizer._template": ("chat_template",),
+    "moeq.exporters.readers.awq._Interleaved.read": ("awq_file",),
     "moeq.exporters.readers.compressed.CompressedTensors.read": ("compressed_tensors_file", "compressed_floats_file"),
     "moeq.exporters.readers.exl3.Exl3.read": ("exl3_file",),
     "moeq.exporters.readers.gptq.Gptq.read": ("foreign_tensors",),
