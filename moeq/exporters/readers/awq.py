@@ -61,7 +61,9 @@ class Awq(_Interleaved):
 
     def __init__(self, declared: Mapping[str, Any]) -> None:
         """ValueError for a version whose layout is another one."""
-        version = declared.get("version", declared.get("checkpoint_format", GEMM))
+        version = next(
+            (declared[name] for name in ("version", "checkpoint_format", "format") if name in declared), GEMM
+        )
         if str(version).lower() != GEMM:
             raise ValueError(f"version {shown(version)}")
         named = {name: declared[called] for name, called in CALLED.items() if called in declared}
