@@ -11,6 +11,7 @@ Letters: E experts, T tokens, H hidden size, I intermediate size, k experts a to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -294,7 +295,7 @@ class PackedExperts(Puts):
         """Experts, in order, by the device that holds them; `home` is that of experts without a place of their own."""
         places: dict[torch.device, list[int]] = {}
         for expert in experts:
-            place = None if expert >= self.num_experts else self._place(expert)
+            place = self._place(expert) if 0 <= expert < self.num_experts else None
             places.setdefault(home if place is None else place, []).append(expert)
         return places
 
@@ -339,8 +340,8 @@ class PackedExperts(Puts):
 
     def _sum_here(self, numbers: list[int], hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of some experts alone, all on the device of their inputs."""
-        if not self.identity_beyond:  # beyond: the sentinel of expert parallelism, or a token over capacity
-            numbers = [number for number in numbers if number < self.num_experts]
+        last = math.inf if self.identity_beyond else self.num_experts  # others: no expert, or a token over capacity
+        numbers = [number for number in numbers if 0 <= number < last]
         return routed_sum(numbers, hidden, experts, weights, self._output_or_identity)
 
     def _output_or_identity(self, number: int, rows: Tensor, tokens: Tensor) -> Tensor:

@@ -145,6 +145,20 @@ def test_what_no_kernel_computes_is_computed_as_it_is_stored() -> None:
     assert (experts.prepared, experts.refused) == (None, OFFLOADED)
 
 
+@pytest.mark.parametrize("stored_way", [False, True])
+def test_a_number_that_no_expert_has_adds_nothing(stored_way: bool) -> None:
+    """Below 0 as well as above the last one, whether a kernel computes or not."""
+    model, ((layer, (hidden, index, weights, *_)), *_) = calls("mixtral")
+    experts = packed(model, layer).train(stored_way)
+    left = torch.rand(index.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    with torch.no_grad():
+        wanted = experts(hidden, index, weights.masked_fill(left, 0))
+        for none in (-1, layer.num_experts):
+            found = experts(hidden, index.masked_fill(left, none), weights)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    assert experts.reason == (TRAINED if stored_way else None)
+
+
 def test_training_puts_back_and_evaluating_prepares_again() -> None:
     model, ((layer, arguments), *_) = calls("mixtral")
     experts = packed(model, layer)
