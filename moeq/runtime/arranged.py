@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -47,8 +48,25 @@ class Arranged:
         return probe.device == self.device and probe.dtype == self.dtype
 
 
+def _uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's forward, which torch.compile calls as it is, between two graphs: kernels take addresses, and what a
+    graph is traced with has none."""
+    eager = torch.compiler.disable(forward)
+
+    @wraps(forward)
+    def called(module: nn.Module, *given: Any, **named: Any) -> Any:
+        return (eager if torch.compiler.is_compiling() else forward)(module, *given, **named)
+
+    return called
+
+
 class Puts(nn.Module):
     """A module whose buffers, or those of its children, may be with a kernel."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls):
+            cls.forward = _uncompiled(cls.forward)  # type: ignore[method-assign]
 
     def put_back(self) -> None:
         """Have the stored tensors in the buffers again."""

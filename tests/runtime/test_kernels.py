@@ -159,6 +159,37 @@ def test_a_number_that_no_expert_has_adds_nothing(stored_way: bool) -> None:
     assert experts.reason == (TRAINED if stored_way else None)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "llama4_text"])
+def test_a_compiled_model_calls_packed_modules_as_they_are(family: str) -> None:
+    """Also where their first call is within: in a graph neither tensors nor numpy's arrays have addresses."""
+    model, ((layer, arguments), *_) = calls(family)
+
+    def made() -> nn.ModuleList:
+        with choice.choosing("fixed"):
+            embeddings, linear = (
+                PackedEmbedding(nn.Embedding(70, 64), 4, GRID),
+                PackedModule(nn.Linear(64, 70, bias=False), 3, GRID),
+            )
+        for module in (embeddings, linear):
+            weight = matrix_of(70, 64, module.bits, 16)
+            assert isinstance(weight, PackedWeight)
+            for name, part in weight.parts().items():
+                module.get_buffer(name).copy_(part)
+        tied = TiedHead(nn.Linear(64, 70, bias=False), embeddings)
+        return nn.ModuleList([packed(model, layer), embeddings, linear, tied]).eval()
+
+    def computed(modules: nn.ModuleList) -> Tensor:
+        rows = modules[1](torch.tensor([[3, 69, 0], [2, 2, 16]])) * 2
+        return modules[0](*arguments).sum() + modules[2](rows).sin().sum() + modules[3](rows).cos().sum()
+
+    mine, plain = made(), made()
+    with torch.no_grad():
+        wanted, compiled = computed(plain), torch.compile(computed, backend="eager")
+        assert torch.equal(compiled(mine), wanted)
+        assert torch.equal(compiled(mine), wanted)
+    assert [module.reason for module in mine[:3]] == [None] * 3
+
+
 def test_training_puts_back_and_evaluating_prepares_again() -> None:
     model, ((layer, arguments), *_) = calls("mixtral")
     experts = packed(model, layer)
