@@ -8,7 +8,8 @@ rearranges them again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -26,7 +27,15 @@ GRADIENTS = "gradients are asked for, and what is between its matrices may have 
 
 Compute = Callable[..., Tensor]
 
-ARRANGING = threading.RLock()  # held while stored tensors go to a kernel or come back: of two threads one does it
+_ARRANGING = threading.RLock()
+
+
+@contextmanager
+def arranging() -> Iterator[None]:
+    """Held while stored tensors go to a kernel or come back: of two threads one does it. What is made within may be
+    trained with and written over, also where that is in inference mode."""
+    with _ARRANGING, torch.inference_mode(False):
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

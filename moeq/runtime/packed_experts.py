@@ -23,12 +23,12 @@ from moeq.artifacts.assignment import FULL, Width, width_of
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import jetmoe, numbered
 from moeq.runtime.arranged import (
-    ARRANGING,
     GRADIENTS,
     OFFLOADED,
     SEVERAL,
     Arranged,
     Puts,
+    arranging,
     is_offloaded,
     leave_files,
     note_reason,
@@ -136,7 +136,7 @@ class PackedLinear(Puts):
         self.arranged = None
 
     def put_back(self) -> None:
-        with ARRANGING:
+        with arranging():
             if self.arranged is not None:
                 self.arranged.put_back()
 
@@ -226,7 +226,7 @@ class PackedExperts(Puts):
 
     def prepare(self) -> None:
         """Have a kernel take the stored tensors, if one can; `refused` says why not. It needs their bytes once more."""
-        with ARRANGING:
+        with arranging():
             if self.prepared is None:
                 self._prepare()
 
@@ -264,7 +264,7 @@ class PackedExperts(Puts):
         )
 
     def put_back(self) -> None:
-        with ARRANGING:
+        with arranging():
             self.refused = None
             if self.prepared is not None:
                 self.prepared = None

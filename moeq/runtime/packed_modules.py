@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from moeq.runtime.arranged import (
-    ARRANGING,
     OFFLOADED,
+    arranging,
     is_offloaded,
     leave_files,
     note_reason,
@@ -60,7 +60,7 @@ class PackedModule(PackedLinear):
 
     def prepare(self) -> None:
         """Have a kernel take the stored tensors, if one can; `refused` says why not."""
-        with ARRANGING:
+        with arranging():
             if self.prepared is None:
                 self._prepare()
 
@@ -75,7 +75,7 @@ class PackedModule(PackedLinear):
             leave_files(self)
 
     def put_back(self) -> None:
-        with ARRANGING:
+        with arranging():
             self.refused = None
             if self.prepared is not None:
                 self.take_back()

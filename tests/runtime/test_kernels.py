@@ -190,6 +190,21 @@ def test_a_compiled_model_calls_packed_modules_as_they_are(family: str) -> None:
     assert [module.reason for module in mine[:3]] == [None] * 3
 
 
+def test_what_inference_mode_puts_back_is_trained_with_and_written_over() -> None:
+    model, ((layer, arguments), *_) = calls("gpt_oss")
+    experts = packed(model, layer)
+    with torch.inference_mode():
+        experts(*arguments)
+        before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+    assert not any(tensor.is_inference() for tensor in experts.state_dict().values())
+    rows = arguments[0].detach().clone().requires_grad_()
+    experts.train()(rows, *arguments[1:]).sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.abs().sum() > 0
+    experts.load_state_dict(before)
+    assert same(stored(experts), before)
+
+
 def test_training_puts_back_and_evaluating_prepares_again() -> None:
     model, ((layer, arguments), *_) = calls("mixtral")
     experts = packed(model, layer)
