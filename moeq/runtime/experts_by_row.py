@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moeq.artifacts.assignment import FULL
+from moeq.errors import ModelError
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds.base import Matrices
 from moeq.runtime.arranged import COMPUTED
@@ -161,6 +162,11 @@ def moved(stored: Matrix, device: torch.device) -> Matrix:
 
 class TakenOver(PackedExperts):
     """A packed module without weights of its own, in the place of any experts module."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """ModelError: transformers would load what is saved, with experts at random."""
+        what = "a model whose experts' precision is chosen as it runs does not hold their weights, and cannot be saved"
+        raise ModelError(what, do="take the checkpoint that it was loaded from")
 
     def take_over(self, layer: ExpertLayer, original: nn.Module) -> None:
         """As a packed module does; of a packed module, what it took over."""

@@ -6,6 +6,8 @@ import itertools
 import random
 import threading
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -100,6 +102,18 @@ def test_every_kind_of_experts_runs(family: str) -> None:
             assert dynamic.places == min(layer.num_experts for layer in source.layers)
             found = dynamic(**ids).logits
     torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_it_is_not_saved_without_its_experts(tmp_path: Path) -> None:
+    model = tiny_model("mixtral").eval()
+    source = Source(model)
+    with DynamicMoE(model, source.layers, source, settings(high=16, low=4), policy="fixed"):
+        for way in (partial(model.save_pretrained, tmp_path), model.state_dict):
+            with pytest.raises(
+                ModelError, match="does not hold their weights, and cannot be saved; take the checkpoint"
+            ):
+                way()
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 @pytest.mark.cases(1)
