@@ -141,11 +141,14 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        wanted = ctx.needs_input_grad[2:]
-        given = [one.detach().requires_grad_(needed) for one, needed in zip(ctx.saved_tensors, wanted, strict=True)]
+        again, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[2:]  # again: gradients of gradients are asked for
+        given = list(ctx.saved_tensors)
+        if not again:
+            given = [one.detach().requires_grad_(needed) for one, needed in zip(given, wanted, strict=True)]
         with torch.enable_grad():
             output = ctx.plain(*given)
-        found = iter(torch.autograd.grad(output, [one for one in given if one.requires_grad], gradients))
+        asked = [one for one, needed in zip(given, wanted, strict=True) if needed]
+        found = iter(torch.autograd.grad(output, asked, gradients, create_graph=again))
         return None, None, *(next(found) if needed else None for needed in wanted)
 
 

@@ -132,6 +132,19 @@ def test_gradients_are_those_of_the_stored_weights(family: str) -> None:
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5 * float(wanted.detach().abs().max()))
 
 
+def test_gradients_of_gradients_are_those_of_the_stored_weights() -> None:
+    """Beside a residual, without which what is lost of them would be an error."""
+    model, ((layer, (hidden, index, weights, *_)), *_) = calls("mixtral")
+    results = []
+    for module in (packed(model, layer), packed(model, layer).train()):
+        rows, shares = (one.detach().clone().requires_grad_() for one in (hidden, weights))
+        output = (rows.square() + module(rows, index, shares)).square().sum()
+        first = torch.autograd.grad(output, (rows, shares), create_graph=True)
+        results.append([*first, *torch.autograd.grad(sum(one.square().sum() for one in first), (rows, shares))])
+    for mine, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-4 * float(wanted.detach().abs().max()))
+
+
 def test_what_no_kernel_computes_is_computed_as_it_is_stored() -> None:
     model, ((layer, (hidden, index, weights, *_)), *_) = calls("mixtral")
     experts = packed(model, layer)
