@@ -91,9 +91,9 @@ class _LossesSection(Section):
         others = [method for method in self.methods if QUANTIZERS.get(method).encoding is not None]
         if others and len(self.methods) > 1:
             raise ValueError(f"methods: {others[0]} stores other codes than a grid's, and cannot go with others")
-        alone = [quantizer.name for quantizer in QUANTIZERS if not quantizer.nested]
-        if self.nested and (self.act_order or set(alone) & set(self.methods)):
-            raise ValueError(f"nested cannot go with {' or '.join(['act_order', *alone])}")
+        alone = ["act_order"] * self.act_order + [name for name in self.methods if not QUANTIZERS.get(name).nested]
+        if self.nested and alone:
+            raise ValueError(f"nested cannot go with {' and '.join(alone)}")
         check_group_size(self.group_size)
         check_named("bits", self.bits)
         check_named("methods", self.methods)

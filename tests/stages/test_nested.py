@@ -134,7 +134,14 @@ def test_refining_is_refused() -> None:
         load_recipe(None, ["losses.nested=true", "quantize.refine={}"])
 
 
-@pytest.mark.parametrize("other", [{"act_order": True}, {"methods": ["gptq", "signround"]}])
-def test_what_it_cannot_go_with(other: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="nested cannot go with"):
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"act_order": True}, "act_order"),
+        ({"methods": ["gptq", "signround"]}, "signround"),
+        ({"methods": ["gptq", "signround"], "act_order": True}, "act_order and signround"),
+    ],
+)
+def test_what_it_cannot_go_with_is_named_alone(other: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=f"nested cannot go with {named} "):
         LossesSection.model_validate({"nested": True} | other)
