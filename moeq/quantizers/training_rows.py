@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 SEED_STRIDE = 1_000_003  # keeps the draws of one seed's experts apart from those of another's
+SEEDS = 1 << 63  # that torch's generators take
 
 
 def evenly(length: int, count: int) -> Tensor:
@@ -84,7 +85,7 @@ class Deck:
 
     def __init__(self, length: int, seed: int) -> None:
         self._length = length
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(seed % SEEDS)
         self._waiting = torch.empty(0, dtype=torch.int64)
 
     def next(self, count: int) -> Tensor:

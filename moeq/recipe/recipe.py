@@ -60,7 +60,7 @@ class Recipe(Section):
         description="where workers are: processes of this machine; ray: a local Ray cluster, or that of $RAY_ADDRESS; "
         "ray:ADDRESS: the cluster there",
     )
-    seed: int = Field(0, ge=0, description="decides everything that is drawn")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="decides everything that is drawn")
     trust_remote_code: bool = Field(False, description="run Python code that the checkpoint brings along")
     store: str | None = Field(
         None,

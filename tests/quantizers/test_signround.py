@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from family_models import VOCABULARY, build
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from moeq.models.corpus import Sequences
@@ -21,7 +22,8 @@ from moeq.numerics.storing import packed_of
 from moeq.quantizers.layer_data import ExpertBatch
 from moeq.quantizers.signround_expert import Training, sign_round
 from moeq.quantizers.trained_grid import TrainedGrid
-from moeq.quantizers.training_rows import Pool, Pools
+from moeq.quantizers.training_rows import SEED_STRIDE, Deck, Pool, Pools
+from moeq.recipe import Recipe
 from moeq_kernels.grids import decode
 
 EXPERTS, HIDDEN, INTER = 3, 40, 24
@@ -204,6 +206,16 @@ def test_all_widths_at_once_are_each_width_alone() -> None:
     for name in GATED:
         assert both[name].bits == (1, 3)
         assert torch.equal(both[name].codes[:, 1], three[name].codes[:, 0])
+
+
+def test_the_largest_seed_of_a_recipe_draws() -> None:
+    seed = 2**63 - 1
+    assert Recipe.model_validate({"seed": seed}).seed == seed
+    hands = [Deck(8, seed * SEED_STRIDE + expert).next(8).tolist() for expert in (0, 0, 1)]
+    assert hands[0] == hands[1] != hands[2]
+    assert sorted(hands[2]) == list(range(8))
+    with pytest.raises(ValidationError, match="seed"):
+        Recipe.model_validate({"seed": seed + 1})
 
 
 def test_draws_show_every_row_before_any_again_and_lent_ones_in_proportion() -> None:
