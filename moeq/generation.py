@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeq.artifacts.sums import check_sums
 from moeq.errors import EvaluationError, ModelError, first_line
-from moeq.models.forward import check_tokens, choose_as_asked
+from moeq.models.forward import check_tokens, choose_as_asked, vocabulary
 from moeq.models.loading import compute_dtype, load_config, load_tokenizer, model_class, no_text, resolve_device
 from moeq.models.messages import quiet_transformers
 from moeq.models.source import ModelSource, open_source
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from moeq.runtime.dynamic.model import DynamicMoE
 
 QUIET = Reporter(quiet=True)
+LEAST_TEMPERATURE = 1e-6  # below it the likeliest token is all that is drawn, until float32 cannot divide any more
 
 
 def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool, where: str = "prompt") -> list[int]:
@@ -86,11 +87,11 @@ def generate(
     tokenizer = load_tokenizer(source, trust_remote_code)
     several = [prompts] if isinstance(prompts, str) else list(prompts)
     rows = [prompt_ids(tokenizer, prompt, chat=chat, where=str(checkpoint)) for prompt in several]
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     _check_positions(config, max(map(len, rows)), max_new_tokens)
     options = _options(temperature, max_new_tokens, beams)
     room = len(rows) * beams, max(map(len, rows)) + max_new_tokens
     with _running(checkpoint, source, target, dynamic, room, trust_remote_code, reporter) as (model, following):
+        pad = _pad_of(tokenizer, vocabulary(model))
         ids, mask = _padded(rows, pad or 0, left=not model.config.is_encoder_decoder)
         choose_as_asked(model)
         check_tokens(model, ids)
@@ -126,8 +127,8 @@ def _config_of_text(source: ModelSource, where: str, trust_remote_code: bool) ->
 
 def _options(temperature: float, max_new_tokens: int, beams: int) -> dict[str, Any]:
     """How transformers chooses tokens."""
-    drawn = {"temperature": temperature, "top_k": 0} if temperature > 0 else {}
-    return {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens, "num_beams": beams, **drawn}
+    drawn = {"temperature": temperature, "top_k": 0} if temperature >= LEAST_TEMPERATURE else {}
+    return {"do_sample": bool(drawn), "max_new_tokens": max_new_tokens, "num_beams": beams, **drawn}
 
 
 @contextmanager
@@ -167,6 +168,12 @@ def _check_positions(config: Any, longest: int, max_new_tokens: int) -> None:
     if positions is not None and longest + max_new_tokens > positions:
         what = f"{longest} + {max_new_tokens} tokens are more than the model's {positions} positions"
         raise EvaluationError(what, do="shorten the prompt or lower --max-new-tokens")
+
+
+def _pad_of(tokenizer: Any, rows: int) -> int | None:
+    """What stands where nobody looks: the tokenizer's pad, or end, that the model has an embedding of, if any."""
+    named = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in named if token is not None and token < rows), None)
 
 
 def _padded(rows: Sequence[Sequence[int]], pad: int, *, left: bool) -> tuple[Tensor, Tensor]:

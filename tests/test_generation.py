@@ -134,6 +134,14 @@ def test_several_prompts_are_continued_as_each_alone(tiny_mixtral: Path, tmp_pat
     assert [one["new_tokens"] for one in json.loads(done.stdout)["answers"]] == [
         generate(checkpoint, prompt, **options)["new_tokens"] for prompt in prompts
     ]
+    made.add_special_tokens({"pad_token": "[beyond the embeddings]"})
+    made.save_pretrained(checkpoint)
+    assert made.pad_token_id >= model.config.vocab_size
+    assert [one["new_tokens"] for one in generate(checkpoint, prompts, **options)["answers"]] == [
+        generate(checkpoint, prompt, **options)["new_tokens"] for prompt in prompts
+    ]
+    coldest = generate(checkpoint, prompts[0], **options | {"temperature": 1e-42})  # by which float32 cannot divide
+    assert coldest["text"] == generate(checkpoint, prompts[0], **options)["text"]
 
 
 def test_a_classifier_of_tokens_is_refused(tmp_path: Path) -> None:

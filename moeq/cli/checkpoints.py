@@ -301,7 +301,7 @@ def generate(
     max_new_tokens: Annotated[int, Option(min=1, help="Length of the continuation.")] = 64,
     beams: Annotated[int, Option(min=1, help="Beams of the search for the likeliest text; 1: none.")] = 1,
     temperature: Annotated[float, Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
-    seed: Annotated[int, Option(min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
     chat: Annotated[
         bool,
         Option(
