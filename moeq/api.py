@@ -199,7 +199,7 @@ def plan(
 
 def evaluate(
     *what: str | Path,
-    tasks: str | Sequence[str] = (),
+    tasks: str | Sequence[str] | None = (),
     text: str | Path | None = None,
     out: str | Path | None = None,
     include_path: str | Path | None = None,
@@ -230,7 +230,7 @@ def evaluate(
         raise RecipeError("nothing to evaluate", do="name models, checkpoints or runs")
     asked = EvalOptions(
         recipe=[str(word) for word in what],
-        tasks=(tasks if isinstance(tasks, str) else ", ".join(tasks)) or None,
+        tasks=(tasks if isinstance(tasks, str) else ", ".join(tasks or ())) or None,
         text=None if text is None else str(text),
         out=_path(out),
         include_path=_path(include_path),

@@ -128,6 +128,16 @@ class RunOptions:
     json: JsonOption = False
     quiet: QuietOption = False
 
+    def __post_init__(self) -> None:
+        """RecipeError for a number that cannot be, which Typer refuses in a command line."""
+        for option in fields(self):
+            least = option.metadata["typer"].keywords.get("min") if "typer" in option.metadata else None
+            given = getattr(self, option.name)
+            if least is None or given is None:
+                continue
+            if not isinstance(given, int) or isinstance(given, bool) or given < least:
+                raise RecipeError(f"{_flag(option)} {given}", do=f"give a whole number from {least}")
+
     @property
     def recipe_path(self) -> Path | None:
         """The recipe that is named."""

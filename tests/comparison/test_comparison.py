@@ -389,6 +389,9 @@ def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_
         ([tiny_mixtral], {"window": 600}, "a window of 600 tokens is longer than the model's 128 positions"),
         ([tiny_mixtral], {"limit": 2}, "--limit without --tasks"),
         ([tiny_mixtral], {"tasks": "made_choice", "stride": 2}, "--stride without --text"),
+        ([tiny_mixtral], {"tasks": "made_choice", "limit": 0}, "--limit 0; give a whole number from 1"),
+        ([tiny_mixtral], {"tasks": "made_choice", "limit": 0.5}, "--limit 0.5; give a whole number from 1"),
+        ([tiny_mixtral], {"tasks": "made_choice", "num_fewshot": -1}, "--num-fewshot -1; give a whole number from 0"),
         ([tiny_mixtral], {"batch_size": "many"}, "give a number of at least 1, or auto"),
         ([tiny_mixtral], {"out": tmp_path}, "is no file that can be written"),
     ):
