@@ -192,6 +192,24 @@ def test_the_first_place_begins_behind_a_byte_order_mark(tmp_path: Path, countin
     assert first.tolist() == next(plain)[1][:LENGTH]
 
 
+@pytest.mark.parametrize("blank", range(3))
+def test_a_blank_piece_of_a_long_text_is_part_of_it(
+    blank: int, tmp_path: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First, in the middle and last: the document begins and ends, once, and has all of its characters."""
+    monkeypatch.setattr(streams, "AT_ONCE", 64)
+    lines = [line(number)[:60].ljust(63) + "\n" for number in range(3)]
+    lines[blank] = "\n" * 64
+    path = tmp_path / "text.txt"
+    path.write_text("".join(lines))
+    (source,) = corpus.open_sources(str(path), "calibration")
+    found = list(corpus.documents_of(source, corpus.Fields(), counting))
+    assert "".join(document.text for document in found) == "".join(lines)
+    assert [document.begins for document in found] == [True] + [False] * (len(found) - 1)
+    assert [document.ends for document in found] == [False] * (len(found) - 1) + [True]
+    assert len(found) > 1
+
+
 def test_a_seed_draws_the_places(tmp_path: Path, counting: Counting) -> None:
     path = write(tmp_path / "a.jsonl", 3 << 20)
     found = {seed: opened(path, counting, seed=seed).take(16).digest() for seed in (None, 1, 2)}

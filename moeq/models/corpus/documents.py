@@ -93,8 +93,9 @@ def documents_of(
 
 
 def _made(unread: Iterable[Unread]) -> Iterator[Document]:
-    """The documents that are not blank."""
-    return (doc for doc in map(Unread.made, unread) if doc.text.strip() or doc.image is not None)
+    """The documents that are not blank; of one that comes in pieces all of them."""
+    made = map(Unread.made, unread)
+    return (doc for doc in made if doc.text.strip() or doc.image is not None or not (doc.begins and doc.ends))
 
 
 def images_digest(sources: Sequence[Source], fields: Fields, bar: Bar | None = None) -> str | None:
