@@ -129,10 +129,14 @@ class RunOptions:
     quiet: QuietOption = False
 
     def __post_init__(self) -> None:
-        """RecipeError for a number that cannot be, which Typer refuses in a command line."""
+        """RecipeError for an option without a value, and for a number that cannot be, which Typer refuses in a command
+        line."""
         for option in fields(self):
-            least = option.metadata["typer"].keywords.get("min") if "typer" in option.metadata else None
-            given = getattr(self, option.name)
+            if "typer" not in option.metadata:
+                continue
+            least, given = option.metadata["typer"].keywords.get("min"), getattr(self, option.name)
+            if given == "" or (isinstance(given, list) and "" in given):
+                raise RecipeError(f"{_flag(option)} is empty", do="give a value, or leave it out")
             if least is None or given is None:
                 continue
             if not isinstance(given, int) or isinstance(given, bool) or given < least:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,16 @@ def test_two_budgets_and_a_text_on_both_sides_are_refused(capsys: pytest.Capture
         AssignOptions(bits="2", bits_per_weight="3").by_names_of_today()
     assert AssignOptions(bits_per_weight="3").by_names_of_today() == AssignOptions(bits="3")
     assert capsys.readouterr().err == "--bits-per-weight is now --bits\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [({"text": ["a", ""]}, "--text"), ({"size": ""}, "--size"), ({"model": ""}, "--model"), ({"set_": [""]}, "--set")],
+)
+def test_an_option_without_a_value_is_refused(given: dict[str, Any], flag: str) -> None:
+    """As a variable that is not set leaves it: an empty size was no budget, an empty text a bug in moeq."""
+    with pytest.raises(RecipeError, match=f"{flag} is empty; give a value, or leave it out"):
+        BuildOptions(**given)
 
 
 def test_what_is_run_is_a_recipe_by_its_ending_and_a_model_otherwise() -> None:
