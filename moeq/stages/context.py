@@ -35,7 +35,7 @@ class Context:
     weights: bool = True
     reporter: Reporter = field(default_factory=Reporter)
     unfinished: dict[str, Path] = field(default_factory=dict)  # where a stage that is running writes
-    text_digests: dict[str, str] = field(default_factory=dict)  # of calibration and evaluation, which may be large
+    text_digests: dict[str, str] = field(default_factory=dict)  # see `RunText.digest`, `RunText.reading`
 
     def directory(self, stage: str) -> Path:
         """Where a stage's artifact lies; of the stage that is running, where it is being written."""

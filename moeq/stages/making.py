@@ -78,7 +78,8 @@ def _model_files(context: Context) -> dict[str, str]:
 
 def text_files(context: Context) -> list[dict[str, Any]]:
     """What the calibration text is read from, for the record of a stage that reads it."""
-    return [one.model_dump(mode="json", by_alias=True, exclude_none=True) for one in _texts(context)]
+    with context.text.reading("calibration"):
+        return [one.model_dump(mode="json", by_alias=True, exclude_none=True) for one in _texts(context)]
 
 
 def _making(

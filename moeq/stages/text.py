@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,8 @@ from moeq.stages.model import RunModel
 
 
 class Run(Protocol):
-    """What text is read for; text_digests: of calibration and evaluation, as far as they are known."""
+    """What text is read for; text_digests: of calibration and evaluation, and of their files alone, as far as they are
+    known."""
 
     recipe: Recipe
     reporter: Reporter
@@ -115,7 +117,13 @@ class RunText:
         """The calibration sequences that the recipe asks for; then, with corpus.until_covered, more and more."""
         section = self.recipe.corpus
         limit = section.sequences if section.until_covered is None else section.until_covered.max_sequences
-        yield from self._calibration_rows(section.sequences, limit).chunks(section.sequences, limit)
+        with self.reading("calibration"):
+            chunks = self._calibration_rows(section.sequences, limit).chunks(section.sequences, limit)
+            chunk = next(chunks, None)
+        while chunk is not None:
+            yield chunk
+            with self.reading("calibration"):
+                chunk = next(chunks, None)
 
     def _calibration_rows(self, first: int, most: int) -> corpus.TextRows | corpus.ImagePool:
         """What calibration sequences are taken of: `first` at first, `most` in all."""
@@ -208,7 +216,8 @@ class RunText:
         if section is None or section.sequences is None:
             return self.grown_calibration
         try:
-            return self._calibration_rows(section.sequences, section.sequences).take(section.sequences)
+            with self.reading("calibration"):
+                return self._calibration_rows(section.sequences, section.sequences).take(section.sequences)
         except CorpusError as error:
             do = (error.do or "").replace("corpus.sequences", "quantize.tune.sequences")
             raise CorpusError(error.what, where=error.where, do=do) from None
@@ -244,7 +253,8 @@ class RunText:
             return corpus.ImagePool(self.evaluation_images, "test", self.model.image_task, where).take(wanted.images)
         if section is None:
             return None
-        return self._evaluation_pool().take(section.sequences)
+        with self.reading("evaluation"):
+            return self._evaluation_pool().take(section.sequences)
 
     @cached_property
     def task_manager(self) -> Any:
@@ -285,7 +295,7 @@ class RunText:
         sources = self.evaluation_sources if part == "evaluation" else self.calibration_sources
         if not sources:
             return "none"
-        digest = corpus.sources_digest(sources, self._run.reporter.bar)
+        digest = self._files_digest(part)
         together = [[source] for source in sources] if corpus.are_weighted(sources) else [sources]
         rule = {} if all(map(corpus.is_small, together)) else {"places": str(corpus.RULE)}
         if part == "evaluation":
@@ -297,6 +307,32 @@ class RunText:
         if self.recipe.corpus.shuffle:
             parts["seed"] = str(self.recipe.seed)
         return digest_of(parts)
+
+    def _files_digest(self, part: str) -> str:
+        """Digest of a part's sources as they were when it was first asked for."""
+        known, name = self._run.text_digests, f"files of {part}"
+        if name not in known:
+            known[name] = self._files_now(part)
+        return known[name]
+
+    def _files_now(self, part: str) -> str:
+        sources = self.evaluation_sources if part == "evaluation" else self.calibration_sources
+        return corpus.sources_digest(sources, self._run.reporter.bar)
+
+    @contextmanager
+    def reading(self, part: str) -> Iterator[None]:
+        """What is read in the block is what a part's digest was taken of; CorpusError where files have changed since.
+
+        A run keeps what it has read, while files may be edited: what is measured hours later would be called after
+        text that it never saw.
+        """
+        before = self._files_digest(part)
+        yield
+        if self._files_now(part) != before:
+            named = {"calibration": ("corpus", self.recipe.corpus), "evaluation": ("eval.perplexity", self.perplexity)}
+            key, section = named[part]
+            where = key if section is None else f"{key} {source_text(section.source)}"
+            raise CorpusError("changed since the run began", where=where, do="run the same command again")
 
     def check(self, parts: Collection[str]) -> None:
         """CorpusError for text that is not there, cannot be read or is too little: what is cheap to tell comes first.

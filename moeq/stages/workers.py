@@ -78,7 +78,7 @@ def working(context: Context, count: int, preload: Sequence[str] = PRELOAD) -> I
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """What a worker opens a run by."""
+    """What a worker opens a run by; text_digests: of the text that the run has read, which is the worker's, too."""
 
     recipe: Recipe
     model_name: str
@@ -86,6 +86,7 @@ class Opened:
     as_given: bool
     called: NamedModel | None
     unfinished: dict[str, Path]
+    text_digests: dict[str, str]
 
     @classmethod
     def of(cls, context: Context) -> Opened:
@@ -99,6 +100,7 @@ class Opened:
             as_given=context.as_given,
             called=context.called,
             unfinished=dict(context.unfinished),
+            text_digests=dict(context.text_digests),
         )
 
     def context(self) -> Context:

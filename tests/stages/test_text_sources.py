@@ -16,6 +16,7 @@ from moeq.planning.plan import make_plan
 from moeq.preflight import check_texts
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
+from moeq.stages import workers
 from moeq.stages.context import Context
 
 SMALL = ("corpus.sequences=8", "corpus.sequence_length=16", "corpus.batch_size=8", "eval.perplexity=null",
@@ -86,3 +87,25 @@ def test_images_take_no_mappings(tmp_path: Path) -> None:
     one = context(Path("bundled:tiny-moe-vit"), tmp_path / "run", {"path": "digits", "weight": 2})
     with pytest.raises(CorpusError, match="images have no fields, weights or names; give the path alone"):
         _ = one.text.calibration
+
+
+def test_text_that_is_edited_meanwhile_is_called_after_what_was_read(
+    tiny_mixtral: Path, tmp_path: Path, qa: Path
+) -> None:
+    def opened() -> Context:
+        source = json.dumps([{"path": str(qa), "template": "{q} {a.text}"}])
+        settings = f"eval.perplexity={{sequences: 6, sequence_length: 16, source: {source}}}"
+        return context(tiny_mixtral, tmp_path / "run", json.loads(source), settings)
+
+    before = {part: opened().text.digest(part) for part in ("calibration", "evaluation")}
+    one = opened()
+    one.text.check(before)
+    qa.write_text(qa.read_text().replace("how much", "what"))
+    assert {part: one.text.digest(part) for part in before} == before
+    assert all(opened().text.digest(part) != digest for part, digest in before.items())
+    with pytest.raises(CorpusError, match=r"corpus .*qa\.jsonl.*: changed since the run began; run the same command"):
+        pipeline.run(one, ("profile",))  # whose record would name the files as they are now
+    worker = workers.Opened.of(one).context()
+    with pytest.raises(CorpusError, match=r"eval\.perplexity .*qa\.jsonl.*: changed since the run began"):
+        _ = worker.text.evaluation
+    assert not pipeline.run(opened(), ("profile",))[0].skipped
