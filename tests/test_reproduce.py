@@ -13,13 +13,13 @@ import torch
 from typer.testing import CliRunner
 
 from moeq import api
-from moeq.artifacts.files import write_json
+from moeq.artifacts.files import locked, write_json
 from moeq.artifacts.provenance import NAME, read_provenance
 from moeq.artifacts.run import STORE_VARIABLE
 from moeq.artifacts.sums import write_sums
 from moeq.artifacts.tensor_files import write_tensors
 from moeq.cli import app
-from moeq.errors import CorpusError, GateError, RecipeError
+from moeq.errors import CorpusError, GateError, RecipeError, StorageError
 from moeq.models import loading
 from moeq.pipeline import run
 from moeq.progress import Reporter
@@ -283,6 +283,42 @@ def test_a_reproduction_that_was_stopped_goes_on(
     ))  # fmt: skip
     assert reproduce(home, checkpoint).unread == before.decode(), "the profile was not made again"
     assert not beside.exists()
+
+
+def test_a_reproduction_that_was_killed_as_it_began_or_ended_goes_on(
+    home: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = checkpoint.with_name(f"{checkpoint.name}{again.BESIDE}")
+    beside.mkdir()
+    (beside / f"{again.MARKER}.partial").write_text("{")
+
+    def killed(path: Path, **options: Any) -> None:
+        rmtree(path, **options)
+        if path == beside / "profile":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        rmtree = shutil.rmtree
+        patched.setattr(again.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            reproduce(home, checkpoint)
+    assert beside.exists()
+    assert reproduce(home, checkpoint).is_equal
+    assert not beside.exists()
+
+
+def test_a_second_reproduction_leaves_the_first_its_directory(
+    home: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first(context: Context, names: tuple[str, ...]) -> None:
+        monkeypatch.setattr(again.pipeline, "run", run)
+        with locked(context.out), pytest.raises(StorageError, match="another moeq run is working here"):
+            reproduce(home, checkpoint)
+        assert (context.out / again.MARKER).is_file()
+        run(context, names)
+
+    monkeypatch.setattr(again.pipeline, "run", first)
+    assert reproduce(home, checkpoint).is_equal
 
 
 def test_a_checkpoint_of_another_model_with_a_statement_of_this_one(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -14,13 +14,13 @@ from rich.markup import escape
 
 from moeq import pipeline
 from moeq.artifacts import making
-from moeq.artifacts.files import make_directory, read_json, write_json
+from moeq.artifacts.files import PARTIAL, locked, make_directory, read_json, write_json
 from moeq.artifacts.provenance import CALIBRATION, NO_SUBJECTS, TEXT, Statement, read_provenance
 from moeq.artifacts.reading import relative_name
 from moeq.artifacts.run import STAGES, STORE
 from moeq.artifacts.storage import storage_errors
 from moeq.bounded import shortened
-from moeq.errors import CorpusError, MoeqError, RecipeError
+from moeq.errors import CorpusError, MoeqError, RecipeError, StorageError
 from moeq.progress import Reporter
 from moeq.recipe import Recipe, SourceSection, load_recipe, source_name
 from moeq.reproduction.differences import file_differences, matrix_differences
@@ -58,7 +58,7 @@ def reproduce(inputs: Inputs, out: Path | None, reporter: Reporter) -> Reproduct
     found = _compared(inputs, context, reporter, notes)
     if not found.is_equal or out is not None:
         return found
-    shutil.rmtree(folder)
+    _remove(folder)
     return replace(found, out=None)
 
 
@@ -72,7 +72,7 @@ def _run_directory(folder: Path, inputs: Inputs, *, temporary: bool) -> Iterator
     if within:
         raise RecipeError("lies in what is read", where=f"--out {folder}", do="choose another --out")
     versions = {"statement": inputs.digest, "packages": _packages(inputs), **making.builder().version}
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and any(path.name != f"{MARKER}{PARTIAL}" for path in folder.iterdir()):
         begun = read_json(folder / MARKER) if (folder / MARKER).is_file() else None
         if begun != versions:
             other = (
@@ -85,9 +85,19 @@ def _run_directory(folder: Path, inputs: Inputs, *, temporary: bool) -> Iterator
         write_json(make_directory(folder) / MARKER, versions)
         yield
     except BaseException:
-        if temporary and not any(folder.glob("*/stage.json")):
-            shutil.rmtree(folder, ignore_errors=True)
+        if temporary:
+            with suppress(StorageError, OSError), locked(folder):  # else another command is making it there
+                if not any(folder.glob("*/stage.json")):
+                    _remove(folder)
         raise
+
+
+def _remove(folder: Path) -> None:
+    """Remove a run directory, what says whose it is last: of one that is killed here the same command goes on."""
+    for path in folder.iterdir():
+        if path.name != MARKER:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    shutil.rmtree(folder)
 
 
 def _context(inputs: Inputs, folder: Path, reporter: Reporter) -> Context:
