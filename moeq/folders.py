@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moeq.errors import ModelError
+from moeq.errors import ArtifactError
 
 RECIPE_COPY = "recipe.yaml"  # in a run's directory
 CHECKPOINT = "checkpoint"  # what a run exports
@@ -23,12 +23,12 @@ def is_run(path: Path) -> bool:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """A run's packed checkpoint where a run is named, else the path as it is; ModelError for a run without one."""
+    """A run's packed checkpoint where a run is named, else the path as it is; ArtifactError for a run without one."""
     if not is_run(path):
         return path
     inner = path / CHECKPOINT
     if not (inner.expanduser() / CONFIG).is_file():
-        raise ModelError("this run has no checkpoint", where=str(path), do=f"go on with it: moeq run {path}")
+        raise ArtifactError("this run has no checkpoint", where=str(path), do=f"go on with it: moeq run {path}")
     return inner
 
 

@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from moeq.cli import app
-from moeq.errors import ModelError, RecipeError
+from moeq.errors import ArtifactError, RecipeError
 from moeq.folders import checkpoint_of, is_run
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -48,7 +48,7 @@ def test_what_a_run_is(run: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     begun.mkdir()
     (begun / "recipe.yaml").touch()
-    with pytest.raises(ModelError, match="begun: this run has no checkpoint; go on with it: moeq run"):
+    with pytest.raises(ArtifactError, match="begun: this run has no checkpoint; go on with it: moeq run"):
         checkpoint_of(begun)
 
 

@@ -235,7 +235,7 @@ REFUSED: dict[str, list[Case]] = {
     ],
     "reproduce": [
         (("nowhere", "--model", "small"), 13, "nowhere: no such file or directory"),
-        (("run", "--model", "small"), 3, "run: this run has no checkpoint; go on with it: moeq run run"),
+        (("run", "--model", "small"), 7, "run: this run has no checkpoint; go on with it: moeq run run"),
         (("model", "--model", "small"), 7, "model: no provenance.json, which says what it was made of"),
         (("made/edited", "--model", "small"), 7, "config.json: changed since SHA256SUMS was written"),
         (("made/edited-too", "--model", "small"), 7, "config.json: provenance.json has another digest of it"),
@@ -277,13 +277,13 @@ REFUSED: dict[str, list[Case]] = {
     ],
     "sign": [
         (("nowhere", "--key", "file.txt"), 13, "nowhere: no such file or directory"),
-        (("run", "--key", "file.txt"), 3, "run: this run has no checkpoint; go on with it: moeq run run"),
+        (("run", "--key", "file.txt"), 7, "run: this run has no checkpoint; go on with it: moeq run run"),
         (("model", "--key", "nowhere"), 13, "nowhere: no such file or directory; give a file in PEM to --key"),
         (("model", "--key", "file.txt", "--certificate-chain", "file.txt"), 2, "give --certificate too"),
     ],
     "push": [
         (("nowhere", "me/name"), 13, "nowhere: no such file or directory"),
-        (("run", "me/name"), 3, "run: this run has no checkpoint; go on with it: moeq run run"),
+        (("run", "me/name"), 7, "run: this run has no checkpoint; go on with it: moeq run run"),
         (("model", "name"), 2, "name: no name of a repository; give USER/NAME"),
         (("model", "me/name"), 7, "no SHA256SUMS"),
     ],
