@@ -6,6 +6,7 @@ and left as it was where it is killed.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import threading
@@ -24,6 +25,7 @@ from moeq.scratch import LOCK
 
 SCHEMA_VERSION = 1
 SECONDS = 1.0  # between two words
+SLACK = 2.0  # by which clocks that are read one after the other may differ
 SILENT_SECONDS = 30.0  # after which a run on another machine counts as gone
 MOST_WORKERS = 256  # that are named
 MOST_BYTES = 1 << 16  # of the file
@@ -65,13 +67,19 @@ class Status(Frozen):
     @property
     def is_alive(self) -> bool:
         """Whether its process is there; of one on another machine, whether it has said something lately."""
-        here = lives(self.host, self.pid)
-        return time.time() - self.said < SILENT_SECONDS if here is None else here
+        if self.host != platform.node():
+            return time.time() - self.said < SILENT_SECONDS
+        return began(self.pid) <= self.said + SLACK
 
 
-def lives(host: str, pid: int) -> bool | None:
-    """Whether a process is there; None where it is another machine's and cannot be seen."""
-    return Path(f"/proc/{pid}").exists() if host == platform.node() else None
+def began(pid: int) -> float:
+    """When the process of a number began, in seconds since 1970; infinity where there is none. A number that was a
+    killed command's may be another process's by now, and often is where a container or a machine starts anew."""
+    try:
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return math.inf
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

@@ -87,7 +87,8 @@ def test_many_workers_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_gone_says_nothing(tmp_path: Path) -> None:
-    """Killed, or on another machine and silent; and what is no status."""
+    """Killed, also where its number was given to another process, or on another machine and silent; and what is no
+    status."""
     said: dict[str, Any] = {
         "host": platform.node(), "pid": os.getpid(), "model": "m", "began": 0.0, "said": time.time(), "stages": [],
         "stage": None, "counted": [], "workers": [], "resident_bytes": 1,
@@ -96,6 +97,7 @@ def test_a_run_that_is_gone_says_nothing(tmp_path: Path) -> None:
     for changed, there in (
         ({}, True), ({"pid": 2**22 + 1}, False), ({"host": "elsewhere"}, True),
         ({"host": "elsewhere", "said": time.time() - 60}, False), ({"pid": "one"}, False), ({"more": 1}, False),
+        ({"said": time.time() - 1e8}, False),  # its number is another process's now
     ):  # fmt: skip
         written = Status.model_construct(**(said | changed)) if "more" not in changed else None
         lock.write_text(written.model_dump_json(warnings=False) if written is not None else "{}")
