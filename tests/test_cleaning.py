@@ -237,6 +237,15 @@ def test_refusals(tiny_mixtral: Path, tmp_path: Path) -> None:
     assert files(made.store) == before
 
 
+def test_what_a_disk_refuses_advises_no_option_that_is_none(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """The same line stands for --out, a store, a mirror and an --html."""
+    context = run(tiny_mixtral, tmp_path / "run", stages=("profile",))
+    (context.out / ".lock").unlink()
+    (context.out / ".lock").mkdir()
+    with pytest.raises(StorageError, match=r"lock: cannot write: Is a directory; check the path or choose another pla"):
+        cleaning.collect([context.out], None, dry_run=True)
+
+
 @pytest.mark.full
 def test_the_command_prints_what_it_freed(moeq: ForkServer, tiny_mixtral: Path, tmp_path: Path) -> None:
     made = run(tiny_mixtral, tmp_path / "run", "losses.bits=[2,3]")

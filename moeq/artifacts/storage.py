@@ -10,12 +10,12 @@ from pathlib import Path
 from moeq.errors import StorageError
 
 _ADVICE = {
-    errno.ENOSPC: "free some space or choose another --out",
-    errno.EDQUOT: "free some space or choose another --out",
-    errno.EFBIG: "the file system or a limit of this shell forbids files of this size; choose another --out",
-    errno.EROFS: "choose an --out on a writable disk",
-    errno.EACCES: "check the permissions or choose another --out",
-    errno.EPERM: "check the permissions or choose another --out",
+    errno.ENOSPC: "free some space or choose another place",
+    errno.EDQUOT: "free some space or choose another place",
+    errno.EFBIG: "the file system or a limit of this shell forbids files of this size; choose another place",
+    errno.EROFS: "choose a place on a writable disk",
+    errno.EACCES: "check the permissions or choose another place",
+    errno.EPERM: "check the permissions or choose another place",
 }
 
 
@@ -25,7 +25,7 @@ def storage_errors(path: Path, doing: str = "write") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "check the path or choose another --out")
+        advice = _ADVICE.get(error.errno or 0, "check the path or choose another place")
         where = str(_refused(error, path))
         raise StorageError(f"cannot {doing}: {error.strerror or error}", where=where, do=advice) from error
 
