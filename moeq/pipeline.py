@@ -22,6 +22,7 @@ from moeq.artifacts.places import refuse_artifacts
 from moeq.artifacts.replica_store import is_shared
 from moeq.artifacts.run import RECIPE_COPY, STORE
 from moeq.artifacts.stage import (
+    QUANTIZED,
     StageRecord,
     current_digest,
     damage,
@@ -44,7 +45,7 @@ from moeq.stages.run_directory import check_model, record_of, write_recipe
 from moeq.tables import human_seconds
 from moeq_kernels.freed import return_memory
 
-REPARAM, PROFILE = "reparam", "profile"
+REPARAM, PROFILE, ASSIGN, EXPORT = "reparam", "profile", "assign", "export"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
     context.model.check_unchanged()
     for name in stage.reads(context.recipe):
         _digest_before(context, name, cached=name in stage.glances and not context.check)
+    _check_codes(context, stage)
     started, context.reporter.stage = time.monotonic(), Counted(stage.name, 1)
     with building(directory, progress=stage.progress(context)) as unfinished, context.writing(stage.name, unfinished):
         summary = stage.run(context)
@@ -131,6 +133,19 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
     return_memory()
     context.reporter.say(f"[green]{stage.name:9} done[/green] in {human_seconds(seconds)}")
     return Outcome(stage=stage.name, skipped=False, seconds=seconds, record=record, edited=tuple(edited))
+
+
+def _check_codes(context: Context, stage: Stage) -> None:
+    """ArtifactError where codes that a stage reads are of another assignment, or of other codes, than lies there now.
+
+    A stage that runs alone takes what was made by other settings; but an assignment says what lies in these files.
+    """
+    for name in {QUANTIZED, EXPORT}.intersection(stage.reads(context.recipe)) - stage.glances:
+        made_of = read_record(context.finished(name), name).inputs
+        for earlier in sorted({ASSIGN, QUANTIZED} & made_of.keys()):
+            if _digest_before(context, earlier, cached=True) != made_of[earlier]:
+                what = f"made of another {earlier}/ than lies there now"
+                raise ArtifactError(what, where=str(context.finished(name)), do=f"run `moeq {name}` again")
 
 
 def _is_current(context: Context, stage: Stage, key: str, edited: frozenset[str] = frozenset()) -> bool:

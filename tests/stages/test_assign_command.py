@@ -365,3 +365,21 @@ def test_what_a_result_is_drawn_or_counted_by_is_in_its_key(tiny_mixtral: Path, 
     (tmp_path / "own.txt").write_text("Another text to draw from.\n" * 400, "utf-8")
     text = f"corpus.source=[{tmp_path / 'own.txt'}]"
     assert [changed("quantize", text), changed("quantize", text, tuned)] == [False, True]
+
+
+def test_codes_of_another_assignment_than_lies_there_are_refused(finished: Context, tmp_path: Path) -> None:
+    """By stages that run alone: `moeq export` behind `moeq assign`, or an edit, wants `moeq quantize` before it."""
+    out = shutil.copytree(finished.out, tmp_path / "run")
+    context = Context(recipe=finished.recipe, model_name=finished.model_name, out=out, reporter=Reporter(quiet=True))
+    path = out / "assign" / "assignment.json"
+    data = json.loads(path.read_text("utf-8"))
+    edited = next(expert for expert in data["layers"][0]["experts"] if expert["bits"] in (1, 2, 3, 4))
+    edited["bits"] = 3 if edited["bits"] != 3 else 2
+    path.write_text(json.dumps(data), "utf-8")
+    for stage, made, by in (("export", "quantize", "quantize"), ("eval", "checkpoint", "export")):
+        with pytest.raises(ArtifactError, match=f"{made}: made of another assign/ than lies there.*`moeq {by}` again"):
+            pipeline.run_alone(context, stage)
+    pipeline.run_alone(context, "quantize")
+    with pytest.raises(ArtifactError, match="checkpoint: made of another assign/"):
+        pipeline.run_alone(context, "eval")
+    assert not pipeline.run_alone(context, "export").skipped
