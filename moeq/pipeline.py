@@ -45,7 +45,8 @@ from moeq.stages.run_directory import check_model, record_of, write_recipe
 from moeq.tables import human_seconds
 from moeq_kernels.freed import return_memory
 
-REPARAM, PROFILE, ASSIGN, EXPORT = "reparam", "profile", "assign", "export"
+REPARAM, PROFILE = "reparam", "profile"
+CODES_OF = {QUANTIZED: ("losses", "assign"), "export": ("assign", QUANTIZED)}  # what decides the codes that lie there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +137,15 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
 
 
 def _check_codes(context: Context, stage: Stage) -> None:
-    """ArtifactError where codes that a stage reads are of another assignment, or of other codes, than lies there now.
+    """ArtifactError where codes that a stage reads were made of something else than lies there now.
 
-    A stage that runs alone takes what was made by other settings; but an assignment says what lies in these files.
+    A stage that runs alone takes what was made by other settings; but an assignment says what lies in these files, and
+    a checkpoint's provenance what they were made of.
     """
-    for name in {QUANTIZED, EXPORT}.intersection(stage.reads(context.recipe)) - stage.glances:
+    for name in CODES_OF.keys() & set(stage.reads(context.recipe)) - stage.glances:
         made_of = read_record(context.finished(name), name).inputs
-        for earlier in sorted({ASSIGN, QUANTIZED} & made_of.keys()):
-            if _digest_before(context, earlier, cached=True) != made_of[earlier]:
+        for earlier in CODES_OF[name]:
+            if made_of.get(earlier) not in (None, _digest_before(context, earlier, cached=True)):
                 what = f"made of another {earlier}/ than lies there now"
                 raise ArtifactError(what, where=str(context.finished(name)), do=f"run `moeq {name}` again")
 

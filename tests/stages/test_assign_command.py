@@ -382,4 +382,10 @@ def test_codes_of_another_assignment_than_lies_there_are_refused(finished: Conte
     pipeline.run_alone(context, "quantize")
     with pytest.raises(ArtifactError, match="checkpoint: made of another assign/"):
         pipeline.run_alone(context, "eval")
+    record = out / "quantize" / "stage.json"
+    before = record.read_text("utf-8")
+    record.write_text(json.dumps((data := json.loads(before)) | {"inputs": data["inputs"] | {"losses": "0" * 64}}))
+    with pytest.raises(ArtifactError, match="quantize: made of another losses/ than lies there"):
+        pipeline.run_alone(context, "export")
+    record.write_text(before)
     assert not pipeline.run_alone(context, "export").skipped
