@@ -465,15 +465,32 @@ def test_verify_with_llama_cpp(models: dict[str, Path], tmp_path: Path) -> None:
     assert verdict.distance.equal > 0
 
 
-def test_verify_notices_a_wrong_header(models: dict[str, Path], tmp_path: Path) -> None:
-    """Another base of the rotary embeddings than config.json's."""
-    out = exported(MadeSource(models["mixtral"], four), tmp_path / "out")
+ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {  # what config.json says instead, and what is said of it
+    "base": ({"rope_parameters": ROPE | {"rope_theta": 1e6}}, r"rope\.freq_base is 10000\.0, config\.json says 1"),
+    "scaled": (
+        {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 2.0}},
+        r"rope\.scaling\.type is None, config\.json says 'linear'",
+    ),
+    "norms": ({"rms_norm_eps": 1e-6}, r"attention\.layer_norm_rms_epsilon is 9\.99\S+, config\.json says 1e-06"),
+    "experts": ({"num_experts_per_tok": 3}, r"expert_used_count is 2, config\.json says 3"),
+    "heads": ({"num_attention_heads": 2, "head_dim": 64, "num_key_value_heads": 1}, r"attention\.head_count is 4, "),
+}
+
+
+@pytest.mark.parametrize("case", list(OTHERWISE))
+def test_a_header_that_says_otherwise_than_config_json_is_refused(case: str, tmp_path: Path) -> None:
+    """llama.cpp goes by the one, moeq by the other: no tensor tells."""
+    settings, said = OTHERWISE[case]
+    model = made(tmp_path / "model", "mixtral", rope_parameters=ROPE, rms_norm_eps=1e-5)
+    out = exported(MadeSource(model, four), tmp_path / "out")
+    assert open_packed(out).config["num_experts_per_tok"] == 2
     config = json.loads((out / "config.json").read_text("utf-8"))
-    config["rope_parameters"]["rope_theta"] = 10.0
     (out / "SHA256SUMS").unlink()
-    (out / "config.json").write_text(json.dumps(config), "utf-8")
-    verdict = verify(out, Options(python=peers.interpreter("llama-cpp-python")), Reporter(quiet=True))
-    assert any("logits are off" in problem for problem in verdict.problems)
+    (out / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64} | settings), "utf-8")
+    for opened in (open_packed, lambda path: convert(path, "native", tmp_path / "other")):
+        with pytest.raises(ArtifactError, match=rf"model\.gguf: llama\.{said}"):
+            opened(out)
 
 
 def test_a_file_of_another_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:

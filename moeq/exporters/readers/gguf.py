@@ -19,9 +19,20 @@ from torch import Tensor, nn
 
 from moeq.artifacts.gguf_file import GgufFile, GgufTensor
 from moeq.artifacts.reading import TensorHeader
+from moeq.bounded import shown
 from moeq.errors import ArtifactError, FormatError
 from moeq.exporters.gguf import ERRORS, FILE
-from moeq.exporters.gguf_families import Family, Piece, family_of, pieces, restored, stack_name, stack_shapes
+from moeq.exporters.gguf_families import (
+    Family,
+    Piece,
+    Value,
+    family_of,
+    parameters,
+    pieces,
+    restored,
+    stack_name,
+    stack_shapes,
+)
 from moeq.exporters.packed_source import Matrices
 from moeq.exporters.readers.described import gguf_headers
 from moeq.models import loading
@@ -35,6 +46,8 @@ from moeq_kernels.packed import PackedWeight
 METHOD = "gguf"
 AGAIN = "export or download it again"
 PLAINER = "make it from the model with `moeq run`, or convert it to dequantized"
+SCALED = "rope.scaling.type"
+UNCOUNTED = {"context_length", "feed_forward_length", "vocab_size"}  # what decides nothing that is computed
 
 
 @dataclass(kw_only=True)
@@ -190,6 +203,25 @@ def check_tensors(file: GgufFile, wanted: dict[str, tuple[int, ...]]) -> None:
             raise ArtifactError(f"tensor {name} is no part of the model", where=where, do=AGAIN)
 
 
+def check_parameters(file: GgufFile, config: Any, family: Family) -> None:
+    """ArtifactError where the file says something else than config.json of what llama.cpp computes: moeq goes by that.
+
+    Keys that a file leaves out are not compared, but for how rotary embeddings are scaled, which is then not at all.
+    """
+    wanted = parameters(config, family)
+    named = {key: file.fields.get(f"{family.arch}.{key}") for key in {SCALED, *wanted} - UNCOUNTED}
+    for key, stated in sorted(named.items()):
+        said: Value | None = wanted.get(key)
+        if key == SCALED:
+            same = (stated or "none") == (said or "none")
+        else:
+            listed = stated is None or isinstance(stated, range | array)  # by layer, and not kept
+            same = listed or math.isclose(stated, said, rel_tol=1e-6)  # type: ignore[arg-type]
+        if not same:
+            what = f"{family.arch}.{key} is {shown(stated)}, config.json says {shown(said)}"
+            raise ArtifactError(what, where=str(file.path), do="take the config.json of the model that it was made of")
+
+
 def open_gguf(path: Path, trust_remote_code: bool = False, *, as_values: bool = True) -> Gguf:
     """Open a directory with model.gguf and config.json; as_values: see `Gguf`.
 
@@ -210,6 +242,7 @@ def open_gguf(path: Path, trust_remote_code: bool = False, *, as_values: bool = 
 def _with_tensors(opened: Gguf) -> Gguf:
     """The source with the checkpoint's keys beside the stacks', and with how they are read."""
     opened.check()
+    check_parameters(opened.file, opened.model.config, opened.family)
     tensors = {name: opened.source.tensors[name] for name in stack_shapes(opened.layers)}
     shapes = {DiskNames(opened.model).renamed(name): part.shape for name, part in opened.model.state_dict().items()}
     for key in opened._pieces:
