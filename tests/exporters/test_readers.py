@@ -349,6 +349,22 @@ def test_widths_that_gptqmodel_keeps_otherwise(qwen: Path, tmp_path: Path) -> No
     check_values(open_other(open_source(str(tmp_path / "auto-round"))), qwen, values, tmp_path)
 
 
+FUSED = {"location": "weight_input", "targets": ["re:.*down_proj$"], "inverse": True}
+ONLINE = {
+    "config_groups": {
+        "R1": {"type": "hadamard", "apply": [FUSED]},
+        "R4": {"type": "hadamard", "apply": [FUSED, FUSED | {"location": "input"}]},
+    }
+}
+
+
+def test_transforms_that_are_in_the_weights_are_none_that_is_left(qwen: Path, tmp_path: Path) -> None:
+    fused = {"config_groups": {"R1": {"type": "hadamard", "apply": [FUSED]}}}
+    declared = handmade.compressed_config() | {"transform_config": fused}
+    values = handmade.write(qwen, tmp_path / "packed", declared, handmade.compressed_parts)
+    check_values(open_other(open_source(str(tmp_path / "packed"))), qwen, values, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("declared", "found"),
     [
@@ -358,6 +374,8 @@ def test_widths_that_gptqmodel_keeps_otherwise(qwen: Path, tmp_path: Path) -> No
         (handmade.gptq_config(checkpoint_format="marlin"), "gptq with checkpoint_format marlin"),
         (handmade.auto_round_config(packing_format="auto_round:marlin"), "packing_format auto_round:marlin"),
         (handmade.auto_round_config(data_type="mx_fp"), "data_type mx_fp"),
+        (handmade.auto_round_config(rotation_config={"hadamard_type": "hadamard"}), "rotation_config"),
+        (handmade.compressed_config() | {"transform_config": ONLINE}, "transform_config (R4: 'input')"),
         ({"quant_method": "gptq"}, "declares no bits"),
         (handmade.compressed_config() | {"format": "marlin-24"}, "format 'marlin-24'"),
         (handmade.compressed_config() | {"format": "float-quantized"}, "int weights by group"),

@@ -52,7 +52,8 @@ class CompressedTensors:
     )  # fmt: skip
 
     def __init__(self, declared: Mapping[str, Any]) -> None:
-        """ValueError for groups whose weights lie in another format."""
+        """ValueError for groups whose weights lie in another format, and for transforms beside those of weights."""
+        _refuse_transforms(declared.get("transform_config"))
         self.ignored = [_matcher(name) for name in declared.get("ignore") or ()]
         self.targets: list[tuple[Pattern | None, Grid]] = []
         groups = declared.get("config_groups") or {}
@@ -178,6 +179,14 @@ def _matcher(target: str) -> Pattern | None:
     if target == LINEAR:
         return None
     return Pattern(target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$")
+
+
+def _refuse_transforms(transforms: Mapping[str, Any] | None) -> None:
+    """ValueError for transforms that are computed as a model runs; those of weights are in their values already."""
+    for name, scheme in ((transforms or {}).get("config_groups") or {}).items():
+        for place in scheme.get("apply") or ():
+            if not str(place.get("location")).startswith("weight_"):
+                raise ValueError(f"transform_config ({name}: {shown(place.get('location'))})")
 
 
 def _form(name: str, group: Mapping[str, Any], declared: Mapping[str, Any]) -> str:

@@ -100,6 +100,8 @@ class AutoRound(Gptq):
             raise ValueError(f"packing_format {packing}")
         if declared.get("data_type", "int") != "int":
             raise ValueError(f"data_type {declared['data_type']}")
+        if declared.get("rotation_config"):
+            raise ValueError("rotation_config, a transform of what goes into every matrix,")
         super().__init__({"checkpoint_format": FIRST if kind in ("auto_gptq", "gptq") else SECOND, **_basic(declared)})
         own = dict(declared.get("extra_config") or {})
         self.exact = {name: _grid(block, self.whole) for name, block in own.items()}
