@@ -144,14 +144,14 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     if grid.nested and not target.nested:
         return f"{grid.bits} bits that lead wider codes; {target.name} has no such grid", "set losses.nested: false"
     if grid.bits not in target.widths:
-        wider = min((width for width in target.widths if grid.bits < width < FULL), default=None)
-        do = WIDEN if wider else "leave it in full precision"
         if Encoding.of(grid).codes != "grid":  # of which none is wider with the same values
             do = "convert it to dequantized"
+        else:
+            do = _widening(target, grid, "leave it in full precision")
         return f"{grid.bits} bits; {target.name} loads {target.listed()}", do
     if target.symmetric_only and not grid.symmetric:
         what = f"zero points; {target.name} reads symmetric grids only"
-        return what, f"set losses.symmetric: true, or {WIDEN if _wider(target, grid) else ANY_GRID}"
+        return what, f"set losses.symmetric: true, or {_widening(target, grid, ANY_GRID)}"
     if target.groups is not None and not Encoding.of(grid).floats and grid.group_size not in target.groups:
         what = "whole rows as groups" if grid.group_size == -1 else f"groups of {grid.group_size}"
         listed = ", ".join(map(str, target.groups))
@@ -311,6 +311,15 @@ def _wider(target: Target, grid: Grid) -> list[Grid]:
     """Symmetric grids of a target's widths that hold the values of one, the least first."""
     least = symmetric_width(grid)
     return [replace(grid, bits=width, symmetric=True) for width in target.widths if least <= width < FULL]
+
+
+def _widening(target: Target, grid: Grid, without: str) -> str:
+    """To widen, where a target loads a wider grid, and what such a one needs beside; without: where there is none."""
+    refused = [refuse_matrix(target, wide) for wide in _wider(target, grid)]
+    if None in refused:
+        return WIDEN
+    beside = next((one[1] for one in refused if one is not None), without)
+    return f"{beside}, and {WIDEN}" if beside.startswith("set losses.") and WIDEN not in beside else beside
 
 
 def symmetric_width(grid: Grid) -> int:

@@ -42,7 +42,7 @@ class Scheme:
         elif first is None:
             raise self._mixed(name, f"{grid.bits} bits", f"full precision of {first_name}")
         elif grid.bits != first.bits:
-            raise self._mixed(name, f"{grid.bits} bits", f"{first.bits} bits of {first_name}")
+            raise self._mixed(name, f"{grid.bits} bits", f"{first.bits} bits of {first_name}", wider=True)
         elif grid.group_size != first.group_size:
             raise self._mixed(name, f"groups of {grid.group_size}", f"groups of {first.group_size} of {first_name}")
 
@@ -57,14 +57,15 @@ class Scheme:
         refuse_infinite(self._draft, name, matrix)
         return linear(matrix)
 
-    def _mixed(self, name: str, what: str, other: str) -> FormatError:
+    def _mixed(self, name: str, what: str, other: str, *, wider: bool = False) -> FormatError:
+        """wider: whether codes in one wider grid would be alike."""
         target = self._draft.target
         of = "all experts of the model" if target.granularity == "model" else "all experts of a layer"
         return FormatError(
             f"{what} beside {other}; {target.name} takes one scheme for {of}",
             where=f"for {target.name}: {name}",
-            do=f"assign one width (assign.target: {target.name}), or store all codes in one wider grid "
-            "(export.widen: true, --widen)",
+            do=f"assign one width (assign.target: {target.name})"
+            + (", or store all codes in one wider grid (export.widen: true, --widen)" if wider else ""),
         )
 
 

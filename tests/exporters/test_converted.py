@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moeq.artifacts.files import PARTIAL
-from moeq.artifacts.targets import Grid, refuse_matrix, targets
+from moeq.artifacts.targets import WIDEN, Grid, loadable_grid, refuse_matrix, targets
 from moeq.errors import ArtifactError, FormatError, RecipeError
 from moeq.exporters import write
 from moeq.exporters.dequantized import plain_dtype
@@ -229,6 +230,30 @@ def test_families_without_a_tensor_for_every_matrix_are_refused(family: str, nam
     with pytest.raises(FormatError, match="native or dequantized"):
         write(name, source, tmp_path / "out", WriteOptions())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", list(targets()))
+def test_widening_alone_is_advised_where_it_helps(name: str) -> None:
+    """With it the same line came again, where groups or rows are refused of every wider grid, too."""
+    target = targets()[name]
+    cases = product(range(1, 9), (-1, 16, 32, 48, 64, 128), (True, False), (96, 128, 256, 1000))
+    for bits, size, symmetric, inputs in cases:
+        grid = Grid(rows=256, inputs=inputs, bits=bits, group_size=size, symmetric=symmetric or bits == 1)
+        refused = refuse_matrix(target, grid)
+        if refused is None:
+            continue
+        alone = refused[1] == WIDEN or refused[1].endswith(f"or {WIDEN}")
+        helps = refuse_matrix(target, loadable_grid(target, grid)) is None
+        assert helps or not alone, (grid, refused)
+        assert alone or WIDEN not in refused[1] or "set losses." in refused[1]
+
+
+@pytest.mark.parametrize("widen", [True, False])
+def test_what_no_width_makes_alike_is_not_to_be_widened(widen: bool, mixtral: Path, tmp_path: Path) -> None:
+    source = MadeSource(mixtral, lambda layer, expert, projection: 16 if expert == 3 else 4)
+    with pytest.raises(FormatError, match="full precision beside") as caught:
+        write("transformers", source, tmp_path / "out", WriteOptions(widen=widen))
+    assert "widen" not in str(caught.value)
 
 
 def test_widen_stores_the_same_values(mixtral: Path, tmp_path: Path) -> None:
