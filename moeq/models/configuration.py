@@ -20,6 +20,8 @@ TOP_K = (
 HUB_KERNELS = re.compile(r"^_?attn_implementation(_internal)?$")  # org/name has transformers run code of the hub
 BESIDE = "quantize_config.json"  # where AutoGPTQ declares what it does not in an older checkpoint's config.json
 PACKED = ".qweight"  # what its packed tensors are called
+EARLIER = "compression_config"  # what llm-compressor called quantization_config
+METHODS = {PACKED: "gptq", ".weight_packed": "compressed-tensors", ".trellis": "exl3"}  # by what tensors are called
 CONFIG_BYTES = 64 << 20  # the largest config.json that is read
 REMEDY = "correct it, or download the file again"
 
@@ -39,14 +41,26 @@ def read_settings(file: Path) -> Any:
 
 
 def declared_beside(config: dict[str, Any], keys: Iterable[str], folder: Path) -> dict[str, Any]:
-    """A model's configuration with the quantization that a file beside it declares, where it declares none itself.
+    """A model's configuration with the quantization that it declares in an earlier word, a file beside it or, of EXL3,
+    the names of tensors, where it declares none itself.
 
-    Only of tensors as GPTQ packs them. ModelError for a file that holds no such settings.
+    ModelError for a file that holds no such settings, and for packed tensors of which nothing says how.
     """
-    file = folder / BESIDE
-    declared = any("quantization_config" in part for _, part in _parts(config))
-    if declared or not file.is_file() or not any(key.endswith(PACKED) for key in keys):
+    if any("quantization_config" in part for _, part in _parts(config)):
         return config
+    if config.get(EARLIER):
+        return config | {"quantization_config": config[EARLIER]}
+    packed = next((key for key in keys if key.endswith((*METHODS,))), None)
+    if packed is None:
+        return config
+    file, method = folder / BESIDE, METHODS[f".{packed.rpartition('.')[2]}"]
+    if method == "exl3":  # goes by the names alone
+        return config | {"quantization_config": {"quant_method": method}}
+    if method != "gptq" or not file.is_file():
+        what = f"no quantization_config in it says how {packed} is packed ({method})"
+        raise ModelError(
+            what, where=str(folder / "config.json"), do="take the config.json that was written with the weights"
+        )
     settings = read_settings(file)
     if not isinstance(settings, dict):
         raise ModelError("its settings are no mapping", where=str(file), do=REMEDY)

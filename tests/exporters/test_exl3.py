@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from moeq.recipe import load_recipe
 from moeq.stages import assign, evaluate
 from moeq.stages.context import Context
 from moeq.stages.replicas import load_losses
+from moeq.verification.reference import values
 from moeq.verification.verify import Options, verify
 from moeq.verification.written import check_written
 from moeq_kernels.packed import packed_bytes
@@ -123,6 +125,21 @@ def test_config_json_says_what_exllamav3s_converter_says(run: Context) -> None:
             key: (list(tensor.shape), tensor.nbytes, str(tensor.dtype)) for key, tensor in tensors.items()
         }
     assert inspect(run.directory("export"))["exl3_codebook"] == "mul1"
+
+
+def test_tensors_alone_say_what_is_packed(run: Context, tmp_path: Path) -> None:
+    """exllamav3 goes by their names, whatever config.json declares."""
+    folder = tmp_path / "out"
+    shutil.copytree(exported(run), folder)
+    for name in ("SHA256SUMS", "stage.json"):
+        (folder / name).unlink()
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert inspect(folder)["kind"] == "packed checkpoint (EXL3)"
+    mine, theirs = (open_packed(path, as_values=True) for path in (folder, exported(run)))
+    for name, matrix in mine.expert(mine.layers[1], 1)[0].items():
+        assert torch.equal(values(matrix), values(theirs.expert(theirs.layers[1], 1)[0][name]))
 
 
 def test_a_checkpoint_that_has_other_values_is_not_kept(run: Context, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from exporters import handmade
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moeq.conversion import convert
 from moeq.errors import ArtifactError, ModelError
 from moeq.exporters import compressed_tensors
 from moeq.exporters.packed_source import PackedSource
@@ -347,6 +348,36 @@ def test_widths_that_gptqmodel_keeps_otherwise(qwen: Path, tmp_path: Path) -> No
     config = handmade.auto_round_config(bits=5)
     values = handmade.write(qwen, tmp_path / "auto-round", config, handmade.gptq_parts, lambda *_: 5)
     check_values(open_other(open_source(str(tmp_path / "auto-round"))), qwen, values, tmp_path)
+
+
+UNDECLARED = {  # parts, their anchor
+    "gptq": (handmade.gptq_parts, "qweight"),
+    "compressed-tensors": (handmade.compressed_parts, "weight_packed"),
+}
+
+
+@pytest.mark.parametrize("method", list(UNDECLARED))
+def test_packed_tensors_of_which_nothing_says_how_are_named(method: str, qwen: Path, tmp_path: Path) -> None:
+    """convert said that nothing is packed, inspect that an expert is missing."""
+    parts, anchor = UNDECLARED[method]
+    handmade.write(qwen, tmp_path / "packed", {}, parts)
+    config = tmp_path / "packed" / "config.json"
+    text = json.loads(config.read_text("utf-8"))
+    del text["quantization_config"]
+    config.write_text(json.dumps(text), "utf-8")
+    found = rf"config\.json: no quantization_config .*\.{anchor} is packed \({method}\)"
+    for reads in (inspect, lambda path: convert(path, "native", tmp_path / "out"), lambda path: open_source(str(path))):
+        with pytest.raises(ModelError, match=found):
+            reads(tmp_path / "packed")
+
+
+def test_quantization_in_an_earlier_word_is_read(qwen: Path, tmp_path: Path) -> None:
+    values = handmade.write(qwen, tmp_path / "packed", handmade.compressed_config(), handmade.compressed_parts)
+    config = tmp_path / "packed" / "config.json"
+    text = json.loads(config.read_text("utf-8"))
+    text["compression_config"] = text.pop("quantization_config")
+    config.write_text(json.dumps(text), "utf-8")
+    check_values(open_other(open_source(str(tmp_path / "packed"))), qwen, values, tmp_path)
 
 
 FUSED = {"location": "weight_input", "targets": ["re:.*down_proj$"], "inverse": True}
