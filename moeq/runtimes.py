@@ -8,7 +8,7 @@ files, and in recipes of earlier moeqs: each is told as what it is called now.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -68,12 +68,26 @@ def of_method(method: str) -> Any:
     return next((one for one in EXPORTERS if method in (one.methods or (one.name,))), None)
 
 
-def to_convert(path: object, method: str, name: str, makes: str) -> str:
-    """What becomes of a packed checkpoint where one for the runtime `name` is wanted, for a message."""
-    exporter = of_method(method)
-    if exporter is None or (exporter.layout is None and exporter.opened is None):
+def to_convert(path: object, declared: Mapping[str, Any], name: str, makes: str) -> str:
+    """What becomes of a packed checkpoint where one for the runtime `name` is wanted, for a message.
+
+    declared: what its config.json says of its quantization.
+    """
+    if not _is_read(declared):
         return "moeq does not read this format, but the tool that packed it may write it dequantized"
     return f"moeq convert {path} --to {name} --out OTHER makes {makes} of it"
+
+
+def _is_read(declared: Mapping[str, Any]) -> bool:
+    """Whether an exporter reads what is packed as a configuration declares."""
+    exporter = of_method(str(declared.get("quant_method", "unknown")))
+    if exporter is None or exporter.layout is None:
+        return exporter is not None and exporter.opened is not None
+    try:
+        exporter.layout(declared)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return True
 
 
 def named(word: str, known: Collection[str] | None = None, where: str | None = None) -> str:

@@ -93,11 +93,12 @@ def load_subject(
     Files of a packed one that changed since they were written are refused.
     """
     source = source_of(name)
-    method = quantization_of(source.config).get("quant_method")
+    declared = quantization_of(source.config)
+    method = declared.get("quant_method")
     packed = method == METHOD
     if method is not None and not packed and not is_dequantized(source):
         what = f"packed by another tool ({method})"
-        do = f"give a checkpoint of moeq, or a dense one: {to_convert(source.path, method, NATIVE, OWN)}"
+        do = f"give a checkpoint of moeq, or a dense one: {to_convert(source.path, declared, NATIVE, OWN)}"
         raise ModelError(what, where=str(source.path), do=do)
     check_makes_text(source, trust_remote_code)
     sums = check_sums(source.path, only=lambda file: file != CARD, cached=True, reporter=reporter) if packed else None

@@ -159,7 +159,7 @@ def skeleton(
     where, declared = source.path / CONFIG, quantization_of(source.config)
     method = declared.get("quant_method", "unknown")
     if declared and not packed and method not in DEQUANTIZED:
-        do = f"give the original checkpoint; {to_convert(source.path, method, 'dequantized', 'a plain one')}"
+        do = f"give the original checkpoint; {to_convert(source.path, declared, 'dequantized', 'a plain one')}"
         raise ModelError(f"already quantized ({method})", where=str(where), do=do)
     config = load_config(source, trust_remote_code)
     for part in (config, config.get_text_config()):

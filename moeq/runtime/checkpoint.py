@@ -13,6 +13,7 @@ from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
 from moeq.errors import ArtifactError
 from moeq.folders import checkpoint_of
+from moeq.models.declared import quantization_of
 from moeq.models.loading import compute_dtype, load_model
 from moeq.models.source import open_source
 from moeq.runtime.tiers import place, tier_devices
@@ -73,12 +74,13 @@ def load_checkpoint(
     policy: by which its kernels are chosen; where results are recorded it must not be a measurement.
     """
     source = open_source(str(path))
-    method = (source.config.get("quantization_config") or {}).get("quant_method")
+    declared = quantization_of(source.config)
+    method = declared.get("quant_method")
     if method != METHOD:
         what, do = "not exported by moeq: nothing in it is packed", "load it with transformers, or pack it"
         if method is not None:
             what = f"not exported by moeq, but packed by another tool ({method})"
-            do = to_convert(path, method, NATIVE, OWN)
+            do = to_convert(path, declared, NATIVE, OWN)
         raise ArtifactError(what, where=str(path / "config.json"), do=do)
     choice.named()  # before anything is read
     with choice.choosing(policy, at_once=device.type == "cpu"):

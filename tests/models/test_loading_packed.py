@@ -85,7 +85,8 @@ def test_a_missing_scale_is_not_passed_over(tmp_path: Path) -> None:
 def test_other_quantized_checkpoints_are_refused_in_one_line(method: str, tiny_mixtral: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_mixtral, tmp_path / "model")
     config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": method}}))
+    declared = {"quantization_config": {"quant_method": method, "bits": 4}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | declared))
     source = open_source(str(tmp_path / "model"))
     for make in (loading.skeleton, lambda it: StreamedModel(it, torch.float32, CPU)):
         with pytest.raises(ModelError, match=rf"already quantized \({method}\)") as caught:
