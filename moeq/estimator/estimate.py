@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -78,20 +78,28 @@ def estimate(
     unfit = tuple(_unfit(simulation, every, kv_growth=kv_growth))
     lacking = {(row.batch, row.input_tokens, row.output_tokens) for row in unfit}
     at = [place for place in every if place not in lacking] or every
-    longest = max(at, key=lambda place: place[1] + place[2])
-    simulation = replace(simulation, kv_tokens=_kept_tokens(context, longest, kv_growth=kv_growth))
-    refused = _refused(simulation, list(dict.fromkeys(batch for batch, _, _ in at)), asked=policies is not None)
+    batches = _by_batch(simulation, at, kv_growth=kv_growth)
+    refused = _refused(batches, asked=policies is not None)
     made = _assemble(
-        simulation, placement, at, refused, replica_bits, kv_growth=kv_growth, popularity_given=popularity is not None
+        batches, placement, at, refused, replica_bits, kv_growth=kv_growth, popularity_given=popularity is not None
     )
     return made.model_copy(update={"unfit": unfit})
 
 
-def _refused(simulation: Simulation, batches: Sequence[int], *, asked: bool) -> tuple[Refusal, ...]:
+def _by_batch(simulation: Simulation, at: Sequence[At], *, kv_growth: bool) -> dict[int, Simulation]:
+    """The simulation of each batch, whose memory holds keys and values of its longest request."""
+    longest: dict[int, int] = {}
+    for place in at:
+        tokens = _kept_tokens(simulation.context, place, kv_growth=kv_growth)
+        longest[place[0]] = max(tokens, longest.get(place[0], 0))
+    return {batch: replace(simulation, kv_tokens=tokens) for batch, tokens in longest.items()}
+
+
+def _refused(batches: Mapping[int, Simulation], *, asked: bool) -> tuple[Refusal, ...]:
     """Policies that cannot run at a batch; EstimateError for one that was asked for and can at none."""
     refused = tuple(
         Refusal(policy=policy, batch=batch, reason=reason)
-        for batch in batches
+        for batch, simulation in batches.items()
         for policy, reason in simulation.refusals(batch).items()
     )
     for row in refused if asked else ():
@@ -131,7 +139,7 @@ def chosen_labels(policies: Sequence[str]) -> frozenset[str]:
 
 
 def _assemble(
-    simulation: Simulation,
+    simulations: Mapping[int, Simulation],
     placement: Placement,
     at: Sequence[At],
     refused: tuple[Refusal, ...],
@@ -140,10 +148,11 @@ def _assemble(
     kv_growth: bool,
     popularity_given: bool,
 ) -> Estimate:
-    layers, first = simulation.layers, at[0][0]
-    batches = tuple(dict.fromkeys(batch for batch, _, _ in at))
-    steps = {batch: simulation.decode(batch) for batch in batches}
-    prefills = {place: simulation.prefill(*place) for place in dict.fromkeys((batch, n) for batch, n, _ in at)}
+    batches, first = tuple(simulations), at[0][0]
+    simulation = simulations[first]
+    layers = simulation.layers
+    steps = {batch: simulations[batch].decode(batch) for batch in batches}
+    prefills = {place: simulations[place[0]].prefill(*place) for place in dict.fromkeys((b, n) for b, n, _ in at)}
     points = tuple(policy_points(simulation, at, steps, prefills, kv_growth=kv_growth))
     ndp_speedup = _ndp_speedup(simulation.sampled(MOST_STEPS), first)
     of_first = replace(simulation, kv_tokens=_kept_tokens(simulation.context, at[0], kv_growth=kv_growth))
@@ -167,7 +176,7 @@ def _assemble(
         terms=tuple(decode_terms(steps)),
         earlier_terms=tuple(earlier_terms(simulation, prefills)),
         refused=refused,
-        capacity=_capacity(simulation, max(batches), replica_bits),
+        capacity=_capacity(simulations, replica_bits),
         assumptions=assumptions(
             simulation,
             steps=steps[first],
@@ -217,15 +226,17 @@ def _ndp_speedup(simulation: Simulation, batch: int) -> float:
     return fp16 / placed if placed > 0 else 1.0
 
 
-def _capacity(simulation: Simulation, batch: int, replica_bits: tuple[int, ...]) -> Capacity:
-    layers, geometry, hardware = simulation.layers, simulation.layers.geometry, simulation.layers.hardware
+def _capacity(simulations: Mapping[int, Simulation], replica_bits: tuple[int, ...]) -> Capacity:
+    layers = next(iter(simulations.values())).layers
+    geometry, hardware = layers.geometry, layers.hardware
     assigned = geometry.expert_parameters * layers.stored_bits / 8 * layers.repeats[:, None]
     on_gpu, on_ndp = float(assigned[layers.hot].sum()), float(assigned[~layers.hot].sum())
     expert = geometry.expert_bytes(16, None) + sum(
         geometry.expert_bytes(bits, layers.group_size, layers.zero_points, layers.codebook) for bits in replica_bits
     )
     replicas = geometry.num_layers * geometry.num_experts * expert
-    rest, kv_cache = geometry.non_expert_bytes, simulation.kv_cache_bytes(batch)
+    rest = geometry.non_expert_bytes
+    kv_cache = max(simulation.kv_cache_bytes(batch) for batch, simulation in simulations.items())
     return Capacity(
         gpu_expert_bytes=on_gpu,
         ndp_expert_bytes=on_ndp,

@@ -128,9 +128,8 @@ class Unfit(Frozen):
 class Capacity(Frozen):
     """Bytes that the placement needs beside what the devices hold.
 
-    GPU: its experts, the rest of the model in FP16, and keys and values of the largest batch at the context, or where
-    they grow at the longest prompt and output. NDP: FP16 and every replica of all experts, so that the next sequence
-    can be placed differently.
+    GPU: its experts, the rest of the model in FP16, and the keys and values of the point that has most of them. NDP:
+    FP16 and every replica of all experts, so that the next sequence can be placed differently.
     """
 
     gpu_expert_bytes: float

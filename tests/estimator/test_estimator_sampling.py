@@ -73,6 +73,25 @@ def test_points_that_do_not_fit_are_left_out() -> None:
     assert "of GPU memory, which has 74.5 GiB" in line
 
 
+def test_a_batch_has_room_beside_its_own_longest_request() -> None:
+    """The long request fits one sequence; what 16 of them took was held against their short ones."""
+    mixtral, hardware = load_geometry("mixtral-8x7b"), load_hardware("h100-ndp-cxl")
+    placement = uniform_placement(mixtral, bits=3, hot_experts=0)
+
+    def made(*inputs: int) -> Estimate:
+        grid = Grid(inputs=inputs, outputs=(64,), batches=(1, 16))
+        return estimate(mixtral, hardware, placement, grid=grid, policies=("static_mixed", "dynaexq"))
+
+    short, both = made(128), made(128, 200_000)
+    assert [(row.batch, row.input_tokens) for row in both.unfit] == [(16, 200_000)]
+    assert not both.refused
+    at = {"batch": 16, "input_tokens": 128, "output_tokens": 64}
+    for policy in short.policies:
+        assert both.point(policy, **at) == short.point(policy, **at)
+    assert both.capacity.fits_gpu
+    assert both.capacity.gpu_kv_cache_bytes == mixtral.kv_bytes(200_064)
+
+
 @pytest.mark.full
 def test_where_nothing_fits_all_is_estimated_and_said_not_to_fit() -> None:
     made = of_qwen(Grid(inputs=(128,), outputs=(64,), batches=(4096,)))
