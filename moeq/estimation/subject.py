@@ -101,10 +101,10 @@ def stored_geometry(source: ModelSource, manifest: PlacementManifest | None = No
         return None
     shapes = without_drafts(shapes, source.config)
     layers = stored_layers(shapes, source.config, str(source.path))
-    sizes = {(layer.num_experts, layer.intermediate_size, layer.matrices) for layer in layers}
+    sizes = {(layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.matrices) for layer in layers}
     if len(sizes) != 1:
         return None
-    experts, inner, matrices = sizes.pop()
+    experts, hidden, inner, matrices = sizes.pop()
     apart = {key for layer in layers for key in layer.keys}
     rest = sum(math.prod(shape) for key, shape in shapes.items() if key not in apart and not BUFFERS.search(key))
     if not text.get("head_dim") and not _heads_fill_hidden(text, shapes):
@@ -116,6 +116,7 @@ def stored_geometry(source: ModelSource, manifest: PlacementManifest | None = No
         expert_intermediate_size=inner,
         non_expert_parameters=rest,
         matrices_per_expert=matrices,
+        expert_hidden_size=hidden,
     )
     return replace(found, name=source.name)
 
@@ -197,7 +198,7 @@ def of_assignment(path: Path, geometry: ModelGeometry) -> Subject:
 def of_manifest(manifest: PlacementManifest, geometry: ModelGeometry, where: str) -> Subject:
     """The placement of a packed checkpoint on a model; EstimateError for a manifest of another model."""
     _check(geometry, [layer.num_experts for layer in manifest.layers], where)
-    wanted = (geometry.hidden_size, geometry.intermediate_size, geometry.top_k)
+    wanted = (geometry.expert_inputs, geometry.intermediate_size, geometry.top_k)
     for layer in manifest.layers:
         sizes = (layer.hidden_size, layer.intermediate_size, layer.top_k)
         if sizes != wanted:

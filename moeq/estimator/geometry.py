@@ -87,6 +87,7 @@ class ModelGeometry:
     `non_expert_parameters` (attention, routers, norms, embeddings, and shared or dense feed-forward parts) are spread
     evenly over the MoE layers. max_positions: tokens of the longest text that the model was made for, None: not known.
     attention: what all its layers keep of a text, dense ones too; None: grouped queries in every MoE layer.
+    expert_hidden_size: of what an expert is given and answers, where that is none of the model's; None: hidden_size.
     cache_bits: of a key's or value's element, 16 for FP16; states stay as they are.
     Raises EstimateError for sizes that no model has.
     """
@@ -104,6 +105,7 @@ class ModelGeometry:
     matrices_per_expert: int = 3
     max_positions: int | None = None
     attention: tuple[Attention, ...] | None = None
+    expert_hidden_size: int | None = None
     cache_bits: float = 16.0
 
     def __post_init__(self) -> None:
@@ -119,13 +121,19 @@ class ModelGeometry:
             raise EstimateError(text, where=self.name, do="give top_k <= num_experts")
 
     @property
+    def expert_inputs(self) -> int:
+        """Numbers that an expert is given of a token, and answers."""
+        return self.expert_hidden_size or self.hidden_size
+
+    @property
     def expert_parameters(self) -> int:
         """Weights of one expert, P = matrices * hidden * intermediate."""
-        return self.matrices_per_expert * self.hidden_size * self.intermediate_size
+        return self.matrices_per_expert * self.expert_inputs * self.intermediate_size
 
     def sizes(self) -> dict[str, Any]:
-        """All of it as a mapping; attention and the bits of the cache only where they are not the usual ones."""
-        usual = {"attention": None, "cache_bits": 16.0}
+        """All of it as a mapping; attention, what experts are given and the bits of the cache only where they are not
+        the usual ones."""
+        usual = {"attention": None, "expert_hidden_size": None, "cache_bits": 16.0}
         found = {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
         for kind in found.get("attention", ()):
             for name in [name for name in ("parts", "chunked") if not kind[name]]:
@@ -219,7 +227,7 @@ class ModelGeometry:
 
 def is_toy(sizes: Mapping[str, Any]) -> bool:
     """Whether a geometry's experts are so few bytes in FP16 that times are of starting work, not of doing it."""
-    matrix = sizes["hidden_size"] * sizes["intermediate_size"]
+    matrix = sizes.get("expert_hidden_size", sizes["hidden_size"]) * sizes["intermediate_size"]
     experts = sizes["num_layers"] * sizes["num_experts"] * sizes.get("matrices_per_expert", 3)
     return bool(2 * experts * matrix < TOY_BYTES)
 
@@ -276,6 +284,7 @@ def geometry_from_config(
     expert_intermediate_size: int,
     non_expert_parameters: int,
     matrices_per_expert: int = 3,
+    expert_hidden_size: int | None = None,
 ) -> ModelGeometry:
     """The geometry of a Hugging Face config.json (or its nested text_config) and of what only the weights tell.
 
@@ -304,6 +313,7 @@ def geometry_from_config(
         matrices_per_expert=matrices_per_expert,
         max_positions=_integer(text, POSITIONS, name, default=0) or None,
         attention=None if found == usual(num_moe_layers, heads, kv_heads, head_dim) else found,
+        expert_hidden_size=None if expert_hidden_size == hidden_size else expert_hidden_size,
     )
 
 

@@ -46,7 +46,7 @@ def _overlapped(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) ->
     hardware, weights = layers.hardware, layers.geometry.expert_parameters
     gpu = gpu_cost(layers, work, bits, np.where(hot, work.tokens, 0.0))
     ndp = t_ndp(weights, bits, np.where(hot, 0.0, work.tokens), hardware.ndp)
-    act = t_act(layers.geometry.hidden_size, work.tokens_at(~hot), hardware.all_links)
+    act = t_act(layers.geometry.expert_inputs, work.tokens_at(~hot), hardware.all_links)
     back = returned(ndp, act, 0.0)
     chain = np.maximum(gpu.seconds.sum(axis=-1), back)
     terms = {"gpu_experts": gpu, "ndp_experts": ndp, "activations": act}

@@ -85,7 +85,7 @@ def cost_optimal(layers: Layers, work: Work) -> BoolArray:
     written = 2 * np.cumsum(fetch.bytes, axis=-1) / hardware.all_gpus.memory_rate
     ndp = t_ndp(parameters, 16, work.tokens, hardware.ndp).seconds
     left_tokens = np.minimum(_sums_after(work.tokens), work.step_tokens)
-    act = t_act(layers.geometry.hidden_size, left_tokens, hardware.all_links).seconds
+    act = t_act(layers.geometry.expert_inputs, left_tokens, hardware.all_links).seconds
     ndp_side = np.maximum(_sums_after(ndp) + act / 2, _from_zero(np.cumsum(fetch.seconds, axis=-1))) + act / 2
     gpu_side = _from_zero(np.maximum(finish, written))
     count = np.argmin(np.maximum(gpu_side, np.where(left_tokens > 0, ndp_side, 0.0)), axis=-1)
@@ -114,7 +114,7 @@ def split_schedule(layers: Layers, work: Work, fetched: BoolArray) -> Schedule:
     fetch = fetch_cost(layers, work, layers.fp16_expert_bytes * moved, moved)
     gpu = gpu_cost(layers, work, 16, np.where(moved, work.tokens, 0.0))
     ndp = t_ndp(parameters, 16, np.where(moved, 0.0, work.tokens), hardware.ndp)
-    act = t_act(layers.geometry.hidden_size, work.tokens_at(~moved), hardware.all_links)
+    act = t_act(layers.geometry.expert_inputs, work.tokens_at(~moved), hardware.all_links)
     finish = pipelined_finish(fetch.seconds, gpu.seconds)
     back = returned(ndp, act, fetch.seconds.sum(axis=-1))
     terms = {"gpu_experts": gpu, "ndp_experts": ndp, "activations": act, "fetch": fetch}

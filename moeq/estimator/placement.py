@@ -71,8 +71,8 @@ def layer_of_assignment(num_layers: int, assigned_layers: int) -> NDArray[np.int
 
 
 def weights_of_a_scale(group_size: int, geometry: ModelGeometry) -> int:
-    """The group size as the estimator counts it: -1 (one group a row) is a row of the hidden size."""
-    return geometry.hidden_size if group_size == -1 else group_size
+    """The group size as the estimator counts it: -1 (one group a row) is a row of what an expert is given."""
+    return geometry.expert_inputs if group_size == -1 else group_size
 
 
 def assignment_placement(assignment: Assignment, group_size: int) -> Placement:

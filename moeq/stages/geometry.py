@@ -35,6 +35,7 @@ def first_geometry(skeleton: Any, layers: Sequence[ExpertLayer], *, non_expert_p
         expert_intermediate_size=layers[0].intermediate_size,
         non_expert_parameters=non_expert_parameters,
         matrices_per_expert=len(layers[0].projections),
+        expert_hidden_size=layers[0].hidden_size,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from family_models import save
 from typer.testing import CliRunner
 
 from moeq import pipeline
@@ -84,6 +85,20 @@ def test_bytes_are_those_of_the_assignment(finished: Path, tiny_mixtral: Path) -
     hot = next(part for part in found["capacity"]["gpu"]["parts"] if part["name"] == "hot experts")
     assert hot["bytes"] == pytest.approx(expected)
     assert found["capacity"]["gpu"]["parts"][0]["bytes"] == 2 * geometry.non_expert_parameters
+
+
+@pytest.mark.full
+def test_a_checkpoint_whose_experts_are_given_fewer_numbers(tmp_path: Path) -> None:
+    """28 of the model's 40; its own checkpoint was refused as that of another model."""
+    source, out = save("nemotron_h", tmp_path / "source"), tmp_path / "run"
+    context = Context(recipe=load_recipe(None, SMALL), model_name=str(source), out=out, reporter=Reporter(quiet=True))
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    assignment = read_assignment(out / "assign" / "assignment.json")
+    found, geometry = case("--model", out / "checkpoint"), read_model(str(source)).geometry
+    near = [choice.bits for layer in assignment.layers for choice in layer.experts if choice.tier != "gpu"]
+    expected = sum(geometry.expert_bytes(bits, 16, zero_points=True) for bits in near)
+    assert geometry.expert_parameters == 2 * 28 * 24
+    assert found["estimate"]["capacity"]["ndp_expert_bytes"] == pytest.approx(expected)
 
 
 def test_uniform_widths_may_replace_those_of_the_checkpoint(finished: Path) -> None:

@@ -13,6 +13,7 @@ from moeq.errors import EstimateError
 from moeq.estimator import Hardware, geometry_from_config, known_geometries, load_geometry
 from moeq.estimator.attention import Attention, attention_of, says_all
 from moeq.estimator.geometry import ModelGeometry, preset_of
+from moeq.estimator.placement import weights_of_a_scale
 from moeq.estimator.terms import t_dense
 from moeq.models.experts import find_expert_layers
 from moeq.stages.geometry import config_values, first_geometry
@@ -200,6 +201,17 @@ def test_what_config_json_does_not_tell() -> None:
     kinds = attention_of(plain | {"layer_types": ["moe", "something new"]}, 4, 2, 8)
     assert kinds is not None
     assert [(kind.layers, kind.token_bytes) for kind in kinds] == [(1, 0), (1, 64)]
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "muse_spark", "mixtral"])
+def test_experts_of_fewer_numbers_than_the_model_has(family: str) -> None:
+    """What experts are given is projected to 28 of 40 numbers before, in the first two."""
+    found, model = geometry(family)
+    layer = find_expert_layers(model)[0]
+    assert found.expert_parameters == layer.parameters_per_expert
+    assert found.hidden_size == 40
+    assert found.sizes().get("expert_hidden_size", 40) == layer.hidden_size == found.expert_inputs
+    assert weights_of_a_scale(-1, found) == layer.hidden_size
 
 
 def test_a_usual_model_says_nothing_of_it() -> None:
