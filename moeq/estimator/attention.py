@@ -21,19 +21,20 @@ KINDS = ("layer_types", "layers_block_type")
 KEYS = (
     *LAYERS, *KINDS, "kv_lora_rank", "qk_rope_head_dim", "sliding_window", "use_sliding_window", "attention_chunk_size",
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_conv_kernel_dim", "mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim", "mamba_d_state",
-    "ssm_state_size", "mamba_d_conv", "mamba_expand", "is_encoder_decoder",
+    "linear_conv_kernel_dim", "linear_num_heads", "linear_head_dim",
+    "mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim", "mamba_d_state",
+    "ssm_state_size", "mamba_d_conv", "conv_kernel", "mamba_expand", "mamba_n_groups", "n_groups", "is_encoder_decoder",
 )  # fmt: skip
 INTERVALS = (  # keys whose families say by rules of their own which layers are of which kind
     "full_attention_interval", "attention_chunk_size", "attn_layer_period", "mamba_d_state", "ssm_state_size",
-    "linear_num_value_heads", "hybrid_override_pattern",
+    "linear_num_value_heads", "hybrid_override_pattern", "zero_expert_num",
 )  # fmt: skip
 NOTHING = {"moe", "mlp", "dense", "conv"}  # kinds of layers that keep nothing, or next to nothing
 CHUNKED = "chunked_attention"
 WINDOWS = {"sliding_attention": "sliding_window", CHUNKED: "attention_chunk_size"}
 STATES = {"linear_attention", "mamba", "mamba2", "recurrent"}
 STATE_BYTES = 4  # of an element of a state, which runtimes keep in float32
-STATE_HEADS = ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads")
+STATE_HEADS = ("linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads")
 ELEMENT_BYTES = 2  # of keys and values
 
 
@@ -94,7 +95,8 @@ def attention_of(config: Mapping[str, Any], heads: int, kv_heads: int, head_dim:
 
     A kind of which nothing is known counts as one that keeps keys and values of the whole text.
     """
-    count = _number(config, *LAYERS)
+    kinds = next((config[key] for key in KINDS if config.get(key)), None)
+    count = _number(config, *LAYERS) if kinds is None else len(kinds)
     if not count or config.get("is_encoder_decoder"):
         return None
     whole = usual(1, heads, kv_heads, head_dim)[0]
@@ -102,7 +104,6 @@ def attention_of(config: Mapping[str, Any], heads: int, kv_heads: int, head_dim:
     if latent:
         macs = heads * (2 * latent + rotary)
         whole = Attention(layers=1, token_bytes=ELEMENT_BYTES * (latent + rotary), token_macs=macs, parts=1)
-    kinds = next((config[key] for key in KINDS if config.get(key)), None)
     if kinds is None:
         windowed = config.get("use_sliding_window") is not False and _number(config, "sliding_window")
         kinds = ["sliding_attention" if windowed else "full_attention"] * count
@@ -127,12 +128,14 @@ def _state(config: Mapping[str, Any]) -> tuple[int, int]:
         keys, values = _number(config, "linear_key_head_dim"), _number(config, "linear_value_head_dim")
         channels = 2 * _number(config, "linear_num_key_heads") * keys + heads * values
         return heads * keys * values, channels * _number(config, "linear_conv_kernel_dim")
-    heads, width = (
-        _number(config, *STATE_HEADS[1:]),
-        _number(config, "mamba_d_head", "mamba_head_dim"),
-    )
-    inner = heads * width or _number(config, "mamba_expand") * _number(config, "hidden_size")
-    return inner * _number(config, "mamba_d_state", "ssm_state_size"), inner * _number(config, "mamba_d_conv")
+    if heads := _number(config, "linear_num_heads"):  # Kimi Delta Attention: queries, keys and values of one width
+        width = _number(config, "linear_head_dim")
+        return heads * width**2, 3 * heads * width * _number(config, "linear_conv_kernel_dim")
+    inner = _number(config, "mamba_n_heads", "mamba_num_heads") * _number(config, "mamba_d_head", "mamba_head_dim")
+    inner = inner or _number(config, "mamba_expand") * _number(config, "hidden_size")
+    state = _number(config, "mamba_d_state", "ssm_state_size")
+    channels = inner + 2 * _number(config, "mamba_n_groups", "n_groups") * state
+    return inner * state, channels * _number(config, "mamba_d_conv", "conv_kernel")
 
 
 def _number(config: Mapping[str, Any], *keys: str) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from family_models import build
+from family_models import build, save
 
 from moeq.errors import EstimateError
+from moeq.estimation.subject import read_model
 from moeq.estimator import Hardware, geometry_from_config, known_geometries, load_geometry
 from moeq.estimator.attention import Attention, attention_of, says_all
 from moeq.estimator.geometry import ModelGeometry, preset_of
@@ -180,6 +182,28 @@ def test_states_of_linear_attention() -> None:
     assert linear.state_bytes == 4 * heads * keys * values + 2 * channels * width
     assert kept[0] == heads * keys * values + channels * width
     assert float(found.kv_bytes(12)) == 2 * linear.state_bytes + 2 * kept[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "linear"),
+    [
+        ("jamba", 2), ("nemotron_h", 1), ("granitemoehybrid", 2), ("kimi_linear", 2), ("bailing_hybrid", 2),
+        ("longcat_flash", 0),
+    ],
+)  # fmt: skip
+def test_kinds_of_layers_that_the_family_works_out(family: str, linear: int, tmp_path: Path) -> None:
+    """Each by what its cache holds after two texts; of LongCat each layer has two attentions."""
+    found, model = geometry(family)
+    assert sum(kind.layers for kind in found.kept if kind.state_bytes) == linear
+    with torch.no_grad():
+        shorter, longer = (
+            cached_elements(model(input_ids=torch.arange(3, 3 + tokens)[None], use_cache=True).past_key_values.layers)
+            for tokens in (16, 17)
+        )
+    assert float(found.kv_bytes(17) - found.kv_bytes(16)) == 2 * (longer - shorter)
+    states, rest = float(found.kv_bytes(0)), shorter - 16 * (longer - shorter)  # in float32, but what is convolved
+    assert 2 * rest <= states <= 4 * rest
+    assert read_model(str(save(family, tmp_path))).geometry.kept == found.kept
 
 
 def test_latent_keys_count_once() -> None:
