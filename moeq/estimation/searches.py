@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from moeq.artifacts.assignment import FULL
 from moeq.artifacts.files import make_directory, write_json, write_text
 from moeq.errors import EstimateError, RecipeError
 from moeq.estimation import outputs, search_tables
@@ -19,7 +20,7 @@ from moeq.estimation.questions import DEFAULT_SAMPLES, Question, check_names, lo
 from moeq.estimator import Hardware, chosen_labels, known_hardware, load_hardware
 from moeq.estimator.placement import Placement, layer_of_assignment
 from moeq.estimator.result import Frozen
-from moeq.estimator.search import BITS, GPU_BITS, Loss, Search, SearchResult, Setting
+from moeq.estimator.search import BITS, GPU_BITS, Search, SearchResult, Setting
 from moeq.preflight import check_path
 from moeq.recipe import load_recipe
 from moeq.recipe.types import Bytes, Speed
@@ -108,8 +109,8 @@ def _search(
     dollars: Mapping[str, float],
 ) -> Search:
     subject = question.subject
-    loss, measured = (None, ()) if asked.losses is None else loss_of_run(asked.losses, subject.geometry.num_experts)
-    widths = tuple(float(bits) for bits in measured)
+    losses = None if asked.losses is None else losses_of_run(asked.losses, subject.geometry.num_experts)
+    widths = () if losses is None else tuple(map(float, losses.widths))
     placement = subject.placement
     hot, cold, number = placement.bits[placement.hot], placement.bits[~placement.hot], placement.hot.sum(axis=1)
     setting = Setting(
@@ -124,6 +125,7 @@ def _search(
         speed=speed,
         asked=setting,
         placed=placement if mixed else None,
+        placed_loss=losses.of_experts(placement) if mixed and losses is not None else None,
         batches=question.grid.batches if asked.grid or asked.recipe_path else (1,),
         context=longest(question.grid, question.context, kv_growth=False) if asked.grid else question.context,
         group_size=subject.group_size,
@@ -131,7 +133,7 @@ def _search(
         codebook=subject.codebook,
         memory_bytes=memory,
         dollars_per_hour=dollars,
-        loss=loss,
+        loss=None if losses is None else losses.of_widths,
         gpu_widths=(16.0, *widths) if widths else GPU_BITS,
         widths=(16.0, *widths) if widths else BITS,
         labels=chosen_labels(asked.policy) if asked.policy else None,
@@ -185,13 +187,43 @@ def _of_systems(
     return found
 
 
-def loss_of_run(run: Path, num_experts: int) -> tuple[Loss, tuple[int, ...]]:
-    """What a placement loses by a run's table, and the widths that were measured.
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLosses:
+    """What placements lose by a run's table: {width: losses [E]} of every layer, each expert's times how often it was
+    routed to; widths: those that were measured of all."""
 
-    The sum over all experts of their measured losses, times how often each was routed to, of the best method. The
-    placement's experts of a layer are taken in the order of what they would lose at the narrowest width, so that those
-    on the GPU are the layer's most sensitive; None where a width was not measured. Raises ArtifactError for a run
-    without losses, EstimateError for one of another model.
+    layers: tuple[Mapping[int, NDArray[Any]], ...]
+    widths: tuple[int, ...]
+
+    def of_experts(self, placement: Placement) -> float | None:
+        """The sum over all experts, each at its own width; None where one was not measured, as of experts whose
+        matrices differ."""
+        return self._sum(placement, None)
+
+    def of_widths(self, placement: Placement) -> float | None:
+        """The same of widths and places that no expert has yet: those on the GPU are the layer's most sensitive ones
+        at the narrowest width, and so on."""
+        narrowest = self.widths[0]
+        return self._sum(placement, [np.argsort(-layer[narrowest], kind="stable") for layer in self.layers])
+
+    def _sum(self, placement: Placement, orders: Sequence[NDArray[Any]] | None) -> float | None:
+        """With the experts of every layer in an order, the first of which take the places on the GPU; None: where the
+        placement has them."""
+        if not set(placement.bits.ravel().tolist()) <= {float(FULL), *map(float, self.widths)}:
+            return None
+        rows, total = layer_of_assignment(len(self.layers), len(placement.bits)), 0.0
+        for number, (layer, row) in enumerate(zip(self.layers, rows, strict=True)):
+            placed = np.argsort(~placement.hot[row], kind="stable")
+            experts = placed if orders is None else orders[number]
+            for expert, bits in zip(experts, placement.bits[row][placed], strict=True):
+                total += 0.0 if bits == FULL else float(layer[int(bits)][expert])
+        return total
+
+
+def losses_of_run(run: Path, num_experts: int) -> MeasuredLosses:
+    """What a run's table says of placements, by the best method of every expert and width.
+
+    Raises ArtifactError for a run without losses, EstimateError for one of another model.
     """
     from moeq.artifacts.losses import read_losses
 
@@ -199,29 +231,12 @@ def loss_of_run(run: Path, num_experts: int) -> tuple[Loss, tuple[int, ...]]:
     table = read_losses(run / "losses" / "losses.parquet")
     columns = ("weighted_loss", "calibration_tokens", "heldout_tokens")
     losses, *tokens = (table.matrix("best", column) for column in columns)
-    layers = [_shared(losses[index], [each[index] for each in tokens]) for index in range(len(losses))]
+    layers = tuple(_shared(losses[index], [each[index] for each in tokens]) for index in range(len(losses)))
     counts = sorted({len(next(iter(layer.values()))) for layer in layers})
     if counts != [num_experts]:
         what = f"its layers have {', '.join(map(str, counts))} experts, the model {num_experts}"
         raise EstimateError(what, where=f"--losses {run}", do="give a run of this model")
-    every = sorted(set.intersection(*(set(layer) for layer in layers)))
-    sorted_layers = []
-    for layer in layers:
-        order = np.argsort(-layer[every[0]], kind="stable")
-        sorted_layers.append({bits: layer[bits][order] for bits in every})
-
-    def loss(placement: Placement) -> float | None:
-        if not set(placement.bits.ravel().tolist()) <= {16.0, *map(float, every)}:
-            return None
-        rows = layer_of_assignment(len(sorted_layers), len(placement.bits))
-        total = 0.0
-        for layer, row in zip(sorted_layers, rows, strict=True):
-            order = np.argsort(~placement.hot[row], kind="stable")
-            for expert, bits in enumerate(placement.bits[row][order]):
-                total += 0.0 if bits == 16 else float(layer[int(bits)][expert])
-        return total
-
-    return loss, tuple(every)
+    return MeasuredLosses(layers=layers, widths=tuple(sorted(set.intersection(*(set(layer) for layer in layers)))))
 
 
 def _shared(

@@ -154,7 +154,10 @@ class SearchResult(Frozen):
         if self.asked is None:
             return None
         same = [p for p in self.points if (p.hardware, p.batch) == (self.asked.hardware, self.asked.batch)]
-        kept = [p for p in same if not _keeps(p) < _keeps(self.asked)]
+        if self.asked.loss is None:  # its widths were not measured
+            kept = [p for p in same if not p.bits < self.asked.bits]
+        else:
+            kept = [p for p in same if not _keeps(p) < _keeps(self.asked)]
         best = max(kept, key=lambda p: (p.tokens_per_second, -p.gpu_bytes - p.near_bytes), default=None)
         return None if best is None or best.tokens_per_second <= self.asked.tokens_per_second else best
 
@@ -168,7 +171,8 @@ def _keeps(point: Point) -> float:
 class Search:
     """What is searched, and for which speed (tokens a second of one sequence).
 
-    `placed`: what was asked about, where its experts have widths of their own, which `asked` has in the mean;
+    `placed`: what was asked about, where its experts have widths of their own, which `asked` has in the mean, and
+    `placed_loss` what these lose;
     `memory_bytes`: of the GPU's memory, at most what it has; `dollars_per_hour` by name of a hardware; `loss` of a
     placement by a run, whose policies then are those that take its widths or FP16; `labels`: policies (None: all).
     """
@@ -178,6 +182,7 @@ class Search:
     speed: float
     asked: Setting
     placed: Placement | None = None
+    placed_loss: float | None = None
     batches: Sequence[int] = (1,)
     context: int = 1024
     group_size: int | None = 128
@@ -352,9 +357,8 @@ class Search:
         if simulation.lack(policy, simulation.kv_cache_bytes(batch)) is not None:
             return None
         step = simulation.decode(batch, frozenset({SUBJECT}))[SUBJECT]
-        loss = None if self.loss is None else self.loss(placement)
         point = self._point(simulation, system, self.asked, batch, SUBJECT, policy, step)
-        return point.model_copy(update={"loss": loss})
+        return point.model_copy(update={"loss": self.placed_loss})
 
 
 def _followed(label: str, setting: Setting) -> Any:

@@ -61,7 +61,8 @@ def asked_text(found: SearchResult) -> str:
     if better is None:
         return f"{text}; nothing on the same hardware keeps as much and is faster."
     faster = formats.ratio(better.tokens_per_second / asked.tokens_per_second)
-    return f"{text}; {_where(better, found)} keeps no less ({_kept(better)}) and is {faster} as fast."
+    kept = _kept(better if asked.loss is not None else better.model_copy(update={"loss": None}))
+    return f"{text}; {_where(better, found)} keeps no less ({kept}) and is {faster} as fast."
 
 
 def unpriced_text(found: SearchResult) -> str | None:

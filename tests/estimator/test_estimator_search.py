@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from moeq.artifacts.losses import WHOLE, write_losses
 from moeq.errors import EstimateError
-from moeq.estimation.searches import loss_of_run
+from moeq.estimation.searches import losses_of_run
 from moeq.estimator import Grid, estimate, load_geometry, load_hardware, uniform_placement
 from moeq.estimator.placement import Placement
 from moeq.estimator.search import Search, SearchResult, Setting, front
+from moeq.reporting.search_page import asked_text
 
 MIXTRAL = load_geometry("mixtral-8x7b")
 PAPER = Setting(gpu_experts=4, gpu_bits=16, bits=3)  # paper 000, 5.1
@@ -121,19 +122,26 @@ def test_losses_of_a_run_decide_what_is_kept(tmp_path: Path) -> None:
     ]
     (tmp_path / "losses").mkdir()
     write_losses(tmp_path / "losses" / "losses.parquet", [rows])
-    loss, widths = loss_of_run(tmp_path, 8)
-    assert widths == (2, 3)
+    losses = losses_of_run(tmp_path, 8)
+    loss = losses.of_widths
+    assert losses.widths == (2, 3)
     placement = uniform_placement(MIXTRAL, bits=2, hot_experts=4)
     assert loss(placement) == pytest.approx(4 * np.sort(sizes, axis=1)[:, :4].sum() / 8)
     assert loss(uniform_placement(MIXTRAL, bits=4, hot_experts=4)) is None
     assert loss(uniform_placement(MIXTRAL, bits=3, hot_experts=8)) == 0.0
+    own = Placement(name="own", bits=np.where(sizes > 0.5, 3, 2), hot=np.zeros((2, 8), dtype=bool))
+    by_expert = sizes * np.where(sizes > 0.5, 1, 4)
+    assert losses.of_experts(own) == pytest.approx(by_expert.sum() / 8)
+    on_gpu = Placement(name="own", bits=np.where(sizes > 0.9, 16, own.bits), hot=sizes > 0.9)
+    assert losses.of_experts(on_gpu) == pytest.approx(by_expert[sizes <= 0.9].sum() / 8)
+    assert losses.of_experts(Placement(name="mixed", bits=own.bits + 0.5, hot=own.hot)) is None
     found = searched(loss=loss, widths=(16.0, 2.0, 3.0), gpu_widths=(16.0, 2.0, 3.0))
     assert {point.policy for point in found.points} & {"hobbit", "dynaexq"} == set()
     assert any("widths of its own" in row.example for row in found.refused)
-    losses = [point.loss for point in found.points]
-    assert losses == sorted(losses)
+    ranked = [point.loss for point in found.points]
+    assert ranked == sorted(ranked)
     with pytest.raises(EstimateError, match="the model 16"):
-        loss_of_run(tmp_path, 16)
+        losses_of_run(tmp_path, 16)
 
 
 def test_a_policy_counts_once_where_the_placement_is_nothing_to_it() -> None:
@@ -156,3 +164,20 @@ def test_a_placement_of_mixed_widths_is_asked_about_as_it_is() -> None:
     assert found.asked is not None
     assert found.asked.tokens_per_second == pytest.approx(wanted.decode_tokens_per_second)
     assert found.asked_setting == "3 of 8 experts on the GPU FP16, the others 3 code bits on average"
+
+
+def test_what_is_faster_is_told_of_widths_that_were_not_measured() -> None:
+    """Bits decide then: a loss was compared with them, and nothing kept as much."""
+    placement = Placement(name="by matrix", bits=np.full((2, 8), 2.5), hot=np.zeros((2, 8), dtype=bool))
+    asked = Setting(gpu_experts=0, gpu_bits=16, bits=2.5)
+    found = searched(asked=asked, placed=placement, loss=lambda placement: 0.5, placed_loss=None)
+    assert found.asked is not None
+    assert found.asked.loss is None
+    better = found.better_than_asked
+    assert better is not None
+    assert better.bits >= found.asked.bits
+    assert better.tokens_per_second > found.asked.tokens_per_second
+    assert "nothing on the same hardware" not in asked_text(found)
+    assert f"keeps no less ({better.bits:.2f} bits a weight)" in asked_text(found)
+    losing = searched(asked=asked, placed=placement, loss=lambda placement: 0.5, placed_loss=0.25)
+    assert losing.better_than_asked is None or losing.better_than_asked.loss == 0.0
