@@ -17,6 +17,7 @@ from moeq.estimator import ModelGeometry, Placement, geometry_from_config, load_
 from moeq.estimator.geometry import HEADS, HIDDEN, KV_HEADS, TOP_K, preset_of
 from moeq.estimator.placement import assignment_placement, placement_of, weights_of_a_scale
 from moeq.preflight import check_path
+from moeq_kernels.iq_types import SETS, stored_bits
 from moeq_kernels.widths import FLOAT_GROUPS
 
 if TYPE_CHECKING:  # torch and transformers are imported where a configuration or a manifest is read
@@ -30,6 +31,7 @@ BUFFERS = re.compile(  # what weights hold that are no parameters: corrections o
     r"(correction_bias|expert_bias|expert_biases|tid2eid|layer_scalar|inv_freq|_decay|slope_rate|balancing_biases)$"
 )
 BUNDLED = "bundled:"
+I_QUANTS = "iq"  # the quantizer that makes them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,17 +170,26 @@ def codes_of_run(run: Path, geometry: ModelGeometry) -> dict[str, Any]:
 
     Raises ArtifactError for a run without losses.
     """
-    from moeq.artifacts.losses import NAME, read_losses
+    from moeq.artifacts.losses import NAME, WHOLE, read_losses
 
     check_path(run, "give the directory of a run to --losses")
-    group_size, symmetric, method = (
-        read_losses(run / "losses" / NAME).table[column][0].as_py() for column in ("group_size", "symmetric", "method")
-    )
+    table = read_losses(run / "losses" / NAME).table
+    group_size, symmetric, method = (table[column][0].as_py() for column in ("group_size", "symmetric", "method"))
+    codebook = method if method in FLOAT_GROUPS else ""
+    if method == I_QUANTS:
+        rows = zip(*(table[column].to_pylist() for column in ("method", "projection", "bits", "bytes")), strict=True)
+        sizes = {bits: size for own, projection, bits, size in rows if (own, projection) == (method, WHOLE)}
+        codebook = _set_of({bits: 8 * size / geometry.expert_parameters for bits, size in sizes.items()})
     return {
         "group_size": weights_of_a_scale(group_size, geometry),
         "zero_points": not symmetric,
-        "codebook": method if method in FLOAT_GROUPS else "",
+        "codebook": codebook,
     }
+
+
+def _set_of(stored: Mapping[int, float]) -> str:
+    """The set of i-quants that stores so many bits for a weight of each width: a table of losses does not name it."""
+    return min(SETS, key=lambda name: sum(abs(size - stored_bits(bits, name)) for bits, size in stored.items()))
 
 
 def of_assignment(path: Path, geometry: ModelGeometry) -> Subject:

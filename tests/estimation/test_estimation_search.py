@@ -13,7 +13,7 @@ from moeq.artifacts.losses import WHOLE, write_losses
 from moeq.cli import app
 from moeq.errors import MoeqError
 from moeq.estimation.searches import SearchDocument
-from moeq.estimator import hardware
+from moeq.estimator import hardware, load_geometry
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "paper-000-figures.yaml"
 SEARCH = ("--model", "mixtral-8x7b", "--speed", "20tok/s")
@@ -92,14 +92,20 @@ def test_refusals(arguments: tuple[str, ...], code: int, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "group_size", "symmetric", "stored"),
-    [("gptq", 32, False, 4 + 20 / 32), ("trellis", -1, True, 4 + 16 / 4096), ("mxfp4", 32, True, 4.25)],
-)
+    [
+        ("gptq", 32, False, 4 + 20 / 32), ("trellis", -1, True, 4 + 16 / 4096), ("mxfp4", 32, True, 4.25),
+        ("iq", 256, True, 2.5625), ("iq", 256, True, 2.3125), ("iq", 256, True, 2.0625),
+    ],
+)  # fmt: skip
 def test_bytes_are_of_the_codes_whose_losses_are_measured(
     tmp_path: Path, method: str, group_size: int, symmetric: bool, stored: float
 ) -> None:
-    own = {"method": method, "group_size": group_size, "symmetric": symmetric, "bits": 4, "projection": WHOLE}
+    """Of i-quants the bytes of the table tell the set."""
+    bits = int(stored)
+    own = {"method": method, "group_size": group_size, "symmetric": symmetric, "bits": bits, "projection": WHOLE}
     texts = dict.fromkeys(("layer_name", "fallback", "measured_on"), "x")
-    counts = dict.fromkeys(("calibration_tokens", "heldout_tokens", "bytes"), 50)
+    counts = dict.fromkeys(("calibration_tokens", "heldout_tokens"), 50)
+    counts["bytes"] = round(load_geometry("mixtral-8x7b").expert_parameters * stored / 8)
     figures = dict.fromkeys(("loss", "relative_loss", "weighted_loss", "hessian_trace"), 0.5)
     (tmp_path / "losses").mkdir()
     rows = [{**own, **texts, **counts, **figures, "layer": 0, "expert": expert} for expert in range(8)]
