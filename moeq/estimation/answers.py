@@ -10,17 +10,20 @@ from typing import Any
 from moeq.errors import EstimateError, RecipeError
 from moeq.estimation import outputs, questions, tables
 from moeq.estimation.estimate_options import APART, EstimateOptions
-from moeq.estimation.questions import DEFAULT_CONTEXT, DEFAULT_HARDWARE, Question
+from moeq.estimation.questions import DEFAULT_CONTEXT, DEFAULT_GROUP, DEFAULT_HARDWARE, Question
 from moeq.estimator import load_hardware
 from moeq.estimator.cases import EstimateDocument
 from moeq.folders import checkpoint_of, is_run
+from moeq.options import RECIPES
 from moeq.preflight import check_path
 from moeq.recipe import load_recipe
 
 RUNS = "moeq-out"  # where runs without --out lie, by name
 SEARCHES = ("--speed", "--memory", "--cost", "--losses", "--policy", "--samples")  # what a search takes with a recipe
 MOST_ROWS = 24  # of a fit's points on the terminal
-FITS = ("--model", "--hardware", "--assignment", "--manifest", "--bits", "--gpu-experts", "--out")  # what --fit uses
+PLACED = ("--model", "--hardware", "--assignment", "--manifest", "--bits", "--gpu-experts", "--group-size", "--context")
+FITS = (*PLACED, "--out")  # what --fit uses
+CAPACITY = (*PLACED, "--gpu-bits", "--cache-bits", "--kv-growth", "--grid", "--replicas")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,8 @@ def needs_a_run(asked: EstimateOptions) -> bool:
     """Whether the command line asks for the stage of a run: by a recipe without figures, or by a run's directory."""
     path, apart = asked.recipe_path, asked.given(APART)
     if path is not None:
+        if path.suffix not in RECIPES and (path.suffix == ".json" or not path.is_file()):
+            raise RecipeError("no recipe", where=str(path), do=f"give a YAML recipe, or a model as --model {path}")
         apart = [option for option in apart if asked.speed is None or option not in SEARCHES]
         if apart:
             what = f"{apart[0]} cannot go with a recipe"
@@ -97,6 +102,7 @@ def answer(asked: EstimateOptions) -> Answer:
     if asked.capacity:
         if asked.out is not None:
             raise RecipeError("--out is of an estimate", where="--capacity", do="leave it out, or use --json")
+        _check_uses("--capacity", CAPACITY, asked)
         plan = questions.question_of(replace(asked, hardware=[asked.one_hardware or DEFAULT_HARDWARE])).capacity
         room = plan.model_dump(mode="json") | {"fits": plan.fits}
         return Answer(figures=room, show=lambda: tables.print_capacity(plan), refusal=plan.refusal())
@@ -138,7 +144,7 @@ def _kernels(asked: EstimateOptions, name: str) -> Answer:
 
 def _check_uses(option: str, used: tuple[str, ...], asked: EstimateOptions) -> None:
     """RecipeError where an option stands beside others of which it would use nothing."""
-    shared = [f"--{name}" for name in ("model", "hardware", "grid", "out") if getattr(asked, name)]
+    shared = [f"--{name}" for name in ("model", "hardware", "grid", "context", "out") if getattr(asked, name)]
     others = [name for name in (*asked.given(APART), *shared) if name not in (option, *used)]
     if others:
         raise RecipeError(f"{option} uses nothing of {others[0]}", where="estimate", do="leave it out")
@@ -152,7 +158,7 @@ def _fit(asked: EstimateOptions, path: Path) -> Answer:
     _check_uses("--fit", FITS, asked)
     check_path(path, "give a CSV file of measured points")
     hardware = load_hardware(asked.one_hardware or DEFAULT_HARDWARE)
-    setting = Setting(context=asked.context or DEFAULT_CONTEXT, group_size=asked.group_size)
+    setting = Setting(context=asked.context or DEFAULT_CONTEXT, group_size=asked.group_size or DEFAULT_GROUP)
     if asked.model is not None:  # its sizes, placement, group size and zero points
         setting = replace(setting, **vars(questions.question_of(asked).subject))
     fitted = fit_file(path, hardware, setting)

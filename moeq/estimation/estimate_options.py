@@ -74,7 +74,7 @@ class EstimateOptions(RunOptions):
     bits: float | None = option("Code bits of every expert off the GPU [default: 3].", APART)
     gpu_experts: int | None = option("Experts a layer on the GPU [default: as many as fit].", APART, min=0)
     gpu_bits: float = option("Code bits of the experts on the GPU; 16: FP16.", APART, default=16.0)
-    group_size: int = option("Weights that share a scale, with --bits.", min=1, default=128)
+    group_size: int | None = option("Weights that share a scale, with --bits [default: 128].", APART, min=1)
     policy: list[str] = option(
         "Policy that is shown beside the context-aware placement and both MoNDE baselines; may be given several times "
         "[default: all].",

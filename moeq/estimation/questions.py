@@ -54,7 +54,7 @@ from moeq.recipe import Recipe, StatedSection
 from moeq.recipe.estimate import CaseSection
 
 DEFAULT_BITS, DEFAULT_CONTEXT, DEFAULT_HARDWARE = 3.0, 1024, "paper-ctxmoe"
-DEFAULT_SAMPLES = 256
+DEFAULT_SAMPLES, DEFAULT_GROUP = 256, 128
 ALL_ON_GPU = "static_mixed"
 MOST_RATE = 1e6
 INTERVAL_SAMPLES = 64  # Monte Carlo samples of routing in each draw of the assumptions
@@ -356,9 +356,12 @@ def _subject(asked: EstimateOptions, name: str, hardware: Hardware, *, batch: in
     own = {"--assignment": asked.assignment, "--manifest": asked.manifest}
     given = [option for option, value in own.items() if value is not None]
     uniform = asked.bits is not None or asked.gpu_experts is not None or asked.gpu_bits != 16
-    if len(given) > 1 or (given and uniform):
-        both = " and ".join([*given, *(["--bits or --gpu-experts"] if uniform else [])])
+    grouped = asked.group_size is not None
+    if len(given) > 1 or (given and (uniform or grouped)):
+        both = " and ".join([*given, "--bits or --gpu-experts" if uniform else "--group-size"][:2])
         raise RecipeError(f"{both} each say how experts are kept", where="estimate", do="give one of them")
+    if grouped and asked.losses is not None:
+        raise RecipeError("the run of --losses says how codes are stored", where="--group-size", do="leave it out")
     check_path(asked.assignment, "give an assignment.json to --assignment")
     check_path(asked.manifest, "give a placement.json to --manifest, or its directory")
     model = read_model(name, trust_remote_code=asked.trust_remote_code)
@@ -371,19 +374,23 @@ def _subject(asked: EstimateOptions, name: str, hardware: Hardware, *, batch: in
         manifest, where = read_placed(asked.manifest)
         return of_manifest(manifest, model.geometry, where)
     if model.manifest is not None and not uniform:
+        if grouped:
+            do = "give --bits, too, or leave it out"
+            raise RecipeError(f"{name} says how its codes are stored", where="--group-size", do=do)
         return of_manifest(model.manifest, model.geometry, name)
     bits = DEFAULT_BITS if asked.bits is None else asked.bits
     for option, width in (("--bits", bits), ("--gpu-bits", asked.gpu_bits)):
         if not 1 <= width <= 16:
             raise RecipeError(f"{width:g} bits", where=option, do="give 1 to 16")
-    codes: dict[str, Any] = {"group_size": asked.group_size}
+    group_size = asked.group_size or DEFAULT_GROUP
+    codes: dict[str, Any] = {"group_size": group_size}
     if asked.losses is not None:
         codes = codes_of_run(asked.losses, model.geometry)
     hot = asked.gpu_experts
     if hot is None:
         stored = float(effective_bits(asked.gpu_bits, **codes))
         hot = largest_gpu_experts(model.geometry, hardware, batch=batch, context=context, stored_bits=stored) or 0
-    return replace(_uniform(model.geometry, bits, hot, asked.group_size, hot_bits=asked.gpu_bits), **codes)
+    return replace(_uniform(model.geometry, bits, hot, group_size, hot_bits=asked.gpu_bits), **codes)
 
 
 def _uniform(

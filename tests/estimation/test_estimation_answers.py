@@ -233,7 +233,7 @@ def test_codes_that_are_no_grids_count_with_their_blocks(tiny_mixtral: Path, tmp
         (("--hardware", "paper-ctxmoe"), 2, ["no model; give --model"]),
         ((*SMALL, "--policy", "hobit"), 10, ["unknown policy 'hobit'; did you mean 'hobbit'"]),
         ((*SMALL, "--grid", "in=a"), 2, ["--grid in: 'a' is no whole number"]),
-        ((*SMALL, "--grid", "in=1", "ou=2"), 2, ["cannot go with a recipe"]),
+        ((*SMALL, "--grid", "in=1", "ou=2"), 2, ["ou=2: no recipe"]),
         (("--model", "mixtral-8x7b", "--bits", "0.5"), 2, ["--bits: 0.5 bits"]),
         (("--model", "mixtral-8x7b", "--gpu-experts", "9"), 10, ["9 hot experts of 8"]),
         (("--model", "mixtral-8x7b", "--gpu-experts", "8"), 10, ["does not fit: GPU: non-expert weights 2.99 GiB + hot",
@@ -250,6 +250,14 @@ def test_codes_that_are_no_grids_count_with_their_blocks(tiny_mixtral: Path, tmp
         ((*SMALL, "--zipf", "-1"), 10, ["Zipf exponent"]),
         (("--sheet", "paper-005"), 10, ["unknown sheet 'paper-005'", "paper-004"]),
         (("--sheet", "paper-004", "--bits", "3"), 2, ["--sheet uses nothing of --bits"]),
+        (("--sheet", "paper-004", "--context", "3"), 2, ["--sheet uses nothing of --context"]),
+        ((*SMALL, "--capacity", "--rate", "2"), 2, ["--capacity uses nothing of --rate"]),
+        ((*SMALL, "--capacity", "--policy", "hobbit"), 2, ["--capacity uses nothing of --policy"]),
+        ((*SMALL, "--capacity", "--zipf", "1"), 2, ["--capacity uses nothing of --zipf"]),
+        ((RECIPE, "--group-size", "64"), 2, ["--group-size cannot go with a recipe"]),
+        (("--model", "mixtral-8x7b", "--assignment", RECIPE, "--group-size", "64"), 2,
+         ["--assignment and --group-size each say"]),
+        (("mixtral-8x7b", "--bits", "3"), 2, ["mixtral-8x7b: no recipe", "a model as --model mixtral-8x7b"]),
     ],
 )  # fmt: skip
 def test_refusals(arguments: tuple[str | Path, ...], code: int, words: list[str]) -> None:

@@ -105,6 +105,12 @@ def test_uniform_widths_may_replace_those_of_the_checkpoint(finished: Path) -> N
     assert case("--model", finished / "checkpoint", "--bits", "2")["estimate"]["placement"].startswith("2 code bits")
 
 
+def test_codes_of_a_checkpoint_are_stored_as_it_has_them(finished: Path) -> None:
+    done = CliRunner().invoke(app, ["estimate", "--model", str(finished), "--group-size", "64"])
+    assert "says how its codes are stored; give --bits, too" in str(done.exception)
+    assert case("--model", finished, "--bits", 3, "--group-size", 64)["estimate"]["group_size"] == 64
+
+
 def test_a_trace_of_the_run(finished: Path) -> None:
     found = case("--model", finished / "checkpoint", "--trace", finished / "profile" / "trace.safetensors")
     assert found["estimate"]["routing"] == {"1": "trace"}
