@@ -119,6 +119,7 @@ def stored_geometry(source: ModelSource, manifest: PlacementManifest | None = No
         non_expert_parameters=rest,
         matrices_per_expert=matrices,
         expert_hidden_size=hidden,
+        layer_names=[layer.name for layer in layers],
     )
     return replace(found, name=source.name)
 

@@ -48,6 +48,11 @@ def assumptions(
         _kept_line(geometry, simulation.context, simulation.layers.hardware.count),
     ]
     lines += _policy_lines(simulation)
+    if encoder := geometry.encoder_layers:
+        decoder = geometry.num_layers - encoder
+        lines.append(
+            f"encoder-decoder: prompts go through {encoder} MoE layers, decode steps through the other {decoder}"
+        )
     if assigned_layers != geometry.num_layers:
         lines.append(f"the placement's {assigned_layers} layer(s) are repeated evenly over {geometry.num_layers}")
     return tuple(lines)

@@ -88,6 +88,8 @@ class ModelGeometry:
     evenly over the MoE layers. max_positions: tokens of the longest text that the model was made for, None: not known.
     attention: what all its layers keep of a text, dense ones too; None: grouped queries in every MoE layer.
     expert_hidden_size: of what an expert is given and answers, where that is none of the model's; None: hidden_size.
+    encoder_layers: how many of the MoE layers, the first, are an encoder's: prompts go through them, decode steps
+    through the others.
     cache_bits: of a key's or value's element, 16 for FP16; states stay as they are.
     Raises EstimateError for sizes that no model has.
     """
@@ -106,6 +108,7 @@ class ModelGeometry:
     max_positions: int | None = None
     attention: tuple[Attention, ...] | None = None
     expert_hidden_size: int | None = None
+    encoder_layers: int = 0
     cache_bits: float = 16.0
 
     def __post_init__(self) -> None:
@@ -113,7 +116,7 @@ class ModelGeometry:
             if (
                 field not in ("name", "attention")
                 and value is not None
-                and value < (0 if field == "non_expert_parameters" else 1)
+                and value < (0 if field in ("non_expert_parameters", "encoder_layers") else 1)
             ):
                 raise EstimateError(f"{field} is {value}", where=self.name, do="give a positive number")
         if self.top_k > self.num_experts:
@@ -131,9 +134,9 @@ class ModelGeometry:
         return self.matrices_per_expert * self.expert_inputs * self.intermediate_size
 
     def sizes(self) -> dict[str, Any]:
-        """All of it as a mapping; attention, what experts are given and the bits of the cache only where they are not
-        the usual ones."""
-        usual = {"attention": None, "expert_hidden_size": None, "cache_bits": 16.0}
+        """All of it as a mapping; attention, what experts are given, an encoder's layers and the bits of the cache only
+        where they are not the usual ones."""
+        usual = {"attention": None, "expert_hidden_size": None, "encoder_layers": 0, "cache_bits": 16.0}
         found = {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
         for kind in found.get("attention", ()):
             for name in [name for name in ("parts", "chunked") if not kind[name]]:
@@ -285,11 +288,12 @@ def geometry_from_config(
     non_expert_parameters: int,
     matrices_per_expert: int = 3,
     expert_hidden_size: int | None = None,
+    layer_names: Sequence[str] = (),
 ) -> ModelGeometry:
     """The geometry of a Hugging Face config.json (or its nested text_config) and of what only the weights tell.
 
     Keys and values are those of all its layers, by their kinds (`attention`), where it says how many there are. Raises
-    EstimateError for a missing key.
+    EstimateError for a missing key. layer_names: of the MoE layers, which tell an encoder's.
     """
     nested = config.get("text_config")
     text = {**config, **nested} if isinstance(nested, Mapping) else config
@@ -314,7 +318,14 @@ def geometry_from_config(
         max_positions=_integer(text, POSITIONS, name, default=0) or None,
         attention=None if found == usual(num_moe_layers, heads, kv_heads, head_dim) else found,
         expert_hidden_size=None if expert_hidden_size == hidden_size else expert_hidden_size,
+        encoder_layers=_of_encoder(layer_names) if text.get("is_encoder_decoder") else 0,
     )
+
+
+def _of_encoder(names: Sequence[str]) -> int:
+    """How many of the MoE layers, in their order, are an encoder's before those of a decoder; 0 where none follow."""
+    count = next((index for index, name in enumerate(names) if "encoder" not in name.split(".")), 0)
+    return count if all("decoder" in name.split(".") for name in names[count:]) else 0
 
 
 def _integer(config: Mapping[str, Any], keys: tuple[str, ...], name: str, default: int | None = None) -> int:

@@ -54,7 +54,7 @@ def policy_points(
                 prefill_tokens_per_second=batch * input_tokens / prefill.seconds,
                 time_to_first_token_seconds=before + first.seconds,
                 stall_seconds_per_token=step.stall_seconds,
-                ndp_seconds_per_layer=step.ndp_seconds / simulation.layers.geometry.num_layers,
+                ndp_seconds_per_layer=step.ndp_seconds / simulation.decode_layers,
                 ndp_busy_share=busy / whole,
                 gpu_expert_share=on_gpu / (on_gpu + on_ndp) if on_gpu + on_ndp else 0.0,
                 bytes_moved={channel: _carried(parts, channel) for channel in channels},

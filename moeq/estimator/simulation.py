@@ -134,6 +134,21 @@ class Simulation:
             return f"needs {human_bytes(holds.near_bytes)} of near-data memory, which has {human_bytes(there)}"
         return over_gpu_memory(self.layers, holds.gpu_bytes, kv_cache_bytes)
 
+    @property
+    def decode_layers(self) -> int:
+        """MoE layers that a decode step goes through: all but an encoder's."""
+        return self.layers.geometry.num_layers - self.layers.geometry.encoder_layers
+
+    def _in_phase(self, *, prefill: bool) -> Simulation:
+        """With the layers that a phase goes through: of an encoder-decoder prompts those of the encoder, decode steps
+        those of the decoder."""
+        encoder = self.layers.geometry.encoder_layers
+        if not encoder:
+            return self
+        rows = self.layer_row[:encoder] if prefill else self.layer_row[encoder:]
+        repeats = np.bincount(rows, minlength=len(self.layers.repeats)).astype(np.int64)
+        return replace(self, layers=replace(self.layers, repeats=repeats))
+
     def refusals(self, batch: int) -> dict[str, str]:
         """Why a policy cannot run the model, by policy label."""
         kv_cache = self.kv_cache_bytes(batch)
@@ -145,11 +160,12 @@ class Simulation:
         refused = self.refusals(batch)
         policies = {key: (policy, variant) for key, policy, variant in self.wanted(only) if key not in refused}
         steps: dict[str, Step] = {}
+        running = self._in_phase(prefill=False)
         for in_time in (False, True):
             these = [
                 key for key, (policy, _) in policies.items() if (policy.in_time and self.replay is None) == in_time
             ]
-            for layers, work in self.chunks(batch, in_time=in_time) if these else ():
+            for layers, work in running.chunks(batch, in_time=in_time) if these else ():
                 for key in these:
                     policy, variant = policies[key]
                     part = expected_step(layers, work, self.scheduled(policy, layers, work, variant))
@@ -161,7 +177,7 @@ class Simulation:
         tokens, refused = batch * input_tokens, self.refusals(batch)
         policies = {key: (policy, variant) for key, policy, variant in self.wanted(only) if key not in refused}
         steps: dict[str, Step] = {}
-        for layers, work in self._prompts(batch, input_tokens, tokens):
+        for layers, work in self._in_phase(prefill=True)._prompts(batch, input_tokens, tokens):
             if self.replay is not None:  # a mean prompt is as the popularity is
                 rank = np.asarray(work.pick(layers.popularity_rank), dtype=np.int64)
                 hot, stored_bits = placed_by_rank(layers, rank)
@@ -203,11 +219,12 @@ class Simulation:
 
     def migration(self) -> dict[str, TermTotal]:
         """What moves between prefill and decode, by policy label."""
-        return {key: policy.migration(self.layers, variant) for key, policy, variant in self.wanted()}
+        layers = self._in_phase(prefill=False).layers
+        return {key: policy.migration(layers, variant) for key, policy, variant in self.wanted()}
 
     def dense(self, batch: int, contexts: ArrayLike) -> TermTotal:
         """The dense parts of a decode step, the mean over contexts."""
-        return dense_total(self._dense_layer(batch, contexts), self.layers.geometry.num_layers)
+        return dense_total(self._dense_layer(batch, contexts), self.decode_layers)
 
     def _dense_layer(self, batch: int, contexts: ArrayLike, tokens: int | None = None) -> Cost:
         """One layer of a batch: a token after each of `contexts` others, or all `tokens` of prompts as long as that."""

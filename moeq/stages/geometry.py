@@ -36,6 +36,7 @@ def first_geometry(skeleton: Any, layers: Sequence[ExpertLayer], *, non_expert_p
         non_expert_parameters=non_expert_parameters,
         matrices_per_expert=len(layers[0].projections),
         expert_hidden_size=layers[0].hidden_size,
+        layer_names=[layer.name for layer in layers],
     )
 
 

@@ -238,6 +238,13 @@ def test_experts_of_fewer_numbers_than_the_model_has(family: str) -> None:
     assert weights_of_a_scale(-1, found) == layer.hidden_size
 
 
+@pytest.mark.parametrize(("family", "encoder"), [("switch_transformers", 2), ("qwen3_moe", 0)])
+def test_layers_of_an_encoder(family: str, encoder: int, tmp_path: Path) -> None:
+    found, _ = geometry(family)
+    assert found.encoder_layers == found.sizes().get("encoder_layers", 0) == encoder
+    assert read_model(str(save(family, tmp_path))).geometry.encoder_layers == encoder
+
+
 def test_a_usual_model_says_nothing_of_it() -> None:
     values = config_values(build("mixtral", sliding_window=None), None)
     made = geometry_from_config(

@@ -20,6 +20,7 @@ from moeq.estimator import (
     known_hardware,
     load_geometry,
     load_hardware,
+    timeline,
     uniform_placement,
 )
 from moeq.estimator.geometry import effective_bits
@@ -343,3 +344,21 @@ def test_codes_of_every_kind_count_with_what_is_stored_of_them(encoding: Encodin
         one = equal_bits(mixed, *codes)
         mean = np.mean([kept.get(bits, 16) for bits in mixed])
         assert float(effective_bits(one, *codes)) == pytest.approx(mean, rel=1e-3)
+
+
+@pytest.mark.parametrize("kv_growth", [False, True])
+def test_decode_steps_go_through_no_encoder(preset: Hardware, kv_growth: bool) -> None:
+    """Of 32 equal layers 20 are an encoder's: prompts take their share of the time, decode steps that of the others."""
+    model, grid = load_geometry("mixtral-8x7b"), Grid(inputs=(128,), outputs=(16,))
+    other = dataclasses.replace(model, encoder_layers=20)
+    placement = uniform_placement(model, bits=3, hot_experts=4)
+    plain, halves = (estimate(each, preset, placement, grid=grid, kv_growth=kv_growth) for each in (model, other))
+    for before, now in zip(plain.points, halves.points, strict=True):
+        assert now.decode_seconds_per_token == pytest.approx(before.decode_seconds_per_token * 12 / 32), now.policy
+        assert now.prefill_seconds == pytest.approx(before.prefill_seconds * 20 / 32), now.policy
+        assert now.migration_seconds == pytest.approx(before.migration_seconds * 12 / 32)
+        assert now.ndp_seconds_per_layer == pytest.approx(before.ndp_seconds_per_layer)
+    assert "encoder-decoder: prompts go through 20 MoE layers, decode steps through the other 12" in halves.assumptions
+    assert halves.capacity == plain.capacity
+    steps = timeline(other, preset, placement, policy="context_aware")
+    assert sorted({interval.layer for interval in steps}) == list(range(20, 32))
