@@ -365,14 +365,29 @@ def _check_needed(context: Context, stage: Stage) -> None:
 
 
 def _tell_of_others(context: Context, stage: Stage) -> None:
-    """A line for every artifact that a stage reads and that was made by other settings than the recipe has now."""
+    """A line for every artifact that a stage reads and that was made by other settings than the recipe has now, or from
+    another one than is there now."""
     for needed in stage.reads(context.recipe):
         record = record_of(context.finished(needed), needed)
-        stated = None if record is None else record.inputs.get("recipe")
-        if stated not in (None, BY_NAME[needed].settings(context)):
-            said = f"{needed}: taken as it is, made by other settings than the recipe's"
-            do = f"`moeq run {escape(str(context.out))}` makes it anew"
-            context.reporter.say(f"[yellow]{said}; {do}[/yellow]")
+        if record is None:
+            continue
+        others = [name for name in BY_NAME[needed].reads(context.recipe) if _is_another(context, name, record)]
+        if record.inputs.get("recipe") not in (None, BY_NAME[needed].settings(context)):
+            said = "made by other settings than the recipe's"
+        elif others:
+            said = f"made from another result of `moeq {others[0]}` than is there now"
+        else:
+            continue
+        do = f"`moeq run {escape(str(context.out))}` makes it anew"
+        context.reporter.say(f"[yellow]{needed}: taken as it is, {said}; {do}[/yellow]")
+
+
+def _is_another(context: Context, name: str, record: StageRecord) -> bool:
+    """Whether what a record was made from is not what the stage of that name has left."""
+    made = record.inputs.get(name)
+    if made is None or record_of(context.finished(name), name) is None:
+        return False
+    return made != _digest_before(context, name, cached=not context.check)
 
 
 def _check_model_of(context: Context, needed: str) -> None:

@@ -220,3 +220,18 @@ def test_a_stage_tells_what_it_takes_of_other_settings(
         moeq.assign(tmp_path / "run", quantizer="rtn", quiet=True)
     moeq.assign(tmp_path / "run", overrides="losses.damping=0.01")
     assert "taken as it is" not in capsys.readouterr().err
+
+
+def test_a_report_tells_what_is_of_another_assignment(
+    done: moeq.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its figures were of the export before, beside what the assignment says now, without a word."""
+    warned = "export was made from another result of assign than is there now"
+    assert warned not in (done.out / "report" / "report.html").read_text("utf-8")
+    shutil.copytree(done.out, tmp_path / "run")
+    moeq.assign(tmp_path / "run", overrides="assign.gpu_experts=1")
+    capsys.readouterr()
+    moeq.stage("report", tmp_path / "run")
+    told = " ".join(capsys.readouterr().err.split())
+    assert "export: taken as it is, made from another result of `moeq assign` than is there now" in told
+    assert warned in (tmp_path / "run" / "report" / "report.html").read_text("utf-8")

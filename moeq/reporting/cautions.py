@@ -34,6 +34,11 @@ def _lines(inputs: ReportInputs) -> Iterator[tuple[str, str, str]]:
     for gate in inputs.gates:
         if not gate.holds:
             yield f"A gate failed: {gate.text()}.", "What was decided", "summary"
+    for stage, other in inputs.mixed.items():
+        text = (
+            f"{stage} was made from another result of {other} than is there now: their figures are of different runs."
+        )
+        yield text, "Provenance", "provenance"
     if inputs.left is not None:
         yield f"{inputs.left.capitalize()}.", "Provenance", "provenance"
     yield from ((text, "Variants", "variants") for text in _quality(inputs))

@@ -18,6 +18,7 @@ from moeq.artifacts.gates import NAME as GATES
 from moeq.artifacts.gates import Gate, read_gates, write_gates
 from moeq.artifacts.loads_in import told
 from moeq.artifacts.manifest import read_manifest
+from moeq.artifacts.run import EDITABLE
 from moeq.artifacts.stage import current_digest, read_record
 from moeq.assigners.report import around
 from moeq.errors import ArtifactError
@@ -52,7 +53,7 @@ from moeq.stages.replicas import load_losses
 from moeq.stages.trade_offs import trade_offs
 
 NAME = "report.html"
-REVISION = 12  # raised when the same run gives another page
+REVISION = 13  # raised when the same run gives another page
 HOW = ("workers", "engine", "mirror")  # of a recipe: who computes, not what
 APART = {"model", "store", "gates", *HOW}  # what the page does not depend on by way of its sections
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
@@ -103,6 +104,7 @@ def collect(context: Context) -> ReportInputs:
         labels=labels(context.recipe),
         domains=_domains(context, evaluation),
         digests={stage: read_record(context.directory(stage), stage).digest for stage in stages_of(context)},
+        mixed=mixed(context),
     )
 
 
@@ -122,6 +124,17 @@ def _domains(context: Context, evaluation: EvalReport) -> dict[str, str]:
 def stages_of(context: Context) -> tuple[str, ...]:
     """The stages whose figures the page shows, in their order."""
     return ("reparam", *STAGES) if context.folds else STAGES
+
+
+def mixed(context: Context) -> dict[str, str]:
+    """{stage: an earlier one} of stages that were made from another result of that one than is there now."""
+    names, found = stages_of(context), dict[str, str]()
+    now = {name: current_digest(context.directory(name), name, EDITABLE.get(name, frozenset())) for name in names}
+    for stage in names:
+        made = read_record(context.directory(stage), stage).inputs
+        others = [name for name in names if made.get(name, now[name]) != now[name]]
+        found |= {stage: others[0]} if others else {}
+    return found
 
 
 def own_inputs(context: Context) -> str | list[str | None] | None:
