@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,11 +33,13 @@ class PlainConsole(Console):
 
     def __init__(self, *, markup: bool = False, **options: Any) -> None:
         super().__init__(markup=markup, emoji=False, highlight=False, **options)
+        if not self.width:  # COLUMNS=0, as some shells and CI have it: rich would print nothing
+            self.width = shutil.get_terminal_size().columns
 
     @property
     def wraps(self) -> bool:
         """Whether there is a window, or a width was asked for."""
-        return self.is_terminal or "COLUMNS" in os.environ
+        return self.is_terminal or os.environ.get("COLUMNS", "").lstrip("0").isdigit()
 
     def print(self, *objects: Any, **options: Any) -> None:
         if not self.wraps and all(isinstance(one, str) for one in objects):

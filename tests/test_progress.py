@@ -55,6 +55,19 @@ def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None
     assert shown.err == f"{NAME} 3\n"
 
 
+@pytest.mark.parametrize("columns", ["0", "", "wide"])
+def test_no_width_is_as_if_none_were_asked_for(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is left out, and what goes to a pipe has a line for a paragraph."""
+    monkeypatch.setenv("COLUMNS", columns)
+    table = empty_table(NAME)
+    table.add_row("a cell")
+    PlainConsole().print(table)
+    PlainConsole().print("word " * 60)
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == [NAME, "a cell", ("word " * 60).strip()]
+
+
 def test_names_of_what_is_compared_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     sure = {"difference": 0.1, "low": 0.0, "high": 0.2, "p": 0.01, "adjusted_p": 0.01, "items": 9,
             "effective_items": 9.0, "fewest_items": None}  # fmt: skip
