@@ -70,13 +70,23 @@ def look(out: Path, sizes: dict[str, int] | None = None) -> View:
     status = read_status(out)
     if status is None and not (out / RECIPE_COPY).is_file():
         raise ArtifactError("this is no run", where=str(out), do="give the directory of a run")
-    names = [name for name in STAGES if _folder(out, name).is_dir() or (status and name in status.stages)]
+    names = [name for name in STAGES if _is_there(_folder(out, name)) or (status and name in status.stages)]
     rows = tuple(_row(out, name, status) for name in names)
     return View(out=out, rows=rows, sizes=_sizes(out) if sizes is None else sizes, status=status)
 
 
 def _folder(out: Path, stage: str) -> Path:
     return out / DIRECTORIES.get(stage, stage)
+
+
+def _is_there(folder: Path) -> bool:
+    """Whether a stage has been run, or was begun."""
+    return folder.is_dir() or _begun(folder).is_dir()
+
+
+def _begun(folder: Path) -> Path:
+    """Where a stage's files lie until they are whole."""
+    return folder.parent / f"{folder.name}{BEGUN}"
 
 
 def _row(out: Path, name: str, status: Status | None) -> Row:
@@ -89,7 +99,7 @@ def _row(out: Path, name: str, status: Status | None) -> Row:
         record = read_record(folder, name)
         coming = status is not None and name in status.stages and not _behind(name, status)
         return Row(stage=name, state=WAITING if coming else DONE, seconds=record.volatile.get("seconds"))
-    begun = (folder.parent / f"{folder.name}{BEGUN}").is_dir() or (folder / RECORD).exists()
+    begun = _begun(folder).is_dir() or (folder / RECORD).exists()
     return Row(stage=name, state=BROKEN_OFF if begun and status is None else WAITING)
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,32 @@ def test_lines_of_a_run(tmp_path: Path) -> None:
     assert found[5:] == ["2 workers", "  layer 12, experts 0 to 3", "  waiting", "on the disk: store 5.00 GiB"]
     many = lines(view(tmp_path, workers=("waiting",) * 40))
     assert many[-2] == "  and 24 more"
+
+
+def test_a_killed_run_is_over_whoever_has_the_number_of_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that began later is another one; one that is stopped says nothing, and is there."""
+    (tmp_path / "losses.begun").mkdir()
+    (tmp_path / "recipe.yaml").write_text("model: bundled:tiny-mixtral\n")
+    zombie = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    now = time.time()
+    for silent, pid, said, is_there in (
+        (30, os.getpid(), now, True),
+        (0, os.getpid(), now, True),
+        (30, os.getpid(), now - 1e6, False),
+        (30, zombie.pid, now, False),
+    ):
+        monkeypatch.setattr("moeq.artifacts.status.SILENT_SECONDS", silent)
+        status = view(tmp_path, pid=pid, said=said).status
+        assert status is not None
+        assert status.is_alive == is_there, (silent, pid, said)
+        (tmp_path / ".lock").write_text(status.model_dump_json())
+        assert [row.state for row in look(tmp_path).rows if row.stage == "losses"] == [
+            "running" if is_there else "broken off"
+        ]
+    zombie.wait()
 
 
 def test_a_page_is_read_again_while_the_run_goes_on(tmp_path: Path) -> None:

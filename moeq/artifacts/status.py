@@ -29,6 +29,7 @@ SLACK = 2.0  # by which clocks that are read one after the other may differ
 SILENT_SECONDS = 30.0  # after which a run on another machine counts as gone
 MOST_WORKERS = 256  # that are named
 MOST_BYTES = 1 << 16  # of the file
+TICKS = os.sysconf("SC_CLK_TCK")  # a second
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Moment = Annotated[float, Field(ge=0, le=1e12)]  # seconds since 1970
 
@@ -73,13 +74,16 @@ class Status(Frozen):
 
 
 def began(pid: int) -> float:
-    """When the process of a number began, in seconds since 1970; infinity where there is none. A number that was a
-    killed command's may be another process's by now, and often is where a container or a machine starts anew."""
+    """When the process of a number began, in seconds since 1970; infinity where there is none, or one that was killed
+    and that nobody has waited for. A number that was a killed command's may be another process's by now, and often is
+    where a container or a machine starts anew."""
     try:
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        state, *more = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
         return math.inf
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    if state in "ZX":
+        return math.inf
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(more[18]) / TICKS
 
 
 @contextmanager
