@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from moeq.errors import ArtifactError
@@ -9,6 +10,11 @@ from moeq.errors import ArtifactError
 RECIPE_COPY = "recipe.yaml"  # in a run's directory
 CHECKPOINT = "checkpoint"  # what a run exports
 CONFIG = "config.json"  # of a model
+
+
+def as_word(path: Path) -> str:
+    """A path as a shell hands it to a command: quoted where it has to be, and like no option."""
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
 def is_run(path: Path) -> bool:

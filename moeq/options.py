@@ -43,6 +43,7 @@ BUDGETS = "a budget"  # of which one is enough
 RARE = (  # a command names them
     "for_", "device", "workers", "format", "widen", "quantizer", "refine", "tune", "verify", "force",
 )  # fmt: skip
+MODEL_NAMES = "Model directory, hub id, or bundled:tiny-mixtral"
 BUNDLED_TEXT = "bundled"  # a text whose parts for calibration and evaluation differ
 LAST = (*RARE, "check", "trust_remote_code", "probe", "json", "quiet")  # options behind all others
 
@@ -99,7 +100,7 @@ def option(help: str, *marks: str, default: Any = None, sets: str = "", **more: 
 class RunOptions:
     """Options of the commands on a run; what a subclass declares as a plain field is no option of its command."""
 
-    model: str | None = option("Model directory, hub id, or bundled:tiny-mixtral.", OF_A_RUN)
+    model: str | None = option(f"{MODEL_NAMES}.", OF_A_RUN)
     out: Path | None = option("Run directory [default: moeq-out/NAME of the recipe, without one of the model].")
     set_: list[str] = option("Override a key: --set assign.bits_per_weight=2.5", OF_A_RUN, default=list)
     for_: str | None = option(
@@ -203,7 +204,7 @@ class StageOptions(RunOptions):
     what: Annotated[
         str | None,
         Argument(
-            metavar="[RECIPE|MODEL|RUN]",
+            metavar="RECIPE|MODEL|RUN",
             help=f"YAML recipe [default: the one in the run directory, else preset {DEFAULT}]; or a model: its "
             "directory, hub id, or bundled:tiny-mixtral; or a run's directory, to go on with it.",
         ),

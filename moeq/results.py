@@ -6,6 +6,7 @@ import shlex
 from fractions import Fraction
 from typing import Any
 
+from moeq.folders import as_word
 from moeq.recipe.labels import labels
 from moeq.stages import estimate, evaluate, export
 from moeq.stages import non_experts as others
@@ -62,15 +63,15 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
 def next_steps(context: Context) -> dict[str, str]:
     """What follows a run: {what for: command}, `from Python` a line of that; all of it can be copied as it stands."""
     checkpoint = context.directory("export")
-    there, out = shlex.quote(str(checkpoint)), shlex.quote(str(context.out))
+    there, out = as_word(checkpoint), as_word(context.out)
     trust = " --trust-remote-code" if context.recipe.trust_remote_code else ""
-    plain = shlex.quote(str(context.out / "dequantized"))
+    plain = as_word(context.out / "dequantized")
     of_text = {
         "measure again": f"moeq eval {shlex.quote(context.model_name)} {there}{trust}",
         "try it": f'moeq generate {there} "Once upon a time"{trust}',
     }
     made = {
-        f"check {name}": f"moeq verify {shlex.quote(str(export.format_directory(context.out, name)))}{trust}"
+        f"check {name}": f"moeq verify {as_word(export.format_directory(context.out, name))}{trust}"
         for name in context.recipe.export.formats
     }
     elsewhere = {"elsewhere": f"moeq convert {there} --to dequantized --out {plain}{trust}"}

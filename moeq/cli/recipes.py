@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
+from typer import Argument
+
+from moeq.bundled.preset_files import DEFAULT
 from moeq.cli.ending import print_json, show
 from moeq.errors import RecipeError
-from moeq.folders import RECIPE_COPY, is_run
-from moeq.options import BuildOptions, option, takes_options
+from moeq.folders import RECIPE_COPY, as_word, is_run
+from moeq.options import MODEL_NAMES, RECIPES, BuildOptions, option, takes_options
 
 if TYPE_CHECKING:
     from moeq.recipe import Start
@@ -21,7 +24,13 @@ STANDARD_OUTPUT = Path("-")
 class InitOptions(BuildOptions):
     """Options of `moeq init`."""
 
-    out: Path | None = option("File to write, which must not be there yet; -: standard output [default: recipe.yaml].")
+    what: Annotated[
+        str | None,
+        Argument(metavar="MODEL", help=f"{MODEL_NAMES}; without one --model names it where the recipe is run."),
+    ] = None
+    out: Path | None = option(
+        "File to write, NAME.yaml, which must not be there yet; -: standard output [default: recipe.yaml]."
+    )
     check: bool = False
 
     def in_its_run(self) -> Self:
@@ -32,11 +41,14 @@ class InitOptions(BuildOptions):
 @takes_options("quantizer", "refine", "tune", "format", "for_")
 def init(asked: InitOptions) -> None:
     """Write a commented recipe: a preset with a model and other options put in place, to go on with in an editor."""
-    from moeq.starting import check_no_run, short_name
+    from moeq.starting import RUNS, check_no_run, short_name
 
     out = asked.out or Path("recipe.yaml")
     if asked.recipe_path is not None:
         raise RecipeError("is a recipe", where=asked.what, do="give a model, or nothing; --out names the file")
+    if out != STANDARD_OUTPUT and out.suffix not in RECIPES:
+        do = f"end its name in {RECIPES[0]}, by which commands know a recipe"
+        raise RecipeError("is no name of a recipe", where=f"--out {out}", do=do)
     if out != STANDARD_OUTPUT and (out.exists() or out.is_symlink()):
         raise RecipeError("is there already", where=str(out), do="choose another --out, or -")
     model = asked.named_model
@@ -49,7 +61,8 @@ def init(asked: InitOptions) -> None:
     from moeq.artifacts.files import write_text
 
     write_text(out, text)
-    words = f"moeq run {out}" + (f" --out moeq-out/{short_name(model)}" if model is not None else " --model MODEL")
+    into = " --model MODEL" if model is None else f" --out {as_word(Path(RUNS) / short_name(model))}"
+    words = f"moeq run {as_word(out)}{into}"
     written = {"recipe": str(out), "next": words}
     show(written, lambda _: print(f"{out} written\nnext: {words}"), json=asked.json, quiet=asked.quiet)
 
@@ -92,6 +105,10 @@ def _runtimes_changes(asked: BuildOptions, start: Start, model: str | None) -> l
 class RecipeOptions(BuildOptions):
     """Options of `moeq recipe`."""
 
+    what: Annotated[
+        str | None,
+        Argument(metavar="RECIPE|RUN", help=f"YAML recipe, or a run's directory [default: preset {DEFAULT}]."),
+    ] = None
     out: Path | None = None
     check: bool = False
     schema: bool = option("Print the JSON Schema of recipes, by which editors complete keys.", default=False)

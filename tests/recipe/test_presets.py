@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,16 @@ def test_init_writes_a_recipe_equal_to_the_preset_with_its_changes(
     assert Path("recipe.yaml").read_text("utf-8") == text
 
 
+@pytest.mark.parametrize("name", ["a b.yml", "it's.yaml", "-r.yaml", "sub/plain.yaml"])
+def test_what_follows_init_can_be_copied(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["init", "bundled:tiny-mixtral", "--out", f"./{name}", "--json"])
+    _, command, written, *more = shlex.split(json.loads(done.stdout)["next"])
+    assert (command, Path(written)) == ("run", Path(name))
+    assert CliRunner().invoke(app, ["recipe", written]).exit_code == 0
+    assert more == ["--out", "moeq-out/tiny-mixtral"]
+
+
 def test_init_prints_and_fits_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
@@ -130,6 +141,7 @@ def test_init_prints_and_fits_lengths(tmp_path: Path, monkeypatch: pytest.Monkey
     for words, refusal in (
         (["init", "nowhere.yaml"], "is a recipe"),
         (["init", "./nowhere"], "no such file or directory"),
+        (["init", "--out", "recipe"], "--out recipe: is no name of a recipe; end its name in .yaml"),
         (["recipe", "nowhere"], "is no recipe"),
         (["recipe", "x.yaml", "--preset", "fast"], "--preset goes without a recipe"),
     ):

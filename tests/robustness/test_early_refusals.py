@@ -120,7 +120,8 @@ REFUSED: dict[str, list[Case]] = {
     "init": [
         *(case for case in WITHOUT_RECIPE if case is not NO_TEXT_FILE and case[0][0] != "run/recipe.yaml"),
         (("broken.yaml",), 2, "broken.yaml: is a recipe"),
-        (("model", "--out", "file.txt"), 2, "file.txt: is there already"),
+        (("model", "--out", "file.txt"), 2, "--out file.txt: is no name of a recipe; end its name in .yaml"),
+        (("model", "--out", "broken.yaml"), 2, "broken.yaml: is there already"),
     ],
     "recipe": [
         (("no.yaml",), 13, "no.yaml: no such file or directory"),
