@@ -15,7 +15,7 @@ from moeq.artifacts.places import refuse_artifacts
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.benching.asked import Asked
 from moeq.bounded import is_hub_id, is_utf8
-from moeq.errors import ArtifactError, ModelError, PushError, RecipeError, StorageError, missing
+from moeq.errors import ArtifactError, EvaluationError, ModelError, PushError, RecipeError, StorageError, missing
 from moeq.exporters.exporter import loaders
 from moeq.folders import CHECKPOINT, checkpoint_of, is_run
 from moeq.models import offline
@@ -76,9 +76,10 @@ def check_experts(config: Mapping[str, Any], model: str) -> None:
 
 def check_checkpoint(path: Path) -> None:
     """MissingError for what is not there, ModelError for a file or a run."""
-    check_folder(path, "give RUN/checkpoint of a moeq run")
+    do = "give RUN/checkpoint of a moeq run"
+    check_folder(path, do)
     if not path.is_dir():
-        raise missing(path, "give RUN/checkpoint of a moeq run")
+        raise ModelError("not a directory", where=str(path), do=do)
     if is_run(path):
         raise ModelError("this is a run", where=str(path), do=f"give {path / CHECKPOINT}")
 
@@ -213,9 +214,11 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_tasks(include_path: str | Path | None) -> None:
-    """MissingError for a folder of tasks that is not there."""
-    if include_path is not None and not Path(include_path).expanduser().is_dir():
-        raise missing(include_path, TASKS_FOLDER)
+    """MissingError for a folder of tasks that is not there, EvaluationError for a file."""
+    folder = None if include_path is None else Path(include_path).expanduser()
+    check_path(folder, TASKS_FOLDER)
+    if folder is not None and not folder.is_dir():
+        raise EvaluationError("not a directory", where=str(include_path), do=TASKS_FOLDER)
 
 
 def check_texts(source: TextSource) -> None:

@@ -63,9 +63,9 @@ class View:
 
 
 def look(out: Path, sizes: dict[str, int] | None = None) -> View:
-    """A run as it is now. sizes: those of a moment ago, where they need not be counted again. ArtifactError for a
-    folder that is no run."""
-    if not out.is_dir():
+    """A run as it is now. sizes: those of a moment ago, where they need not be counted again. ArtifactError for what
+    is no run."""
+    if not out.exists():
         raise missing(out, do="give the directory of a run")
     status = read_status(out)
     if status is None and not (out / RECIPE_COPY).is_file():

@@ -186,6 +186,7 @@ REFUSED: dict[str, list[Case]] = {
             13,
             "nowhere: no such file or directory; give a folder of task",
         ),
+        (("run", "--tasks", "mine", "--include-path", "file.txt"), 9, "file.txt: not a directory; give a folder"),
         (("run", "--batch-size", "some"), 2, "--batch-size some"),
         (("run", "--text", "no.txt"), 13, "no.txt: no such file or directory"),
         (("run", "--out", "empty"), 9, "is no file that can be written"),
@@ -284,12 +285,14 @@ REFUSED: dict[str, list[Case]] = {
     ],
     "push": [
         (("nowhere", "me/name"), 13, "nowhere: no such file or directory"),
+        (("file.txt", "me/name"), 3, "file.txt: not a directory; give RUN/checkpoint of a moeq run"),
         (("run", "me/name"), 7, "run: this run has no checkpoint; go on with it: moeq run run"),
         (("model", "name"), 2, "name: no name of a repository; give USER/NAME"),
         (("model", "me/name"), 7, "no SHA256SUMS"),
     ],
     "generate": [
         (("nowhere", "hi"), 13, "nowhere: no such file or directory"),
+        (("file.txt", "hi"), 3, "file.txt: not a directory; give RUN/checkpoint of a moeq run"),
         (("empty", "hi"), 3, "no config.json"),
         (("model", "hi", "--device", "gpu"), 2, "--device: unknown device 'gpu'"),
         (("model", "hi", "--temperature", "inf"), 2, "--temperature: cannot be inf; give a finite number from 0"),
@@ -312,6 +315,7 @@ REFUSED: dict[str, list[Case]] = {
     "watch": [
         (("nowhere",), 13, "nowhere: no such file or directory"),
         (("empty",), 7, "empty: this is no run; give the directory of a run"),
+        (("file.txt",), 7, "file.txt: this is no run; give the directory of a run"),
     ],
 }
 MISSING = [
