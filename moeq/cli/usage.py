@@ -221,7 +221,7 @@ def _expected(parameter: Any, error: Any = None) -> str | None:
     if number is None:
         return None
     limits = [] if least is None else [f"from {least:g}"]
-    limits += [] if most is None else [f"to {most:g}"]
+    limits += [] if most is None else [f"to {most if isinstance(most, int) else f'{most:g}'}"]
     return " ".join(["give", number, *limits])
 
 

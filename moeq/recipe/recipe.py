@@ -44,7 +44,7 @@ class Recipe(Section):
     stream: Literal["auto", "always", "never"] = Field(
         "auto", description="read decoder layers from disk as they run; auto: when the model is over a third of memory"
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
+    threads: int | None = Field(None, ge=1, le=4096, description="CPU threads; none: all cores")
     workers: int | None = Field(
         None,
         ge=1,
