@@ -81,6 +81,8 @@ def context_of(asked: RunOptions, command: str) -> Context:
         raise RecipeError("this run has a recipe already", where=str(out), do=do)
     if model is None:
         do = f"name one (moeq {command} MODEL), a recipe, or --out of a run"
+        if path is not None:
+            do = "give --model, or write `model:` in it"
         raise RecipeError("no model", where=str(start), do=do)
     out = out or Path(RUNS) / (recipe.name if path is not None else short_name(model))
     context = opened(recipe, command, out=out, model=model, check=asked.check, quiet=asked.quiet)

@@ -69,6 +69,7 @@ def of_a_run(*more: Case, dense: bool = False) -> list[Case]:
         (("no.yaml",), 13, "no.yaml: no such file or directory"),
         (("broken.yaml",), 2, "broken.yaml"),
         (("--out", "nowhere"), 2, "no model"),
+        (("unnamed.yaml",), 2, "unnamed.yaml: no model; give --model, or write `model:` in it"),
         (("--model", "./nowhere"), 13, "./nowhere: no such file or directory"),
         (("--model", "no where"), 3, "no where: neither a directory that is there nor a hub id"),
         (("--model", "bundled:nothing"), 3, "no such bundled model"),
@@ -372,6 +373,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     archives.kept_in(ARCHIVE, folder / "kept")
     write_statements(folder)
     (folder / "broken.yaml").write_text("losses: [", "utf-8")
+    (folder / "unnamed.yaml").write_text("name: unnamed\n", "utf-8")
     (folder / "broken.json").write_text("{", "utf-8")
     (folder / "file.txt").write_text("text", "utf-8")
     choice = ExpertChoice(tier="ndp", bits=2, importance=0.5)
