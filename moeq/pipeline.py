@@ -143,11 +143,10 @@ def _check_codes(context: Context, stage: Stage) -> None:
     a checkpoint's provenance what they were made of.
     """
     for name in CODES_OF.keys() & set(stage.reads(context.recipe)) - stage.glances:
-        made_of = read_record(context.finished(name), name).inputs
-        for earlier in CODES_OF[name]:
-            if made_of.get(earlier) not in (None, _digest_before(context, earlier, cached=True)):
-                what = f"made of another {earlier}/ than lies there now"
-                raise ArtifactError(what, where=str(context.finished(name)), do=f"run `moeq {name}` again")
+        folder = context.finished(name)
+        for other in (one for one in CODES_OF[name] if _is_another(context, one, read_record(folder, name))):
+            what = f"made of another {other}/ than lies there now"
+            raise ArtifactError(what, where=str(folder), do=f"run `moeq {name}` again")
 
 
 def _is_current(context: Context, stage: Stage, key: str, edited: frozenset[str] = frozenset()) -> bool:
