@@ -851,6 +851,13 @@ def test_standard_output_that_is_full(moeq: ForkServer, finished_run: Path, opti
     assert_refused(finished, STORAGE, "No space left on device")
 
 
+def test_standard_error_that_is_full() -> None:
+    """The exit code is what is left to say."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-m", "moeq", "inspect", "/nowhere/at/all"]
+        assert subprocess.run(command, stderr=full, check=False, timeout=300).returncode == MISSING
+
+
 # --- generate, JSON
 
 

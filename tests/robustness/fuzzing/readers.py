@@ -242,7 +242,7 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.assigners.limits.widths_within": NO_FILE,
     "moeq.assigners.report._none_of": NO_FILE,
     "moeq.assigners.report._price": NO_FILE,
-    "moeq.cli.ending._drop_output": NO_FILE,
+    "moeq.cli.ending._drop": NO_FILE,
     "moeq.cli.usage.Command.parse_args": NO_FILE,
     "moeq.comparison.side_by_side._measure": NO_FILE,
     "moeq.estimation.kernels.read_vision": NO_FILE,
