@@ -158,6 +158,7 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.artifacts.remote.Store._ask": WRITTEN,
     "moeq.artifacts.mirror.here": SYSTEM,
     "moeq.artifacts.status._status": SYSTEM,
+    "moeq.artifacts.status.began": SYSTEM,
     "moeq.artifacts.status.read_status": "opens a file whose bytes parse_status reads: target status",
     "moeq.artifacts.remote.Store.read": BYTES,
     "moeq.artifacts.tensor_files.stored_chunks": HEADERS,
