@@ -310,7 +310,7 @@ def test_no_model(moeq: ForkServer, recipe: Path, tmp_path: Path) -> None:
     bare = yaml.safe_load(recipe.read_text("utf-8"))
     del bare["model"]
     finished = moeq.run("run", write_recipe(tmp_path / "r.yaml", bare), "--out", tmp_path / "out", "--quiet")
-    assert_refused(finished, RECIPE, "no model", "r.yaml", "moeq run MODEL")
+    assert_refused(finished, RECIPE, "no model", "r.yaml", "give --model")
 
 
 # --- corpus
