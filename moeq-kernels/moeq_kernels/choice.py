@@ -28,7 +28,7 @@ from moeq_kernels.cpu.forms import FORMS, forms
 from moeq_kernels.description import Kernel, LayerOfExperts, Matrix, PreparedLayer, PreparedLinear
 from moeq_kernels.dropped import without_dropped
 from moeq_kernels.errors import ModelError
-from moeq_kernels.names import CPU, CPU_INT8, REFERENCE, TRITON, VARIABLE
+from moeq_kernels.names import CPU, CPU_INT8, REFERENCE, TRITON, VARIABLE, interpreted
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.reference import ReferenceKernel
 from moeq_kernels.streams import Streams, streams_of
@@ -73,6 +73,8 @@ def named() -> str | None:
     known = [REFERENCE, CPU, CPU_INT8, *FORMS, TRITON]
     if name not in known:
         raise ModelError(f"no kernel is called {name!r}", where=VARIABLE, do=f"take one of {', '.join(known)}")
+    if name == TRITON and not (interpreted() or torch.cuda.is_available()):
+        raise ModelError("there is no CUDA device", where=f"{VARIABLE}={name}", do="leave it out, or take another one")
     whole = forms(int8=True)
     if (name in FORMS and not FORMS[name].runs_here()) or (name == CPU_INT8 and not whole):
         usable = [REFERENCE, CPU, *([CPU_INT8] if whole else []), *forms(), *whole]

@@ -94,7 +94,7 @@ def run(app: Callable[[], None]) -> None:
             _leave(ended_by)
         sys.exit(code if sys.stdout is output else CLOSED)  # typer replaces one that nobody reads, and makes 1 of it
     except BrokenPipeError:
-        _drop_output()
+        _drop(1)
         sys.exit(CLOSED)
     except Exception as error:
         if ended_by:
@@ -105,9 +105,17 @@ def run(app: Callable[[], None]) -> None:
                 _print_result(as_json(known))
                 sys.stdout.flush()
         if isinstance(known, StorageError):
-            _drop_output()
-        print(f"moeq: {known}", file=sys.stderr)
+            _drop(1)
+        _say(f"moeq: {known}")
         sys.exit(known.exit_code)
+
+
+def _say(line: str) -> None:
+    """On standard error, where that takes it: what is still buffered for one that does not goes nowhere."""
+    try:
+        print(line, file=sys.stderr)
+    except OSError:
+        _drop(2)
 
 
 def _interrupt(ended_by: list[int], number: int) -> None:
@@ -142,9 +150,9 @@ def _leave(ended_by: list[int]) -> NoReturn:
     sys.exit(next((code for number, code in codes.items() if number in ended_by), INTERRUPTED))
 
 
-def _drop_output() -> None:
-    """What is still buffered for standard output goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def _drop(stream: int) -> None:
+    """What is still buffered for standard output, 1, or standard error, 2, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 def _as_moeq_error(error: Exception) -> MoeqError:

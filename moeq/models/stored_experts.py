@@ -29,6 +29,7 @@ BLOCK = 32  # weights of a block of MXFP4, in 16 bytes
 COUNTS = (
     "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts",
 )  # fmt: skip
+WIDTHS = ("hidden_size", "d_model", "n_embd"), ("moe_latent_size", "moe_hidden_size")  # a model's; its experts'
 LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
 DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")  # of encoder-decoders
 REMEDY = "check that the directory is a complete transformers checkpoint"
@@ -102,8 +103,13 @@ def stored_layers(shapes: Mapping[str, Shape], config: Mapping[str, Any], where:
             one.one_by_one.setdefault(int(number[1]), {})[_plain(matrix.partition(".")[2])] = shape
         else:
             one.stacks[_plain(matrix)] = shape
-    counts = expert_counts(config)
-    return [_layer(module, found[module], counts, where) for module in sorted(found, key=_order)]
+    counts, widths = expert_counts(config), [stated(config, keys) for keys in WIDTHS]
+    layers = [_layer(module, found[module], counts, where) for module in sorted(found, key=_order)]
+    for layer in layers:
+        if any(widths) and layer.hidden_size not in widths:
+            what = f"{layer.name} holds experts of {layer.hidden_size} inputs, the configuration wants {widths[0]}"
+            raise ModelError(what, where=where, do=REMEDY)
+    return layers
 
 
 def without_drafts(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, Shape]:

@@ -59,6 +59,7 @@ def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
     for part in (*(part for part in whole.values() if isinstance(part, dict)), whole):
         values |= {key: part[key] for key in CONFIG_KEYS if part.get(key) is not None}
     values |= {name: whole[own] for name, own in config.attribute_map.items() if name in CONFIG_KEYS and own in whole}
-    stated = {key: getattr(config, key, None) for key in TEXT_KEYS}  # some work out what config.json leaves out
+    worked_out = [key for key in TEXT_KEYS if key not in whole and hasattr(type(config), key)]  # by its class
+    stated = {key: whole.get(key) for key in TEXT_KEYS} | {key: getattr(config, key) for key in worked_out}
     values |= {key: value for key, value in stated.items() if value is not None}
     return values | {"model_type": config.model_type} | ({} if top_k is None else {"top_k": top_k})

@@ -178,6 +178,9 @@ def answer(process: subprocess.Popen[bytes], request: Request) -> Answer:
             )
         ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with {code}"
         what = f"its process ended {ended}" + (f": {last[-1]}" if last else "")
+        if code > 0 and not last:
+            do = "name with --python the interpreter of an environment that has the target"
+            raise EvaluationError(what, where=f"target {request.target}, {arguments[0]}", do=do)
         raise _failed(request, what)
     said = json.loads((folder / probe.ANSWER).read_text("utf-8"))
     if said["absent"] is not None:

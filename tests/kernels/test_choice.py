@@ -252,6 +252,16 @@ def test_a_name_that_there_is_not_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         choice.prepared_layer(LAYER, CPU, "measured")
 
 
+def test_triton_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was computed as it is stored without a word."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("MOEQ_KERNEL", "triton")
+    with pytest.raises(ModelError, match="MOEQ_KERNEL=triton: there is no CUDA device; leave it out"):
+        choice.prepared_layer(LAYER, CPU, "measured")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choice.named() == "triton"
+
+
 def test_a_device_without_a_kernel_says_so() -> None:
     assert choice.prepared_layer(LAYER, torch.device("xpu"), "measured") == (None, "no kernel computes on xpu")
     assert choice.prepared_linear(matrix_of(8, 16, 4), None, torch.device("xpu"), "fixed")[0] is None

@@ -26,8 +26,8 @@ from moeq.models.support import answer
 
 CPU = torch.device("cpu")
 NOT_BY_HEADERS = {  # config.json leaves some of their sizes to transformers, or which of their layers keep what
-    "dbrx", "glm4_moe_lite", "glm5_next", "jamba", "jetmoe", "mixtral", "moe_vit", "openai_privacy_filter", "phimoe",
-    "qwen3_omni_moe_thinker", "switch_transformers",
+    "dbrx", "glm4_moe_lite", "glm5_next", "jamba", "jetmoe", "longcat_flash", "mixtral",
+    "moe_vit", "openai_privacy_filter", "phimoe", "qwen3_omni_moe_thinker", "switch_transformers",
 }  # fmt: skip
 
 

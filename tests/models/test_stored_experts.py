@@ -62,6 +62,13 @@ def test_experts_that_are_not_alike_are_named(change: dict[str, Shape | None], w
         stored_layers(shapes, CONFIG, "here")
 
 
+def test_experts_are_as_wide_as_the_configuration_has_it() -> None:
+    for stated in ({"hidden_size": H}, {"d_model": H + 1, "moe_latent_size": H}, {"text_config": {"hidden_size": H}}):
+        assert sizes(stored_layers(layer("m.experts"), CONFIG | stated, "here")) == [("m.experts", 3, H, INNER, 3)]
+    with pytest.raises(ModelError, match=rf"here: m\.experts holds experts of {H} inputs, the configuration wants 16"):
+        stored_layers(layer("m.experts"), CONFIG | {"hidden_size": 16}, "here")
+
+
 def test_the_part_of_the_language_model() -> None:
     assert text_config({"text_config": {"num_experts": 2}, "num_experts": 3}) == {"num_experts": 2}
     assert text_config({"num_experts": 3}) == {"num_experts": 3}

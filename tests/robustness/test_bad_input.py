@@ -310,7 +310,7 @@ def test_no_model(moeq: ForkServer, recipe: Path, tmp_path: Path) -> None:
     bare = yaml.safe_load(recipe.read_text("utf-8"))
     del bare["model"]
     finished = moeq.run("run", write_recipe(tmp_path / "r.yaml", bare), "--out", tmp_path / "out", "--quiet")
-    assert_refused(finished, RECIPE, "no model", "r.yaml", "moeq run MODEL")
+    assert_refused(finished, RECIPE, "no model", "r.yaml", "give --model")
 
 
 # --- corpus
@@ -849,6 +849,13 @@ def test_standard_output_that_is_full(moeq: ForkServer, finished_run: Path, opti
     """A result that cannot be printed is an error, not a success."""
     finished = moeq.run("inspect", finished_run / "checkpoint", *options, stdout="/dev/full")
     assert_refused(finished, STORAGE, "No space left on device")
+
+
+def test_standard_error_that_is_full() -> None:
+    """The exit code is what is left to say."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-m", "moeq", "inspect", "/nowhere/at/all"]
+        assert subprocess.run(command, stderr=full, check=False, timeout=300).returncode == MISSING
 
 
 # --- generate, JSON

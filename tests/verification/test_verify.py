@@ -357,6 +357,13 @@ def test_a_process_that_dies(gptq: Path, tmp_path: Path) -> None:
         check(gptq / "packed", python=str(python))
 
 
+@pytest.mark.fresh_process
+def test_what_is_no_python(gptq: Path) -> None:
+    wanted = "target gptqmodel, /bin/false: its process ended with 1; name with --python the interpreter"
+    with pytest.raises(EvaluationError, match=wanted):
+        check(gptq / "packed", python="/bin/false")
+
+
 @pytest.mark.parametrize("most", [100, 20_000])  # bytes: too few for what is asked, and for what is answered
 def test_a_folder_for_temporary_files_that_is_full(run: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit of the size of files stands in for a full disk."""

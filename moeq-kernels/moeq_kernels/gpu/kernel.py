@@ -10,7 +10,6 @@ I intermediate size.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -23,6 +22,7 @@ from moeq_kernels.gpu import unpacked
 from moeq_kernels.gpu.settings import Settings, Shape, choose, rows_to_unpack
 from moeq_kernels.gpu.stored import Stored, in_order, shapes_of
 from moeq_kernels.gpu.swizzle import FRAGMENT, TILE
+from moeq_kernels.names import interpreted
 from moeq_kernels.streams import launching_on
 
 ACTIVATIONS = {  # in one pass with the products; names as in transformers
@@ -37,11 +37,6 @@ ACTIVATIONS = {  # in one pass with the products; names as in transformers
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_COMPARED = 4096  # rows that are sorted by comparing each with all
-
-
-def interpreted() -> bool:
-    """Whether Triton's programs run in its interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache

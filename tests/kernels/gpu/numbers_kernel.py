@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from moeq_kernels.gpu.codes import joined, loaded
-from moeq_kernels.gpu.kernel import TritonLinear, interpreted
+from moeq_kernels.gpu.kernel import TritonLinear
 from moeq_kernels.gpu.programs import stretch
+from moeq_kernels.names import interpreted
 
 
 @triton.jit
