@@ -32,6 +32,7 @@ from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.gguf import FILE
 from moeq.exporters.gguf_families import block_of, stack_name
 from moeq.exporters.readers import open_packed
+from moeq.exporters.readers.gguf import Gguf, check_parameters
 from moeq.models.disk_names import DiskNames
 from moeq.numerics.ggml_types import HOLDS
 from moeq.progress import Reporter
@@ -491,6 +492,14 @@ def test_a_header_that_says_otherwise_than_config_json_is_refused(case: str, tmp
     for opened in (open_packed, lambda path: convert(path, "native", tmp_path / "other")):
         with pytest.raises(ArtifactError, match=rf"model\.gguf: llama\.{said}"):
             opened(out)
+
+
+def test_a_header_with_a_word_for_a_number_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    opened = open_packed(exported(MadeSource(models["mixtral"], four), tmp_path / "out"))
+    assert isinstance(opened, Gguf)
+    file = replace(opened.file, fields=opened.file.fields | {"llama.rope.freq_base": "high"})
+    with pytest.raises(ArtifactError, match=r"model\.gguf: llama\.rope\.freq_base is 'high', config\.json says 1"):
+        check_parameters(file, opened.model.config, opened.family)
 
 
 def test_a_file_of_another_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
