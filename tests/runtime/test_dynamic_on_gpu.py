@@ -398,7 +398,7 @@ def test_without_the_interpreter_it_is_refused_on_the_cpu(place: str, monkeypatc
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     model = tiny_model("mixtral").eval()
     source = Source(model)
-    with pytest.raises(ModelError, match="experts cannot change their precision|there is no CUDA device"):
+    with pytest.raises(ModelError, match=r"experts cannot change their precision|there is no CUDA device"):
         DynamicMoE(model, source.layers, source, settings(), policy="fixed")
 
 
