@@ -63,7 +63,9 @@ def sort_names(
         for origin in origins:
             key = renamed[origin.key]
             if layer is not None:
-                _take(names, source, layer, origin.key, key, key in weights)
+                shape = model.get_parameter(parameter).shape
+                held = shape[0] if len(shape) == STACKED else 0  # LongCat's first matrices are of zero experts, too
+                _take(names, source, layer, origin.key, key, packed=key in weights, most=max(held, layer.num_experts))
             elif key in weights:
                 if origin.pattern is not None:
                     raise _refused(source, key, "it is packed, and a part of one matrix in memory")
@@ -74,6 +76,7 @@ def sort_names(
     return names
 
 
+STACKED = 3  # dimensions of a parameter of all experts
 _STAND_IN = TensorHeader(file=None, dtype="BF16", shape=(), offset=0, bytes=0)  # type: ignore[arg-type]
 
 
@@ -102,15 +105,17 @@ def _other_name(key: str) -> str | None:
     return f"{key[: parts.start(2)]}{OTHER_NAMES[parts[2]]}{WEIGHT}"
 
 
-def _take(names: Names, source: ModelSource, layer: ExpertLayer, known: str, key: str, packed: bool) -> None:
-    """Note a tensor of a layer's experts."""
+def _take(
+    names: Names, source: ModelSource, layer: ExpertLayer, known: str, key: str, *, packed: bool, most: int
+) -> None:
+    """Note a tensor of a layer's experts, of which there are so many at most."""
     parts = _EXPERT.search(known)
     if parts is None or parts[2] not in PROJECTIONS:
         if packed:
             raise _refused(source, key, "it is packed, and not one matrix of one expert")
         names.stacked.setdefault(layer.index, []).append(key)
         return
-    if int(parts[1]) >= layer.num_experts:
+    if int(parts[1]) >= most:
         what = f"expert {parts[1]}, and config.json says that there are {layer.num_experts}"
         raise ArtifactError(what, where=f"{source.path}, {key}", do="make or download the checkpoint again")
     names.experts[layer.index, int(parts[1]), PROJECTIONS[parts[2]]] = key
