@@ -181,8 +181,7 @@ class RunText:
 
     def lies_here(self, part: str) -> bool:
         """Whether a part can be read without a download."""
-        sources = self.calibration_sources if part == "calibration" else self.evaluation_sources
-        return all(isinstance(source, corpus.LocalFile) for source in sources)
+        return all(isinstance(source, corpus.LocalFile) for source in self._sources(part))
 
     def tokens_there(self, part: str) -> int:
         """About how many tokens the files of a part have, all of them; it is read once for that."""
@@ -292,7 +291,7 @@ class RunText:
         if self.model.takes_images:
             sets = self.evaluation_images if part == "evaluation" else self.calibration_images
             return digest_of([[images.domain, images.digest] for images in sets])
-        sources = self.evaluation_sources if part == "evaluation" else self.calibration_sources
+        sources = self._sources(part)
         if not sources:
             return "none"
         digest = self._files_digest(part)
@@ -316,8 +315,10 @@ class RunText:
         return known[name]
 
     def _files_now(self, part: str) -> str:
-        sources = self.evaluation_sources if part == "evaluation" else self.calibration_sources
-        return corpus.sources_digest(sources, self._run.reporter.bar)
+        return corpus.sources_digest(self._sources(part), self._run.reporter.bar)
+
+    def _sources(self, part: str) -> list[corpus.Source]:
+        return self.evaluation_sources if part == "evaluation" else self.calibration_sources
 
     @contextmanager
     def reading(self, part: str) -> Iterator[None]:

@@ -60,12 +60,11 @@ def sort_names(
     by_parameter = {f"{layer.name}.{part}": layer for layer in layers for part in layer.parameters}
     for parameter, origins in reader.origins.items():
         layer = by_parameter.get(parameter)
+        most = 0 if layer is None else max(layer.num_experts, _experts_held(model, parameter))
         for origin in origins:
             key = renamed[origin.key]
             if layer is not None:
-                shape = model.get_parameter(parameter).shape
-                held = shape[0] if len(shape) == STACKED else 0  # LongCat's first matrices are of zero experts, too
-                _take(names, source, layer, origin.key, key, packed=key in weights, most=max(held, layer.num_experts))
+                _take(names, source, layer, origin.key, key, packed=key in weights, most=most)
             elif key in weights:
                 if origin.pattern is not None:
                     raise _refused(source, key, "it is packed, and a part of one matrix in memory")
@@ -103,6 +102,12 @@ def _other_name(key: str) -> str | None:
     if parts is None or parts[2] not in OTHER_NAMES:
         return None
     return f"{key[: parts.start(2)]}{OTHER_NAMES[parts[2]]}{WEIGHT}"
+
+
+def _experts_held(model: Any, parameter: str) -> int:
+    """How many experts a parameter of all of them holds, LongCat's first matrices those of zero ones, too; else 0."""
+    shape = model.get_parameter(parameter).shape
+    return int(shape[0]) if len(shape) == STACKED else 0
 
 
 def _take(
