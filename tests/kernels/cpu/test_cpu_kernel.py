@@ -141,6 +141,17 @@ def test_unpacked_values_are_those_of_the_weight(form: str) -> None:
         assert torch.equal(CpuKernel(form, prefill=0).linear(matrix)(torch.eye(72)), matrix.dequantize().T)
 
 
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_matrix_is_unpacked_part_by_part(dtype: torch.dtype) -> None:
+    """In memory that is kept: what a larger one has left there is not read, in inference mode or not."""
+    large, small = matrix_of(2600, 48, 4, 24), matrix_of(1040, 24, 3, 24)
+    for inference, matrix in ((True, large), (False, small), (True, small), (False, large)):
+        with torch.inference_mode(inference):
+            given = torch.eye(matrix.inputs, dtype=dtype)
+            assert torch.equal(CpuKernel(prefill=0).linear(matrix)(given), matrix.dequantize().T.to(dtype))
+
+
 @pytest.fixture
 def teams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Teams of threads that no other test has."""
