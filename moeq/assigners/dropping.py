@@ -38,12 +38,18 @@ class Ways:
 
 
 def ways(
-    losses: np.ndarray, dropped: np.ndarray, costs: np.ndarray, widths: Sequence[int], times: np.ndarray | None
+    losses: np.ndarray,
+    dropped: np.ndarray,
+    costs: np.ndarray,
+    nothing: int,
+    widths: Sequence[int],
+    times: np.ndarray | None,
 ) -> Ways:
     """The ways of a layer's experts.
 
-    losses [e, P, W] of matrices, dropped [e] of experts that are, costs [P, W], times [e, W] of whole experts at a
-    width, whose matrices take equal shares; being dropped costs nothing and takes no time.
+    losses [e, P, W] of matrices, dropped [e] of experts that are, costs [P, W], and `nothing` of a dropped expert (what
+    files say of it), times [e, W] of whole experts at a width, whose matrices take equal shares; being dropped takes no
+    time.
     """
     every = np.array(list(itertools.product(range(len(widths)), repeat=costs.shape[0])))  # [m, P]
     at = np.arange(costs.shape[0])
@@ -53,11 +59,11 @@ def ways(
         best = np.stack([kind[loss[:, kind].argmin(1)] for kind in kinds], 1)  # [e, n]
     else:  # ways of one cost may differ in time
         best = np.broadcast_to(np.arange(len(every)), loss.shape)
-    nothing = np.zeros((len(loss), 1))
-    spent = None if times is None else np.concatenate([times[:, every].mean(2), nothing], 1)
+    last = np.zeros((len(loss), 1))
+    spent = None if times is None else np.concatenate([times[:, every].mean(2), last], 1)
     return Ways(
         losses=np.concatenate([np.take_along_axis(loss, best, 1), dropped[:, None]], 1),
-        costs=np.concatenate([cost[best], nothing.astype(cost.dtype)], 1),
+        costs=np.concatenate([cost[best], np.full_like(last, nothing, dtype=cost.dtype)], 1),
         times=spent,
         widths=np.concatenate([np.array(widths)[every][best], np.zeros((len(loss), 1, len(at)), int)], 1),
     )

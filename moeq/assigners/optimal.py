@@ -105,13 +105,13 @@ def _optimum(
 
 def _optimum_of_ways(inputs: AssignInputs, limit: Limit, hot: Sequence[np.ndarray], scope: str) -> Optimum:
     """As `_optimum`, of matrices of experts that may also be dropped."""
-    kept = [place for place, width in enumerate(limit.widths) if width != DROPPED]
+    kept, gone = [place for place, width in enumerate(limit.widths) if width != DROPPED], limit.widths.index(DROPPED)
     widths, every = [limit.widths[place] for place in kept], []
     for layer, mask in enumerate(hot):
         losses, dropped = _matrix_losses(inputs, layer, widths), _losses(inputs, layer, [DROPPED])[:, 0]
         times = None if limit.latency is None else limit.latency.times[layer][:, kept]
-        costs = limit.matrices[layer][:, kept]
-        every.append(dropping.ways(losses[~mask], dropped[~mask], costs, widths, times))
+        costs, nothing = limit.matrices[layer][:, kept], int(limit.costs[layer, gone])
+        every.append(dropping.ways(losses[~mask], dropped[~mask], costs, nothing, widths, times))
     parts = [(every, limit.total, "the model")]
     if scope != "model":
         totals = enumerate(limit.by_layer())

@@ -412,6 +412,8 @@ def _stamps(shapes: Shapes, prefix: str) -> list[dict[str, Any]]:
 
 def _within(items: Any, depth: int) -> int:
     """Bytes that the items of a list or dictionary add to canonical JSON in which they stand at a depth."""
+    if not items:
+        return 0
     text = canonical_json(items)
     lines = text.count("\n") - 2
     return len(text.encode()) - len("{\n}\n") + (depth - 1) * lines + 1  # and the comma behind the last one

@@ -107,6 +107,17 @@ def test_less_than_the_narrowest_width_can_be_asked_for() -> None:
     assert found.gap == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.parametrize("granularity", ["expert", "projection"])
+def test_what_files_say_of_dropped_experts_is_within_the_size(granularity: str) -> None:
+    inputs = with_matrices(3, 2, 6)
+    records = tuple({name: dict.fromkeys(own, 7) for name, own in layer.items()} for layer in inputs.matrix_bytes)
+    inputs = replace(inputs, record_bytes=records)
+    size = inputs.other_bytes + sum(one[1] * 6 for one in inputs.bytes) // 2
+    found = assign(with_options(inputs, method="optimal", size=size, granularity=granularity, drop=True))
+    assert found.drops
+    assert inputs.other_bytes + spent(inputs.in_the_checkpoint(), found) <= size
+
+
 def test_an_expert_that_calibration_hardly_reached_counts_as_if_it_could_be_reached() -> None:
     """Never given a token it would cost nothing to drop; it counts with 4 tokens of what the others weigh."""
     inputs = inputs_of(5, 1, 4, method="optimal", code_bits=2, loss_weighting="squared", drop=True)

@@ -75,7 +75,7 @@ def test_the_table_shows_what_the_directory_has(finished: Context, capsys: pytes
         assert human_size(row["checkpoint_bytes"]) in shown
         assert human_size(row["checkpoint_bytes"]) in page
         assert row["checkpoint_bytes"] > row["total_bytes"] >= row["expert_bytes"]
-    assert "whole: every file of the checkpoint, as --size limits it" in shown
+    assert "whole: every file of the checkpoint, at most, as --size limits it" in shown
 
 
 def test_a_report_of_an_earlier_version_has_its_sizes_too(finished: Context, tmp_path: Path) -> None:
@@ -141,6 +141,25 @@ def test_every_method_keeps_its_size(finished: Context) -> None:
         section = section_of(f"assign={{{more}}}")
         found = assign.make(finished, section, "limited")
         assert CheckpointSize(finished).total(found) <= (section.size or 0)
+
+
+@pytest.mark.parametrize("granularity", ["expert", "projection"])
+def test_dropped_experts_count_as_the_table_shows_them(finished: Context, granularity: str) -> None:
+    sizes = CheckpointSize(finished)
+    least = sizes.other_bytes + sum(
+        layer.num_experts * sizes.matrix_bytes(layer, name, 1)
+        for layer in finished.model.layers
+        for name in layer.projections
+    )
+    wanted = (
+        f"assign={{method: optimal, quantizer: rtn, size: {least - 30_000}, granularity: {granularity}, drop: true}}"
+    )
+    inputs = assign.inputs_of(finished, section_of(wanted), "limited")
+    found = assign.decide(inputs)
+    assert found.drops
+    each = inputs.in_the_checkpoint()
+    counted = sum(each.stored(layer, width) for layer, of in enumerate(found.expert_widths()) for width in of)
+    assert inputs.other_bytes + counted == sizes.total(found) <= least - 30_000
 
 
 def test_the_least_size_that_a_refusal_names_is_taken(finished: Context) -> None:
