@@ -170,7 +170,8 @@ def _price(
             raise _none_of(inputs, target, refused)
         best = optimum(inputs, budget_of(inputs, assignment, widths, granularity, given), hot, granularity)
     except (AssignmentError, FormatError) as error:
-        return Price(target=target.name, refusal=str(error))
+        other = reason if isinstance(error, BudgetError) else None  # which another budget would not change
+        return Price(target=target.name, refusal=other or str(error))
     chosen = expert_widths(inputs, best.bits, hot)
     return Price(
         target=target.name,

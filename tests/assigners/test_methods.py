@@ -172,6 +172,13 @@ def test_a_target_refuses_what_it_cannot_load() -> None:
         assign(one)
 
 
+def test_what_a_target_never_loads_is_said_before_the_budget() -> None:
+    for symmetric, said in ((False, "vllm reads symmetric grids only"), (True, "cannot be met")):
+        inputs = inputs_of(11, 3, 6, symmetric=symmetric, method="optimal", code_bits="5/2")
+        (price,) = report.prices(inputs, assign(inputs), ["vllm"])
+        assert said in str(price.refusal)
+
+
 def test_uniform_says_what_the_next_wider_width_takes() -> None:
     inputs = inputs_of(13, 2, 8, method="uniform", bits=2)
     assert uniform.remark(inputs, assign(inputs)) is None  # the width was asked for
