@@ -190,7 +190,8 @@ def decide(inputs: AssignInputs) -> Assignment:
     """Run the assigner; AssignmentError when it takes a width whose replicas were not made, or none at all."""
     assignment = assign(inputs)
     if not any(assignment.widths()):
-        raise BudgetError("every expert would be dropped", where=inputs.name, do="raise the budget")
+        limits = "the budget" if inputs.config.ndp_latency_ms is None else "the budget or ndp_latency_ms"
+        raise BudgetError("every expert would be dropped", where=inputs.name, do=f"raise {limits}")
     made = {DROPPED, FULL, *(() if inputs.losses is None else inputs.losses.bits())}
     missing = [width for width in assignment.widths() if width not in made]
     if missing:

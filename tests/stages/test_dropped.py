@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from family_models import save
@@ -198,8 +200,13 @@ def test_a_budget_below_the_narrowest_width_is_met_by_dropping(
         assign.check(make(finished.model_name, finished.out, f"assign={{{section}}}"))
     less = section.replace("0.5", "0").replace("1/2", "0").replace("300000", "1")
     nothing = make(finished.model_name, finished.out, f"assign={{{less}, drop: true}}")
-    with pytest.raises(BudgetError, match="every expert would be dropped; raise the budget"):
+    with pytest.raises(BudgetError, match=r"every expert would be dropped; raise the budget$"):
         assign.make(nothing, nothing.recipe.assign, "run")
+    quick = make(finished.model_name, finished.out, f"assign={{{section}, ndp_latency_ms: 1.0e-9, drop: true}}")
+    inputs = assign.inputs_of(quick, quick.recipe.assign, "run")
+    inputs = replace(inputs, tokens_given=tuple(np.ones(layer.num_experts) for layer in quick.model.layers))
+    with pytest.raises(BudgetError, match=r"every expert would be dropped; raise the budget or ndp_latency_ms$"):
+        assign.decide(inputs)
 
 
 def test_that_every_expert_is_dropped_by_hand_is_refused(finished: Context, tmp_path: Path) -> None:
