@@ -33,7 +33,7 @@ from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.front_matter import CARD, Origin, read_origin
 from moeq.exporters.native_reader import NativeReader
-from moeq.exporters.packed_source import PackedSource
+from moeq.exporters.packed_source import Checkable, PackedSource
 from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.folders import bytes_in
 from moeq.models.drafts import left_drafts
@@ -74,6 +74,8 @@ def convert(
     if format_of(source.source) == PLAIN:
         do = "make a packed one of it with `moeq run`"
         raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)
+    if isinstance(source, Checkable):
+        source.check()
     sides, origin = find_side_files(source.source.path, source.config, trust_remote_code), read_origin(checkpoint)
     sums, statement = check_listed(checkpoint, verify)
     lines = (left_drafts(source.source.drafts), sides.said(), origin.said(), _unlisted(sums))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moeq.conversion import convert
-from moeq.errors import ArtifactError, FormatError
+from moeq.errors import ArtifactError, FormatError, ModelError
 from moeq.exporters.readers import open_packed
 from moeq.verification.reference import values
 from moeq_kernels.packed import PackedWeight
@@ -112,3 +115,39 @@ def test_groups_in_another_order_become_their_values(tmp_path: Path) -> None:
         assert torch.equal(stored[key], exact), key
     with pytest.raises(ArtifactError, match="not consecutive inputs"):
         convert(tmp_path / "packed", "auto-round", tmp_path / "refused")
+
+
+O_PROJ, HEAD = "model.layers.1.self_attn.o_proj.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop(O_PROJ), f"1 missing keys, the first: {O_PROJ}"),
+        (lambda tensors: tensors.pop(HEAD), f"1 missing keys, the first: {HEAD}"),
+        (lambda tensors: tensors.update({HEAD: tensors[HEAD][:100].clone()}), f"{HEAD} is [100, 64], not [128, 64]"),
+        (lambda tensors: tensors.update({"model.more": torch.ones(1)}), "1 unexpected keys, the first: model.more"),
+    ],
+)
+def test_what_is_not_as_the_model_has_it_is_refused_where_nothing_is_loaded(
+    gptq: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], Any], said: str
+) -> None:
+    shutil.copytree(gptq, tmp_path / "packed")
+    tensors = load_file(gptq / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError) as caught:
+        convert(tmp_path / "packed", "dequantized", tmp_path / "out")
+    assert said in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_head_that_is_the_embeddings_is_not_missing(gptq: Path, tmp_path: Path) -> None:
+    shutil.copytree(gptq, tmp_path / "packed")
+    tensors = load_file(gptq / "model.safetensors")
+    del tensors[HEAD]
+    save_file(tensors, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
+    config = json.loads((gptq / "config.json").read_text())
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    convert(tmp_path / "packed", "dequantized", tmp_path / "out")
+    assert HEAD not in open_packed(tmp_path / "out").source.tensors

@@ -97,9 +97,9 @@ class Foreign:
     def check(self) -> None:
         """Compare every packed matrix's headers with the configuration; ArtifactError at the first that differs.
 
-        Also ArtifactError for an expert's matrix that is missing, and ModelError for tensors of no part of the model.
+        Also ArtifactError for an expert's matrix that is missing, and ModelError for what `Names.check` finds.
         """
-        self._names.reader.check_unexpected()
+        self._names.check(self.source.path)
         for layer in self.layers:
             for expert in range(layer.num_experts) if layer.index not in self._names.stacked else ():
                 for projection in layer.projections:

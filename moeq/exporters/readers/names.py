@@ -10,12 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer
+from moeq.models.loading import tied
+from moeq.models.messages import damaged
 from moeq.models.source import ModelSource, TensorHeader
 from moeq.models.weights import WeightReader
 
@@ -43,6 +46,17 @@ class Names:
     experts: dict[Place, str] = field(default_factory=dict)
     stacked: dict[int, list[str]] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
+
+    def check(self, path: Path) -> None:
+        """ModelError for tensors of no part of the model, for parts that have none, and for one of another shape."""
+        reader = self.reader
+        reader.check_unexpected()
+        there, ties, state = set(reader.origins), tied(reader.model), reader.model.state_dict()
+        reader.check_missing(name for name in reader.names - there if there.isdisjoint(ties.get(name, ())))
+        for name, (origin, *more) in reader.origins.items():
+            header, wanted = reader.source.tensors[origin.key], tuple(state[name].shape)
+            if header is not _STAND_IN and origin.pattern is None and not more and header.shape != wanted:
+                raise damaged(path, f"{self.renamed[origin.key]} is {list(header.shape)}, not {list(wanted)}")
 
 
 def sort_names(
