@@ -35,6 +35,7 @@ from moeq.exporters.front_matter import CARD, Origin, read_origin
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import Checkable, PackedSource
 from moeq.exporters.readers import PLAIN, format_of, open_packed
+from moeq.exporters.readers.foreign import Foreign
 from moeq.folders import bytes_in
 from moeq.models.drafts import left_drafts
 from moeq.models.side_files import find_side_files
@@ -78,7 +79,7 @@ def convert(
         source.check()
     sides, origin = find_side_files(source.source.path, source.config, trust_remote_code), read_origin(checkpoint)
     sums, statement = check_listed(checkpoint, verify)
-    lines = (left_drafts(source.source.drafts), sides.said(), origin.said(), _unlisted(sums))
+    lines = (left_drafts(source.source.drafts), _left_scales(source), sides.said(), origin.said(), _unlisted(sums))
     said = [line for line in lines if line is not None]
     model = _model(source, statement, origin)
     made = _making(checkpoint, name, widen, model, _digests(checkpoint) if sums is None else sums.files)
@@ -119,6 +120,15 @@ def _check_apart(out: Path) -> None:
         if (folder / SUMS).is_file():
             do = "choose another --out: a checkpoint holds nothing that its list of files does not name"
             raise RecipeError(f"lies within the checkpoint {folder}", where=str(out), do=do)
+
+
+def _left_scales(source: PackedSource) -> str | None:
+    """One line on what a checkpoint says of the rounding of activations, which is left behind; None without it."""
+    keys = source.of_activations if isinstance(source, Foreign) else ()
+    if not keys:
+        return None
+    names = ", ".join(sorted({key.rpartition(".")[2] for key in keys}))
+    return f"left out: how activations or the key-value cache are rounded, {len(keys):,} tensors ({names})"
 
 
 def _unlisted(sums: Sums | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.readers import open_packed
 from moeq.inspection import inspect
+from moeq.models.source import INDEX
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages import assign, evaluate
 from moeq.stages.context import Context
 from moeq.stages.replicas import load_losses
+from moeq.verification.reference import streamed
 from moeq.verification.verify import Options, verify
 from moeq_kernels.packed import packed_bytes
 from moeq_kernels.widths import FULL, Encoding
@@ -196,6 +199,30 @@ def test_scales_of_others_are_read_as_values(run: Context, tmp_path: Path) -> No
     assert torch.equal(value, decompressed(quantization_of(tmp_path / "made"), found, all_tensors(tmp_path / "made")))
     with pytest.raises(ArtifactError, match="packs no such codes"):
         open_packed(tmp_path / "made").expert(layer, int(expert))
+
+
+def test_how_others_round_activations_is_left_behind(model: Path, tmp_path: Path) -> None:
+    """As llm-compressor writes W4A4 with a key-value cache in FP8: tensors that are no part of the weights."""
+    write("vllm-cuda", MadeSource(model, lambda *place: 4, floats="nvfp4"), tmp_path / "made", WriteOptions())
+    shutil.copytree(tmp_path / "made", tmp_path / "more")
+    (tmp_path / "more" / "SHA256SUMS").unlink()
+    index = json.loads((tmp_path / "more" / INDEX).read_text("utf-8"))
+    modules = [key.rpartition(".")[0] for key in index["weight_map"] if key.endswith(".weight_packed")]
+    scales = {f"{module}.input_global_scale": torch.ones(1) for module in modules}
+    scales |= {f"model.layers.0.self_attn.{part}_scale": torch.ones(1) for part in "kv"}
+    save_file(scales, tmp_path / "more" / "scales.safetensors", {"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(scales, "scales.safetensors")
+    (tmp_path / "more" / INDEX).write_text(json.dumps(index), "utf-8")
+    convert(tmp_path / "made", "dequantized", tmp_path / "plain")
+    said = convert(tmp_path / "more", "dequantized", tmp_path / "same")["notes"]
+    what = f"{len(scales)} tensors (input_global_scale, k_scale, v_scale)"
+    assert f"left out: how activations or the key-value cache are rounded, {what}" in said
+    plain, same = all_tensors(tmp_path / "plain"), all_tensors(tmp_path / "same")
+    assert plain.keys() == same.keys()
+    assert all(torch.equal(tensor, same[key]) for key, tensor in plain.items())
+    model_of_others = streamed(open_packed(tmp_path / "more", as_values=True), torch.float32).model
+    with torch.no_grad():
+        assert torch.isfinite(model_of_others(input_ids=torch.arange(3, 11)[None]).logits).all()
 
 
 @pytest.mark.parametrize("codebook", CODEBOOKS)

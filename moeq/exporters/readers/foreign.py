@@ -24,6 +24,7 @@ from moeq.models.source import ModelSource, TensorHeader
 from moeq_kernels.packed import PackedWeight
 
 AGAIN = "make or download the checkpoint again"
+OF_ACTIVATIONS = re.compile(r"\.(?:input|output|[qkv])_(?:global_scale|scale|zero_point)$")  # compressed-tensors' names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,8 @@ class Foreign:
     """A PackedSource over gptq, awq, auto-round, compressed-tensors or plain tensors.
 
     as_values: matrices that PackedWeight cannot hold (groups that are not consecutive inputs) come as their values in
-    float32; without it they are refused.
+    float32; without it they are refused. of_activations: keys of how a runtime rounds activations or the key-value
+    cache, which is no part of the weights; they are not among the source's tensors.
     """
 
     source: ModelSource
@@ -54,6 +56,7 @@ class Foreign:
     model: nn.Module
     layers: list[ExpertLayer]
     as_values: bool = False
+    of_activations: tuple[str, ...] = ()
     _handles: dict[Path, Any] = field(default_factory=dict)
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
@@ -234,5 +237,16 @@ def plain_config(config: dict[str, Any]) -> dict[str, Any]:
 def open_foreign(source: ModelSource, layout: Layout | None, trust_remote_code: bool, as_values: bool) -> Foreign:
     """Open a checkpoint whose layout is known; ModelError when transformers does not know its family."""
     config = plain_config(source.config)
+    left = [] if layout is None else [key for key in source.tensors if OF_ACTIVATIONS.search(key)]
+    kept = source.tensors.keys() - left
+    source = replace(source, tensors={key: header for key, header in source.tensors.items() if key in kept})
     model, layers = loading.describe(replace(source, config=config), trust_remote_code)
-    return Foreign(source=source, config=config, layout=layout, model=model, layers=layers, as_values=as_values)
+    return Foreign(
+        source=source,
+        config=config,
+        layout=layout,
+        model=model,
+        layers=layers,
+        as_values=as_values,
+        of_activations=tuple(left),
+    )
