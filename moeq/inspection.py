@@ -30,7 +30,7 @@ from moeq.models.configuration import check_top_k
 from moeq.models.declared import main_dtype
 from moeq.models.drafts import left_drafts
 from moeq.models.source import CONFIG, ModelSource, open_source, read_header
-from moeq.models.stored_experts import stored_layers
+from moeq.models.stored_experts import checked_layers
 from moeq.models.support import NO_EXPERTS, USE_ANOTHER, answer
 from moeq.preflight import check_folder
 from moeq.progress import Reporter
@@ -303,7 +303,7 @@ def _model(source: ModelSource, reporter: Reporter) -> dict[str, Any]:
         raise ModelError(found.line, where=str(source.path), do=found.do)
     files = _files(source.path, reporter)
     shapes = {key: header.shape for key, header in source.tensors.items()}
-    layers = stored_layers(shapes, source.config, str(source.path))
+    layers = checked_layers(shapes, source.config, str(source.path))
     if not layers:
         raise ModelError(NO_EXPERTS, where=str(source.path), do=USE_ANOTHER)
     check_top_k(source.config, max(layer.num_experts for layer in layers), source.path / CONFIG)

@@ -31,6 +31,7 @@ COUNTS = (
 )  # fmt: skip
 WIDTHS = ("hidden_size", "d_model", "n_embd"), ("moe_latent_size", "moe_hidden_size")  # a model's; its experts'
 LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
+EMBEDDINGS, VOCABULARY = "embed_tokens.weight", ("vocab_size",)
 DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")  # of encoder-decoders
 REMEDY = "check that the directory is a complete transformers checkpoint"
 
@@ -112,6 +113,29 @@ def stored_layers(shapes: Mapping[str, Shape], config: Mapping[str, Any], where:
     return layers
 
 
+def checked_layers(shapes: Mapping[str, Shape], config: Mapping[str, Any], where: str) -> list[StoredLayer]:
+    """As `stored_layers`; ModelError also where a configuration states another vocabulary or more layers than there
+    are: sizes that names and shapes tell of every family."""
+    layers = stored_layers(shapes, config, where)
+    words = stated(config, VOCABULARY)
+    counts = [count for key in LAYERS if (count := stated(config, (key,))) is not None]
+    numbers = [int(number[1]) for key in shapes if (number := LAYER.search(key)) is not None and not _left_alone(key)]
+    wrong = [
+        f"{key} is {list(shape)}, the configuration wants {words} rows"
+        for key, shape in shapes.items()
+        if words is not None and key.endswith(EMBEDDINGS) and not _left_alone(key) and shape[0] != words
+    ]
+    if counts and numbers and max(numbers) + 1 < min(counts):
+        wrong.append(f"the layers end with {max(numbers)}, the configuration wants {min(counts)} of them")
+    if wrong:
+        raise ModelError(wrong[0], where=where, do=REMEDY)
+    return layers
+
+
+def _left_alone(key: str) -> bool:
+    return any(part.startswith(LEFT_ALONE) for part in key.split("."))
+
+
 def without_drafts(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, Shape]:
     """Tensors without those of layers beyond the configuration's, which transformers leaves out."""
     counts = [count for keys in (LAYERS, DECODER_LAYERS) if (count := stated(config, keys)) is not None]
@@ -120,8 +144,7 @@ def without_drafts(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> di
 
 
 def _is_draft(key: str, layers: int | None) -> bool:
-    parts = key.split(".")
-    if any(part.startswith(LEFT_ALONE) for part in parts):
+    if _left_alone(key):
         return False
     number = LAYER.search(key)
     beyond = layers is not None and number is not None and int(number[1]) >= layers
@@ -130,14 +153,13 @@ def _is_draft(key: str, layers: int | None) -> bool:
 
 def is_named_draft(key: str) -> bool:
     """Whether a tensor lies below a module that is named as one that drafts later tokens."""
-    parts = key.split(".")
-    return any(part.startswith(DRAFTS) for part in parts) and not any(part.startswith(LEFT_ALONE) for part in parts)
+    return any(part.startswith(DRAFTS) for part in key.split(".")) and not _left_alone(key)
 
 
 def _place(key: str, shape: Shape) -> tuple[str, str] | None:
     """The experts' module and what the tensor is called below it; None for a tensor that is of no routed expert."""
     parts = key.split(".")
-    if any(part.startswith(LEFT_ALONE) for part in parts):
+    if _left_alone(key):
         return None
     if "experts" in parts:
         end = parts.index("experts") + 1

@@ -20,7 +20,7 @@ from moeq.models import loading
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import find_expert_layers
 from moeq.models.source import ModelSource, open_source
-from moeq.models.stored_experts import stored_layers
+from moeq.models.stored_experts import checked_layers
 from moeq.models.streaming import StreamedModel
 from moeq.models.support import answer
 
@@ -72,7 +72,7 @@ def check_headers(source: ModelSource, model: Any) -> None:
             find_expert_layers(model)
         return
     layers = find_expert_layers(model)
-    stored = stored_layers(shapes, source.config, "here")
+    stored = checked_layers(shapes, source.config, "here")
     assert (known.verdict, known.experts) == ("works", layers[0].num_experts)
     assert {key for layer in stored for key in layer.keys} == loading.expert_keys(source, model, layers)
     assert Counter(

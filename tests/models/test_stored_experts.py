@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from moeq.errors import ModelError
-from moeq.models.stored_experts import Shape, StoredLayer, stored_layers, text_config, without_drafts
+from moeq.models.stored_experts import Shape, StoredLayer, checked_layers, stored_layers, text_config, without_drafts
 
 H, INNER = 8, 4
 CONFIG = {"num_hidden_layers": 2, "num_experts": 3}
@@ -67,6 +69,25 @@ def test_experts_are_as_wide_as_the_configuration_has_it() -> None:
         assert sizes(stored_layers(layer("m.experts"), CONFIG | stated, "here")) == [("m.experts", 3, H, INNER, 3)]
     with pytest.raises(ModelError, match=rf"here: m\.experts holds experts of {H} inputs, the configuration wants 16"):
         stored_layers(layer("m.experts"), CONFIG | {"hidden_size": 16}, "here")
+
+
+@pytest.mark.parametrize("config", [CONFIG, {"text_config": CONFIG}])
+def test_layers_and_vocabulary_are_those_of_the_configuration(config: dict[str, Any]) -> None:
+    """Fewer layers are drafts; those of a tower, and its embeddings, are none of the text's."""
+    text = config.get("text_config", config)
+    experts = layer("model.layers.1.mlp.experts")
+    more = {"model.embed_tokens.weight": (7, H), "audio_tower.embed_tokens.weight": (9, H), "vision.layers.8.a": (2,)}
+
+    def checked(**stated: int) -> int:
+        told = text | {"vocab_size": 7, "num_hidden_layers": 2} | stated
+        return len(checked_layers(experts | more, config | told if text is config else {"text_config": told}, "here"))
+
+    assert checked() == 1
+    assert checked(num_hidden_layers=1) == 0
+    with pytest.raises(ModelError, match="here: the layers end with 1, the configuration wants 3 of them"):
+        checked(num_hidden_layers=3)
+    with pytest.raises(ModelError, match=rf"embed_tokens.weight is \[7, {H}\], the configuration wants 8 rows"):
+        checked(vocab_size=8)
 
 
 def test_the_part_of_the_language_model() -> None:

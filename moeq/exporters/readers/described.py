@@ -12,11 +12,11 @@ from moeq.artifacts.gguf_file import GgufFile, read_gguf
 from moeq.errors import ArtifactError
 from moeq.exporters.gguf import ERRORS, FILE
 from moeq.exporters.readers import layout_of
-from moeq.exporters.readers.layout import Layout
+from moeq.exporters.readers.layout import CHECKED, Layout
 from moeq.models.source import CONFIG, ModelSource, TensorHeader, check_counts, check_parts, open_source, read_config
-from moeq.models.stored_experts import LAYERS, Shape, stated, stored_layers
+from moeq.models.stored_experts import LAYERS, Shape, checked_layers, stated
 
-CHECKED = "every tensor has the shape and type that config.json says"
+COMPARED = "every tensor has the shape and type that config.json says"
 AGAIN = "make or download the checkpoint again"
 
 
@@ -32,7 +32,7 @@ def packed(path: Path, label: str, trust_remote_code: bool = False) -> dict[str,
     if layout is not None and any(layout.grid([module]) is None for module in modules):
         return _by_model(path, label, trust_remote_code)
     parts = {f"{module}.{part}" for module, headers in modules.items() for part in headers}
-    layers = stored_layers(shapes_of(source), source.config, str(path))
+    layers = checked_layers(shapes_of(source), source.config, str(path))
     if not layers:
         raise ArtifactError("no module holds routed experts", where=str(path), do=AGAIN)
     of_experts = {key for layer in layers for key in layer.keys}
@@ -67,7 +67,7 @@ def _by_model(path: Path, label: str, trust_remote_code: bool) -> dict[str, Any]
         "packed_modules_beside_experts": len(opened.other_names()),
         "packed_bytes": sum(header.bytes for header in tensors.values()) - plain_bytes,
         "plain_bytes": plain_bytes,
-        "check": CHECKED,
+        "check": COMPARED,
     }
 
 

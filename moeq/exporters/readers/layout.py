@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # torch is imported where tensors are read: headers are looke
 Parts = Mapping[str, "Tensor"]
 SECONDS = 1.0  # that a pattern may take for a name
 PATTERN_CHARACTERS = 10_000
+CHECKED = "every packed matrix has the parts, shapes and types that config.json says; `moeq verify` compares all"
 FLOATS = ("F16", "BF16", "F32")  # types of scales
 
 

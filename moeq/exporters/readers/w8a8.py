@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moeq.errors import ArtifactError
-from moeq.exporters.readers.layout import FLOATS, expect
+from moeq.exporters.readers.layout import CHECKED, FLOATS, expect
 from moeq.models.declared import quantization_of
 from moeq.models.source import CONFIG, ModelSource, TensorHeader
 
@@ -113,7 +113,7 @@ class Int8Checkpoint:
             "matrices_with_inputs_by_token": len(self.modules) - self.static,
             "int8_bytes": self.bytes,
             "plain_bytes": every - self.bytes,
-            "check": "every tensor has the shape and type that config.json says",
+            "check": CHECKED,
             "loaded_by": "vLLM" + (", int8 experts on a GPU" if self.static < len(self.modules) else ""),
         }
 
