@@ -18,10 +18,12 @@ TOP_K = (
     "moe_topk", "moe_k", "top_k_experts",
 )  # fmt: skip
 HUB_KERNELS = re.compile(r"^_?attn_implementation(_internal)?$")  # org/name has transformers run code of the hub
-BESIDE = "quantize_config.json"  # where AutoGPTQ declares what it does not in an older checkpoint's config.json
-PACKED = ".qweight"  # what its packed tensors are called
+BESIDE = {  # where AutoGPTQ and AutoAWQ declare what they do not in an older checkpoint's config.json
+    "quantize_config.json": "gptq", "quant_config.json": "awq",
+}  # fmt: skip
+PACKED = ".qweight"  # what their packed tensors are called
 EARLIER = "compression_config"  # what llm-compressor called quantization_config
-METHODS = {PACKED: "gptq", ".weight_packed": "compressed-tensors", ".trellis": "exl3"}  # by what tensors are called
+METHODS = {PACKED: "gptq or awq", ".weight_packed": "compressed-tensors", ".trellis": "exl3"}  # by tensors
 CONFIG_BYTES = 64 << 20  # the largest config.json that is read
 REMEDY = "correct it, or download the file again"
 
@@ -53,10 +55,11 @@ def declared_beside(config: dict[str, Any], keys: Iterable[str], folder: Path) -
     packed = next((key for key in keys if key.endswith((*METHODS,))), None)
     if packed is None:
         return config
-    file, method = folder / BESIDE, METHODS[f".{packed.rpartition('.')[2]}"]
+    method = METHODS[f".{packed.rpartition('.')[2]}"]
     if method == "exl3":  # goes by the names alone
         return config | {"quantization_config": {"quant_method": method}}
-    if method != "gptq" or not file.is_file():
+    file = next((folder / name for name in BESIDE if (folder / name).is_file()), None)
+    if not packed.endswith(PACKED) or file is None:
         what = f"no quantization_config in it says how {packed} is packed ({method})"
         raise ModelError(
             what, where=str(folder / "config.json"), do="take the config.json that was written with the weights"
@@ -65,7 +68,7 @@ def declared_beside(config: dict[str, Any], keys: Iterable[str], folder: Path) -
     if not isinstance(settings, dict):
         raise ModelError("its settings are no mapping", where=str(file), do=REMEDY)
     check_config({"quantization_config": settings}, file)
-    return config | {"quantization_config": {"quant_method": "gptq"} | settings}
+    return config | {"quantization_config": {"quant_method": BESIDE[file.name]} | settings}
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:

@@ -350,8 +350,19 @@ def test_widths_that_gptqmodel_keeps_otherwise(qwen: Path, tmp_path: Path) -> No
     check_values(open_other(open_source(str(tmp_path / "auto-round"))), qwen, values, tmp_path)
 
 
+def test_awq_settings_that_lie_beside_config_json_alone(qwen: Path, tmp_path: Path) -> None:
+    """As AutoAWQ wrote them before config.json had them."""
+    settings = {"zero_point": True, "q_group_size": handmade.GROUP, "w_bit": 4, "version": "GEMM"}
+    folder = tmp_path / "packed"
+    values = handmade.write(qwen, folder, handmade.awq_config(), handmade.awq_parts, symmetric=False)
+    (folder / "config.json").write_bytes((qwen / "config.json").read_bytes())
+    (folder / "quant_config.json").write_text(json.dumps(settings), "utf-8")
+    check_values(open_other(open_source(str(folder))), qwen, values, tmp_path)
+    assert inspect(folder)["kind"] == "packed checkpoint (awq)"
+
+
 UNDECLARED = {  # parts, their anchor
-    "gptq": (handmade.gptq_parts, "qweight"),
+    "gptq or awq": (handmade.gptq_parts, "qweight"),
     "compressed-tensors": (handmade.compressed_parts, "weight_packed"),
 }
 
