@@ -44,6 +44,7 @@ from moeq.progress import Reporter
 from moeq.runtimes import NATIVE, named, runtimes, written
 from moeq.stages import model_card
 from moeq.tables import human_size
+from moeq.verification.manifest_files import QUIET, check_native
 from moeq.verification.written import check_written
 from moeq_kernels.widths import METHOD
 
@@ -79,6 +80,8 @@ def convert(
         source.check()
     sides, origin = find_side_files(source.source.path, source.config, trust_remote_code), read_origin(checkpoint)
     sums, statement = check_listed(checkpoint, verify)
+    if sums is None and isinstance(source, NativeReader):  # whose manifest has digests of all tensors
+        check_native(checkpoint, QUIET if verify is None else verify, source.manifest)
     lines = (left_drafts(source.source.drafts), _left_scales(source), sides.said(), origin.said(), _unlisted(sums))
     said = [line for line in lines if line is not None]
     model = _model(source, statement, origin)

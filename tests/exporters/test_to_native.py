@@ -258,3 +258,18 @@ def test_native_is_not_made_of_native_nor_of_plain(mixtral: Path, tmp_path: Path
         convert(tmp_path / "native", "native", tmp_path / "again")
     with pytest.raises(ArtifactError, match="nothing in it is packed"):
         convert(mixtral, "native", tmp_path / "again")
+
+
+def test_tensors_without_sums_are_those_of_the_manifest(mixtral: Path, tmp_path: Path) -> None:
+    """Also what is not packed, where SHA256SUMS is gone: a flipped bit was carried on without a word."""
+    write("auto-round", MadeSource(mixtral, lambda *place: 4), tmp_path / "made", WriteOptions())
+    convert(tmp_path / "made", "native", tmp_path / "native")
+    (tmp_path / "native" / "SHA256SUMS").unlink()
+    convert(tmp_path / "native", "dequantized", tmp_path / "plain")
+    file = tmp_path / "native" / "model-00001-of-00001.safetensors"
+    stored = bytearray(file.read_bytes())
+    stored[-1] ^= 1
+    file.write_bytes(stored)
+    with pytest.raises(ArtifactError, match="SHA-256 of the tensor differs from the manifest"):
+        convert(tmp_path / "native", "dequantized", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
