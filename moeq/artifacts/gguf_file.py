@@ -119,7 +119,7 @@ def _code(kind: int) -> str:
 def read_gguf(path: Path) -> GgufFile:
     """The header of a file, checked against the file; ValueError of one line where it cannot be, OSError.
 
-    What passes lies inside of the file, aligned and without overlap, in types of `numerics.ggml_types`.
+    What passes lies inside of the file, aligned, without overlap and without a gap, in types of `numerics.ggml_types`.
     """
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _parsed(path, _Header(data), len(data))
@@ -201,9 +201,11 @@ def _tensors(header: _Header, count: int, alignment: int, size: int) -> dict[str
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         if tensor.offset < end:
             raise ValueError(f"tensor {name[:60]!r} overlaps another")
-        end = tensor.offset + tensor.bytes
+        gap, end = tensor.offset - -(-end // alignment) * alignment, tensor.offset + tensor.bytes
         if end > size:
             raise ValueError(f"truncated: {size} bytes, tensor {name[:60]!r} ends at {end}")
+        if gap:
+            raise ValueError(f"tensor {name[:60]!r} lies behind {gap} bytes that are no tensor's")
     return tensors
 
 

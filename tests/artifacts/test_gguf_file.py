@@ -104,6 +104,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "beyond the end": (gguf_bytes({}, {"a": (0, (8,), bytes(32))}, offsets={"a": 2**40}), "truncated"),
     "not aligned": (gguf_bytes({}, {"a": (0, (8,), bytes(64))}, offsets={"a": 4}), "cannot be"),
     "overlap": (gguf_bytes({}, {"a": (0, (8,), bytes(32)), "b": (0, (8,), bytes(32))}, offsets={"b": 0}), "overlaps"),
+    "a gap": (gguf_bytes({}, {"a": (0, (8,), bytes(96)), "b": (0, (8,), bytes(32))}), "'b' lies behind 64 bytes that"),
     "alignment": (gguf_bytes({"general.alignment": 48}, {}), "no power of two"),
     "alignment of 2**31": (gguf_bytes({"general.alignment": 2**31}, {}), "no power of two"),
     "a name of zeros": (gguf_bytes({}, {"a\0b": (0, (8,), bytes(32))}), "zero byte"),
