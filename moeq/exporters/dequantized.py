@@ -49,7 +49,8 @@ def _write_layer(draft: Draft, layer: ExpertLayer, dtype: torch.dtype) -> None:
 
     file = layer_file(layer.index)
     experts = (_values(draft, layer, expert, dtype) for expert in range(layer.num_experts))
-    keys = None if layer.biased else draft.names.experts(layer)
+    whole = layer.biased or layer.kind.identity_beyond(draft.model.get_submodule(layer.name))  # stored with more
+    keys = None if whole else draft.names.experts(layer)
     if keys is None:
         draft.write(file, draft.names.layer(layer, experts))
         return

@@ -82,13 +82,16 @@ class DiskNames:
         return names
 
     def layer(self, layer: ExpertLayer, experts: Iterable[tuple[Matrices, Matrices]]) -> dict[str, Tensor]:
-        """{key: tensor} of one layer's routed experts as on disk, given matrices and biases of each in turn."""
+        """{key: tensor} of one layer's routed experts as on disk, given matrices and biases of each in turn.
+
+        What a parameter holds beyond them, such as LongCat's zero experts, is zero.
+        """
         module = self.model.get_submodule(layer.name)
         whole: nn.Module | None = None
         for expert, (weights, biases) in enumerate(experts):
             if whole is None:
                 dtype = next(iter(weights.values())).dtype
-                empty = {name: torch.empty(module.get_parameter(name).shape, dtype=dtype) for name in layer.parameters}
+                empty = {name: torch.zeros(module.get_parameter(name).shape, dtype=dtype) for name in layer.parameters}
                 whole = with_parameters(module, empty)
             for projection, view in layer.kind.views(whole, expert).items():
                 view.copy_(weights[projection])

@@ -57,9 +57,9 @@ def all_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe", "dbrx"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe", "dbrx", "longcat_flash"])
 def test_dequantized_computes_the_same(family: str, tmp_path: Path) -> None:
-    """Families that keep experts apart on disk, and in one tensor with biases, interleaved and transposed."""
+    """Families that keep experts apart on disk, also beside those of none; in one tensor, with biases, transposed."""
     family_models.build(family).save_pretrained(tmp_path / "model")
     source = MadeSource(tmp_path / "model", mixed, group_size=16, symmetric=False)
     write("dequantized", source, tmp_path / "out", WriteOptions())
