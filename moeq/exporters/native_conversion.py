@@ -262,12 +262,13 @@ def _inputs(
         **common.more,
     )
     config: Any = draft.model.config
-    top_k = experts_a_token(config.to_dict())
+    own_top_k = [layer.kind.top_k for layer in draft.source.layers]
+    top_k = tuple(own or experts_a_token(config.to_dict()) for own in own_top_k)
     stamp = source.stamp()
     return ExportInputs(
         source=source,
         layers=draft.source.layers,
-        top_k=tuple(layer.kind.top_k or top_k for layer in draft.source.layers),
+        top_k=top_k,
         assignment=assignment,
         expert_keys=set(),
         expert_files=[],

@@ -7,6 +7,7 @@ from pathlib import Path
 import peers
 import pytest
 import torch
+from family_models import save
 from made_sources import IDS, MadeSource, reference_logits, rounded, save_model
 from packed_layers import any_codes
 from safetensors.torch import load_file, save_file
@@ -86,6 +87,12 @@ def test_biases_of_experts_go_along(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = model(input_ids=IDS).logits
     assert (logits - reference_logits(source)).abs().max() < 1e-4
+
+
+def test_families_whose_tokens_choose_one_expert_state_no_number(tmp_path: Path) -> None:
+    save("switch_transformers", tmp_path / "model", with_tokenizer=False)
+    write("native", MadeSource(tmp_path / "model", lambda *place: 4, group_size=8), tmp_path / "native", WriteOptions())
+    assert {layer.top_k for layer in check_native(tmp_path / "native").manifest.layers} == {1}
 
 
 MIX = (2, 3, 4, 8, 16, 4)
