@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from moeq.errors import FormatError
 from moeq.exporters.exporter import Exporter
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def write(draft: Draft) -> None:
     for layer in source.layers:
         _write_layer(draft, layer, dtype)
     others = packed_others(source)
-    packed = {draft.names.renamed(f"{name}.weight"): value_of(read(), dtype) for name, read in others.items()}
+    packed = {draft.names.renamed(f"{name}.weight"): value_of(name, read(), dtype) for name, read in others.items()}
     if packed:
         draft.write(OTHERS_FILE, packed)
     draft.finish(None)
@@ -65,14 +66,20 @@ def _values(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """One expert's matrices and biases in the model's type."""
     matrices, biases = draft.expert(layer, expert)
-    return {name: value_of(matrix, dtype) for name, matrix in matrices.items()}, biases
+    stem = f"{layer.name}.{expert}"
+    return {name: value_of(f"{stem}.{name}", matrix, dtype) for name, matrix in matrices.items()}, biases
 
 
-def value_of(matrix: PackedWeight | Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of a matrix, packed or not."""
+def value_of(name: str, matrix: PackedWeight | Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of a matrix, packed or not; FormatError naming one with values that the type does not hold."""
+    import torch
+
     from moeq_kernels.packed import PackedWeight
 
-    return matrix.dequantize(dtype) if isinstance(matrix, PackedWeight) else matrix.to(dtype)
+    values = matrix.dequantize(dtype) if isinstance(matrix, PackedWeight) else matrix.to(dtype)
+    if dtype == torch.float16 and not bool(torch.isfinite(values).all()):  # the others reach as far as float32
+        raise FormatError("values beyond float16", where=f"for dequantized: {name}", do="write it for native")
+    return values
 
 
 EXPORTER = Exporter(

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from made_sources import IDS, MadeSource, quantization_of, reference_logits, rounded, save_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from moeq.artifacts.files import PARTIAL
 from moeq.artifacts.targets import WIDEN, Grid, loadable_grid, refuse_matrix, targets
@@ -207,6 +208,13 @@ def test_values_beyond_float16_are_refused_where_they_are_computed_in_it(
     scale_all(source, monkeypatch, 60000.0)
     with pytest.raises(FormatError, match=r"experts\.0\.up_proj: values beyond float16"):
         write("transformers", source, tmp_path / "no", WriteOptions())
+    write("dequantized", source, tmp_path / "plain", WriteOptions())
+    half = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float16)
+    half.save_pretrained(tmp_path / "half")
+    source = MadeSource(tmp_path / "half", lambda layer, expert, projection: 8)
+    scale_all(source, monkeypatch, 60000.0)
+    with pytest.raises(FormatError, match=r"dequantized: .*experts\.0\.up_proj: values beyond float16"):
+        write("dequantized", source, tmp_path / "no", WriteOptions())
 
 
 @pytest.mark.cases(7)
