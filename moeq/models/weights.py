@@ -8,7 +8,7 @@ checkpoints on the way.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -276,10 +276,11 @@ class WeightReader:
         """Begin to fetch tensors that lie in an object store, in the order in which the library reads them."""
         prefetch(self.source.tensors[key] for key in sorted(keys, key=dot_natural_key))
 
-    def check_unexpected(self) -> None:
+    def check_unexpected(self, but: Collection[str] = ()) -> None:
         """ModelError when the disk has tensors that are no part of the model (and that its family does not ignore)."""
         patterns = [*(self.model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"position_ids$"]
         left = [key for key in self.unexpected if not any(re.search(pattern, key) for pattern in patterns)]
+        left = [key for key in left if key not in but]
         if left:
             raise wrong_keys(self.source.path, "unexpected keys", left)
 

@@ -151,3 +151,18 @@ def test_a_head_that_is_the_embeddings_is_not_missing(gptq: Path, tmp_path: Path
     (tmp_path / "packed" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     convert(tmp_path / "packed", "dequantized", tmp_path / "out")
     assert HEAD not in open_packed(tmp_path / "out").source.tensors
+
+
+def test_biases_of_zeros_that_the_model_has_not_are_left_out(gptq: Path, tmp_path: Path) -> None:
+    """As AutoGPTQ writes them beside every packed matrix; others than zeros are no part of the model."""
+    shutil.copytree(gptq, tmp_path / "packed")
+    tensors = load_file(gptq / "model.safetensors")
+    modules = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
+    tensors |= {f"{module}.bias": torch.zeros(tensors[f"{module}.scales"].shape[1]) for module in modules}
+    save_file(tensors, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
+    convert(tmp_path / "packed", "dequantized", tmp_path / "out")
+    assert not [key for key in open_packed(tmp_path / "out").source.tensors if key.endswith("_proj.bias")]
+    tensors[f"{modules[3]}.bias"][5] = 1
+    save_file(tensors, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=f"1 unexpected keys, the first: {modules[3]}.bias"):
+        convert(tmp_path / "packed", "dequantized", tmp_path / "no")

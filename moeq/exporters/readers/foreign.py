@@ -24,6 +24,7 @@ from moeq.models.source import ModelSource, TensorHeader
 from moeq_kernels.packed import PackedWeight
 
 AGAIN = "make or download the checkpoint again"
+BIAS = ".bias"
 OF_ACTIVATIONS = re.compile(r"\.(?:input|output|[qkv])_(?:global_scale|scale|zero_point)$")  # compressed-tensors' names
 
 
@@ -85,7 +86,7 @@ class Foreign:
     def rest(self) -> list[str]:
         """Keys of `source.tensors` that are neither of experts nor of packed modules."""
         experts = {*self._names.experts.values(), *(key for keys in self._names.stacked.values() for key in keys)}
-        return sorted(set(self.source.tensors) - experts - self._parts)
+        return sorted(set(self.source.tensors) - experts - self._parts - self._no_biases)
 
     def stacked(self, layer: ExpertLayer) -> list[str]:
         """Keys of a layer whose experts are stored in stacks, none of them packed; empty for other layers."""
@@ -102,7 +103,7 @@ class Foreign:
 
         Also ArtifactError for an expert's matrix that is missing, and ModelError for what `Names.check` finds.
         """
-        self._names.check(self.source.path)
+        self._names.check(self.source.path, self._no_biases)
         for layer in self.layers:
             for expert in range(layer.num_experts) if layer.index not in self._names.stacked else ():
                 for projection in layer.projections:
@@ -126,6 +127,12 @@ class Foreign:
     @cached_property
     def _parts(self) -> set[str]:
         return {f"{module}.{part}" for module, parts in self._parts_of.items() for part in parts}
+
+    @cached_property
+    def _no_biases(self) -> set[str]:
+        """Biases that AutoGPTQ writes for packed modules that have none in the model: all of them are zero."""
+        beside = [key for key in self._names.reader.unexpected if key.removesuffix(BIAS) in self._parts_of]
+        return {key for key in beside if key.endswith(BIAS) and not bool(self._tensor(key).any())}
 
     @cached_property
     def _names(self) -> Names:

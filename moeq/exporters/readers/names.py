@@ -8,7 +8,7 @@ gate_proj, up_proj and down_proj, or the other way round); where the rules know 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,10 @@ class Names:
     stacked: dict[int, list[str]] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
 
-    def check(self, path: Path) -> None:
+    def check(self, path: Path, but: Collection[str] = ()) -> None:
         """ModelError for tensors of no part of the model, for parts that have none, and for one of another shape."""
         reader = self.reader
-        reader.check_unexpected()
+        reader.check_unexpected(but)
         there, ties, state = set(reader.origins), tied(reader.model), reader.model.state_dict()
         reader.check_missing(name for name in reader.names - there if there.isdisjoint(ties.get(name, ())))
         for name, (origin, *more) in reader.origins.items():
