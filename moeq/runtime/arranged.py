@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
+from moeq.errors import ModelError
 from moeq_kernels.description import Matrix
 
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of activations that kernels take
@@ -112,11 +115,23 @@ def leave_files(module: nn.Module) -> None:
     module._buffers.update({name: one.clone() for name, one in module._buffers.items() if one is not None})
 
 
-def reason_at_call(module: nn.Module, *given: Tensor) -> str | None:
-    """Why a call with these activations computes with the stored tensors, None if it need not."""
+def refuse_traced(given: Tensor) -> None:
+    """ModelError for a call that a trace follows: kernels read bytes, which a FakeTensor has not, and a graph would
+    have the experts of its example only."""
+    if torch._C._is_tracing() or isinstance(given, (FakeTensor, FunctionalTensor)):
+        what = "packed weights cannot be traced or exported"
+        raise ModelError(what, do="take what `moeq convert CHECKPOINT dequantized OUT` writes")
+
+
+def reason_at_call(module: nn.Module, given: Tensor) -> str | None:
+    """Why a call with these activations computes with the stored tensors, None if it need not; ModelError for a call
+    that is traced."""
+    refuse_traced(given)
     if module.training:
         return TRAINED
-    return None if given[0].dtype in COMPUTED else f"its inputs are {given[0].dtype}"
+    if type(given).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # what holds another tensor has no bytes itself
+        return f"its inputs are {type(given).__name__}"
+    return None if given.dtype in COMPUTED else f"its inputs are {given.dtype}"
 
 
 def note_reason(module: nn.Module, reason: str | None) -> None:

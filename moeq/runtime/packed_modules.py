@@ -86,6 +86,8 @@ class PackedModule(PackedLinear):
         reason = reason_at_call(self, rows)
         if reason is None and self.prepared is None and self.refused is None:
             self.prepare()
+        if reason is None and self.arranged is not None and self.arranged.device != rows.device:
+            reason = f"its weights lie on {self.arranged.device}, its inputs on {rows.device}"
         note_reason(self, reason or self.refused)
         return self.prepared if self.reason is None else None
 

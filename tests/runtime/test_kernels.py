@@ -15,6 +15,7 @@ import torch
 from family_models import build, inputs
 from packed_layers import matrix_of
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from moeq.errors import ModelError
@@ -60,6 +61,17 @@ def packed(model: Any, layer: ExpertLayer, policy: choice.Policy = "fixed") -> P
     with choice.choosing(policy):
         made = PACKED[layer.kind.name](layer, bits, encoding=GRID, original=original, dtype=torch.float32)
     return filled(made).eval()
+
+
+def filled_linear(policy: choice.Policy = "fixed") -> PackedModule:
+    """One of 70 rows and 64 inputs, ready to be called."""
+    with choice.choosing(policy):
+        linear = PackedModule(nn.Linear(64, 70, bias=False), 3, GRID)
+    weight = matrix_of(70, 64, 3, 16)
+    assert isinstance(weight, PackedWeight)
+    for name, part in weight.parts().items():
+        linear.get_buffer(name).copy_(part)
+    return linear.eval()
 
 
 def stored(module: nn.Module) -> dict[str, Tensor]:
@@ -201,6 +213,31 @@ def test_a_compiled_model_calls_packed_modules_as_they_are(family: str) -> None:
         assert torch.equal(compiled(mine), wanted)
         assert torch.equal(compiled(mine), wanted)
     assert [module.reason for module in mine[:3]] == [None] * 3
+
+
+@pytest.mark.parametrize("policy", ["fixed", "reference"])
+def test_what_a_trace_follows_is_refused(policy: choice.Policy) -> None:
+    """A graph would hold whatever lay in memory, or the experts of its example only."""
+    model, ((layer, arguments), *_) = calls("mixtral")
+    experts, linear = packed(model, layer, policy), filled_linear(policy)
+    rows = torch.randn(3, 64)
+    with torch.no_grad():
+        for module, given in ((experts, arguments), (linear, (rows,))):
+            module(*given)  # a kernel has its tensors by now
+            with pytest.raises(ModelError, match="cannot be traced or exported"):
+                torch.jit.trace(module, given)
+            with pytest.raises(ModelError, match="cannot be traced or exported"):
+                torch.export.export(module, given, strict=False)
+            with FakeTensorMode(allow_non_fake_inputs=True) as fake, pytest.raises(ModelError, match="dequantized"):
+                module(*map(fake.from_tensor, given))
+
+
+def test_inputs_on_another_device_are_no_bytes_of_a_kernel() -> None:
+    linear = filled_linear("fixed")
+    with torch.no_grad():
+        linear(torch.randn(3, 64))
+        assert linear(torch.empty(3, 64, device="meta")).is_meta
+    assert linear.reason == "its weights lie on cpu, its inputs on meta"
 
 
 def test_what_inference_mode_puts_back_is_trained_with_and_written_over() -> None:
