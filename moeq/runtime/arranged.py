@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 
 from moeq.errors import ModelError
 from moeq_kernels.description import Matrix
@@ -27,6 +28,7 @@ SEVERAL = "its experts lie on several devices"
 OFFLOADED = "its weights are offloaded and only there while it runs"
 TRAINED = "it is being trained"
 GRADIENTS = "gradients are asked for, and what is between its matrices may have weights of its own"
+TRANSFORMED = "its inputs are followed by forward-mode differentiation or a transform of torch.func"
 
 Compute = Callable[..., Tensor]
 
@@ -36,8 +38,9 @@ _ARRANGING = threading.RLock()
 @contextmanager
 def arranging() -> Iterator[None]:
     """Held while stored tensors go to a kernel or come back: of two threads one does it. What is made within may be
-    trained with and written over, also where that is in inference mode."""
-    with _ARRANGING, torch.inference_mode(False):
+    trained with and written over, also where that is in inference mode, and is no tensor of a transform of
+    torch.func."""
+    with _ARRANGING, torch.inference_mode(False), torch._C._DisableFuncTorch():
         yield
 
 
@@ -129,6 +132,8 @@ def reason_at_call(module: nn.Module, given: Tensor) -> str | None:
     refuse_traced(given)
     if module.training:
         return TRAINED
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return TRANSFORMED
     if type(given).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # what holds another tensor has no bytes itself
         return f"its inputs are {type(given).__name__}"
     return None if given.dtype in COMPUTED else f"its inputs are {given.dtype}"

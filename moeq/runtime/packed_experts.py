@@ -96,7 +96,8 @@ class PackedLinear(Puts):
     def stored(self) -> Matrix:
         """The matrix [N, K] as it is stored, wherever it lies."""
         if self.arranged is not None:
-            return self.arranged.matrix()
+            with torch._C._DisableFuncTorch():  # its bytes are read
+                return self.arranged.matrix()
         if self.bits == FULL:
             return self.get_buffer(DENSE)
         parts = {part: held for part in PARTS if (held := self._buffers.get(part)) is not None}

@@ -16,11 +16,12 @@ from family_models import build, inputs
 from packed_layers import matrix_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer, find_expert_layers
-from moeq.runtime.arranged import GRADIENTS, OFFLOADED, TRAINED
+from moeq.runtime.arranged import GRADIENTS, OFFLOADED, TRAINED, TRANSFORMED
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtime.packed_experts import PACKED, PackedExperts
 from moeq.runtime.packed_modules import PackedEmbedding, PackedModule, TiedHead
@@ -238,6 +239,36 @@ def test_inputs_on_another_device_are_no_bytes_of_a_kernel() -> None:
         linear(torch.randn(3, 64))
         assert linear(torch.empty(3, 64, device="meta")).is_meta
     assert linear.reason == "its weights lie on cpu, its inputs on meta"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "llama4_text", "gpt_oss"])
+def test_transforms_and_forward_mode_see_the_stored_weights(family: str) -> None:
+    """Of torch.func, also where a kernel has the tensors by then and has them again after."""
+    model, ((layer, (hidden, *others)), *_) = calls(family)
+    experts, linear = packed(model, layer), filled_linear()
+    toward = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = experts(hidden, *others)
+        plain = PackedModule.values(linear, torch.float32)
+        linear(torch.randn(3, 64))
+    plain_layer = packed(model, layer).train()
+
+    def derived(module: nn.Module) -> list[Tensor]:
+        _, forward = torch.func.jvp(lambda rows: module(rows, *others), (hidden,), (toward,))
+        with forward_ad.dual_level():
+            dual = forward_ad.unpack_dual(module(forward_ad.make_dual(hidden, toward), *others)).tangent
+        gradient = torch.func.grad(lambda rows: module(rows, *others).square().sum())(hidden)
+        assert isinstance(dual, Tensor)
+        return [forward, dual, gradient]
+
+    for mine, wanted in zip(derived(experts), derived(plain_layer), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    assert experts.reason == TRANSFORMED
+    assert torch.equal(experts(hidden, *others), before)
+    assert experts.reason is None
+    rows = torch.randn(2, 3, 64)
+    torch.testing.assert_close(torch.func.vmap(linear)(rows), rows @ plain.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.func.jacrev(linear)(rows[0, 0][None])[0, :, 0], plain, rtol=1e-4, atol=1e-4)
 
 
 def test_what_inference_mode_puts_back_is_trained_with_and_written_over() -> None:
