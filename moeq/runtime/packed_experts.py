@@ -375,7 +375,7 @@ class PackedLlama4(PackedExperts):
             outputs = [self.expert(expert, part, chosen[expert]) for expert, part in zip(numbers, sent, strict=True)]
             back = torch.cat(outputs).to(rows.device).split(counts)
             for expert, output in zip(numbers, back, strict=True):
-                result.view_as(rows)[expert, chosen[expert]] = output
+                result.view_as(rows)[expert, chosen[expert]] = output.to(result.dtype)  # autocast's is another
         return result
 
 

@@ -72,10 +72,14 @@ def test_packed_experts_compute_what_the_family_computes(family: str) -> None:
         for layer in layers:
             if layer.name in seen:
                 arguments, output = seen[layer.name]
-                found = packed(model, layer)(*arguments)
+                experts = packed(model, layer)
+                found = experts(*arguments)
                 scale = output.abs().max()
                 assert scale > 0
                 torch.testing.assert_close(found, output, rtol=1e-5, atol=2e-6 * float(scale))
+                with torch.autocast("cpu", torch.bfloat16):
+                    found = experts(*arguments)
+                torch.testing.assert_close(found.to(output.dtype), output, rtol=0, atol=0.05 * float(scale))
 
 
 @pytest.mark.cases(28)
