@@ -96,7 +96,7 @@ class PackedModule(PackedLinear):
         prepared = self.through(rows)
         if prepared is None:
             return super().forward(rows)
-        whole = rows if rows.dim() == 2 else rows.flatten(0, -2)
+        whole = rows if rows.dim() == 2 else rows.reshape(-1, rows.shape[-1])
         output = with_gradients(prepared, super().forward, whole) if wants_gradients(rows) else prepared(whole)
         return output if rows.dim() == 2 else output.view(*rows.shape[:-1], self.out_features)
 

@@ -50,8 +50,9 @@ def test_a_packed_linear_is_its_dequantized_linear(bits: int, symmetric: bool, b
         packed.get_buffer("bias").copy_(original.bias)
     with torch.no_grad():
         original.weight.copy_(weight.dequantize())
-    rows = torch.randn(2, 5, 40)
-    assert torch.equal(packed(rows), original(rows))
+    for rows in (torch.randn(2, 5, 40), torch.randn(40), torch.randn(0, 3, 40)):
+        assert torch.equal(packed.train()(rows), original(rows))
+        torch.testing.assert_close(packed.eval()(rows), original(rows), rtol=1e-4, atol=1e-4)
     assert (packed.in_features, packed.out_features) == (40, 24)
     assert tuple(packed.state_dict()["weight"].shape) == GUARD_SHAPE
     assert ("zeros" in packed.state_dict()) == (not symmetric)
