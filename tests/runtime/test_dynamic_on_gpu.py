@@ -234,8 +234,9 @@ def test_what_was_seen_is_that_of_the_cpu(place: str) -> None:
     for round_ in range(2):
         for tokens in (1, 40, 3)[: 3 - round_]:
             for number, seen in enumerate(here):
-                index = torch.randint(0, seen.experts + 1, (tokens, 2), generator=generator)
+                index = torch.randint(-1, seen.experts + 1, (tokens, 2), generator=generator)
                 weights = torch.rand(tokens, 2, generator=generator)
+                weights[1:3, 0] = torch.tensor([torch.nan, torch.inf])[: max(0, tokens - 1)]
                 seen.add(index, weights)
                 there.of(number).add(index.to(place), weights.to(place))
         there.ask()

@@ -4,6 +4,7 @@ ahead, pools under any order of work."""
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import numpy as np
@@ -31,16 +32,18 @@ E = 8
     seed=st.integers(0, 1000),
 )
 def test_what_was_seen_is_the_average_of_algorithm_1(tokens: list[int], ema: float, seed: int) -> None:
-    """Calls of few tokens and of many, also of experts that are none (numbers from E on)."""
+    """Calls of few tokens and of many, also of experts that are none (numbers from E on, or below 0), and of weights
+    that are no numbers, which add nothing."""
     generator, seen = torch.Generator().manual_seed(seed), Seen(E, ema)
     hotness, squares = np.zeros(E), np.zeros(E)
     for count in tokens:
-        index = torch.randint(0, E + 2, (count, 2), generator=generator)
+        index = torch.randint(-1, E + 2, (count, 2), generator=generator)
         weights = torch.rand(count, 2, generator=generator)
+        weights[:1, 0] = torch.tensor([0.5, torch.nan, torch.inf])[count % 3]
         seen.add(index, weights)
         hotness, squares = ema * hotness, ema**2 * squares
         for expert, weight in zip(index.flatten().tolist(), weights.flatten().tolist(), strict=True):
-            if expert < E:
+            if 0 <= expert < E and math.isfinite(weight):
                 hotness[expert] += (1 - ema) * weight / count
                 squares[expert] += ((1 - ema) * weight / count) ** 2
     sums, steps, found = seen.drained()

@@ -62,7 +62,8 @@ def add_choices(  # type: ignore[no-untyped-def]
     """One step of hotness: held float32 [2 E + 1], S, Q and the steps so far.
 
     S <- kept * S + gain * sum of share * weight, Q <- kept^2 * Q + the sum of squares of what each adds to S, over the
-    rows [P] of an expert; always in the same order, so that the same routing gives the same bits.
+    rows [P] of an expert; always in the same order, so that the same routing gives the same bits. A weight that is no
+    finite number adds nothing.
     """
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -72,6 +73,7 @@ def add_choices(  # type: ignore[no-untyped-def]
         there = other < pairs
         chosen = tl.load(index + other, mask=there, other=-1).to(tl.int32)
         added = tl.load(weights + other, mask=there, other=0.0).to(tl.float32) * share * gain
+        added = tl.where(tl.abs(added) < float("inf"), added, 0.0)
         each = tl.where(chosen[None, :] == mine[:, None], added[None, :], 0.0)
         total += tl.sum(each, 1)
         squares += tl.sum(each * each, 1)

@@ -86,7 +86,8 @@ class Seen:
         sizes = [index.numel() for _, index, _ in self._calls]
         share = weights / np.repeat([max(1, len(index)) for _, index, _ in self._calls], sizes)
         left = np.repeat([float(self._steps - 1 - step) for step, _, _ in self._calls], sizes)
-        known = numbers < self.experts  # the others hand their input through
+        # others hand their input through or are none; one weight that is no number would be every average's for good
+        known = (numbers >= 0) & (numbers < self.experts) & np.isfinite(share)
         sums, squares = gained(numbers[known], share[known], left[known], num_experts=self.experts, ema=self.ema)
         self._sums, self._squares, self._calls = self._sums + sums, self._squares + squares, []
 
