@@ -196,9 +196,11 @@ class Mirror:
                 self._remove(name)
 
     def _here(self, only_store: bool) -> list[str]:
-        """Paths of the files of the run that are whole."""
-        root = self.out / STORE if only_store else self.out
-        paths = [path.relative_to(self.out) for path in sorted(root.rglob("*")) if path.is_file()]
+        """Paths of the files of the run that are whole; of what lies elsewhere, behind a link, only those of stages,
+        which a run goes by wherever they lie."""
+        tops = [self.out / STORE] if only_store else sorted(self.out.iterdir())
+        own = [top for top in tops if not top.is_symlink() or (top / RECORD).is_file()]
+        paths = [path.relative_to(self.out) for top in own for path in (top, *sorted(top.rglob("*"))) if path.is_file()]
         return [path.as_posix() for path in paths if not any(_is_unfinished(part) for part in path.parts)]
 
     def _stamp(self, name: str) -> FileStamp | None:

@@ -143,6 +143,18 @@ def test_what_lies_here_stays_and_the_rest_is_brought(run: Path, url: str, tmp_p
     }
 
 
+def test_stages_behind_links_are_of_the_run_and_a_store_there_is_not(run: Path, url: str, tmp_path: Path) -> None:
+    opened(url, run).send()
+    before = listed(tmp_path)
+    for name in ("checkpoint", "store"):
+        (run / name).rename(tmp_path / name)
+        (run / name).symlink_to(tmp_path / name)
+    (run / "model").symlink_to(tmp_path / "store")
+    for only_store in (False, True):
+        opened(url, run).send(only_store=only_store)
+        assert listed(tmp_path) == {name: data for name, data in before.items() if not name.startswith("store/")}
+
+
 def test_only_what_is_new_is_sent(run: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened(url, run).send()
     sent = []
