@@ -329,13 +329,11 @@ def alone(context: Context, layer: ExpertLayer, bits: int, method: str) -> Repli
     for other in context.model.layers:
         choice = quantized if other.index == layer.index else full
         layers.append(LayerAssignment(name=other.name, experts=(choice,) * other.num_experts))
-    section = context.recipe.losses
     assignment = Assignment(
         name="one layer",
         method="uniform",
         parameters={"quantizer": method},
-        group_size=section.group_size,
-        symmetric=section.symmetric,
         layers=tuple(layers),
+        **vars(context.recipe.losses.encoding),
     )
     return Replicas(context, assignment, layer, context.model.module)

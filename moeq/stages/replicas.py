@@ -17,6 +17,7 @@ from moeq.artifacts.effects import LayerEffects, read_effects
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.losses import NAME, LossTable, read_losses
 from moeq.artifacts.replicas import LayerReplicas, Made, MadeType, ReplicaIndex
+from moeq.artifacts.targets import in_words
 from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer, stacked_biases, stacked_weights
 from moeq.models.loading import source_dtype
@@ -153,7 +154,7 @@ class Replicas:
         self.refined: Experts = refined or {}
         self.marks: Mapping[int, str] = marks or {}
         self.errors: dict[int, dict[str, dict[str, float]]] = {}
-        self.choices = assignment.layers[layer.index].experts
+        self.assignment, self.choices = assignment, assignment.layers[layer.index].experts
         self.quantizer = str(assignment.parameters.get("quantizer", DEFAULT_QUANTIZER))
         self._best = best
         self._last: tuple[int, dict[str, Tensor], dict[str, Tensor]] | None = None
@@ -237,7 +238,17 @@ class Replicas:
             if bits != FULL:
                 names = [name for name in self.layer.projections if width_of(widths, name) == bits]
                 matrices |= self._at(expert, bits, names)
+        for matrix in matrices.values():
+            self._check_encoding(matrix.encoding, self.assignment.encoding.at(matrix.bits))
         return {name: matrices[name] for name in self.layer.projections if name in matrices}
+
+    def _check_encoding(self, made: Encoding, named: Encoding) -> None:
+        """ArtifactError where replicas, of losses that were made again alone, have not the codes that the assignment is
+        of: sizes, and what a checkpoint says of its tensors, would be others."""
+        if made != named:
+            again = "losses" if self.assignment.encoding == self.context.recipe.losses.encoding else "assign"
+            what = f"replicas are {in_words(made)}; the assignment {self.assignment.name} is of {in_words(named)}"
+            raise ArtifactError(what, where=str(self.context.directory("losses")), do=f"run `moeq {again}` again")
 
     def _at(self, expert: int, bits: int, projections: Sequence[str]) -> dict[str, PackedWeight]:
         """Some matrices of an expert's replica of one width."""

@@ -389,3 +389,21 @@ def test_codes_of_another_assignment_than_lies_there_are_refused(finished: Conte
         pipeline.run_alone(context, "export")
     record.write_text(before)
     assert not pipeline.run_alone(context, "export").skipped
+
+
+def test_replicas_of_other_codes_than_the_assignment_is_of_are_refused(finished: Context, tmp_path: Path) -> None:
+    """Of losses that were made again alone, or are asked for by the recipe alone: a checkpoint that its own settings do
+    not describe, and rows whose bits are not those that were measured."""
+    out = shutil.copytree(finished.out, tmp_path / "run")
+    recipe = finished.recipe.model_dump(mode="json")
+    recipe["losses"]["group_size"] *= 2
+    recipe["eval"]["compare"] = [{"name": "two", "method": "uniform", "bits": 2}]
+    context = Context(
+        recipe=load_recipe(recipe), model_name=finished.model_name, out=out, reporter=Reporter(quiet=True)
+    )
+    with pytest.raises(ArtifactError, match=r"losses: replicas are groups of .*assignment two is of .*`moeq losses`"):
+        pipeline.run_alone(context, "eval")
+    pipeline.run_alone(context, "losses")
+    with pytest.raises(ArtifactError, match=r"losses: replicas are groups of .*`moeq assign` again"):
+        pipeline.run_alone(context, "quantize")
+    assert not pipeline.run(context, ("assign", "quantize"))[-1].skipped
