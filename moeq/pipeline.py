@@ -100,7 +100,6 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
     context.model.check_unchanged()
     for name in stage.reads(context.recipe):
         _digest_before(context, name, cached=name in stage.glances and not context.check)
-    _check_codes(context, stage)
     started, context.reporter.stage = time.monotonic(), Counted(stage.name, 1)
     with building(directory, progress=stage.progress(context)) as unfinished, context.writing(stage.name, unfinished):
         summary = stage.run(context)
@@ -137,11 +136,7 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
 
 
 def _check_codes(context: Context, stage: Stage) -> None:
-    """ArtifactError where codes that a stage reads were made of something else than lies there now.
-
-    A stage that runs alone takes what was made by other settings; but an assignment says what lies in these files, and
-    a checkpoint's provenance what they were made of.
-    """
+    """ArtifactError where codes that a stage reads were made of something else than lies there now."""
     for name in CODES_OF.keys() & set(stage.reads(context.recipe)) - stage.glances:
         folder = context.finished(name)
         for other in (one for one in CODES_OF[name] if _is_another(context, one, read_record(folder, name))):
@@ -315,7 +310,7 @@ def _directory(context: Context, stages: list[Stage], force: bool, *, alone: boo
             _remove_partials(context)
             _look_ahead(context, stages, force)
             for stage in stages if alone else []:
-                _tell_of_others(context, stage)
+                _check_others(context, stage)
             with _recipe_written(context if alone else context.given(), outcomes):
                 yield _Collected(outcomes, send)
     finally:
@@ -363,30 +358,34 @@ def _check_needed(context: Context, stage: Stage) -> None:
             _digest_before(context, needed, cached=not context.check)
 
 
-def _tell_of_others(context: Context, stage: Stage) -> None:
-    """A line for every artifact that a stage reads and that was made by other settings than the recipe has now, or from
-    another one than is there now."""
+def _check_others(context: Context, stage: Stage) -> None:
+    """Say of what a stage that runs alone reads what the recipe would not make of what is there now: it is taken as it
+    is, but by `export`, whose provenance says that the recipe made it, and where it is other codes; ArtifactError."""
+    _check_codes(context, stage)
     for needed in stage.reads(context.recipe):
-        record = record_of(context.finished(needed), needed)
-        if record is None:
-            continue
-        others = [name for name in BY_NAME[needed].reads(context.recipe) if _is_another(context, name, record)]
-        if record.inputs.get("recipe") not in (None, BY_NAME[needed].settings(context)):
-            said = "made by other settings than the recipe's"
-        elif others:
-            said = f"made from another result of `moeq {others[0]}` than is there now"
-        else:
-            continue
-        do = f"`moeq run {escape(str(context.out))}` makes it anew"
-        context.reporter.say(f"[yellow]{needed}: taken as it is, {said}; {do}[/yellow]")
+        said, do = _made_otherwise(context, needed), f"`moeq run {context.out}` makes it anew"
+        if said is not None and stage.name == "export":
+            what = f"{said}: the provenance of a checkpoint would be wrong"
+            raise ArtifactError(what, where=str(context.finished(needed)), do=do)
+        if said is not None:
+            context.reporter.say(f"[yellow]{needed}: taken as it is, {escape(f'{said}; {do}')}[/yellow]")
+
+
+def _made_otherwise(context: Context, name: str) -> str | None:
+    """What is said of a stage's artifact that the recipe as it is would not make of what is there; None of others."""
+    record = record_of(context.finished(name), name)
+    if record is None:
+        return None
+    if record.inputs.get("recipe") not in (None, BY_NAME[name].settings(context)):
+        return "made by other settings than the recipe's"
+    others = [one for one in BY_NAME[name].reads(context.recipe) if _is_another(context, one, record)]
+    return f"made from another result of `moeq {others[0]}` than is there now" if others else None
 
 
 def _is_another(context: Context, name: str, record: StageRecord) -> bool:
     """Whether what a record was made from is not what the stage of that name has left."""
-    made = record.inputs.get(name)
-    if made is None or record_of(context.finished(name), name) is None:
-        return False
-    return made != _digest_before(context, name, cached=not context.check)
+    made, there = record.inputs.get(name), record_of(context.finished(name), name)
+    return None not in (made, there) and made != _digest_before(context, name, cached=not context.check)
 
 
 def _check_model_of(context: Context, needed: str) -> None:

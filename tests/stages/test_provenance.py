@@ -135,6 +135,30 @@ def test_an_assignment_edited_by_hand_is_seen_in_it(made: Context, tmp_path: Pat
     assert before != after
 
 
+def test_an_export_of_what_its_recipe_would_not_make_is_refused(made: Context, tmp_path: Path) -> None:
+    """By itself, behind stages that were run by themselves: it would say that all was made by the recipe as it is."""
+    out = Path(shutil.copytree(made.out, tmp_path / "run"))
+    before = (out / "checkpoint" / NAME).read_bytes()
+
+    def alone(stage: str, sequences: int) -> pipeline.Outcome:
+        corpus = made.recipe.corpus.model_copy(update={"sequences": sequences})
+        recipe = made.recipe.model_copy(update={"corpus": corpus})
+        again = Context(recipe=recipe, model_name=made.model_name, out=out, reporter=Reporter(quiet=True))
+        return pipeline.run_alone(again, stage)
+
+    sequences = made.recipe.corpus.sequences
+    with pytest.raises(ArtifactError, match="profile: made by other settings than the recipe's: the provenance"):
+        alone("export", sequences - 1)
+    alone("profile", sequences - 1)
+    with pytest.raises(ArtifactError, match=r"losses: made by other settings than the recipe's.*moeq run"):
+        alone("export", sequences - 1)
+    with pytest.raises(ArtifactError, match="profile: made by other settings"):
+        alone("export", sequences)
+    assert (out / "checkpoint" / NAME).read_bytes() == before
+    alone("profile", sequences)
+    assert alone("export", sequences).skipped
+
+
 def test_text_that_has_gone_is_named_all_the_same(made: Context, tmp_path: Path) -> None:
     """By what the profile's record says; a record of an older moeq says nothing, and a line tells so."""
     out = Path(shutil.copytree(made.out, tmp_path / "run"))
