@@ -7,6 +7,7 @@ either whole or not there, whatever happens to the process.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
@@ -281,8 +282,14 @@ def claimed(directory: Path) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> IO[str]:
-    """A file to lock, made where it is not there, as it is where it is; OSError for a link."""
-    return open(path, "r+", opener=lambda name, flags: os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666))
+    """A file to lock, made where it is not there, as it is where it is, to be read alone where no more is allowed;
+    OSError for a link."""
+    try:
+        return open(path, "r+", opener=lambda name, flags: os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666))
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES) or not path.is_file():
+            raise
+        return open(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW))
 
 
 def _lock_file(path: Path, directory: Path) -> IO[str]:

@@ -840,6 +840,22 @@ def test_full_disk(moeq: ForkServer, recipe: Path, finished_run: Path, tmp_path:
         assert _digest(out) == _digest(finished_run)
 
 
+@pytest.mark.skipif(not can_mount(), reason="mounting needs root")
+def test_a_disk_that_is_only_read(moeq: ForkServer, finished_run: Path, tmp_path: Path) -> None:
+    """What would be freed there is told, and whatever needs nothing new is as it is."""
+    with mounted(tmp_path / "disk") as disk:
+        out = shutil.copytree(finished_run, disk / "out")
+        (out / "store" / ("0" * 64)).mkdir()
+        (out / "store" / ("0" * 64) / "layer-000.safetensors").write_bytes(b"1" * 100)
+        remount(disk, "ro")
+        dry = moeq.run("gc", out, "--dry-run", "--json")
+        assert dry.code == 0, dry.stderr
+        assert json.loads(dry.stdout)["freed_bytes"] == 100
+        assert_refused(moeq.run("gc", out), STORAGE, str(out), "Read-only file system")
+        again = moeq.run("run", out, "--quiet")
+        assert again.code == 0, again.stderr
+
+
 def _digest(run: Path) -> str:
     return str(json.loads((run / "checkpoint" / "stage.json").read_text("utf-8"))["digest"])
 
