@@ -33,6 +33,7 @@ from moeq.stages import assign, quantize
 from moeq.stages.checkpoint_size import CheckpointSize, original_bytes
 from moeq.stages.context import Context
 from moeq.stages.evaluate import ORIGINAL
+from moeq.stages.run_directory import check_run
 from moeq_kernels.widths import METHOD
 
 Following = ContextOptions | DynamicOptions
@@ -219,7 +220,9 @@ def _run(folder: Path, runs: dict[Path, Context], trust: bool) -> Context:
         recipe = load_recipe(folder / RECIPE_COPY, ["trust_remote_code=true"] if trust else [])
         if recipe.model is None:
             raise EvaluationError("names no model", where=str(folder / RECIPE_COPY), do="give the model in the recipe")
-        runs[key] = Context(recipe=recipe, model_name=recipe.model, out=folder, reporter=Reporter(quiet=True))
+        run = Context(recipe=recipe, model_name=recipe.model, out=folder, reporter=Reporter(quiet=True))
+        check_run(run)
+        runs[key] = run
     return runs[key]
 
 

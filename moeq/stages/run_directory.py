@@ -12,7 +12,7 @@ from rich.markup import escape
 from moeq.artifacts.files import write_text
 from moeq.artifacts.mirror import Mirror
 from moeq.artifacts.places import ELSEWHERE
-from moeq.artifacts.run import RECIPE_COPY
+from moeq.artifacts.run import RECIPE_COPY, STAGES
 from moeq.artifacts.stage import StageRecord, read_record
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
@@ -44,17 +44,34 @@ def check_model(context: Context, stages: Iterable[str], mirror: Mirror | None =
         name: record_of(folder, name) if mirror is None else mirror.record(folder.name)
         for name, folder in folders.items()
     }
+    what = _another_model(context, records)
+    if what is not None and mirror is not None:
+        raise ArtifactError(what, where=f"mirror: {mirror.url}", do="give another address")
+    if what is not None:
+        raise ArtifactError(what, where=f"--out {context.out}", do=ELSEWHERE)
+
+
+def check_run(run: Context) -> None:
+    """ArtifactError where a run that is read was made from another model than lies where its recipe has it."""
+    context = run.given()
+    what = _another_model(context, {name: record_of(context.finished(name), name) for name in STAGES})
+    if what is not None:
+        do = "put back what it was made from, or make the run again in another --out"
+        raise ArtifactError(what, where=str(run.out), do=do)
+
+
+def _another_model(context: Context, records: dict[str, StageRecord | None]) -> str | None:
+    """What is said of stages that were made from another model than the run's, before norms are folded; None where none
+    was."""
     first, model = records.pop("reparam", None), context.model
     if first is None and context.recipe.reparam is not None:
-        return  # what is there may be of the folded model, and is remade
+        return None  # what is there may be of the folded model, and is remade
     for record in records.values() if first is None else [first]:
         if record is not None and record.model.digest != model.stamp.digest:
-            what = f"the run in it was made from another model ({record.model.name})"
             changed = changed_files(record, model.files) if record.model.name == model.stamp.name else []
             more = f": {changed[0]} is not the file that it read" if changed else ""
-            if mirror is not None:
-                raise ArtifactError(what + more, where=f"mirror: {mirror.url}", do="give another address")
-            raise ArtifactError(what + more, where=f"--out {context.out}", do=ELSEWHERE)
+            return f"the run in it was made from another model ({record.model.name}){more}"
+    return None
 
 
 def recipe_data(context: Context) -> dict[str, Any]:

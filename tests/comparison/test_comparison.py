@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
 from itertools import chain, pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from moeq.comparison.eval_options import EvalOptions
 from moeq.comparison.refusals import needs_a_run
 from moeq.comparison.side_by_side import compare
 from moeq.comparison.subjects import Subject, open_subjects
-from moeq.errors import EvaluationError, MoeqError, RecipeError
+from moeq.errors import ArtifactError, EvaluationError, MoeqError, RecipeError
 from moeq.evaluation import reference_logits
 from moeq.evaluation import result_file as document
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
@@ -434,9 +435,22 @@ def test_results_that_are_damaged_are_one_line(tmp_path: Path, content: str) -> 
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_without_replicas_says_so(run: Path, tmp_path: Path) -> None:
-    import shutil
+def test_a_run_of_a_model_that_was_changed_is_refused(run: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Its replicas in another model's layers are nothing that anybody made."""
+    model = shutil.copytree(tiny_mixtral, tmp_path / "model")
+    copy = shutil.copytree(run, tmp_path / "run")
+    recipe = (copy / "recipe.yaml").read_text("utf-8")
+    (copy / "recipe.yaml").write_text(recipe.replace(str(tiny_mixtral.resolve()), str(model)), "utf-8")
+    weights = next(model.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-2] ^= 1
+    weights.write_bytes(data)
+    for word in (copy, f"{copy}:original", copy / "assign" / "assignment.json"):
+        with pytest.raises(ArtifactError, match=r"run: the run in it was made from another model.*; put back what it"):
+            compare(asked([word]))
 
+
+def test_a_checkpoint_without_replicas_says_so(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "checkpoint"
     shutil.copytree(run / "checkpoint", copy)
     manifest = json.loads((copy / "placement.json").read_text("utf-8"))
