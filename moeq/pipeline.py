@@ -22,7 +22,6 @@ from moeq.artifacts.places import refuse_artifacts
 from moeq.artifacts.replica_store import is_shared
 from moeq.artifacts.run import RECIPE_COPY, STORE
 from moeq.artifacts.stage import (
-    QUANTIZED,
     StageRecord,
     current_digest,
     damage,
@@ -41,12 +40,11 @@ from moeq.stages.context import Context
 from moeq.stages.making import TEXT_FILES
 from moeq.stages.order import BY_NAME, Stage
 from moeq.stages.recorded import MODEL_FILES, changed_files
-from moeq.stages.run_directory import check_model, record_of, write_recipe
+from moeq.stages.run_directory import CODES_OF, check_codes, check_model, is_another, record_of, write_recipe
 from moeq.tables import human_seconds
 from moeq_kernels.freed import return_memory
 
 REPARAM, PROFILE = "reparam", "profile"
-CODES_OF = {QUANTIZED: ("losses", "assign"), "export": ("assign", QUANTIZED)}  # what decides the codes that lie there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,15 +131,6 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
     return_memory()
     context.reporter.say(f"[green]{stage.name:9} done[/green] in {human_seconds(seconds)}")
     return Outcome(stage=stage.name, skipped=False, seconds=seconds, record=record, edited=tuple(edited))
-
-
-def _check_codes(context: Context, stage: Stage) -> None:
-    """ArtifactError where codes that a stage reads were made of something else than lies there now."""
-    for name in CODES_OF.keys() & set(stage.reads(context.recipe)) - stage.glances:
-        folder = context.finished(name)
-        for other in (one for one in CODES_OF[name] if _is_another(context, one, read_record(folder, name))):
-            what = f"made of another {other}/ than lies there now"
-            raise ArtifactError(what, where=str(folder), do=f"run `moeq {name}` again")
 
 
 def _is_current(context: Context, stage: Stage, key: str, edited: frozenset[str] = frozenset()) -> bool:
@@ -361,8 +350,9 @@ def _check_needed(context: Context, stage: Stage) -> None:
 def _check_others(context: Context, stage: Stage) -> None:
     """Say of what a stage that runs alone reads what the recipe would not make of what is there now: it is taken as it
     is, but by `export`, whose provenance says that the recipe made it, and where it is other codes; ArtifactError."""
-    _check_codes(context, stage)
-    for needed in stage.reads(context.recipe):
+    for name in CODES_OF.keys() & set(stage.reads(context.recipe)) - stage.glances:
+        check_codes(context, name)
+    for needed in (*([REPARAM] if context.folds else []), *stage.reads(context.recipe)):
         said, do = _made_otherwise(context, needed), f"`moeq run {context.out}` makes it anew"
         if said is not None and stage.name == "export":
             what = f"{said}: the provenance of a checkpoint would be wrong"
@@ -376,16 +366,10 @@ def _made_otherwise(context: Context, name: str) -> str | None:
     record = record_of(context.finished(name), name)
     if record is None:
         return None
-    if record.inputs.get("recipe") not in (None, BY_NAME[name].settings(context)):
+    if BY_NAME[name].is_asked_otherwise(context.given() if name == REPARAM else context, record.inputs):
         return "made by other settings than the recipe's"
-    others = [one for one in BY_NAME[name].reads(context.recipe) if _is_another(context, one, record)]
+    others = [one for one in BY_NAME[name].reads(context.recipe) if is_another(context, one, record)]
     return f"made from another result of `moeq {others[0]}` than is there now" if others else None
-
-
-def _is_another(context: Context, name: str, record: StageRecord) -> bool:
-    """Whether what a record was made from is not what the stage of that name has left."""
-    made, there = record.inputs.get(name), record_of(context.finished(name), name)
-    return None not in (made, there) and made != _digest_before(context, name, cached=not context.check)
 
 
 def _check_model_of(context: Context, needed: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from moeq.artifacts.files import digest_of
 from moeq.artifacts.run import EDITABLE
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.trace import NAME as TRACE
+from moeq.errors import MoeqError
 from moeq.recipe import Recipe
 from moeq.recipe.earlier import as_in_keys
 from moeq.runtime.checkpoint import CARD
@@ -85,6 +86,17 @@ class Stage:
         if extra is not None:
             inputs["extra"] = digest_of(extra)
         return inputs
+
+    def is_asked_otherwise(self, context: Context, made: Mapping[str, str]) -> bool:
+        """Whether the recipe asks for something else than what a stage was given, by its record; whether the text is
+        the same is not asked, which may be gone by now."""
+        if made.get("recipe") not in (None, self.settings(context)):
+            return True
+        try:
+            extra = None if self.extra is None else self.extra(context)
+        except MoeqError:
+            return False
+        return made.get("extra") != (None if extra is None else digest_of(extra))
 
     def key(self, inputs: dict[str, str]) -> str:
         """The digest of all that a result depends on, those inputs among it."""

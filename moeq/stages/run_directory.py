@@ -12,8 +12,8 @@ from rich.markup import escape
 from moeq.artifacts.files import write_text
 from moeq.artifacts.mirror import Mirror
 from moeq.artifacts.places import ELSEWHERE
-from moeq.artifacts.run import RECIPE_COPY, STAGES
-from moeq.artifacts.stage import StageRecord, read_record
+from moeq.artifacts.run import EDITABLE, RECIPE_COPY, STAGES
+from moeq.artifacts.stage import QUANTIZED, StageRecord, current_digest, read_record
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
 from moeq.recipe import load_recipe
@@ -22,6 +22,7 @@ from moeq.recipe.editing import as_yaml, in_decimals
 from moeq.stages.context import Context
 from moeq.stages.recorded import changed_files
 
+CODES_OF = {QUANTIZED: ("losses", "assign"), "export": ("assign", QUANTIZED)}  # what decides the codes that lie there
 SHOWN = 8  # changed keys of a recipe that are named
 
 
@@ -72,6 +73,22 @@ def _another_model(context: Context, records: dict[str, StageRecord | None]) -> 
             more = f": {changed[0]} is not the file that it read" if changed else ""
             return f"the run in it was made from another model ({record.model.name}){more}"
     return None
+
+
+def check_codes(context: Context, name: str) -> None:
+    """ArtifactError where the codes that a stage has left were made of something else than lies there now."""
+    record = read_record(context.finished(name), name)
+    for other in (one for one in CODES_OF[name] if is_another(context, one, record)):
+        what = f"made of another {other}/ than lies there now"
+        raise ArtifactError(what, where=str(context.finished(name)), do=f"run `moeq {name}` again")
+
+
+def is_another(context: Context, name: str, record: StageRecord) -> bool:
+    """Whether what a record was made from is not what the stage of that name has left."""
+    made, there, editable = record.inputs.get(name), context.finished(name), EDITABLE.get(name, frozenset())
+    if made is None or record_of(there, name) is None:
+        return False
+    return made != current_digest(there, name, editable, cached=not context.check, reporter=context.reporter)
 
 
 def recipe_data(context: Context) -> dict[str, Any]:

@@ -140,15 +140,18 @@ def test_an_export_of_what_its_recipe_would_not_make_is_refused(made: Context, t
     out = Path(shutil.copytree(made.out, tmp_path / "run"))
     before = (out / "checkpoint" / NAME).read_bytes()
 
-    def alone(stage: str, sequences: int) -> pipeline.Outcome:
+    def alone(stage: str, sequences: int, **keys: Any) -> pipeline.Outcome:
         corpus = made.recipe.corpus.model_copy(update={"sequences": sequences})
-        recipe = made.recipe.model_copy(update={"corpus": corpus})
+        recipe = made.recipe.model_copy(update={"corpus": corpus, **keys})
         again = Context(recipe=recipe, model_name=made.model_name, out=out, reporter=Reporter(quiet=True))
         return pipeline.run_alone(again, stage)
 
     sequences = made.recipe.corpus.sequences
     with pytest.raises(ArtifactError, match="profile: made by other settings than the recipe's: the provenance"):
         alone("export", sequences - 1)
+    drops = made.recipe.assign.model_copy(update={"method": "optimal", "drop": True})  # of which losses say more
+    with pytest.raises(ArtifactError, match="losses: made by other settings"):
+        alone("export", sequences, assign=drops)
     alone("profile", sequences - 1)
     with pytest.raises(ArtifactError, match=r"losses: made by other settings than the recipe's.*moeq run"):
         alone("export", sequences - 1)
