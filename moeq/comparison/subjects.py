@@ -19,6 +19,7 @@ from moeq.artifacts.assignment import Assignment, read_assignment
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.reading import read_json_file
 from moeq.artifacts.run import RECIPE_COPY
+from moeq.artifacts.stage import QUANTIZED
 from moeq.artifacts.sums import check_sums
 from moeq.comparison.refusals import assignments_of, split_run
 from moeq.errors import EvaluationError, ModelError
@@ -33,7 +34,7 @@ from moeq.stages import assign, quantize
 from moeq.stages.checkpoint_size import CheckpointSize, original_bytes
 from moeq.stages.context import Context
 from moeq.stages.evaluate import ORIGINAL
-from moeq.stages.run_directory import check_run
+from moeq.stages.run_directory import check_codes, check_run
 from moeq_kernels.widths import METHOD
 
 Following = ContextOptions | DynamicOptions
@@ -237,5 +238,7 @@ def _of_run(run: Context, name: str | None) -> list[Subject]:
         if wanted != ORIGINAL:
             assignment = assign.load(run) if wanted == own else assign.make(run, sections[wanted], wanted)
         exported = wanted == own and (run.recipe.quantize.trains or is_quantized)
+        if exported and run.recipe.quantize.trains:
+            check_codes(run, QUANTIZED)
         subjects.append(Subject(name=shown, source=run.model.source, run=run, assignment=assignment, exported=exported))
     return subjects

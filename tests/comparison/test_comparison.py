@@ -13,6 +13,7 @@ import family_models
 import numpy as np
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 from moeq.cli import app
@@ -448,6 +449,20 @@ def test_a_run_of_a_model_that_was_changed_is_refused(run: Path, tiny_mixtral: P
     for word in (copy, f"{copy}:original", copy / "assign" / "assignment.json"):
         with pytest.raises(ArtifactError, match=r"run: the run in it was made from another model.*; put back what it"):
             compare(asked([word]))
+
+
+def test_trained_codes_of_another_assignment_than_lies_there_are_refused(run: Path, tmp_path: Path) -> None:
+    """Some of an assignment's experts would be as they were trained beside others, at widths of another one."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    recipe = yaml.safe_load((copy / "recipe.yaml").read_text("utf-8"))
+    recipe["quantize"]["refine"] = {"iterations": 1}
+    (copy / "recipe.yaml").write_text(yaml.safe_dump(recipe), "utf-8")
+    assignment = copy / "assign" / "assignment.json"
+    assert len(open_subjects([str(copy)], [], trust=False)) == 1
+    assignment.write_text(assignment.read_text("utf-8") + "\n", "utf-8")
+    with pytest.raises(ArtifactError, match="quantize: made of another assign/ than lies there now; run `moeq quant"):
+        open_subjects([str(copy)], [], trust=False)
+    assert len(open_subjects([str(assignment)], [], trust=False)) == 1
 
 
 def test_a_checkpoint_without_replicas_says_so(run: Path, tmp_path: Path) -> None:
