@@ -99,6 +99,7 @@ def mistakes() -> Iterator[tuple[list[str], str]]:
     """Command lines with one mistake each, and what is said of it."""
     yield ["asign"], "moeq: unknown command 'asign'; did you mean 'assign'?"
     yield ["--jsan"], "moeq: unknown option '--jsan'; give --json behind the command that it belongs to"
+    yield ["init", "a", ""], "moeq: init: unexpected argument ''; see moeq init -h"
     yield ["zzzz"], "moeq: unknown command 'zzzz'; known are run,"
     for name in NAMES:
         yield [name, "--jsn"], f"moeq: {name}: unknown option '--jsn'; did you mean '--json'?"
@@ -109,6 +110,9 @@ def mistakes() -> Iterator[tuple[list[str], str]]:
             if parameter.param_type_name == "argument":
                 if parameter.required:
                     yield [name], f"moeq: {name}: "
+                if parameter is GROUP.commands[name].params[0]:
+                    shown = parameter.metavar or parameter.name.upper()
+                    yield [name, ""], f"moeq: {name}: {shown} is empty; give a value"
                 continue
             if kind.choices:
                 wrong = f"{kind.choices[0]}x"
@@ -122,6 +126,8 @@ def mistakes() -> Iterator[tuple[list[str], str]]:
                     yield [name, f"{option}={least - 1:g}"], text
             if kind.annotation is not bool:
                 yield [name, option], f"moeq: {name}: {option} needs a value; see moeq {name} -h"
+                empty = f"moeq: {name}: {option} is empty; give a value"
+                yield from (([name, *words], empty) for words in ([f"{option}="], [option, ""]))
 
 
 def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ COLUMN, INDENT = 30, 8  # of what stands beside options, and below them
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 SEVERAL = re.compile(r"<list\[(.*)\]>")  # as typer shows the type of what may be given several times
 EXTRA = re.compile(r"Got unexpected extra .*?\(([^()]*)\)$")
+PROMPT = "prompt"  # the parameter whose values are text of their own
 GIVEN = re.compile(r"(?:Value )?'(.*?)'")
 
 
@@ -85,6 +86,8 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
+            if not ctx.resilient_parsing:  # a shell that completes
+                _check_empty(ctx, self.make_parser(ctx).parse_args([*args])[0])
             return super().parse_args(ctx, args)
         except UsageError as error:
             error.ctx = getattr(error, "ctx", None) or ctx  # type: ignore[attr-defined]
@@ -128,11 +131,34 @@ class Group(TyperGroup):
             formatter.write_dl([(name, one.get_short_help_str(1000)) for name, one in rows if not one.hidden])
 
 
+def _check_empty(context: Any, given: dict[str, Any]) -> None:
+    """RecipeError for an empty value, as a variable that is not set leaves it: as a path it is the working directory.
+
+    given: values as they were written, by parameter. A prompt may be empty.
+    """
+    for parameter in context.command.params:
+        value = given.get(parameter.name)
+        if parameter.name != PROMPT and (value == "" or (isinstance(value, list | tuple) and "" in value)):
+            do = "give a value" if parameter.required else "give a value, or leave it out"
+            raise RecipeError(f"{_name(parameter)} is empty", where=_command(context), do=do)
+
+
+def _name(parameter: Any) -> str:
+    """An option or an argument as a message names it."""
+    option = parameter.opts[0].startswith("-")
+    return str(parameter.opts[0] if option else parameter.metavar or parameter.name.upper())
+
+
+def _command(context: Any) -> str | None:
+    """The command that a context is of, as messages name it."""
+    return None if context is None or context.parent is None else context.command_path.partition(" ")[2]
+
+
 def as_ours(error: Any) -> RecipeError:
     """One of click's errors about a command line as one of ours, with the nearest name."""
     context = error.ctx
     help_ = "moeq -h" if context is None else f"{context.command_path} -h"
-    where = None if context is None or context.parent is None else context.command_path.partition(" ")[2]
+    where = _command(context)
     see = f"see {help_}"
     option, parameter = getattr(error, "option_name", None), getattr(error, "param", None)
     if type(error).__name__ == "NoSuchOption":
@@ -143,9 +169,10 @@ def as_ours(error: Any) -> RecipeError:
     if parameter is None:
         extra = EXTRA.match(error.message)
         if extra is not None:
-            return RecipeError(f"unexpected argument {extra[1].split()[0]!r}", where=where, do=see)
+            first = next(iter(extra[1].split()), "")  # several stand apart by spaces
+            return RecipeError(f"unexpected argument {first!r}", where=where, do=see)
         return RecipeError(error.message.rstrip("."), where=where, do=see)
-    name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.name.upper()
+    name = _name(parameter)
     if type(error).__name__ == "MissingParameter":
         return RecipeError(f"{name} is missing", where=where, do=_expected(parameter) or f"give it ({see})")
     return _bad_value(error, name, where, see)
