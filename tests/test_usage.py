@@ -157,6 +157,15 @@ def test_mistakes_in_json(
     assert found["do"] in found["message"]
 
 
+def test_a_prompt_whose_bytes_are_no_text_is_refused(
+    tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a UTF-8 prompt is in an ASCII locale: it ended as a bug in moeq."""
+    code, _, err = ended(["generate", str(tiny_mixtral), "na\udcc3\udcafve"], monkeypatch, capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("moeq: PROMPT: no UTF-8 text; give text")
+
+
 def test_json_is_asked_for_before_the_end_of_options() -> None:
     assert asks_json(["--json", "x"])
     assert asks_json(["x", "y", "--json"])

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from moeq.bounded import is_utf8
 from moeq.cli.ending import refuse, show
 from moeq.errors import RecipeError
 from moeq.options import (
@@ -333,7 +334,7 @@ def generate(
     preflight.check_device(device or "auto")
     preflight.check_temperature(temperature)
     following = preflight.check_dynamic(dynamic, checkpoint, dynamic_log, watch)
-    prompts = [_standard_input() if text == "-" else text for text in prompt]
+    prompts = [_standard_input() if text == "-" else _text(text) for text in prompt]
     from moeq import generation
     from moeq.progress import Reporter
 
@@ -353,6 +354,13 @@ def generate(
     answers = continued.get("answers", [continued])
     shown = [answer["continuation" if chat else "text"] for answer in answers]
     show(continued, lambda _: print(*shown, sep="\n\n"), json=json, quiet=quiet)
+
+
+def _text(prompt: str) -> str:
+    """A prompt; RecipeError where its bytes are no text, which Python keeps as halves of surrogate pairs."""
+    if not is_utf8(prompt):
+        raise RecipeError("no UTF-8 text", where="PROMPT", do="give text, in a locale that has its characters")
+    return prompt
 
 
 def _standard_input() -> str:
