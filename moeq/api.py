@@ -1,5 +1,4 @@
-"""From Python: runs, stages, assignments, plans, comparisons, benches, reproductions, checkpoints that are converted,
-verified, inspected; commands go through these.
+"""From Python: runs, stages, assignments, plans, comparisons, benches, what is done to checkpoints; commands go here.
 
 Importing this module imports neither torch nor transformers. Errors are those of `moeq.errors`: one line each.
 """
@@ -12,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
+from moeq.arguments import checked
 from moeq.artifacts.run import STAGES
 from moeq.errors import RecipeError, hint
 from moeq.folders import checkpoint_of
 from moeq.recipe import Recipe
 from moeq.runtimes import NATIVE, named, written
-from moeq.starting import Given, RunWords, Texts, begun, listed
+from moeq.starting import Given, RunWords, Texts, begun, listed, path_of
 
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Assignment
@@ -35,8 +35,7 @@ class Run:
 
     stages: what happened to each, in order; table: a row a variant, as `results.final_rows` has them; paths: what was
     made, by name: checkpoint, report, evaluation, and `checkpoint in FORMAT` for every other format; gates: the bounds
-    of the recipe with what the run came to, none of which raises; next: {what for: command
-    line} of what may follow.
+    of the recipe with what the run came to, none of which raises; next: {what for: command line} of what may follow.
     """
 
     out: Path
@@ -72,6 +71,7 @@ class Assigned:
     frontier: dict[str, Any] | None
 
 
+@checked
 def run(
     recipe: Given = None,
     *,
@@ -114,6 +114,7 @@ def run_in(context: Context, *, force: bool = False) -> Run:
     )
 
 
+@checked
 def stage(
     name: str,
     recipe: Given = None,
@@ -137,6 +138,7 @@ def stage(
     return pipeline.run_alone(context, name, force=force)
 
 
+@checked
 def assign(
     recipe: Given = None,
     *,
@@ -177,6 +179,7 @@ def assign_in(
         )
 
 
+@checked
 def plan(
     recipe: Given = None,
     *,
@@ -197,6 +200,7 @@ def plan(
     return make_plan(context, probe=probe)
 
 
+@checked
 def evaluate(
     *what: str | Path,
     tasks: str | Sequence[str] | None = (),
@@ -232,8 +236,8 @@ def evaluate(
         recipe=[str(word) for word in what],
         tasks=(tasks if isinstance(tasks, str) else ", ".join(tasks or ())) or None,
         text=None if text is None else str(text),
-        out=_path(out),
-        include_path=_path(include_path),
+        out=path_of(out),
+        include_path=path_of(include_path),
         num_fewshot=num_fewshot,
         limit=limit,
         batch_size=None if batch_size is None else str(batch_size),
@@ -241,7 +245,7 @@ def evaluate(
         stride=stride,
         context_aware=listed(context_aware),
         dynamic=listed(dynamic),
-        dynamic_log=_path(dynamic_log),
+        dynamic_log=path_of(dynamic_log),
         truncate=truncate,
         dtype=dtype,
         device=device,
@@ -256,6 +260,7 @@ def evaluate(
     return compare(asked)
 
 
+@checked
 def bench(
     checkpoint: str | Path,
     *,
@@ -296,14 +301,14 @@ def bench(
         dynamic=None if dynamic is None else DynamicOptions.parse(dynamic),
         beams=None if beams is None else tuple(beams),
         peers=peers,
-        gguf=_path(gguf),
+        gguf=path_of(gguf),
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
     )
     from moeq.preflight import check_bench
 
-    check_bench(asked, _path(out))
+    check_bench(asked, path_of(out))
     from moeq.artifacts.files import make_directory
     from moeq.benching import measure
     from moeq.progress import Reporter
@@ -316,6 +321,7 @@ def bench(
     return found
 
 
+@checked
 def reproduce(
     checkpoint: str | Path,
     *,
@@ -339,9 +345,10 @@ def reproduce(
     inputs = match(checkpoint_of(Path(checkpoint)), str(model), listed(texts), trust_remote_code, reporter)
     from moeq.reproduction import again
 
-    return again.reproduce(inputs, _path(out), reporter)
+    return again.reproduce(inputs, path_of(out), reporter)
 
 
+@checked
 def convert(
     checkpoint: str | Path,
     to: str,
@@ -384,6 +391,7 @@ def convert(
     )
 
 
+@checked
 def verify(
     checkpoint: str | Path,
     *,
@@ -393,7 +401,7 @@ def verify(
     dtype: Literal["float32", "float16", "bfloat16"] = "float32",
     signature: bool | None = None,
     public_key: str | Path | None = None,
-    certificate_chain: Sequence[str | Path] = (),
+    certificate_chain: Texts = (),
     trust_remote_code: bool = False,
     quiet: bool = False,
 ) -> Verdict:
@@ -412,7 +420,7 @@ def verify(
     preflight.check_loader(target)
     if against is not None:
         check_there(str(against))
-    trust = signing.Trust(public_key=_path(public_key), roots=[Path(one) for one in certificate_chain])
+    trust = signing.Trust(public_key=path_of(public_key), roots=[Path(one) for one in listed(certificate_chain)])
     wanted = bool(public_key or certificate_chain) if signature is None else signature
     signing.check_trust(path, trust, wanted=wanted)
     signed = signing.check_signature(path, trust) if wanted else None
@@ -430,6 +438,7 @@ def verify(
     return verification.verify(path, options, Reporter(quiet=quiet))
 
 
+@checked
 def inspect(path: str | Path, *, trust_remote_code: bool = False, quiet: bool = True) -> dict[str, Any]:
     """What a checkpoint, a run's directory, a model or any file that moeq writes is; bytes and digests are checked."""
     from moeq import preflight
@@ -439,7 +448,3 @@ def inspect(path: str | Path, *, trust_remote_code: bool = False, quiet: bool = 
     from moeq.progress import Reporter
 
     return inspection.inspect(Path(path), Reporter(quiet=quiet), trust_remote_code)
-
-
-def _path(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given)

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_type_hints
 
 from rich.markup import escape
 
+from moeq.arguments import check
 from moeq.errors import RecipeError, hint
 from moeq.folders import RECIPE_COPY, is_run
 from moeq.options import BUNDLED_TEXT, BuildOptions, RunOptions
@@ -191,7 +192,7 @@ def begun(
 
     RecipeError for an option that is unknown or does not go with what else is given, and as `opened` raises.
     """
-    places: dict[str, Any] = {"out": None if out is None else Path(out), "model": None if model is None else str(model)}
+    places: dict[str, Any] = {"out": path_of(out), "model": None if model is None else str(model)}
     asked = _asked(options, **places, check=check, quiet=quiet)
     if recipe is None or isinstance(recipe, str | Path):
         return context_of(replace(asked, what=None if recipe is None else str(recipe)).in_its_run(), command)
@@ -212,14 +213,21 @@ def listed(given: Texts) -> list[str]:
     return [str(given)] if isinstance(given, str | Path) else [str(one) for one in given]
 
 
+def path_of(given: str | Path | None) -> Path | None:
+    """A path, where one is given."""
+    return None if given is None else Path(given)
+
+
 def _asked(options: RunWords, **more: Any) -> BuildOptions:
     """Options from Python as the command line has them; RecipeError for an unknown one."""
     for name in set(options) - set(RunWords.__annotations__):
         raise RecipeError(f"no option {name!r}", do=hint(name, RunWords.__annotations__))
     given: dict[str, Any] = {}
+    hints = get_type_hints(RunWords)
     for name, value in options.items():
         if value is None:
             continue
+        check(name, value, hints[name])
         if name in ("text", "eval_text", "overrides"):
             value = listed(value)  # type: ignore[arg-type]
         elif name in ("bits", "code_bits", "size"):

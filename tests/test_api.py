@@ -18,6 +18,7 @@ import moeq
 from moeq import starting
 from moeq.errors import ArtifactError, MissingError, RecipeError
 
+MODEL = Path(moeq.__path__[0]) / "bundled" / "tiny-mixtral"
 KEYS = {
     "name": "small",
     "corpus": {"sequences": 8, "sequence_length": 32},
@@ -112,6 +113,28 @@ def test_the_command_line_gives_the_same(done: moeq.Run, request: pytest.Fixture
         (lambda out: moeq.bench("bundled:tiny-mixtral", beams=(1, 0)), RecipeError, "beams: cannot be 0"),
         (lambda out: moeq.stage("profil", {}, out=out, model="bundled:tiny-mixtral"), RecipeError, "did you mean"),
         (lambda out: moeq.evaluate(), RecipeError, "nothing to evaluate"),
+        (lambda out: moeq.evaluate(["a"]), RecipeError, r"what is \['a'\]; give text or a path"),
+        (lambda out: moeq.evaluate("a", tasks=[1]), RecipeError, "tasks is .1.; give text or a list, each text"),
+        (lambda out: moeq.evaluate("a", include_path=3), RecipeError, "include_path is 3; give text or a path$"),
+        (lambda out: moeq.plan("a", probe="no"), RecipeError, "probe is 'no'; give true or false"),
+        (lambda out: moeq.run("a", out=""), RecipeError, "out is empty; give a path, or leave it out"),
+        (lambda out: moeq.run("a", out=out, for_=3), RecipeError, "for_ is 3; give text"),
+        (lambda out: moeq.run("a", out=out, refine="no"), RecipeError, "refine is 'no'; give true or false"),
+        (lambda out: moeq.run(["a"], out=out), RecipeError, "recipe is .'a'.; give a recipe or a mapping or text or a"),
+        (lambda out: moeq.bench("a", batches=1), RecipeError, "batches is 1; give a list"),
+        (lambda out: moeq.bench("a", out=""), RecipeError, "out is empty"),
+        (lambda out: moeq.convert("a", None, out), RecipeError, "to is None; give text"),
+        (lambda out: moeq.verify(MODEL, certificate_chain="root.pem"), MissingError, "^root.pem: "),
+        (lambda out: moeq.inspect(3), RecipeError, "path is 3; give text or a path"),
+        (lambda out: moeq.load(3), RecipeError, "path is 3"),
+        (
+            lambda out: moeq.load("a", placement="gpu"),
+            RecipeError,
+            "placement is 'gpu'; give true or false or a mapping",
+        ),
+        (lambda out: moeq.open_dynamic("a", 3), RecipeError, "settings is 3; give text"),
+        (lambda out: moeq.load_recipe([1]), RecipeError, "given is .1.; give text or a path or a mapping"),
+        (lambda out: moeq.load_recipe({}, 5), RecipeError, "overrides is 5; give text or a list"),
     ],
 )
 def test_refusals_are_errors_of_one_line(call, error: type[moeq.MoeqError], what: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from moeq.analysis.hotness import FloatArray
+from moeq.arguments import checked
 from moeq.artifacts.coactivation import NAME as COACTIVATION
 from moeq.artifacts.coactivation import REMEDY as AGAIN
 from moeq.artifacts.coactivation import read_coactivation
@@ -39,6 +40,7 @@ from moeq_kernels.widths import Encoding
 LOG = logging.getLogger("moeq.dynamic")
 
 
+@checked
 def open_dynamic(
     checkpoint: str | Path,
     settings: str | DynamicOptions = "auto",

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from moeq.arguments import checked
 from moeq.bounded import Yaml, YamlError, parse_yaml, read_yaml, shortened, shown
 from moeq.bundled.preset_files import preset_of
 from moeq.errors import RecipeError, hint, missing
@@ -25,6 +26,7 @@ SET = "--set"  # where a key stands that no file has
 YAML_ADVICE = "correct that line, or quote the value"
 
 
+@checked
 def load_recipe(given: str | Path | Mapping[str, Any] | None, overrides: str | Sequence[str] = ()) -> Recipe:
     """Read a recipe, a file or its keys (None: all defaults), and apply `key=value` overrides (dotted, YAML values).
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from moeq.arguments import checked
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import check_sums
@@ -25,6 +26,7 @@ CARD = "README.md"
 OWN = "one of moeq's"  # what moeq convert makes of another tool's checkpoint
 
 
+@checked
 def load(
     path: str | Path,
     *,
