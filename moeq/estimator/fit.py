@@ -206,10 +206,10 @@ def _constants(model: Model, x: FloatArray) -> Iterator[FittedConstant]:
         value, tied = parameter.from_fit(fitted), known.tied_to[index]
         error = None if known.standard_error is None else parameter.error(fitted, float(known.standard_error[index]))
         verdict: Verdict = "determined"
-        if not known.matters[index]:
-            verdict = "no effect" if fitted == before else "hidden"
-        elif tied:
+        if tied:
             verdict = "tied"
+        elif not known.matters[index]:
+            verdict = "no effect" if fitted == before else "hidden"
         elif min(abs(fitted - bound) for bound in parameter.bounds) < AT_BOUND:
             verdict = "at its bound"
         elif error is not None and error > WEAK * value:
@@ -226,7 +226,11 @@ def _constants(model: Model, x: FloatArray) -> Iterator[FittedConstant]:
 
 def _sourced(hardware: Hardware, fitted: tuple[FittedConstant, ...], measured: str) -> Iterator[Constant]:
     """The constants of a hardware file, fitted ones with their new value, the measurements as their source."""
-    changed = {constant.key: constant for constant in fitted if constant.verdict != "no effect"}
+    changed = {
+        constant.key: constant
+        for constant in fitted
+        if constant.verdict != "no effect" and (constant.verdict, constant.value) != ("tied", constant.before)
+    }
     for old in hardware.constants:
         if (new := changed.get(old.key)) is None:
             yield old

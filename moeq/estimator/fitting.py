@@ -201,6 +201,19 @@ class Model:
                 kept = other
         return kept
 
+    def either(self, x: FloatArray) -> tuple[int, ...]:
+        """The two efficiencies of which the slower rate paces transfers, where either could be what the points show."""
+        hardware = self.hardware_at(x)
+        link, memory = hardware.all_links.rate, hardware.ndp.memory_rate
+        rates = {("link", "efficiency"): link, ("ndp", "memory_efficiency"): memory}
+        slower, faster = sorted(rates, key=lambda name: rates[name])
+        pair = tuple(PARAMETERS.index(Parameter(*name)) for name in (slower, faster))
+        other = x.copy()
+        other[pair[0]] = 1.0
+        other[pair[1]] *= rates[faster] / rates[slower]
+        same = np.abs(self.seconds(other) / self.seconds(x) - 1).max() < NO_EFFECT
+        return pair if same and other[pair[1]] <= PARAMETERS[pair[1]].bounds[1] else ()
+
     def jacobian(self, x: FloatArray) -> FloatArray:
         """Change of every point's relative error [P, C] with every constant, by central or one-sided differences."""
         columns, everything = [], np.arange(len(self.points))
@@ -309,6 +322,9 @@ def determination(model: Model, x: FloatArray) -> Determination:
         seen = directions[~blurred] / values[~blurred, None]
         error = np.full(len(PARAMETERS), np.inf)
         error[matters] = np.sqrt(squares * (seen**2).sum(axis=0)) / norms[matters]
+    either = model.either(x)
+    if matters[list(either)].any():
+        together[np.ix_(either, either)] = 1.0
     return Determination(
         matters=matters,
         standard_error=error,

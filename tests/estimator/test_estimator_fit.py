@@ -137,15 +137,40 @@ def test_what_does_not_matter_to_the_points_is_said_and_kept(tmp_path: Path):
     found = fit_file(write(tmp_path / "few.csv", table), load_hardware("paper-ctxmoe"))
     known = {one.key: one for one in found.constants}
     for key in ("gpu.compute_efficiency", "ndp.memory_efficiency"):
-        assert known[key].verdict == "no effect"
         assert known[key].value == known[key].before
-        assert "does not matter" in describe(known[key])
+    assert "does not matter" in describe(known["gpu.compute_efficiency"])
+    assert known["ndp.memory_efficiency"].tied_to == ("link.efficiency",)  # the slower of the two paces what is fetched
     assert known["link.efficiency"].verdict == "tied"
     assert {"gpu.layer_overhead", "link.latency"} <= set(known["link.efficiency"].tied_to)
     write_hardware(tmp_path / "few.yaml", found)
     source = {one.key: one.source for one in load_hardware(tmp_path / "few.yaml").constants}
     assert "cannot tell it from" in source["link.efficiency"]
     assert not source["ndp.memory_efficiency"].startswith("fitted to few.csv")
+
+
+@pytest.mark.parametrize("slow", [{"link": 0.31}, {"ndp": 0.05}])
+def test_two_rates_of_one_minimum_are_told_apart_by_what_only_one_of_them_carries(
+    slow: dict[str, float], tmp_path: Path
+) -> None:
+    """Fetched experts alone are as slow by the link as by the memory behind it; activations cross the link alone."""
+    geometry, pair = load_geometry(GEOMETRY), {"link.efficiency", "ndp.memory_efficiency"}
+    for name, policies in (("h200-host-pcie5", ("monde_bwrule",)), ("h100-ndp-pcie4", ("monde_bwrule", "monde_opt"))):
+        hardware = load_hardware(name)
+        truth = hardware.changed("link", efficiency=slow.get("link", hardware.link.efficiency))
+        truth = truth.changed("ndp", memory_efficiency=slow.get("ndp", hardware.ndp.memory_efficiency))
+        placement = uniform_placement(geometry, bits=16, hot_experts=1)
+        grid = Grid(inputs=(64, 1024), outputs=(8,), batches=(1, 4))
+        table = [
+            {"policy": point.policy, "batch": point.batch, "input_tokens": point.input_tokens, "geometry": GEOMETRY,
+             "bits": 16, "gpu_experts": 1, "decode_seconds_per_token": point.decode_seconds_per_token,
+             "prefill_seconds": point.prefill_seconds}
+            for point in estimate(geometry, truth, placement, grid=grid, policies=policies).points
+            if point.policy in policies
+        ]  # fmt: skip
+        found = fit_file(write(tmp_path / f"{name}.csv", table), hardware)
+        assert found.fitted.largest < 1e-3
+        tied = {one.key for one in found.constants if pair & {*one.tied_to}}
+        assert tied & pair == (pair if name == "h200-host-pcie5" else set())
 
 
 def test_one_row_leaves_nothing_to_hold_out(tmp_path: Path):
