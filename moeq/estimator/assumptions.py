@@ -67,8 +67,11 @@ def _kept_line(geometry: ModelGeometry, context: int, gpus: int) -> str:
     for kind in geometry.kept:
         if kind.window is not None:
             line += f"; in {kind.layers} layers of {'a chunk of' if kind.chunked else 'the last'} {kind.window} tokens"
+        if kind.selected is not None:
+            line += f"; in {kind.layers} layers at most {kind.selected} are selected and read"
         if kind.state_bytes:
-            line += f"; in {kind.layers} layers a state of {kind.state_bytes:,.0f} bytes instead"
+            also = "beside them" if kind.token_bytes else "instead"
+            line += f"; in {kind.layers} layers a state of {kind.state_bytes:,.0f} bytes {also}"
     return line
 
 

@@ -139,7 +139,7 @@ class ModelGeometry:
         usual = {"attention": None, "expert_hidden_size": None, "encoder_layers": 0, "cache_bits": 16.0}
         found = {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
         for kind in found.get("attention", ()):
-            for name in [name for name in ("parts", "chunked") if not kind[name]]:
+            for name in [name for name in ("parts", "chunked", "selected", "beside", "shared") if not kind[name]]:
                 del kind[name]
         return found
 
@@ -170,7 +170,7 @@ class ModelGeometry:
     @property
     def all_layers(self) -> int:
         """MoE layers and dense ones, as far as the kinds of attention tell."""
-        return max(self.num_layers, sum(kind.layers for kind in self.kept))
+        return max(self.num_layers, sum(kind.layers for kind in self.kept if not kind.beside))
 
     def across(self, gpus: int) -> ModelGeometry:
         """With keys, values and states as often as so many GPUs hold them together, which share out their heads."""
@@ -186,7 +186,8 @@ class ModelGeometry:
 
     def kv_bytes(self, context: ArrayLike, sequences: int = 1) -> NDArray[np.float64]:
         """Bytes of keys, values and states of sequences of `context` tokens each, all layers. Shape: `context`'s."""
-        each = (kind.layers * (kind.token_bytes * kind.tokens(context) + kind.state_bytes) for kind in self.kept)
+        own = (kind for kind in self.kept if not kind.shared)
+        each = (kind.layers * (kind.token_bytes * kind.tokens(context) + kind.state_bytes) for kind in own)
         return np.asarray(sequences * sum(each), dtype=np.float64)
 
     def kv_bytes_per_layer(self, context: ArrayLike, *, prompt: bool = False) -> NDArray[np.float64]:

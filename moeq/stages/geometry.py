@@ -9,6 +9,7 @@ from typing import Any
 from moeq.errors import EstimateError
 from moeq.estimator import CONFIG_KEYS, ModelGeometry, geometry_from_config
 from moeq.estimator.attention import KEYS as TEXT_KEYS
+from moeq.estimator.attention import PER_LAYER
 from moeq.models.experts import ExpertLayer
 
 
@@ -60,6 +61,8 @@ def config_values(model: Any, top_k: int | None) -> dict[str, Any]:
         values |= {key: part[key] for key in CONFIG_KEYS if part.get(key) is not None}
     values |= {name: whole[own] for name, own in config.attribute_map.items() if name in CONFIG_KEYS and own in whole}
     worked_out = [key for key in TEXT_KEYS if key not in whole and hasattr(type(config), key)]  # by its class
-    stated = {key: whole.get(key) for key in TEXT_KEYS} | {key: getattr(config, key) for key in worked_out}
+    stated = {key: whole.get(key) for key in (*TEXT_KEYS, PER_LAYER)} | {
+        key: getattr(config, key) for key in worked_out
+    }
     values |= {key: value for key, value in stated.items() if value is not None}
     return values | {"model_type": config.model_type} | ({} if top_k is None else {"top_k": top_k})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from family_models import build, save
+from transformers import DeepseekV32Config
 
 from moeq.errors import EstimateError
 from moeq.estimation.subject import read_model
@@ -98,6 +100,12 @@ def cached_elements(value: Any) -> int:
         ("mixtral", {"sliding_window": None}), ("qwen3_moe", {}), ("ernie4_5_moe", {}),
         ("glm4_moe", {}), ("granitemoe", {}),
         ("llama4_text", {"attention_chunk_size": 64}), ("gpt_oss", {"sliding_window": 64}),
+        ("gemma4_text", {"sliding_window": 64}), ("mimo_v2_flash", {"sliding_window": 64}),
+        ("dots3_note_text", {"sliding_window": 64}), ("inkling_text", {"sliding_window_size": 64}),
+        ("inkling2_text", {"sliding_window_size": 64, "swa_num_key_value_heads": 4, "swa_head_dim": 6}),
+        ("axk2", {}), ("deepseek_v32", {}), ("glm_moe_dsa", {"indexer_types": ["full", "shared", "shared"]}),
+        ("hy_v4", {}), ("mistral_large4", {}),
+        ("minimax_m3_vl_text", {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]}),
     ],
 )  # fmt: skip
 def test_a_cache_of_transformers_holds_as_much(family: str, settings: dict[str, Any]) -> None:
@@ -106,6 +114,81 @@ def test_a_cache_of_transformers_holds_as_much(family: str, settings: dict[str, 
     with torch.no_grad():
         cache = model(input_ids=torch.arange(3, 15)[None], use_cache=True).past_key_values
     assert 2 * cached_elements(cache.layers) == float(found.kv_bytes(12))
+
+
+COMPRESSED = {
+    "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "sliding_window": 64,
+}
+
+
+def test_compressed_keys_are_one_of_so_many_tokens() -> None:
+    """DeepSeek-V4: nothing waits after 24 tokens; transformers has one of the window's tokens less, and beside each
+    compressed layer the last of what the next entry overlaps with."""
+    found, model = geometry("deepseek_v4", **COMPRESSED)
+    with torch.no_grad():
+        layers = model(input_ids=torch.arange(3, 27)[None], use_cache=True).past_key_values.layers
+    kept = [[layer.keys, *getattr(layer, "compressed_kv", {}).values()] for layer in layers]
+    assert 2 * cached_elements(kept) == float(found.kv_bytes(24))
+    assert found.all_layers == 3
+    read = float(found.kv_bytes_per_layer(240)) * found.num_layers
+    width, index = 2 * model.config.head_dim, 2 * model.config.index_head_dim
+    chosen = min(model.config.index_topk, 240 // 4)
+    assert read == 3 * 64 * width + (240 // 8 + chosen) * width + 240 // 4 * index
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"])
+@pytest.mark.parametrize("context", [5, 30])
+def test_sparse_attention_reads_what_its_indexer_selects(family: str, context: int) -> None:
+    """As many keys as the family's own indexer gives back, and all of the indexer's; the text is read by 4 heads."""
+    found, model = geometry(family)
+    selected: list[int] = []
+    indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+    for module in indexers:
+        module.register_forward_hook(lambda _module, _inputs, output: selected.append(output.shape[-1]))
+    with torch.no_grad():
+        model(input_ids=torch.arange(3, 3 + context)[None])
+    latent, width = 20 + 8, model.config.index_head_dim
+    assert set(selected) == {min(context, model.config.index_topk)}
+    read = 2 * (3 * latent * selected[0] + len(indexers) * width * context)
+    assert float(found.kv_bytes_per_layer(context)) * found.num_layers == read
+    scored = len(indexers) * model.config.index_n_heads * width * context
+    attended = 3 * 4 * (2 * 20 + 8) * selected[0]
+    assert float(found.attention_macs(context)) * found.num_layers == scored + attended
+
+
+def test_deepseek_v32_in_full() -> None:
+    """61 layers: 576 numbers of 2,048 tokens, and 128 of an indexer of 64 heads of all."""
+    values = config_values(SimpleNamespace(config=DeepseekV32Config()), None)
+    model = geometry_from_config(
+        values, num_moe_layers=58, num_experts=256, expert_intermediate_size=2048, non_expert_parameters=1
+    )
+    assert model.all_layers == 61
+    assert float(model.kv_bytes(100_000)) == 61 * 2 * (576 + 128) * 100_000
+    assert float(model.kv_bytes_per_layer(100_000)) * 58 == pytest.approx(61 * 2 * (576 * 2048 + 128 * 100_000))
+    macs = 128 * (2 * 512 + 64) * 2048 + 64 * 128 * 100_000
+    assert float(model.attention_macs(100_000)) * 58 == pytest.approx(61 * macs)
+    seen = 2048 - 2048**2 / (2 * 100_000)
+    macs = 128 * (2 * 512 + 64) * seen + 64 * 128 * 50_000
+    assert float(model.attention_macs(100_000, prompt=True)) * 58 == pytest.approx(61 * macs)
+
+
+def test_keys_of_another_layer_are_read_there_too() -> None:
+    """Mistral Large 4: the last of three layers takes the second one's, and what that selected."""
+    found, model = geometry("mistral_large4")
+    index = 2 * 2 * model.config.get_text_config().index_head_dim * 30
+    assert float(found.kv_bytes(30)) == 2 * 2 * (20 + 8) * 30 + index
+    assert float(found.kv_bytes_per_layer(30)) * found.num_layers == 3 * 2 * (20 + 8) * 8 + index
+
+
+def test_lightning_attention_keeps_a_state() -> None:
+    found, model = geometry("minimax")
+    with torch.no_grad():
+        cache = model(input_ids=torch.arange(3, 15)[None], use_cache=True).past_key_values
+    states = cached_elements(cache.linear_cache)
+    assert states == 4 * 8 * 8
+    assert float(found.kv_bytes(12)) == 2 * cached_elements(cache.layers) + 4 * states
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 11, 40])
@@ -188,7 +271,7 @@ def test_states_of_linear_attention() -> None:
     ("family", "linear"),
     [
         ("jamba", 2), ("nemotron_h", 1), ("granitemoehybrid", 2), ("kimi_linear", 2), ("bailing_hybrid", 2),
-        ("longcat_flash", 0),
+        ("longcat_flash", 0), ("glm5_next", 2),
     ],
 )  # fmt: skip
 def test_kinds_of_layers_that_the_family_works_out(family: str, linear: int, tmp_path: Path) -> None:
@@ -220,6 +303,8 @@ def test_what_config_json_does_not_tell() -> None:
     assert says_all(plain | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]})
     assert not says_all(plain | {"sliding_window": 8})
     assert not says_all(plain | {"full_attention_interval": 4})
+    assert not says_all(plain | {"index_topk": 8, "layer_types": ["indexed_attention"] * 2})
+    assert not says_all(plain | {"global_head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]})
     assert attention_of({}, 4, 2, 8) is None
     assert attention_of(plain | {"is_encoder_decoder": True}, 4, 2, 8) is None
     kinds = attention_of(plain | {"layer_types": ["moe", "something new"]}, 4, 2, 8)
