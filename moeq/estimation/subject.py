@@ -14,11 +14,11 @@ import numpy as np
 from moeq.artifacts.assignment import Assignment, read_assignment
 from moeq.errors import EstimateError, ModelError, RecipeError
 from moeq.estimator import ModelGeometry, Placement, geometry_from_config, load_geometry
-from moeq.estimator.geometry import HEADS, HIDDEN, KV_HEADS, TOP_K, preset_of
+from moeq.estimator.geometry import HEADS, HIDDEN, KV_HEADS, NESTED, TOP_K, codebook_of, effective_bits, preset_of
 from moeq.estimator.placement import assignment_placement, placement_of, weights_of_a_scale
 from moeq.preflight import check_path
 from moeq_kernels.iq_types import SETS, stored_bits
-from moeq_kernels.widths import FLOAT_GROUPS
+from moeq_kernels.widths import FLOAT_GROUPS, NESTED_BITS, Encoding
 
 if TYPE_CHECKING:  # torch and transformers are imported where a configuration or a manifest is read
     from moeq.artifacts.manifest import PlacementManifest
@@ -176,16 +176,23 @@ def codes_of_run(run: Path, geometry: ModelGeometry) -> dict[str, Any]:
     check_path(run, "give the directory of a run to --losses")
     table = read_losses(run / "losses" / NAME).table
     group_size, symmetric, method = (table[column][0].as_py() for column in ("group_size", "symmetric", "method"))
-    codebook = method if method in FLOAT_GROUPS else ""
+    codebook, group_size = method if method in FLOAT_GROUPS else "", weights_of_a_scale(group_size, geometry)
+    rows = zip(*(table[column].to_pylist() for column in ("method", "projection", "bits", "bytes")), strict=True)
+    sizes = {bits: size for own, projection, bits, size in rows if (own, projection) == (method, WHOLE)}
+    stored = {bits: 8 * size / geometry.expert_parameters for bits, size in sizes.items()}
     if method == I_QUANTS:
-        rows = zip(*(table[column].to_pylist() for column in ("method", "projection", "bits", "bytes")), strict=True)
-        sizes = {bits: size for own, projection, bits, size in rows if (own, projection) == (method, WHOLE)}
-        codebook = _set_of({bits: 8 * size / geometry.expert_parameters for bits, size in sizes.items()})
-    return {
-        "group_size": weights_of_a_scale(group_size, geometry),
-        "zero_points": not symmetric,
-        "codebook": codebook,
-    }
+        codebook = _set_of(stored)
+    elif not symmetric and _are_nested(stored, group_size):
+        codebook = NESTED
+    return {"group_size": group_size, "zero_points": not symmetric, "codebook": codebook}
+
+
+def _are_nested(stored: Mapping[int, float], group_size: int) -> bool:
+    """Whether some width has the zero points of a wider one: a table of losses does not say it of grids either."""
+    narrow = [bits for bits in NESTED_BITS[:-1] if bits in stored]
+    plain, nested = (effective_bits(narrow, group_size, True, codebook) for codebook in ("", NESTED))
+    sizes = [stored[bits] for bits in narrow]
+    return bool(narrow) and bool(np.abs(nested - sizes).sum() < np.abs(plain - sizes).sum())
 
 
 def _set_of(stored: Mapping[int, float]) -> str:
@@ -203,7 +210,7 @@ def of_assignment(path: Path, geometry: ModelGeometry) -> Subject:
         placement=assignment_placement(assignment, group_size),
         group_size=group_size,
         zero_points=not assignment.symmetric,
-        codebook=assignment.codebook,
+        codebook=codebook_of(assignment.encoding),
     )
 
 
@@ -217,7 +224,8 @@ def of_manifest(manifest: PlacementManifest, geometry: ModelGeometry, where: str
             text = f"{layer.name} has (hidden, intermediate, top k) {sizes}, {geometry.name} has {wanted}"
             raise EstimateError(text, where=where, do="give a manifest of this model")
     group_size = weights_of_a_scale(manifest.layout["group_size"], geometry)
-    symmetric, codebook = bool(manifest.layout["symmetric"]), str(manifest.layout.get("codebook", ""))
+    encoding = Encoding.described(manifest.layout)
+    symmetric, codebook = encoding.symmetric, codebook_of(encoding)
     widths = [[expert.widths for expert in layer.experts] for layer in manifest.layers]
     hot = [np.array([expert.tier == "gpu" for expert in layer.experts]) for layer in manifest.layers]
     name = str(manifest.assignment["name"])

@@ -15,7 +15,7 @@ from moeq.bounded import read_yaml
 from moeq.errors import EstimateError, nearest
 from moeq.estimator.attention import Attention, attention_of, usual
 from moeq_kernels.iq_types import SETS, stored_bits
-from moeq_kernels.widths import FLOAT_BITS, FLOAT_GROUPS
+from moeq_kernels.widths import FLOAT_BITS, FLOAT_GROUPS, NESTED_BITS, Encoding
 
 SCALE_BITS = 16
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts", "top_k")
@@ -26,6 +26,12 @@ HIDDEN = ("hidden_size", "d_model", "n_embd")
 CONFIG_KEYS = (*TOP_K, *HEADS, *KV_HEADS, *HIDDEN, *POSITIONS, "head_dim")
 TOY_BYTES = 1 << 30
 HUB = "hub"  # of a preset: models of the hub with these sizes
+NESTED = "nested"  # in place of a codebook: grids of several widths with the zero points of the widest
+
+
+def codebook_of(encoding: Encoding) -> str:
+    """What tells codes from plain grids, as functions here take it."""
+    return encoding.codebook or (NESTED if encoding.nested else "")
 
 
 def effective_bits(
@@ -34,18 +40,24 @@ def effective_bits(
     """Bits that are stored and read per weight: b' = b + 16/group (+ b/group with zero points, from 2 bits up).
 
     16 bits and more are stored as they are, of 0 nothing is; `group_size` None leaves the scales out. A fraction
-    between 1 and 2 bits stands for matrices of both, of which only those of 2 bits have zero points. codebook: of an
-    `Encoding`; codes whose scales are no FP16 ones take what their blocks do, widths between in straight lines. Shape:
-    that of `bits`.
+    between 1 and 2 bits stands for matrices of both, of which only those of 2 bits have zero points. codebook: see
+    `codebook_of`; codes whose scales are no FP16 ones take what their blocks do, widths between in straight lines.
+    Shape: that of `bits`.
     """
     plain = np.asarray(bits, dtype=np.float64)
     if group_size is None:
         return plain
     if blocks := _blocks(codebook):
         return np.where((plain < 16) & (plain > 0), np.interp(plain, list(blocks), list(blocks.values())), plain)
-    ramp = 2 * np.maximum(plain - 1, 0.0) / group_size
-    zeros = np.where(plain >= 2, plain / group_size, ramp) if zero_points else 0.0
+    zeros = np.interp(plain, *_zero_bits(codebook)) / group_size if zero_points else 0.0
     return np.where((plain < 16) & (plain > 0), plain + SCALE_BITS / group_size + zeros, plain)
+
+
+def _zero_bits(codebook: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Widths, rising, and the bits of a grid's zero point at each: as many, none at 1; between in straight lines."""
+    widths = np.array([1.0, NESTED_BITS[0], NESTED_BITS[-1], 16.0])
+    zeros = np.where(widths > 1, widths, 0.0)
+    return widths, np.where(widths == NESTED_BITS[0], NESTED_BITS[-1], zeros) if codebook == NESTED else zeros
 
 
 def _blocks(codebook: str) -> dict[float, float]:
@@ -76,8 +88,8 @@ def equal_bits(widths: Sequence[int], group_size: int, zero_points: bool = False
     codes = stored - SCALE_BITS / group_size
     if not zero_points:
         return codes
-    wide = codes / (1 + 1 / group_size)
-    return wide if wide >= 2 else (codes + 2 / group_size) / (1 + 2 / group_size)
+    bits, zeros = _zero_bits(codebook)
+    return float(np.interp(codes, bits + zeros / group_size, bits))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from moeq.artifacts.assignment import DROPPED, Assignment, Width, matrix_widths
 from moeq.errors import EstimateError
-from moeq.estimator.geometry import ModelGeometry, equal_bits
+from moeq.estimator.geometry import ModelGeometry, codebook_of, equal_bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def assignment_placement(assignment: Assignment, group_size: int) -> Placement:
         assignment.hot(),
         group_size,
         symmetric=assignment.symmetric,
-        codebook=assignment.codebook,
+        codebook=codebook_of(assignment.encoding),
     )
 
 

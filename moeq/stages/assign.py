@@ -37,6 +37,7 @@ from moeq.assigners.inputs import AssignInputs, Loaded
 from moeq.assigners.limits import limit_of, widths_within
 from moeq.errors import ArtifactError, AssignmentError, BudgetError, FormatError, MoeqError, RecipeError
 from moeq.estimator import load_hardware
+from moeq.estimator.geometry import codebook_of
 from moeq.estimator.terms import expert_seconds
 from moeq.models.experts import ExpertLayer
 from moeq.recipe import BUDGETS, AssignSection
@@ -256,7 +257,7 @@ def ndp_seconds(context: Context, config: AssignSection, widths: Sequence[int]) 
             hardware,
             group_size=group,
             zero_points=not encoding.symmetric,
-            codebook=encoding.codebook,
+            codebook=codebook_of(encoding),
         )
         seconds.append({DROPPED: 0.0} | dict(zip(widths, times.tolist(), strict=True)))
     return tuple(seconds)

@@ -25,12 +25,13 @@ from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.limits import choices
 from moeq.errors import AssignmentError, BudgetError, EstimateError
 from moeq.estimator import Hardware, ModelGeometry, load_hardware
-from moeq.estimator.geometry import effective_bits
+from moeq.estimator.geometry import codebook_of, effective_bits
 from moeq.estimator.placement import assignment_placement, layer_of_assignment, weights_of_a_scale
 from moeq.estimator.simulation import Simulation, build_simulation
 from moeq.estimator.terms import t_fetch, t_gpu, t_ndp
 from moeq.stages.context import Context
 from moeq.stages.estimate_sizes import chosen_geometry, profiled_popularity
+from moeq_kernels.widths import Encoding
 
 ON_GPU, NEAR = "static_mixed", "context_aware"
 ROUNDS = 12  # of the bisection
@@ -217,7 +218,7 @@ class SpeedProblem:
     def _times(self, policy: str, widths: Sequence[int]) -> list[dict[int, float]]:
         """Seconds of one token of one expert at every width, times the layers that an assigned one stands for."""
         assigned, parameters = len(self.inputs.profile.layers), self.geometry.expert_parameters
-        stored = np.asarray(effective_bits(widths, self.group_size, not self.inputs.symmetric, self.inputs.codebook))
+        stored = np.asarray(effective_bits(widths, self.group_size, not self.inputs.symmetric, self._codebook))
         if policy == ON_GPU:
             seconds = t_gpu(parameters, stored, 1, self.hardware.all_gpus).seconds
         elif self.hardware.ndp.computes:
@@ -237,6 +238,10 @@ class SpeedProblem:
             )
         )
 
+    @property
+    def _codebook(self) -> str:
+        return codebook_of(Encoding.of(self.inputs))
+
     def _simulation(self, assignment: Assignment) -> Simulation:
         return build_simulation(
             self.geometry,
@@ -244,7 +249,7 @@ class SpeedProblem:
             assignment_placement(assignment, self.group_size),
             group_size=self.group_size,
             zero_points=not self.inputs.symmetric,
-            codebook=self.inputs.codebook,
+            codebook=self._codebook,
             popularity=self.popularity,
             context=self.context_tokens,
             labels=frozenset({ON_GPU, NEAR}),

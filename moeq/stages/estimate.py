@@ -15,7 +15,7 @@ from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import read_trace
 from moeq.errors import RecipeError
 from moeq.estimator import Estimate, Grid, ModelGeometry, estimate, load_hardware
-from moeq.estimator.geometry import is_toy
+from moeq.estimator.geometry import codebook_of, is_toy
 from moeq.estimator.placement import assignment_placement, weights_of_a_scale
 from moeq.estimator.points import BASELINES
 from moeq.registry import POLICIES
@@ -79,7 +79,7 @@ def of_assignment(
         assignment_placement(assignment, group_size),
         group_size=group_size,
         zero_points=not assignment.symmetric,
-        codebook=assignment.codebook,
+        codebook=codebook_of(assignment.encoding),
         grid=Grid(**section.grid.model_dump()),
         context=section.context,
         seed=context.recipe.seed,

@@ -93,14 +93,15 @@ def test_refusals(arguments: tuple[str, ...], code: int, words: str) -> None:
 @pytest.mark.parametrize(
     ("method", "group_size", "symmetric", "stored"),
     [
-        ("gptq", 32, False, 4 + 20 / 32), ("trellis", -1, True, 4 + 16 / 4096), ("mxfp4", 32, True, 4.25),
+        ("gptq", 32, False, 4 + 20 / 32), ("gptq", 32, False, 3 + 19 / 32), ("gptq", 32, False, 3 + 20 / 32),
+        ("trellis", -1, True, 4 + 16 / 4096), ("mxfp4", 32, True, 4.25),
         ("iq", 256, True, 2.5625), ("iq", 256, True, 2.3125), ("iq", 256, True, 2.0625),
     ],
 )  # fmt: skip
 def test_bytes_are_of_the_codes_whose_losses_are_measured(
     tmp_path: Path, method: str, group_size: int, symmetric: bool, stored: float
 ) -> None:
-    """Of i-quants the bytes of the table tell the set."""
+    """Of i-quants the bytes of the table tell the set, of grids whether they have the zero points of 4 bits."""
     bits = int(stored)
     own = {"method": method, "group_size": group_size, "symmetric": symmetric, "bits": bits, "projection": WHOLE}
     texts = dict.fromkeys(("layer_name", "fallback", "measured_on"), "x")

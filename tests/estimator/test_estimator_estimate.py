@@ -23,7 +23,7 @@ from moeq.estimator import (
     timeline,
     uniform_placement,
 )
-from moeq.estimator.geometry import effective_bits
+from moeq.estimator.geometry import codebook_of, effective_bits
 from moeq.estimator.terms import t_gpu, t_ndp
 from moeq_kernels.iq_types import SETS
 from moeq_kernels.packed import packed_bytes
@@ -302,6 +302,14 @@ def test_matrices_of_several_widths_count_with_their_bytes(
     assert equal_bits((3, 3), group_size, zero_points) == 3
 
 
+@pytest.mark.parametrize("widths", [(2, 3, 4), (1, 2, 1), (3, 8, 2), (16, 3, 3), (2, 2, 2)])
+def test_nested_matrices_of_several_widths_count_with_their_bytes(widths: tuple[int, ...]) -> None:
+    zeros = {1: 0, 2: 4, 3: 4, 4: 4, 8: 8}
+    each = [bits if bits == 16 else bits + (16 + zeros[bits]) / 32 for bits in widths]
+    one = equal_bits(widths, 32, True, "nested")
+    assert float(effective_bits(one, 32, True, "nested")) == pytest.approx(np.mean(each))
+
+
 def test_policies_are_refused_where_the_longest_request_does_not_fit() -> None:
     """Keys and values of all its tokens lie beside the experts, whatever --context every step reads."""
     geometry, hardware = load_geometry("mixtral-8x7b"), load_hardware("h100-ndp-cxl")
@@ -325,9 +333,10 @@ def test_nothing_of_a_text_is_kept_of_none() -> None:
     "encoding",
     [
         Encoding(group_size=128, symmetric=False), Encoding(group_size=-1, symmetric=True), Encoding.trellis(10),
+        Encoding(group_size=128, symmetric=False, nested=True), Encoding(group_size=128, symmetric=True, nested=True),
         Encoding.exl3(), *map(Encoding.floating, FLOAT_GROUPS), *map(Encoding.iq, SETS),
     ],
-    ids=lambda encoding: encoding.codebook or f"{encoding.codes} {encoding.group_size}",
+    ids=lambda encoding: codebook_of(encoding) or f"{encoding.codes} {encoding.group_size}",
 )  # fmt: skip
 def test_codes_of_every_kind_count_with_what_is_stored_of_them(encoding: Encoding) -> None:
     """Beside the packed tensors of a matrix; but for scales of whole rows."""
@@ -335,7 +344,7 @@ def test_codes_of_every_kind_count_with_what_is_stored_of_them(encoding: Encodin
     widths = FLOAT_BITS if encoding.floats else (1, 2, 3, 4, 8)
     kept = {bits: 8 * packed_bytes(rows, inputs, bits, encoding) / (rows * inputs) for bits in widths}
     group = inputs if encoding.group_size == -1 else encoding.group_size
-    codes = (group, not encoding.symmetric, encoding.codebook)
+    codes = (group, not encoding.symmetric, codebook_of(encoding))
     assert effective_bits(widths, *codes) == pytest.approx(list(kept.values()), rel=1e-3)
     assert effective_bits([0, 16], *codes).tolist() == [0, 16]
     between = np.linspace(1, 16, 61)
