@@ -134,12 +134,12 @@ def attention_of(config: Mapping[str, Any], heads: int, kv_heads: int, head_dim:
     own = {int(layer): values for layer, values in (config.get(PER_LAYER) or {}).items()}
     found: Counter[Attention] = Counter()
     for layer, kind in enumerate(map(str, kinds)):
-        found.update(_of_layer(kind, layer, {**config, **sizes, **own.get(layer, {})}))
+        found.update(_of_layer(kind, layer, {**config, **sizes, **own.get(layer, {})}, kv_heads))
     return tuple(replace(kind, layers=layers) for kind, layers in found.items())
 
 
-def _of_layer(kind: str, layer: int, config: Mapping[str, Any]) -> list[Attention]:
-    """What one layer keeps, and what beside that."""
+def _of_layer(kind: str, layer: int, config: Mapping[str, Any], usual_heads: int) -> list[Attention]:
+    """What one layer keeps, and what beside that; usual_heads: of keys and values, where the layer says none."""
     if kind in NOTHING:
         return [Attention(layers=1, token_bytes=0.0, token_macs=0.0)]
     if kind in STATES:
@@ -151,7 +151,7 @@ def _of_layer(kind: str, layer: int, config: Mapping[str, Any]) -> list[Attentio
     rate = (config.get("compress_rates") or {}).get(kind, 1)
     blocks = _number(config, "index_topk_blocks") * _number(config, "index_block_size")
     selected = (rate * _number(config, "index_topk", "indexer_budget") or blocks) if kind in INDEXED else 0
-    whole = replace(_keys(kind, layer, config), shared=shares.startswith("reuse"))
+    whole = replace(_keys(kind, layer, config, usual_heads), shared=shares.startswith("reuse"))
     window = _number(config, *WINDOWS.get(kind, ()))
     near = replace(whole, window=window or None, chunked=kind == CHUNKED and window > 0)
     if kind in COMPRESSED:  # the last tokens, and one of so many for all
@@ -164,7 +164,7 @@ def _of_layer(kind: str, layer: int, config: Mapping[str, Any]) -> list[Attentio
     return kept + [_every(rate, one) for one in _indexer(config)]
 
 
-def _keys(kind: str, layer: int, config: Mapping[str, Any]) -> Attention:
+def _keys(kind: str, layer: int, config: Mapping[str, Any], usual_heads: int) -> Attention:
     """Keys and values of a layer, of the whole text."""
     near = "swa_" if kind in (SLIDING, "hybrid_sliding") else ""
     names = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -187,6 +187,7 @@ def _keys(kind: str, layer: int, config: Mapping[str, Any]) -> Attention:
         token_bytes=ELEMENT_BYTES * kv_heads * both,
         token_macs=heads * both,
         state_bytes=ELEMENT_BYTES * convolved,
+        parts=None if kv_heads == usual_heads else kv_heads,
     )
 
 

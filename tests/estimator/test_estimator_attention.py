@@ -182,6 +182,14 @@ def test_keys_of_another_layer_are_read_there_too() -> None:
     assert float(found.kv_bytes_per_layer(30)) * found.num_layers == 3 * 2 * (20 + 8) * 8 + index
 
 
+def test_several_gpus_share_out_the_heads_that_a_layer_has() -> None:
+    """MiMo-V2: two of keys in a whole layer, four in one of a window, which eight GPUs hold four times and twice."""
+    found, _ = geometry("mimo_v2_flash", sliding_window=64)
+    whole, near = 2 * 2 * (8 + 11), 2 * 4 * (8 + 11)
+    assert [kind.parts for kind in found.kept] == [None, 4]
+    assert float(found.across(8).kv_bytes(10)) == 10 * (4 * whole + 2 * 2 * near)
+
+
 def test_lightning_attention_keeps_a_state() -> None:
     found, model = geometry("minimax")
     with torch.no_grad():
