@@ -143,7 +143,8 @@ def test_what_is_read_from_a_configuration_says_what_can_be_divided() -> None:
     latent = geometry_from_config({**sizes, "kv_lora_rank": 32, "qk_rope_head_dim": 4}, **weights)
     assert [kind.parts for kind in latent.kept] == [1]
     assert "parts" in latent.sizes()["attention"][0]
-    windows = geometry_from_config({**sizes, "layer_types": ["sliding_attention", "full_attention"] * 2}, **weights)
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+    windows = geometry_from_config({**sizes, **kinds}, **weights)
     assert [kind.parts for kind in windows.kept] == [None, None]
     assert "parts" not in windows.sizes()["attention"][0]
     linear = {"linear_num_value_heads": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
