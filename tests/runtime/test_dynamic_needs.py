@@ -36,6 +36,12 @@ def test_keys_and_values_are_what_the_cache_holds(family: str) -> None:
     assert kept_bytes(model, 40) == held(model, 40)
 
 
+def test_states_beside_a_caches_layers_are_kept_too() -> None:
+    """MiniMax: one layer of three has a state of 4 heads, 8 by 8 numbers in float32; no layer of the cache has it."""
+    model = build("minimax", sliding_window=None)
+    assert kept_bytes(model, 40) == 4 * 4 * 8 * 8 + 2 * 40 * 2 * 2 * 8 * 4
+
+
 def test_a_sliding_window_keeps_no_more_than_it_is_long() -> None:
     whole = build("mixtral", sliding_window=None)
     for window in (8, 16):

@@ -105,11 +105,12 @@ def _drawn(model: Any, length: int) -> dict[str, Tensor]:
 
 
 def _kept(model: Any, length: int) -> list[tuple[int, int | None]]:
-    """Bytes of every layer's part of the cache after some tokens, and its window, None: it has none."""
+    """Bytes of every layer's part of the cache after some tokens, and its window, None: it has none; and what a cache
+    has beside its layers (MiniMax's states)."""
     with torch.no_grad(), quiet_transformers():
         cache = model(**_drawn(model, length), use_cache=True).past_key_values
     parts = [cache.self_attention_cache, cache.cross_attention_cache] if model.config.is_encoder_decoder else [cache]
-    return [_of_layer(layer) for part in parts for layer in part.layers]
+    return [_of_layer(layer) for part in parts for layer in (*part.layers, part)]
 
 
 def _of_layer(layer: Any) -> tuple[int, int | None]:
