@@ -15,6 +15,7 @@ from moeq.comparison.refusals import WINDOW, check, text_source
 from moeq.comparison.subjects import Earlier, Subject, check_once, open_subjects
 from moeq.errors import EvaluationError
 from moeq.evaluation import result_file as document
+from moeq.evaluation import task_files
 from moeq.evaluation.divergence import Reference, Scorer
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
 from moeq.evaluation.multimodal import check_images, image_tasks
@@ -44,6 +45,8 @@ def compare(asked: EvalOptions, show: Callable[[dict[str, Any]], None] = lambda 
     for subject in measured:
         loaded.check(subject, asked.trust_remote_code)
         _check_window(asked, subject)
+    if tasks and asked.include_path is not None:
+        task_files.files_of(asked.include_path)  # which says no to what would be looked for everywhere
     manager = open_tasks(tasks, None if asked.include_path is None else str(asked.include_path)) if tasks else None
     settings = loaded.Settings(
         dtype=asked.dtype,

@@ -17,7 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from moeq.bounded import shown
+from moeq.bounded import is_utf8, shown
+from moeq.errors import RecipeError
 from moeq.recipe.types import Section
 
 BUNDLED = "bundled"  # of texts: the part that moeq brings along
@@ -146,8 +147,12 @@ ImageSource = Annotated[str | list[str], BeforeValidator(_check_source)]
 
 
 def each_source(source: TextSource) -> list[SourceSection]:
-    """Every source that is named; a plain string is one that says nothing of its own."""
+    """Every source that is named; a plain string is one that says nothing of its own. RecipeError for a name that is
+    no UTF-8."""
     listed = source if isinstance(source, list) else [source]
+    for one in listed:
+        if not is_utf8(one):
+            raise RecipeError("its name is no UTF-8", where=str(one), do="rename it")
     return [SourceSection(path=one) if isinstance(one, str) else one for one in listed]
 
 

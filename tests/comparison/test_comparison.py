@@ -23,7 +23,7 @@ from moeq.comparison.refusals import needs_a_run
 from moeq.comparison.side_by_side import compare
 from moeq.comparison.subjects import Subject, open_subjects
 from moeq.errors import ArtifactError, EvaluationError, MoeqError, RecipeError
-from moeq.evaluation import reference_logits
+from moeq.evaluation import reference_logits, task_files
 from moeq.evaluation import result_file as document
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
 from moeq.evaluation.strided import read_text
@@ -477,6 +477,17 @@ def test_a_checkpoint_without_replicas_says_so(run: Path, tmp_path: Path) -> Non
     with pytest.raises(EvaluationError, match="holds no replicas of every expert at 1, 2, 3, 4, 16 bits"):
         compare(asked([copy], context_aware=["gpu_experts=1,code_bits=2"]))
     assert load_checkpoint(copy, torch.float32, torch.device("cpu")) is not None
+
+
+def test_data_that_would_be_looked_for_everywhere_are_refused(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_files, "SEARCHED", 3)
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).touch()
+    (tmp_path / "all.yaml").write_text(f"task: everywhere\ndataset_path: {tmp_path}/**/nowhere.jsonl\n")
+    with pytest.raises(EvaluationError, match=r"\*\* would look through more than 3 files and folders"):
+        compare(asked([tiny_mixtral], tasks="everywhere", include_path=tmp_path))
 
 
 def test_unknown_tasks_name_the_nearest_and_missing_data_its_name(

@@ -170,6 +170,7 @@ REFUSED: dict[str, list[Case]] = {
             "nowhere: no such file or directory; give a folder of task",
         ),
         (("--window", "3"), 2, "--window belongs to models, checkpoints and runs"),
+        (("model", "--text", "\udcff.txt"), 2, "its name is no UTF-8; rename it"),
         (("run", "--set", "seed=1"), 2, "--set belongs to a run's stage"),
         (("./nowhere",), 13, "./nowhere: no such file or directory"),
         (
