@@ -10,7 +10,7 @@ from numbers import Real
 from os import PathLike, fspath
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from moeq.bounded import shown
 from moeq.errors import RecipeError
@@ -92,7 +92,11 @@ def _refused_list(value: Any, of: Any) -> str | None:
 @cache
 def _hint(annotation: str, module: str) -> Any:
     """The type that an annotation names; Any for one that is known to type checkers alone."""
+
+    def of_one() -> None: ...
+
+    of_one.__annotations__ = {"value": annotation}
     try:
-        return eval(annotation, dict(vars(sys.modules[module])))
+        return get_type_hints(of_one, vars(sys.modules[module]))["value"]
     except NameError:
         return Any

@@ -21,6 +21,7 @@ from moeq.artifacts import replica_store, replicas
 from moeq.artifacts.files import BEGUN, PARTIAL, held, locked
 from moeq.artifacts.replicas import INDEX, LayerReplicas, ReplicaIndex
 from moeq.artifacts.run import DIRECTORIES, OLDER, RECIPE_COPY, STAGES, STORE, store_folder
+from moeq.artifacts.storage import storage_errors
 from moeq.errors import ArtifactError, RecipeError, missing
 from moeq.folders import bytes_in
 from moeq.recipe import load_recipe
@@ -45,7 +46,8 @@ class _Sweep:
     def drop(self, path: Path, what: str, size: int, act: Callable[[], object]) -> None:
         self.freed.append({"path": str(path), "what": what, "bytes": size})
         if not self.dry_run:
-            act()
+            with storage_errors(path, "remove"):
+                act()
 
     def delete(self, path: Path, what: str) -> None:
         """Drop a file or a folder whole."""

@@ -259,7 +259,7 @@ def remove_partials(directory: Path, names: Iterable[str], kept: Iterable[str] =
         for old in [*beside, *inside]:
             if old.is_dir():
                 shutil.rmtree(old, ignore_errors=True)
-            else:
+            elif os.path.lexists(old):  # a disk that is only read says no to removing what is not there
                 with storage_errors(old):
                     old.unlink(missing_ok=True)
 

@@ -311,7 +311,7 @@ def test_a_conversion_appears_when_it_is_right(finished_run: Path, tmp_path: Pat
     from moeq.progress import Reporter
 
     whole = dequantized.value_of
-    monkeypatch.setattr(dequantized, "value_of", lambda matrix, dtype: whole(matrix, dtype) * 1.001)
+    monkeypatch.setattr(dequantized, "value_of", lambda *given: whole(*given) * 1.001)
     with pytest.raises(EvaluationError, match="its values differ"):
         conversion.convert(finished_run / "checkpoint", "dequantized", tmp_path / "out", verify=Reporter(quiet=True))
     assert list(tmp_path.iterdir()) == []

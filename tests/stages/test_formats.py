@@ -267,7 +267,7 @@ def test_the_command_converts_and_refuses(moeq: ForkServer, finished: Path, tmp_
 def test_what_loads_wrongly_is_an_error(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer drops the sign of some values, which only loading can show."""
     whole = dequantized.value_of
-    monkeypatch.setattr(dequantized, "value_of", lambda matrix, dtype: whole(matrix, dtype).abs())
+    monkeypatch.setattr(dequantized, "value_of", lambda *given: whole(*given).abs())
     with pytest.raises(EvaluationError, match="its values differ"):
         conversion.convert(finished / "checkpoint", "dequantized", tmp_path / "out", verify=Reporter(quiet=True))
 
