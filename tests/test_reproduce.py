@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def test_other_versions_are_named(home: Path, checkpoint: Path) -> None:
     edit(checkpoint, change)
     found = reproduce(home, checkpoint)
     assert found.is_equal
-    assert f"torch 1.0, here {torch.__version__}; no-such-package 2\\u001b, here not installed" in found.notes[0]
+    assert f"torch 1.0, here {version('torch')}; no-such-package 2\\u001b, here not installed" in found.notes[0]
 
 
 def test_a_file_that_was_changed_with_all_its_digests(home: Path, checkpoint: Path) -> None:

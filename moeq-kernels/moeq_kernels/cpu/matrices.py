@@ -5,7 +5,6 @@ Letters: E experts, C matrices of a stage, N rows and K inputs of a matrix, n ro
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,9 +26,7 @@ from moeq_kernels.reference import some_rows
 from moeq_kernels.threads import side_by_side
 
 FLOATS_ROWS = 4  # from which on codes of 8 bits are multiplied faster as float32 than as two of 4 bits
-UNPACKED_ROWS, UNPACKED_BYTES = 1024, 1 << 24  # of a matrix at a time where it is unpacked, at most
-APART = 64  # bytes more from one input's unpacked values to the next one's: at a power of two they share cache lines
-_kept = threading.local()
+UNPACKED_BYTES = 1 << 20  # of values at a time where a matrix is unpacked
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
@@ -184,8 +181,8 @@ class Matrices:
         name = str(dtype).removeprefix("torch.")
         spec = Spec(form=form.unpacking.name, codes=shape.codes, unit=shape.unit, rows=0, dtype=name)
         function, how, grid = compiled.address(spec), self.table[expert, which], self.grids[expert, which]
-        step = _blocks_at_a_time(shape, dtype)
-        space = _space(shape.inputs + shape.unit, step * LANES + APART // dtype.itemsize, dtype)
+        step = max(1, UNPACKED_BYTES // (shape.inputs * dtype.itemsize * LANES))
+        space = torch.empty(shape.inputs + shape.unit, min(step, shape.blocks) * LANES, dtype=dtype)
         result, given = rows.new_empty(len(rows), shape.blocks * LANES), rows.to(dtype)
         for first in range(0, shape.blocks, step):
             last = min(first + step, shape.blocks)
@@ -195,34 +192,13 @@ class Matrices:
                 space.shape[1] * space.itemsize, space.itemsize,
             )  # fmt: skip
             together(compiled.entry(schedule.unpack), numbers)
-            values, out = space[: shape.inputs, : (last - first) * LANES], result[:, first * LANES : last * LANES]
-            if out.dtype == dtype:
-                torch.mm(given, values, out=out)
-            else:
-                out.copy_(given @ values)
+            count = (last - first) * LANES
+            result[:, first * LANES : first * LANES + count] = given @ space[: shape.inputs, :count]
         result = result[:, : shape.rows]
         bias = self.where[expert][which]
         if bias >= 0:
             result = result + torch.from_numpy(self.biases[bias : bias + shape.rows]).to(rows.dtype)
         return result
-
-
-def _blocks_at_a_time(shape: Shape, dtype: torch.dtype) -> int:
-    """How many of a matrix are unpacked at a time: of equal parts of it, of which the last one is no rest that a
-    product is slow for."""
-    most = min(UNPACKED_ROWS, UNPACKED_BYTES // (shape.inputs * dtype.itemsize)) // LANES
-    parts = -(-shape.blocks // max(1, most))
-    return -(-shape.blocks // parts)
-
-
-def _space(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] of any values, in memory that each thread keeps for its next call: new memory takes as long as
-    half of the unpacking."""
-    nbytes = rows * columns * dtype.itemsize
-    kept: NDArray[np.uint8] | None = getattr(_kept, "space", None)
-    if kept is None or len(kept) < nbytes:
-        _kept.space = kept = torch.empty(nbytes, dtype=torch.uint8).numpy()
-    return torch.from_numpy(kept[:nbytes]).view(dtype).view(rows, columns)
 
 
 def form_of(form: Form, codes: str, rows: int) -> Form:

@@ -143,9 +143,10 @@ def test_unpacked_values_are_those_of_the_weight(form: str) -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_matrix_is_unpacked_part_by_part(dtype: torch.dtype) -> None:
-    """In memory that is kept: what a larger one has left there is not read, in inference mode or not."""
-    large, small = matrix_of(2600, 48, 4, 24), matrix_of(1040, 24, 3, 24)
+def test_a_matrix_is_unpacked_part_by_part(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In inference mode or not; a smaller one behind a larger one."""
+    monkeypatch.setattr("moeq_kernels.cpu.matrices.UNPACKED_BYTES", 1 << 14)
+    large, small = matrix_of(520, 48, 4, 24), matrix_of(200, 24, 3, 24)
     for inference, matrix in ((True, large), (False, small), (True, small), (False, large)):
         with torch.inference_mode(inference):
             given = torch.eye(matrix.inputs, dtype=dtype)
