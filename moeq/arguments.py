@@ -32,12 +32,12 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
 def checked(function: Callable[P, Result]) -> Callable[P, Result]:
     """A function that raises RecipeError for an argument of a type that it does not take, and for an empty path,
     which would be the working directory; what else it does not take it refuses itself."""
-    parameters = signature(function).parameters
+    form = signature(function)
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> Result:
-        for name, value in signature(function).bind(*args, **kwargs).arguments.items():
-            parameter = parameters[name]
+        for name, value in form.bind(*args, **kwargs).arguments.items():
+            parameter = form.parameters[name]
             several = parameter.kind is Parameter.VAR_POSITIONAL
             if parameter.kind is not Parameter.VAR_KEYWORD:
                 hint = _hint(str(parameter.annotation), function.__module__)

@@ -23,7 +23,6 @@ from moeq.artifacts.replica_store import is_shared
 from moeq.artifacts.run import RECIPE_COPY, STORE
 from moeq.artifacts.stage import (
     StageRecord,
-    current_digest,
     damage,
     edited_files,
     is_current,
@@ -40,7 +39,15 @@ from moeq.stages.context import Context
 from moeq.stages.making import TEXT_FILES
 from moeq.stages.order import BY_NAME, Stage
 from moeq.stages.recorded import MODEL_FILES, changed_files
-from moeq.stages.run_directory import CODES_OF, check_codes, check_model, is_another, record_of, write_recipe
+from moeq.stages.run_directory import (
+    CODES_OF,
+    check_codes,
+    check_model,
+    digest_before,
+    is_another,
+    record_of,
+    write_recipe,
+)
 from moeq.tables import human_seconds
 from moeq_kernels.freed import return_memory
 
@@ -62,14 +69,8 @@ def _inputs(context: Context, stage: Stage) -> dict[str, str]:
     """Digests of all that a stage's result depends on."""
     earlier = stage.reads(context.recipe)
     return stage.own_inputs(context) | {
-        name: _digest_before(context, name, cached=not context.check) for name in earlier
+        name: digest_before(context, name, cached=not context.check) for name in earlier
     }
-
-
-def _digest_before(context: Context, name: str, *, cached: bool) -> str:
-    """Digest of an earlier stage's files; ArtifactError for one that is not what the stage wrote, nor may be edited."""
-    editable = BY_NAME[name].editable
-    return current_digest(context.directory(name), name, editable, cached=cached, reporter=context.reporter)
 
 
 def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome:
@@ -97,7 +98,7 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
     context.reporter.say(f"[bold]{stage.name}[/bold]")
     context.model.check_unchanged()
     for name in stage.reads(context.recipe):
-        _digest_before(context, name, cached=name in stage.glances and not context.check)
+        digest_before(context, name, cached=name in stage.glances and not context.check)
     started, context.reporter.stage = time.monotonic(), Counted(stage.name, 1)
     with building(directory, progress=stage.progress(context)) as unfinished, context.writing(stage.name, unfinished):
         summary = stage.run(context)
@@ -344,7 +345,7 @@ def _check_needed(context: Context, stage: Stage) -> None:
     for needed, of in (made | dict.fromkeys(stage.reads(context.recipe), context)).items():
         _check_model_of(of, needed)
         if needed == REPARAM:
-            _digest_before(context, needed, cached=not context.check)
+            digest_before(context, needed, cached=not context.check)
 
 
 def _check_others(context: Context, stage: Stage) -> None:

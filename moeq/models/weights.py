@@ -279,8 +279,8 @@ class WeightReader:
     def check_unexpected(self, but: Collection[str] = ()) -> None:
         """ModelError when the disk has tensors that are no part of the model (and that its family does not ignore)."""
         patterns = [*(self.model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"position_ids$"]
-        left = [key for key in self.unexpected if not any(re.search(pattern, key) for pattern in patterns)]
-        left = [key for key in left if key not in but]
+        beyond = [key for key in self.unexpected if key not in but]
+        left = [key for key in beyond if not any(re.search(pattern, key) for pattern in patterns)]
         if left:
             raise wrong_keys(self.source.path, "unexpected keys", left)
 

@@ -85,10 +85,16 @@ def check_codes(context: Context, name: str) -> None:
 
 def is_another(context: Context, name: str, record: StageRecord) -> bool:
     """Whether what a record was made from is not what the stage of that name has left."""
-    made, there, editable = record.inputs.get(name), context.finished(name), EDITABLE.get(name, frozenset())
-    if made is None or record_of(there, name) is None:
+    made = record.inputs.get(name)
+    if made is None or record_of(context.finished(name), name) is None:
         return False
-    return made != current_digest(there, name, editable, cached=not context.check, reporter=context.reporter)
+    return made != digest_before(context, name, cached=not context.check)
+
+
+def digest_before(context: Context, name: str, *, cached: bool) -> str:
+    """Digest of an earlier stage's files; ArtifactError for one that is not what the stage wrote, nor may be edited."""
+    editable = EDITABLE.get(name, frozenset())
+    return current_digest(context.directory(name), name, editable, cached=cached, reporter=context.reporter)
 
 
 def recipe_data(context: Context) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from moeq.artifacts import sealed
 from moeq.artifacts.effects import read_effects
 from moeq.artifacts.sensitivities import COLUMNS_KEY, MODEL_KEY, columns_digest, read_sensitivities, write_sensitivities
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
+from moeq.artifacts.stage import current_digest
 from moeq.errors import ArtifactError, AssignmentError, EstimateError, FormatError, RecipeError
 from moeq.inspection import inspect
 from moeq.progress import Reporter
@@ -119,14 +120,14 @@ def test_traces_are_in_every_table_and_not_computed_again(finished: Context, tmp
 def test_a_table_of_an_earlier_version_is_made_again(finished: Context, tmp_path: Path) -> None:
     shutil.copytree(finished.out, tmp_path / "run")
     path = tmp_path / "run" / "assign" / SENSITIVITIES
-    digest = pipeline.current_digest(path.parent, "assign")
+    digest = current_digest(path.parent, "assign")
     pq.write_table(pq.read_table(path).drop_columns("hybrid_importance").replace_schema_metadata(), path)
     context = context_of(Path(finished.model_name), tmp_path / "run")
     with pytest.raises(ArtifactError, match="schema version"):
         read_sensitivities(path)
     remade = assign.sensitivities(context)
     assert remade.table.equals(read_sensitivities(finished.directory("assign") / SENSITIVITIES).table)
-    assert pipeline.current_digest(path.parent, "assign") == digest
+    assert current_digest(path.parent, "assign") == digest
 
 
 def test_a_changed_table_is_refused_and_made_again(finished: Context, tmp_path: Path) -> None:
