@@ -22,6 +22,7 @@ from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ArtifactError
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.source import read_header
+from moeq.runtime.footprint import Footprint
 from moeq.runtime.hook import forget_hook
 from moeq.runtime.packed_experts import PACKED, PackedExperts, PackedLinear
 from moeq.runtime.packed_modules import PackedModule, prepare, replace_modules
@@ -111,8 +112,9 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
         forget_hook(model.config)
         return model
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         _warn_of_held_experts(model)
+        model.get_memory_footprint = Footprint(model)
         if choice.at_once():
             prepare(model)
         return model

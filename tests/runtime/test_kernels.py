@@ -401,6 +401,23 @@ def test_no_file_of_packed_weights_stays_in_memory(family: str, exported: Export
     del model
 
 
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_the_footprint_of_a_model_counts_what_kernels_hold(family: str, exported: Exported) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(exported(family), dtype=torch.float32)
+    prepared, beside = model.get_memory_footprint(), model.get_memory_footprint(return_buffers=False)
+    assert beside == sum(one.nbytes for one in model.parameters())
+    held = sum(one.prepared.nbytes for one in model.modules() if getattr(one, "prepared", None) is not None)
+    assert prepared == held + sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+    copied = copy.deepcopy(model)
+    model.train()
+    stored = model.get_memory_footprint()
+    assert stored == sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+    assert beside < stored <= prepared
+    assert copied.get_memory_footprint.model is copied
+    assert copied.get_memory_footprint() == stored  # copied as it is stored
+
+
 def large(experts: int, hidden: int, intermediate: int, bits: list[Any]) -> PackedExperts:
     layer = ExpertLayer(
         index=0, name="experts", num_experts=experts, hidden_size=hidden, intermediate_size=intermediate
