@@ -105,9 +105,10 @@ class RunOptions:
     set_: list[str] = option("Override a key: --set assign.bits_per_weight=2.5", OF_A_RUN, default=list)
     for_: str | None = option(
         f"Runtime that is to load what is made: {', '.join(runtimes())}; sets what it needs of a recipe that does not "
-        "say otherwise."
+        "say otherwise.",
+        autocompletion=among(runtimes),
     )
-    format: list[str] = option(FORMAT, default=list)
+    format: list[str] = option(FORMAT, default=list, autocompletion=among(written))
     device: DeviceOption = field(default=None, metadata={"sets": "device"})
     workers: int | None = option(
         "Processes that quantize experts side by side in losses, while the model runs on, and that share the text of "
@@ -258,8 +259,13 @@ class BuildOptions(BudgetOptions):
         default=list,
         sets="eval.perplexity.source",
     )
-    quality: str | None = option(f"Preset of settings, from the quickest: {', '.join(QUALITIES)} [default: {DEFAULT}].")
-    preset: str | None = option(f"The same, or a paper's method: {', '.join(preset_names())}.")
+    quality: str | None = option(
+        f"Preset of settings, from the quickest: {', '.join(QUALITIES)} [default: {DEFAULT}].",
+        autocompletion=among(lambda: QUALITIES),
+    )
+    preset: str | None = option(
+        f"The same, or a paper's method: {', '.join(preset_names())}.", autocompletion=among(preset_names)
+    )
 
     @property
     def preset_name(self) -> str | None:

@@ -87,7 +87,13 @@ def inspect(
 
 def convert(
     checkpoint: Annotated[Path, checkpoint_argument()],
-    to: Annotated[str, Option(help=f"Runtime that is to load it: {', '.join((NATIVE, *written()))}.")],
+    to: Annotated[
+        str,
+        Option(
+            help=f"Runtime that is to load it: {', '.join((NATIVE, *written()))}.",
+            autocompletion=among(lambda: (NATIVE, *written())),
+        ),
+    ],
     out: Annotated[Path, Option(help="Directory to write, which must not be there yet.")],
     max_shard: Annotated[str, Option(help="Largest size of a file of what is not packed, such as 2GB.")] = "5GB",
     widen: WidenOption = False,

@@ -12,7 +12,7 @@ from moeq.errors import RecipeError
 from moeq.estimation.estimate_options import hardware_presets
 from moeq.options import BUDGETS, FORMAT, BudgetOptions, RunOptions, StageOptions, among, option, takes_options
 from moeq.registry import ALLOCATORS, EXPORTERS
-from moeq.runtimes import OF_FOLDED, ONNX, QONNX
+from moeq.runtimes import OF_FOLDED, ONNX, QONNX, written
 
 
 def run_stage(asked: RunOptions, name: str) -> None:
@@ -176,7 +176,9 @@ class ExportOptions(StageOptions):
     """Options of `moeq export`."""
 
     format: list[str] = option(
-        f"{FORMAT} Or by itself, of what `moeq reparam` makes: {', '.join((*OF_FOLDED, QONNX))}.", default=list
+        f"{FORMAT} Or by itself, of what `moeq reparam` makes: {', '.join((*OF_FOLDED, QONNX))}.",
+        default=list,
+        autocompletion=among(lambda: (*written(), *OF_FOLDED, QONNX)),
     )
 
 
