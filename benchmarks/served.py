@@ -1,4 +1,4 @@
-"""vLLM's server with the OpenAI API, for the time of a `with` block, as docs/serve.md starts it.
+"""A server with the OpenAI API, vLLM's or transformers', for the time of a `with` block, as docs/serve.md starts it.
 
 with Server(python, checkpoint, folder, "--dtype", "float32") as server:
     server.ask(prompt=[3, 70, 500], max_tokens=8, temperature=0)["choices"][0]
@@ -14,7 +14,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,37 @@ SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
+Start = Callable[[str], list[str]]
+
+
+def by_vllm(checkpoint: str) -> list[str]:
+    """What Python runs."""
+    return ["-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
+
+
+def by_transformers(checkpoint: str) -> list[str]:
+    """What Python runs: the command `transformers serve`."""
+    return ["-m", "transformers.cli.transformers", "serve", checkpoint, "--trust-remote-code"]
 
 
 class Server:
-    """One that serves a checkpoint; options: of its command line, environment: of its processes."""
+    """One that serves a checkpoint; options: of its command line, environment: of its processes, start: which one."""
 
     def __init__(
-        self, python: str | Path, checkpoint: Path, folder: Path, *options: str, environment: Mapping[str, str]
+        self,
+        python: str | Path,
+        checkpoint: Path,
+        folder: Path,
+        *options: str,
+        environment: Mapping[str, str],
+        start: Start = by_vllm,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.model, self.address, self.log = str(checkpoint), f"http://127.0.0.1:{port}", folder / "log"
         self.folder, self.environment = folder, {**environment, **SETTINGS}
-        self.command = [
-            str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--port", str(port),
-            "--host", "127.0.0.1", *options,
-        ]  # fmt: skip
+        self.command = [str(python), *start(self.model), "--port", str(port), "--host", "127.0.0.1", *options]
 
     def __enter__(self) -> Server:
         with self.log.open("wb") as log:

@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from moeq.folders import as_word
+from moeq.models.side_files import HOOK_FILE
 from moeq.recipe.labels import labels
 from moeq.stages import estimate, evaluate, export
 from moeq.stages import non_experts as others
@@ -70,6 +71,8 @@ def next_steps(context: Context) -> dict[str, str]:
         "measure again": f"moeq eval {shlex.quote(context.model_name)} {there}{trust}",
         "try it": f'moeq generate {there} "Once upon a time"{trust}',
     }
+    if (checkpoint / HOOK_FILE).exists():
+        of_text["serve it"] = f"transformers serve {there} --trust-remote-code"  # which runs the hook
     made = {
         f"check {name}": f"moeq verify {as_word(export.format_directory(context.out, name))}{trust}"
         for name in context.recipe.export.formats

@@ -14,6 +14,15 @@ from moeq.models.declared import quantization_of
 from moeq.recipe.used import parameters_text
 from moeq.tables import human_size
 
+SERVED = (
+    "",
+    "Served, with the API of OpenAI, where moeq and `transformers[serving]` are installed:",
+    "",
+    "```bash",
+    "transformers serve THIS_DIRECTORY --trust-remote-code",
+    "```",
+)
+
 
 def render(
     manifest: PlacementManifest,
@@ -46,6 +55,7 @@ def render(
         "import moeq  # registers the format with transformers",
         *_snippet(loader),
         "```",
+        *(SERVED if loader == CAUSAL and any(code.origin == "moeq" for code in manifest.code) else ()),
         "",
         "| | |",
         "|---|---|",

@@ -62,6 +62,9 @@ def follow(steps: dict[str, str], *, but: tuple[str, ...] = ()) -> dict[str, str
             names: dict[str, Any] = {}
             exec(command, names)
             found[what] = type(names["model"]).__name__
+        elif what == "serve it":  # tests/plugins/test_transformers_serve.py does
+            checkpoint = shlex.split(steps["check it"])[2]
+            assert shlex.split(command) == ["transformers", "serve", checkpoint, "--trust-remote-code"]
         elif what not in but:
             name, *words = shlex.split(command)
             assert name == "moeq"
@@ -87,7 +90,9 @@ def test_the_bundled_model_in_one_line_and_what_it_says_to_do_next(empty: Path) 
     assert recipe["corpus"]["source"] == [str((empty / "../my text.txt").resolve())]
     assert recipe["eval"]["perplexity"]["source"] == "bundled"
     steps = finished["next"]
-    assert list(steps) == ["measure again", "try it", "check it", "elsewhere", "from Python", "another size"]
+    assert list(steps) == [
+        "measure again", "try it", "serve it", "check it", "elsewhere", "from Python", "another size",
+    ]  # fmt: skip
     steps["measure again"] += " --text '../my text.txt' --window 64"  # the bundled text takes a minute
     found = follow(steps)
     assert "perplexity" in found["measure again"]
@@ -179,8 +184,9 @@ def test_words_at_the_end_and_on_the_way(empty: Path, capfd: pytest.CaptureFixtu
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert "preset paper-002, into moeq-out/tiny-mixtral" in done.stderr
     assert "measured on bundled text" in done.stderr
-    steps = done.stdout.partition("\nnext\n")[2].splitlines()
-    assert '  try it          moeq generate moeq-out/tiny-mixtral/checkpoint "Once upon a time"' in steps
+    steps = [" ".join(line.split()) for line in done.stdout.partition("\nnext\n")[2].splitlines()]
+    assert 'try it moeq generate moeq-out/tiny-mixtral/checkpoint "Once upon a time"' in steps
+    assert "serve it transformers serve moeq-out/tiny-mixtral/checkpoint --trust-remote-code" in steps
     assert not any("--bits" in step for step in steps), "uniform widths have no budget to raise"
     again = CliRunner().invoke(app, ["run", "--out", "moeq-out/tiny-mixtral", "--quiet"], catch_exceptions=False)
     assert (again.stdout, again.stderr) == ("", "")
