@@ -136,6 +136,8 @@ def test_command_lines_exist(line: str) -> None:
     elif program == "python":
         there = importlib.util.find_spec(rest[1]) is not None if rest[0] == "-m" else (ROOT / rest[0]).is_file()
         assert there
+    elif program == "transformers":  # options and all by tests/plugins/test_transformers_serve.py
+        assert (rest[0], rest[2:]) == ("serve", ["--trust-remote-code"])
     else:
         assert line == ". .venv/bin/activate"
 
