@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -232,6 +233,12 @@ def quantizers(inputs: AssignInputs, bits: list[np.ndarray]) -> list[list[str | 
     return methods
 
 
+def _parameters(config: AssignSection) -> dict[str, Any]:
+    """A section's keys; of a hardware file without the folder, since checkpoints carry them."""
+    keys = config.model_dump(mode="json", exclude={"name", "method"}, exclude_none=True)
+    return keys | ({"hardware": PurePath(config.hardware).name} if config.hardware is not None else {})
+
+
 def hot_masks(inputs: AssignInputs) -> list[np.ndarray]:
     """`hot_experts` of every layer."""
     layers = range(len(inputs.profile.layers))
@@ -260,7 +267,7 @@ def build(inputs: AssignInputs, bits: list[np.ndarray], hot: list[np.ndarray]) -
     return Assignment(
         name=inputs.name,
         method=inputs.config.method,
-        parameters=inputs.config.model_dump(mode="json", exclude={"name", "method"}, exclude_none=True),
+        parameters=_parameters(inputs.config),
         group_size=inputs.group_size,
         symmetric=inputs.symmetric,
         nested=inputs.nested,

@@ -10,7 +10,7 @@ from moeq.estimator.geometry import (
     known_geometries,
     load_geometry,
 )
-from moeq.estimator.hardware import known_hardware, load_hardware
+from moeq.estimator.hardware import known_hardware, load_hardware, own_hardware
 from moeq.estimator.placement import Placement, uniform_placement
 from moeq.estimator.result import Estimate
 from moeq.estimator.timeline import Interval, timeline
@@ -19,5 +19,6 @@ from moeq.estimator.workload import Grid, placed_popularity, zipf_popularity
 __all__ = [
     "CONFIG_KEYS", "Estimate", "Grid", "Hardware", "Interval", "ModelGeometry", "Placement", "chosen_labels",
     "equal_bits", "estimate", "geometry_from_config", "known_geometries", "known_hardware",
-    "load_geometry", "load_hardware", "placed_popularity", "timeline", "uniform_placement", "zipf_popularity",
+    "load_geometry", "load_hardware", "own_hardware", "placed_popularity", "timeline", "uniform_placement",
+    "zipf_popularity",
 ]  # fmt: skip

@@ -50,11 +50,16 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     return _parse(text, path)
 
 
+def own_hardware(name: str) -> Path | None:
+    """The file that a name of hardware stands for; None for one that comes with moeq, whatever else is called so."""
+    return None if name in known_hardware() else Path(name).expanduser()
+
+
 def _find(name_or_path: str | Path) -> Path:
     given = str(name_or_path)
-    if given in known_hardware():
+    path = own_hardware(given)
+    if path is None:
         return _FOLDER / f"{given}.yaml"
-    path = Path(given).expanduser()
     with contextlib.suppress(OSError):  # a name that is too long for a file
         if path.exists():
             return path

@@ -36,7 +36,7 @@ from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs, Loaded
 from moeq.assigners.limits import limit_of, widths_within
 from moeq.errors import ArtifactError, AssignmentError, BudgetError, FormatError, MoeqError, RecipeError
-from moeq.estimator import load_hardware
+from moeq.estimator import load_hardware, own_hardware
 from moeq.estimator.geometry import codebook_of
 from moeq.estimator.terms import expert_seconds
 from moeq.models.experts import ExpertLayer
@@ -270,7 +270,8 @@ def latency_summary(context: Context, inputs: AssignInputs, assignment: Assignme
         return {}
     most = inputs.config.ndp_latency_ms
     limit = {} if most is None else {"ndp_latency_limit_ms": most}
-    return {"hardware": hardware, "ndp_latency_ms": 1e3 * latency.achieved(inputs, assignment), **limit}
+    achieved = 1e3 * latency.achieved(inputs, assignment)
+    return {"hardware": load_hardware(hardware).name, "ndp_latency_ms": achieved, **limit}
 
 
 def constants_digest(name: str) -> str:
@@ -278,7 +279,8 @@ def constants_digest(name: str) -> str:
 
     A preset's does not hang on where moeq is installed.
     """
-    return digest_of_file(Path(name)) if Path(name).is_file() else load_hardware(name).model_dump_json(exclude={"file"})
+    own, constants = own_hardware(name), load_hardware(name)
+    return constants.model_dump_json(exclude={"file"}) if own is None else digest_of_file(own)
 
 
 def own_inputs(context: Context) -> list[str] | None:

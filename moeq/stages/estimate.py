@@ -94,7 +94,7 @@ def report_on(context: Context, geometry: ModelGeometry, is_own: bool, estimates
     return EstimateReport(
         geometry=sizes,
         geometry_is_the_models=is_own,
-        hardware=section.hardware,
+        hardware=load_hardware(section.hardware).name,
         popularity=section.popularity,
         estimates=tuple(estimates),
     )

@@ -9,7 +9,7 @@ row for each, and stream as it was where quantize.tune trains, which goes layer 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 from pydantic import ValidationError
@@ -36,6 +36,7 @@ from moeq.artifacts.provenance import (
 from moeq.artifacts.run import EDITABLE
 from moeq.artifacts.stage import current_digest, read_record
 from moeq.errors import MoeqError
+from moeq.estimator import own_hardware
 from moeq.models import corpus
 from moeq.models.source import CONFIG
 from moeq.recipe import BUNDLED, DIGITS, HUB, each_source, naming_part
@@ -210,6 +211,5 @@ def _texts(context: Context) -> list[Resource]:
 def _hardware(context: Context) -> list[Resource]:
     """The file of constants that decided the assignment; none of a hardware that moeq brings along."""
     name = context.recipe.hardware_of(context.recipe.assign)
-    if name is None or not Path(name).is_file():
-        return []
-    return files_as(HARDWARE, {PurePath(name).name: digest_of_file(Path(name), cached=True)})
+    own = None if name is None else own_hardware(name)
+    return [] if own is None else files_as(HARDWARE, {own.name: digest_of_file(own, cached=True)})

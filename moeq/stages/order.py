@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from moeq.artifacts.files import digest_of
@@ -104,8 +105,12 @@ class Stage:
 
 
 def _sections(context: Context, stage: Stage) -> dict[str, Any]:
-    """What a stage reads of the recipe; where its text (or images) lies does not matter, only what it holds."""
+    """What a stage reads of the recipe; where its text (or images), hardware or tasks lie does not matter, only what
+    they hold."""
     whole = as_in_keys(context.recipe.model_dump(mode="json"))
+    for section in (whole["assign"], whole["estimate"], *whole["eval"]["compare"]):
+        section["hardware"] = section["hardware"] and PurePath(section["hardware"]).name
+    whole["eval"]["include_path"] = None
     if context.model.takes_images:
         whole["eval"]["perplexity"] = None
     if "evaluation" in stage.text and whole["eval"]["images"] is not None:

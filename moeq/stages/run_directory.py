@@ -15,6 +15,7 @@ from moeq.artifacts.places import ELSEWHERE
 from moeq.artifacts.run import EDITABLE, RECIPE_COPY, STAGES
 from moeq.artifacts.stage import QUANTIZED, StageRecord, current_digest, read_record
 from moeq.errors import ArtifactError, RecipeError
+from moeq.estimator import own_hardware
 from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
 from moeq.recipe import load_recipe
 from moeq.recipe.earlier import RECORDED
@@ -115,10 +116,10 @@ def recipe_data(context: Context) -> dict[str, Any]:
         measured["source"] = _pinned(measured["source"], context.text.evaluation_sources)
     for key in ("source", "target") if data["eval"]["translation"] is not None else ():
         data["eval"]["translation"][key] = absolute(data["eval"]["translation"][key])
-    for section, key in (("eval", "include_path"), ("estimate", "hardware"), ("assign", "hardware")):
-        data[section][key] = absolute(data[section][key])
-    for compared in data["eval"]["compare"]:
-        compared["hardware"] = absolute(compared["hardware"])
+    data["eval"]["include_path"] = absolute(data["eval"]["include_path"])
+    for section in (data["assign"], data["estimate"], *data["eval"]["compare"]):
+        own = None if section["hardware"] is None else own_hardware(section["hardware"])
+        section["hardware"] = section["hardware"] if own is None else absolute(str(own))
     return data
 
 

@@ -211,6 +211,34 @@ def test_hardware_that_decides_is_named(made: Context, tiny_mixtral: Path, tmp_p
     assert statement.parameters.recipe["assign"]["hardware"] == "own.yaml"
 
 
+def test_where_hardware_lies_is_in_no_checkpoint_and_makes_nothing_anew(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's copy of its recipe has the whole path of a file, and the name of a preset, whatever is called so."""
+    from moeq.estimator.hardware import __file__ as place
+
+    shutil.copy(Path(place).parent / "hardware" / "h100-ndp-pcie4.yaml", tmp_path / "own.yaml")
+    (tmp_path / "paper-ctxmoe").mkdir()
+    monkeypatch.chdir(tmp_path)
+    compared = "eval.compare=[{name: u, method: uniform, bits: 3, hardware: own.yaml}]"
+    settings = ("assign.hardware=own.yaml", compared, "estimate.hardware=paper-ctxmoe", "estimate.geometry=model")
+    before = run(tiny_mixtral, tmp_path / "run", *settings)
+    pipeline.run(before, ("estimate",))
+    monkeypatch.chdir("/")
+    copy = load_recipe(before.out / "recipe.yaml")
+    assert copy.assign.hardware == str(tmp_path / "own.yaml")
+    assert copy.estimate.hardware == "paper-ctxmoe"
+    again = Context(recipe=copy, model_name=str(tiny_mixtral), out=before.out, reporter=Reporter(quiet=True))
+    assert all(outcome.skipped for outcome in pipeline.run(again, (*BEFORE, "estimate")))
+    elsewhere = Context(recipe=copy, model_name=str(tiny_mixtral), out=tmp_path / "2", reporter=Reporter(quiet=True))
+    pipeline.run(elsewhere, BEFORE)
+    for directory in (before.out, elsewhere.out):
+        manifest = (directory / "checkpoint" / "placement.json").read_text("utf-8")
+        assert json.loads(manifest)["assignment"]["parameters"]["hardware"] == "own.yaml"
+        assert str(tmp_path) not in manifest
+    assert provenance(before.out / "checkpoint").files == provenance(elsewhere.out / "checkpoint").files
+
+
 def told(*arguments: object) -> Any:
     done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
     if done.exception is not None and done.exit_code != 0:
