@@ -11,4 +11,8 @@ VARIABLE = "MOEQ_CACHE"
 def folder() -> Path:
     """$MOEQ_CACHE, else $XDG_CACHE_HOME/moeq, else ~/.cache/moeq; it need not be there."""
     own = os.environ.get(VARIABLE)
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "moeq"
+    if own:
+        return Path(own)
+    users = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # a relative one counts as none, says XDG's specification: it would be another folder wherever a command starts
+    return (users if users.is_absolute() else Path("~/.cache").expanduser()) / "moeq"

@@ -105,8 +105,11 @@ def test_the_cache_lies_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.delenv(caches.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert caches.folder() == tmp_path / "moeq"
-    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for none in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", none)
+        assert caches.folder() == tmp_path / "home" / ".cache" / "moeq"
+    monkeypatch.delenv("XDG_CACHE_HOME")
     assert caches.folder() == tmp_path / "home" / ".cache" / "moeq"
 
 
