@@ -12,8 +12,8 @@ CHECKPOINT = "checkpoint"  # what a run exports
 CONFIG = "config.json"  # of a model
 
 
-def as_word(path: Path) -> str:
-    """A path as a shell hands it to a command: quoted where it has to be, and like no option."""
+def as_word(path: Path | str) -> str:
+    """A path, or a model's name, as a shell hands it to a command: quoted where it has to be, and like no option."""
     return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from fractions import Fraction
 from typing import Any
 
@@ -68,7 +67,7 @@ def next_steps(context: Context) -> dict[str, str]:
     trust = " --trust-remote-code" if context.recipe.trust_remote_code else ""
     plain = as_word(context.out / "dequantized")
     of_text = {
-        "measure again": f"moeq eval {shlex.quote(context.model_name)} {there}{trust}",
+        "measure again": f"moeq eval {as_word(context.model_name)} {there}{trust}",
         "try it": f'moeq generate {there} "Once upon a time"{trust}',
     }
     if (checkpoint / HOOK_FILE).exists():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from moeq.errors import ArtifactError, RecipeError
 from moeq.folders import checkpoint_of, is_run
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
+from moeq.results import next_steps
 from moeq.stages.context import Context
 
 LESS = ("corpus.sequences=4", "corpus.sequence_length=24", "losses.methods=[rtn]", "losses.group_size=16",
@@ -96,3 +99,13 @@ def test_a_run_is_verified_and_converted_as_its_checkpoint(run: Path, tmp_path: 
 
 def test_runs_are_cleaned_by_name(run: Path) -> None:
     (_,) = {answered("gc", *words, "--dry-run", "--json") for words in ((str(run),), ("--out", str(run)))}
+
+
+@pytest.mark.parametrize("name", ["-model", "hf://org/model", "a model"])
+def test_what_follows_a_run_takes_its_model_for_no_option(name: str, run: Path, tiny_mixtral: Path) -> None:
+    """`moeq eval -model` ended in an unknown option."""
+    made = Context(recipe=load_recipe(None, LESS), model_name=str(tiny_mixtral), out=run, reporter=Reporter(quiet=True))
+    called = replace(made, model_name=name)
+    vars(called)["model"] = made.model  # what lies there, whatever it is called
+    words = shlex.split(next_steps(called)["measure again"])
+    assert words == ["moeq", "eval", "./-model" if name == "-model" else name, str(run / "checkpoint")]
