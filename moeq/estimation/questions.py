@@ -133,17 +133,23 @@ class Question:
         """One decode step at the smallest batch by policy label, of those asked for and those that always are shown."""
         chosen, batch = chosen_labels(self.policies or ()), min(self.grid.batches)
         labels = [label for label in by_label() if label in chosen]
-        return {label: timeline(policy=label, batch=batch, **self._settings) for label in labels}
+        settings = {**self._settings, **self._read_at(self.grid.inputs[0], self.grid.outputs[0])}
+        return {label: timeline(policy=label, batch=batch, **settings) for label in labels}
+
+    def _read_at(self, inputs: int, outputs: int) -> dict[str, int]:
+        """The context of a decode step in the middle of a request, and tokens that memory has room for."""
+        if self.kv_growth:
+            return {"context": inputs + (outputs + 1) // 2, "kv_tokens": inputs + outputs}
+        return {"context": self.context, "kv_tokens": max(self.context, inputs + outputs)}
 
     def intervals(self, answer: Estimate) -> tuple[IntervalRow, ...]:
         """Where the headlines of an answer's first point lie with all assumptions varied together; of a recorded trace
         nothing is said."""
         if self.trace is not None:
             return ()
-        simulation = build_simulation(
-            labels=chosen_labels(("hobbit",)), samples=INTERVAL_SAMPLES, **{**self._settings, "trace": None}
-        )
         first = answer.points[0]
+        settings = {**self._settings, "trace": None, **self._read_at(first.input_tokens, first.output_tokens)}
+        simulation = build_simulation(labels=chosen_labels(("hobbit",)), samples=INTERVAL_SAMPLES, **settings)
         over = {over_figure(row.baseline): row.decode for row in reversed(answer.speedups) if row.batch == first.batch}
         own = next(point for point in answer.points if point.policy == SUBJECT and point.at == first.at)
         values = {STEPS: own.decode_seconds_per_token, **over}
@@ -154,11 +160,10 @@ class Question:
         if self.rate is None:
             return ()
         first, last = self.grid.inputs[0], self.grid.outputs[0]
-        simulation = build_simulation(labels=frozenset(policies), samples=INTERVAL_SAMPLES, **self._settings)
+        settings = {**self._settings, **self._read_at(first, last)}
+        simulation = build_simulation(labels=frozenset(policies), samples=INTERVAL_SAMPLES, **settings)
         if self.trace is not None:  # popularity of its prompts: its steps are of batches that were not recorded
             simulation = simulation.without_trace()
-        if self.kv_growth:
-            simulation = replace(simulation, context=first + last // 2, kv_tokens=first + last)
         return tuple(served(simulation, policies, self.rate, first, last, self.seed))
 
     def hits(self) -> HitRates | None:

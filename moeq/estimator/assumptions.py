@@ -45,7 +45,7 @@ def assumptions(
         "decode: keys and values of the prompt and what was decoded so far"
         if kv_growth
         else f"decode: keys and values of {simulation.context} tokens at every step",
-        _kept_line(geometry, simulation.context, simulation.layers.hardware.count),
+        _kept_line(geometry, simulation.kv_tokens if kv_growth else simulation.context, hardware.count),
     ]
     lines += _policy_lines(simulation)
     if encoder := geometry.encoder_layers:

@@ -154,6 +154,12 @@ def _assemble(
     steps = {batch: simulations[batch].decode(batch) for batch in batches}
     prefills = {place: simulations[place[0]].prefill(*place) for place in dict.fromkeys((b, n) for b, n, _ in at)}
     points = tuple(policy_points(simulation, at, steps, prefills, kv_growth=kv_growth))
+    if kv_growth:  # terms are those of a batch's first point
+        firsts = {place[0]: place for place in reversed(at)}
+        steps = {
+            batch: {key: simulation.grown(step, *firsts[batch]) for key, step in of_batch.items()}
+            for batch, of_batch in steps.items()
+        }
     ndp_speedup = _ndp_speedup(simulation.sampled(MOST_STEPS), first)
     of_first = replace(simulation, kv_tokens=_kept_tokens(simulation.context, at[0], kv_growth=kv_growth))
     rows, sampled, left_out = sensitivity(of_first, at[0], kv_growth=kv_growth)

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from moeq.estimator.devices import Energy
 from moeq.estimator.result import PolicyPoint, Speedup, TermRow
 from moeq.estimator.simulation import Simulation
@@ -30,9 +28,8 @@ def policy_points(
         for policy, constant in steps[batch].items():
             first = step = constant
             if kv_growth:
-                contexts = input_tokens + np.arange(1, output_tokens + 1)
-                step = constant.with_dense(simulation.dense(batch, contexts))
-                first = constant.with_dense(simulation.dense(batch, input_tokens + 1))
+                step = simulation.grown(constant, batch, input_tokens, output_tokens)
+                first = simulation.grown(constant, batch, input_tokens, 1)
             prefill, moved = prefills[batch, input_tokens][policy], migration[policy]
             before = prefill.seconds + moved.seconds
             whole = before + output_tokens * step.seconds

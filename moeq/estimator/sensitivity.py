@@ -70,8 +70,7 @@ def _answer(at: At, kv_growth: bool, only: frozenset[str] | None, simulation: Si
     _, input_tokens, output_tokens = at
     steps = simulation.decode(batch, only)
     if kv_growth:
-        dense = simulation.dense(batch, input_tokens + np.arange(1, output_tokens + 1))
-        steps = {key: step.with_dense(dense) for key, step in steps.items()}
+        steps = {key: simulation.grown(step, batch, input_tokens, output_tokens) for key, step in steps.items()}
     prefill, migration = simulation.prefill(batch, input_tokens, only), simulation.migration()
     decode = {key: step.seconds for key, step in steps.items()}
     whole = {key: prefill[key].seconds + migration[key].seconds + output_tokens * step for key, step in decode.items()}

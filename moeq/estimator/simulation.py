@@ -226,6 +226,10 @@ class Simulation:
         """The dense parts of a decode step, the mean over contexts."""
         return dense_total(self._dense_layer(batch, contexts), self.decode_layers)
 
+    def grown(self, step: Step, batch: int, inputs: int, outputs: int) -> Step:
+        """A step with the keys and values of the prompt and what was decoded so far, the mean over a request."""
+        return step.with_dense(self.dense(batch, inputs + np.arange(1, outputs + 1)))
+
     def _dense_layer(self, batch: int, contexts: ArrayLike, tokens: int | None = None) -> Cost:
         """One layer of a batch: a token after each of `contexts` others, or all `tokens` of prompts as long as that."""
         return t_dense(

@@ -96,9 +96,10 @@ def speedups(estimate: Estimate) -> Raw:
         rows.append(((batch, min(decode), baseline), cells))
     inputs = sorted({row.input_tokens for row in estimate.speedups})
     outputs = sorted({row.output_tokens for row in estimate.speedups})
+    read = "the prompt and what was decoded so far" if estimate.kv_growth else f"{estimate.context:,} tokens"
     caption = (
         f"How many times as fast as each baseline, the hardest baseline first. Ranges run over {_listed(inputs)} "
-        f"input and {_listed(outputs)} output tokens; the decode step attends to {estimate.context:,} tokens."
+        f"input and {_listed(outputs)} output tokens; the decode step attends to {read}."
     )
     return table(caption, ("baseline", "batch", "decode step", "whole request"), [cells for _, cells in sorted(rows)])
 

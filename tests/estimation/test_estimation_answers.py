@@ -345,6 +345,24 @@ def test_skewed_routing_and_growing_keys_and_values() -> None:
     assert of(growing, "decode_seconds_per_token") < of(plain, "decode_seconds_per_token")  # 384 tokens on average
 
 
+def test_what_is_said_of_a_growing_context_is_of_the_context_that_it_grows_to(tmp_path: Path) -> None:
+    """The timeline, the intervals and the page are those of requests as long as the table's."""
+    long = ("--model", "mixtral-8x7b", "--bits", "3", "--gpu-experts", "3", "--grid", "in=12000", "out=2000", "batch=8")
+    moeq(*long, "--kv-growth", "--out", tmp_path)
+    fixed = as_json(*long, "--context", "13000")["cases"][0]
+    grown = as_json(*long, "--kv-growth")["cases"][0]
+    for one, other in zip(grown["intervals"], fixed["intervals"], strict=True):
+        assert (one["low"], one["high"]) == pytest.approx((other["low"], other["high"]), rel=1e-3)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    mine = [event for event in events if "dur" in event and "context" in names[event["pid"]]]
+    dense = sum(event["dur"] for event in mine if event["name"] == "dense")
+    terms = {row["term"]: row["seconds"] for row in grown["estimate"]["terms"] if row["policy"] == "context_aware"}
+    assert dense / 1e6 == pytest.approx(terms["dense"], rel=1e-3)
+    page = (tmp_path / "estimate.html").read_text()
+    assert "the decode step attends to the prompt and what was decoded so far." in page
+
+
 def test_policies_that_cannot_run_are_left_out_or_refused() -> None:
     """All experts of Mixtral-8x22B at 5 bits do not fit the GPU."""
     large = ("--model", "mixtral-8x22b", "--bits", "5", "--gpu-experts", "1", *ONE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -175,6 +176,22 @@ def test_keys_and_values_grow_over_the_output(preset: Hardware) -> None:
         assert point.time_to_first_token_seconds == pytest.approx(first, rel=1e-9)
         longer = grown.point(point.policy, batch=point.batch, input_tokens=100, output_tokens=4000)
         assert longer.decode_seconds_per_token > point.decode_seconds_per_token
+
+
+def test_terms_of_a_growing_context_are_those_of_the_first_point(preset: Hardware) -> None:
+    """Shares are of the step that is shown, keys and values of the request among what is read, in sentences too."""
+    grid = Grid(inputs=(8000,), outputs=(4000, 10), batches=(1, 4))
+    grown = estimate(MIXTRAL, preset, placed(2), grid=grid, kv_growth=True)
+    for policy, batch in itertools.product(grown.policies, grid.batches):
+        first = grown.point(policy, batch=batch, input_tokens=8000, output_tokens=4000)
+        dense = grown.step_terms(policy, batch=batch)["dense"]
+        assert dense.seconds / dense.share == pytest.approx(first.decode_seconds_per_token, rel=1e-9)
+        read = batch * MIXTRAL.num_layers * float(MIXTRAL.kv_bytes_per_layer(8000 + 2000.5))
+        assert dense.bytes == pytest.approx(MIXTRAL.non_expert_bytes + read, rel=1e-9)
+    over = {row.baseline: row.decode for row in reversed(grown.speedups) if row.batch == 1}
+    said = next(line for line in grown.assumptions if line.startswith("baseline: "))
+    assert f"{over['monde_bwrule']:.2f}x MoNDE" in said
+    assert f"{over['monde_opt']:.2f}x a cost-optimal" in said
 
 
 def test_policies_can_be_chosen(preset: Hardware) -> None:
