@@ -41,6 +41,14 @@ def _three_digits_up(value: float) -> str:
     return f"{ceil(value)}"
 
 
+def rounded(value: float, digits: int = 4) -> str:
+    """Significant digits, more of thousands and millions; in scientific notation only beyond them."""
+    size = abs(float(f"{value:.{digits}g}"))
+    if 1e3 <= size < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}" if value == 0 or 1e-3 <= size < 1e3 else f"{value:.{digits - 2}e}"
+
+
 def human_seconds(seconds: float) -> str:
     """Seconds as s, min or h."""
     if seconds < 90:

@@ -17,7 +17,7 @@ from moeq.artifacts import loads_in
 from moeq.final_table import empty_table, figure
 from moeq.folders import bytes_in
 from moeq.progress import PlainConsole
-from moeq.tables import human_bytes, human_seconds, human_size, kl_notes, p_value, too_few
+from moeq.tables import human_bytes, human_seconds, human_size, kl_notes, p_value, rounded, too_few
 
 if TYPE_CHECKING:
     from moeq.models.support import Support
@@ -189,8 +189,9 @@ def print_plan(plan: Plan) -> None:
     )
     if (rates := plan.rates) is not None:
         console.print(
-            f"measured: products {rates['matrix_flops'] / 1e9:.3g} GFLOP/s, losses {rates['losses_flops'] / 1e9:.3g} "
-            f"GFLOP/s, unpacking {rates['dequantized_weights'] / 1e6:.3g} M weights/s, disk reads "
+            f"measured: products {rounded(rates['matrix_flops'] / 1e9, 3)} GFLOP/s, "
+            f"losses {rounded(rates['losses_flops'] / 1e9, 3)} GFLOP/s, "
+            f"unpacking {rounded(rates['dequantized_weights'] / 1e6, 3)} M weights/s, disk reads "
             f"{human_bytes(rates['read_bytes'])}/s, writes {human_bytes(rates['write_bytes'])}/s",
             style="dim",
         )

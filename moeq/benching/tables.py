@@ -10,7 +10,7 @@ from rich.table import Table
 
 from moeq.final_table import empty_table
 from moeq.progress import PlainConsole
-from moeq.tables import human_bytes
+from moeq.tables import human_bytes, rounded
 
 
 def print_bench(found: dict[str, Any], out: Path | None = None) -> None:
@@ -153,11 +153,11 @@ def _dynamic(found: dict[str, Any]) -> Iterator[tuple[str, Table, list[str]]]:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+    return rounded(seconds * 1e3, 3)
 
 
 def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+    return "-" if value is None else rounded(value, 3)
 
 
 def _share(value: float | None) -> str:

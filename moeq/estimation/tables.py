@@ -93,7 +93,8 @@ def _print_side_by_side(console: Console, cases: Sequence[Case]) -> None:
         own = next(point for point in points if point.policy == SUBJECT)
         best = min(points, key=lambda point: (point.decode_seconds_per_token, point.end_to_end_seconds))
         joules = best.energy_joules
-        cells = [case.name, f"{own.decode_tokens_per_second:.4g}", best.policy, f"{best.decode_tokens_per_second:.4g}"]
+        cells = [case.name, formats.number(own.decode_tokens_per_second), best.policy]
+        cells.append(formats.number(best.decode_tokens_per_second))
         each = "-" if joules is None else formats.number(joules / (best.batch * best.output_tokens))
         table.add_row(*cells, each)
     console.print(table)
@@ -165,7 +166,7 @@ def _print_batch(console: Console, estimate: Estimate, batch: int) -> None:
     for policy, points in sorted(steps.items(), key=lambda item: item[1][0].decode_seconds_per_token):
         cells = [policy, _span([p.time_to_first_token_seconds for p in points], _seconds)]
         cells += [_span([p.decode_seconds_per_token for p in points], _seconds)]
-        cells += [] if small else [_span([p.decode_tokens_per_second for p in points], "{:.4g}".format)]
+        cells += [] if small else [_span([p.decode_tokens_per_second for p in points], formats.number)]
         cells += [_span([p.end_to_end_seconds for p in points], _seconds)]
         times = [p.end_to_end_seconds / q.end_to_end_seconds for p, q in zip(points, own, strict=True)]
         each = [(p.energy_joules or 0.0) / (p.batch * p.output_tokens) for p in points]
@@ -182,8 +183,8 @@ def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
     low, high = form(min(values)), form(max(values))
     if low == high:
         return low
-    unit = low.lstrip("0123456789.,")
-    return f"{low.removesuffix(unit)}-{high}" if unit == high.lstrip("0123456789.,") else f"{low}-{high}"
+    unit = low.lstrip("0123456789.,e+-")
+    return f"{low.removesuffix(unit)}-{high}" if unit == high.lstrip("0123456789.,e+-") else f"{low}-{high}"
 
 
 def _most(rows: Iterable[TermRow]) -> str:
@@ -236,7 +237,7 @@ def _print_served(console: Console, case: Case) -> None:
     table = _table(titles)
     table.columns[0].no_wrap = True
     for row in sorted(case.served, key=lambda row: (not row.keeps_up, row.first_seconds[0])):
-        most = f"{row.most_rate:.3g}/s"
+        most = f"{formats.number(row.most_rate, 3)}/s"
         if not row.keeps_up:
             dashes = ["-"] * (len(titles) - 3)
             table.add_row(row.policy, *dashes, "all", most, style="yellow")
@@ -255,8 +256,8 @@ def _print_served(console: Console, case: Case) -> None:
 
 def _seconds(value: float) -> str:
     if value >= 1:
-        return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
-    return f"{1e3 * value:.3g} ms"
+        return f"{formats.number(value, 3)} s"
+    return f"{formats.number(1e3 * value, 3)} ms"
 
 
 def _print_hit_rates(console: Console, rates: HitRates) -> None:

@@ -10,6 +10,7 @@ from moeq.estimator.hit_rates import HitRates
 from moeq.estimator.result import Estimate, Frozen
 from moeq.estimator.serving import ServedRow
 from moeq.estimator.stated import Comparison
+from moeq.tables import rounded
 from moeq.version import __version__
 
 
@@ -31,8 +32,8 @@ class WithoutNdp(Frozen):
         how = ", all experts at the narrower bits," if self.narrowed else ""
         return (
             f"Without near-data processing the fastest here is {self.policy}{how} with "
-            f"{self.decode_tokens_per_second:.4g} tokens a second in decode: {self.decode:.3g} times as fast as the "
-            f"placement that is asked about, {self.end_to_end:.3g} times over a whole request."
+            f"{rounded(self.decode_tokens_per_second)} tokens a second in decode: {self.decode:.3g} times as fast as "
+            f"the placement that is asked about, {self.end_to_end:.3g} times over a whole request."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from moeq.estimator.capacity import CapacityPlan, Memory
 from moeq.estimator.cases import Case, EstimateDocument
@@ -241,7 +241,7 @@ def _policies(points: Sequence[PolicyPoint], error: float) -> Raw:
     groups: dict[tuple[int, str], list[PolicyPoint]] = {}
     for point in points:
         groups.setdefault((point.batch, point.policy), []).append(point)
-    forms = {
+    forms: dict[str, Callable[[float], str]] = {
         "time_to_first_token_seconds": _milliseconds,
         "decode_seconds_per_token": _milliseconds,
         "decode_tokens_per_second": formats.number,

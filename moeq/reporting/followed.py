@@ -10,7 +10,7 @@ from moeq.artifacts.bench import Bench, Followed, Way
 from moeq.reporting import svg
 from moeq.reporting.charts import HEIGHT, WIDTH, plane_of
 from moeq.reporting.html import Drawing, Section, figure, lead, table
-from moeq.tables import human_bytes
+from moeq.tables import human_bytes, rounded
 
 HEAD = ("way", "batch", "first token, ms", "a step, ms", "prefill, tokens/s", "decode, tokens/s", "of low", "experts")
 READING = (
@@ -49,8 +49,9 @@ def followed(bench: Bench) -> Section:
 def _rows(way: Way) -> list[tuple[str, ...]]:
     return [
         (
-            way.name, f"{point.batch}", f"{point.first_token_seconds * 1e3:.3g}", f"{point.token_seconds * 1e3:.3g}",
-            f"{point.prefill_tokens_per_second:.3g}", f"{point.decode_tokens_per_second:.3g}",
+            way.name, f"{point.batch}",
+            rounded(point.first_token_seconds * 1e3, 3), rounded(point.token_seconds * 1e3, 3),
+            rounded(point.prefill_tokens_per_second, 3), rounded(point.decode_tokens_per_second, 3),
             f"{point.decode_of_low:.2f}", human_bytes(way.expert_bytes),
         )
         for point in way.points

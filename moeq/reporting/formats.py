@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from moeq.tables import rounded
 from moeq_kernels.widths import DROPPED
 
 MISSING = "\N{EN DASH}"
@@ -83,11 +84,9 @@ def share(value: float | None, digits: int = 3) -> str:
     return f"{percent:.1e}{NARROW_SPACE}%"
 
 
-def number(value: float) -> str:
-    """Four significant digits, more of thousands and millions; in scientific notation only beyond them."""
-    if 1e3 <= abs(value) < 1e7:
-        return f"{value:,.0f}"
-    return f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.2e}"
+def number(value: float, digits: int = 4) -> str:
+    """Significant digits, more of thousands and millions."""
+    return rounded(value, digits)
 
 
 def bits(value: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moeq.artifacts.bench import Bench, Measured
 from moeq.reporting.html import Section, lead, table
-from moeq.tables import human_bytes
+from moeq.tables import human_bytes, rounded
 
 HEAD = ("batch", "first token, ms", "a step, ms", "prefill, tokens/s", "decode, tokens/s", "experts", "a token", "read")
 READING = (
@@ -35,8 +35,8 @@ def _model(one: Measured) -> str:
 def _rows(one: Measured) -> list[tuple[str, ...]]:
     return [
         (
-            f"{point.batch}", f"{point.first_token_seconds * 1e3:.3g}", f"{point.token_seconds * 1e3:.3g}",
-            f"{point.prefill_tokens_per_second:.3g}", f"{point.decode_tokens_per_second:.3g}",
+            f"{point.batch}", rounded(point.first_token_seconds * 1e3, 3), rounded(point.token_seconds * 1e3, 3),
+            rounded(point.prefill_tokens_per_second, 3), rounded(point.decode_tokens_per_second, 3),
             f"{point.expert_share_of_step:.0%}", human_bytes(point.bytes_per_token), f"{point.bandwidth_share:.1%}",
         )
         for point in one.points

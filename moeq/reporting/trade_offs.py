@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ def _drawing(points: Sequence[TradeOff]) -> Drawing:
             plane.plot([of(p) for p in own], [p.objective for p in own], "o", linestyle="none", **ring)
             plane.set(xscale="log", yscale="log")
             plane.yaxis.set_minor_formatter(lambda value, _: "")
-            _ticks(plane, [of(p) for p in shown], human_bytes if of is _bytes_of else "{:.3g}".format)
+            _ticks(plane, [of(p) for p in shown], human_bytes if of is _bytes_of else partial(formats.number, digits=3))
             plane.grid()
         by_size.set(xlabel="bytes of all experts", ylabel="objective")
         by_size.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
@@ -85,9 +86,8 @@ def _drawing(points: Sequence[TradeOff]) -> Drawing:
     own = next((p for p in points if p.command is None), None)
     label = f"Objective against size and speed of {len(shown)} assignments"
     if own is not None:
-        label += (
-            f"; {THIS}: {own.objective:.3g} at {human_size(own.expert_bytes)}, {own.tokens_per_second:.4g} a second"
-        )
+        speed = formats.number(own.tokens_per_second)
+        label += f"; {THIS}: {own.objective:.3g} at {human_size(own.expert_bytes)}, {speed} a second"
     return svg.draw("trade-offs", f"{label}.", WIDTH, HEIGHT, fill)
 
 

@@ -32,6 +32,7 @@ from moeq.progress import Reporter
 from moeq.recipe import Recipe
 from moeq.reporting.measured import measured
 from moeq.stages import report
+from moeq.tables import rounded
 from moeq_kernels.freed import return_memory
 
 SHORT: dict[str, Any] = {"prompt_tokens": 6, "new_tokens": 3, "repeat": 1, "quiet": True}
@@ -240,7 +241,8 @@ def test_a_run_with_a_bench_shows_it(
     text = str(measured(read))
     for model in found["models"]:
         for one in model["points"]:
-            assert f"{one['token_seconds'] * 1e3:.3g}" in text
+            assert rounded(one["token_seconds"] * 1e3, 3) in text
+            assert rounded(one["prefill_tokens_per_second"], 3) in text
     assert "MOEQ_KERNEL was reference" in text
     kept = json.loads(path.read_text())
     kept["models"][0]["manifest_sha256"] = "0" * 64

@@ -363,6 +363,16 @@ def test_what_is_said_of_a_growing_context_is_of_the_context_that_it_grows_to(tm
     assert "the decode step attends to the prompt and what was decoded so far." in page
 
 
+def test_tens_of_thousands_of_tokens_are_written_out() -> None:
+    """A range of them had its first end without the power of ten: 1.533-2.538e+04 tokens a second."""
+    many = ("--model", "qwen3-30b-a3b", "--hardware", "h200-x8-nvlink", "--bits", "4", "--gpu-experts", "128")
+    code, text = moeq(*many, "--grid", "in=128", "out=128,8192", "batch=128", "--kv-growth", columns=100)
+    assert code == 0
+    row = next(line for line in text.splitlines() if line.startswith("context_aware "))
+    assert "15,335-25,376" in row
+    assert "e+0" not in text
+
+
 def test_policies_that_cannot_run_are_left_out_or_refused() -> None:
     """All experts of Mixtral-8x22B at 5 bits do not fit the GPU."""
     large = ("--model", "mixtral-8x22b", "--bits", "5", "--gpu-experts", "1", *ONE)
