@@ -69,13 +69,13 @@ def _setting(name: str, value: object) -> str:
 def budget_text(assignment: Assignment) -> str:
     """What might be spent, in words."""
     used = used_parameters(assignment.method, assignment.parameters)
-    told = []
+    of, told = "the experts off the GPU" if used.get("gpu_experts") else "the experts", []
     if (bits := used.get("bits_per_weight")) is not None:
-        told.append(f"{bits} bits stored for a weight of the experts, scales and zero points counted")
+        told.append(f"{bits} bits stored for a weight of {of}, scales and zero points counted")
     codes = used.get("code_bits")
     named = assignment.method == "uniform" and codes is not None  # of all experts: no budget
     if codes is not None and not named:
-        told.append(f"{codes} code bits for a weight of the experts")
+        told.append(f"{codes} code bits for a weight of {of}")
     if (size := used.get("expert_bytes")) is not None:
         told.append(f"{human_size(size)} for all experts")
     if (size := used.get("size")) is not None:

@@ -364,6 +364,10 @@ def test_the_first_section_says_what_was_decided_with_settings_that_had_a_say(ma
     assert "gpu experts" not in first
     assert "A gate failed: kl: 0.05 <= 0.04." in text[text.index("Warnings (") :]
     assert text.count("prefix-split 2.3 bits") > 4, "in tables, too"
+    for budget, words in ({"bits_per_weight": "23/10"}, "2.3 bits stored"), ({"code_bits": "3"}, "3 code bits"):
+        hot = mixed.model_copy(update={"parameters": parameters | budget | {"gpu_experts": 4}})
+        told = parsed(render(replace(shown, assignment=hot))).text
+        assert f"budget{words} for a weight of the experts off the GPU" in told, "those on it are not counted"
     uniform = mixed.model_copy(update={"method": "uniform", "parameters": parameters | {"bits": 2}})
     text = parsed(render(replace(shown, assignment=uniform))).text
     assert "loss weighting" not in text, "uniform weighs no losses"
