@@ -79,8 +79,12 @@ def has_speed(rows: Sequence[dict[str, Any]]) -> bool:
     return any(row["speedup_over_monde_cost_optimal"] is not None for row in rows)
 
 
-def caption(rows: Sequence[dict[str, Any]], estimated: dict[str, Any], width: int) -> str:
-    """What the columns mean that a window of that width holds; estimated: the summary of the stage `estimate`."""
+def caption(rows: Sequence[dict[str, Any]], estimated: dict[str, Any], width: int, replicas: int = 0) -> str:
+    """What the columns mean that a window of that width holds; estimated: the summary of the stage `estimate`.
+
+    replicas: bytes of what the checkpoint holds of experts at other widths.
+    """
+    others = f" but {human_size(replicas)} of other replicas, which only the whole has" if replicas else ""
     whole = ", everything else packed alike in all rows but the original" if _others_packed(rows) else ""
     errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
     accuracy = f" acc: accuracy, standard error {100 * max(errors):.1f} points." if errors else ""
@@ -89,9 +93,9 @@ def caption(rows: Sequence[dict[str, Any]], estimated: dict[str, Any], width: in
     told = width >= NARROW and any(row["perplexity_change"] is not None for row in rows)
     changed = " +: perplexity over the original's." if told else ""
     return (
-        "* exported. bits: stored for a weight of the experts; all bits: of all tensors; scales and zero points "
-        f"counted, as they are in all bytes. whole: every file of the checkpoint, at most, as --size limits it{whole}."
-        f"{changed}{kl_caption(rows)}{accuracy}{speed if has_speed(rows) else ''}"
+        f"* exported. bits: stored for a weight of the experts; all bits: of all tensors{others}; scales and zero "
+        "points counted, as they are in all bytes. whole: every file of the checkpoint, at most, as --size limits "
+        f"it{whole}.{changed}{kl_caption(rows)}{accuracy}{speed if has_speed(rows) else ''}"
     )
 
 

@@ -118,8 +118,9 @@ def print_final(rows: Sequence[dict[str, Any]], paths: Mapping[str, Path], outco
         if number:
             console.print()
         console.print(shown)
-    estimated = next(outcome.record.summary for outcome in outcomes if outcome.stage == "estimate")
-    caption = final_table.caption(rows, estimated, console.width)
+    found = {outcome.stage: outcome.record.summary for outcome in outcomes}
+    replicas = found.get("export", {}).get("other_replica_bytes", 0)
+    caption = final_table.caption(rows, found["estimate"], console.width, replicas)
     console.print(caption, style="dim")
     for term, meaning in final_table.explanations(rows, caption):
         console.print(f"{term}: {meaning}", style="dim")

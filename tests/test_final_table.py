@@ -82,6 +82,14 @@ def test_of_a_tiny_model_there_is_no_speed_up_and_no_word_about_it() -> None:
     assert "speed-up" in shown([row("a", "uniform 2-bit")], 160)
 
 
+def test_other_replicas_are_said_where_there_are_some() -> None:
+    """The bits of all tensors are without them, the whole checkpoint has them."""
+    rows = [row("a", "uniform 2-bit")]
+    assert "all bits: of all tensors; scales" in final_table.caption(rows, ESTIMATED, 80)
+    told = final_table.caption(rows, ESTIMATED, 80, 422_400)
+    assert "all bits: of all tensors but 413 KiB of other replicas, which only the whole has; scales" in told
+
+
 def test_names_of_any_length_are_parted_from_what_they_name() -> None:
     assert named_lines({"report": "a", "checkpoint for llama.cpp-refit": "b"}) == [
         "report                         a",

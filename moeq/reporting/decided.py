@@ -144,7 +144,7 @@ def _tiles(inputs: ReportInputs) -> list[Raw]:
     accuracy = _arrow(formats.percent(old.accuracy if old else None), formats.percent(new.accuracy))
     return [
         _bits_tile(inputs, new),
-        *([] if new.whole_bytes is None else [_whole_tile(old, new)]),
+        *([] if new.whole_bytes is None else [_whole_tile(inputs, old, new)]),
         _experts_tile(old, new),
         *([] if new.divergence is None else _divergence_tiles(new.divergence)),
         _logits_tile(inputs, old, new) if inputs.classifies else _perplexity_tile(inputs, old, new),
@@ -159,7 +159,8 @@ def _tile(title: str, value: str, note: str) -> Raw:
 
 def _bits_tile(inputs: ReportInputs, new: EvalRow) -> Raw:
     whole = new.stored_bits(inputs.weights)
-    note = "" if whole is None else f"; {formats.bits(whole)} of a weight of the whole checkpoint"
+    without = ", other replicas left out" if inputs.manifest.totals.other_replica_bytes else ""
+    note = "" if whole is None else f"; {formats.bits(whole)} of a weight of the whole checkpoint{without}"
     counted = f"scales and zero points counted{note}"
     return _tile("bits of an expert's weight", formats.bits(new.bits_per_weight), counted)
 
@@ -177,13 +178,15 @@ def _times(before: int, after: int) -> str:
     )
 
 
-def _whole_tile(old: EvalRow | None, new: EvalRow) -> Raw:
+def _whole_tile(inputs: ReportInputs, old: EvalRow | None, new: EvalRow) -> Raw:
     """The whole checkpoint."""
     before, after = old.whole_bytes if old else None, new.whole_bytes
     assert after is not None
     size = _arrow(formats.MISSING if before is None else human_size(before), human_size(after))
-    note = _times(before, after) if before and after else ""
-    return _tile("bytes of the whole checkpoint", size, note)
+    replicas = inputs.manifest.totals.other_replica_bytes
+    notes = [_times(before, after)] if before and after else []
+    notes += [f"{human_size(replicas)} of other replicas among them"] if replicas else []
+    return _tile("bytes of the whole checkpoint", size, "; ".join(notes))
 
 
 def _perplexity_tile(inputs: ReportInputs, old: EvalRow | None, new: EvalRow) -> Raw:

@@ -61,10 +61,11 @@ def _comparison(inputs: ReportInputs) -> Raw:
             "bits of all weights", *_quality_heads(inputs), *(["accuracy"] if _has_tasks(inputs) else []),
             *(["decode speed-up, estimated"] if inputs.speed.tells else []))  # fmt: skip
     lower = "logit error" if inputs.classifies else "perplexity"
+    without = " but other replicas" if inputs.manifest.totals.other_replica_bytes else ""
     return table(
         f"Each row is one assignment of the same model: smaller bytes and lower {lower} are better. Bits are what "
         "is stored for a weight, scales and zero points counted as in the bytes; those of all weights are of all "
-        f"tensors over the checkpoint's {inputs.weights:,} weights. The whole checkpoint is every file of "
+        f"tensors{without} over the checkpoint's {inputs.weights:,} weights. The whole checkpoint is every file of "
         f"its directory, as assign.size limits it.{_how_fast(inputs)}",
         head,
         rows,

@@ -582,6 +582,20 @@ def test_sizes_stand_beside_quality(page: str) -> None:
     assert first.startswith("|16.00|5.73 MiB| 100.0 %|7.63 MiB| 100.0 %|16.00|30.00|60.0 %|")
 
 
+def test_other_replicas_are_said_where_the_checkpoint_has_some(make: Make, page: str) -> None:
+    """The bits of all weights are without them, the bytes of the whole checkpoint are not."""
+    assert "other replicas" not in page
+    inputs = make()
+    totals = inputs.manifest.totals.model_copy(update={"other_replica_bytes": 422_400})
+    manifest = inputs.manifest.model_copy(update={"totals": totals})
+    text = parsed(render(replace(inputs, manifest=manifest))).text
+    for words in (
+        "5.80 of a weight of the whole checkpoint, other replicas left out", "413 KiB of other replicas among them",
+        "are of all tensors but other replicas over the checkpoint's 4,000,000 weights",
+    ):  # fmt: skip
+        assert words in text, words
+
+
 def test_the_cards_rows_are_sorted_by_size(make: Make) -> None:
     found = card_figures(make().evaluation, {})
     assert [row["name"] for row in found] == ["original", "uniform-4", "mixed"]
