@@ -162,6 +162,8 @@ def _reasons(config: Any, family: Family) -> Iterator[str]:
         yield f"heads of {_head_size(config)} that do not add up to the hidden size"
     if family.arch == "olmoe" and config.num_key_value_heads != config.num_attention_heads:
         yield "heads that share keys and values"
+    if family.arch in ("qwen3moe", "olmoe", "deepseek2") and getattr(config, "attention_bias", False):
+        yield "attention with biases (attention_bias)"
     if family.arch == "deepseek2":
         yield from _deepseek_reasons(config)
     yield from _rope_reasons(config)
@@ -175,8 +177,11 @@ def _deepseek_reasons(config: Any) -> Iterator[str]:
     if (config.q_lora_rank is None) != (config.num_hidden_layers in (26, 27)):
         yield f"{config.num_hidden_layers} layers with q_lora_rank {config.q_lora_rank}"
     rope = _rope(config)
-    if rope.get("rope_type") == "yarn" and rope.get("mscale", 1) != rope.get("mscale_all_dim", 1):
-        yield "rotary embeddings whose mscale and mscale_all_dim differ"
+    if rope.get("rope_type") == "linear":
+        yield "rotary embeddings of type linear in latent attention"
+    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if rope.get("rope_type") == "yarn" and not (mscale and mscale == of_all):
+        yield f"yarn with mscale {mscale} and mscale_all_dim {of_all}, which must be equal"
 
 
 def _rope_reasons(config: Any) -> Iterator[str]:
@@ -186,6 +191,10 @@ def _rope_reasons(config: Any) -> Iterator[str]:
         yield f"rotary embeddings of type {kind} as moeq would write them"
     if kind == "yarn" and (rope.get("attention_factor") is not None or rope.get("truncate") is False):
         yield "yarn with attention_factor or truncate: false as moeq would write them"
+    if kind == "yarn" and ((rope.get("beta_fast") or 32) != 32 or (rope.get("beta_slow") or 1) != 1):
+        yield "yarn with another beta_fast than 32, or beta_slow than 1: it does not take them from the file"
+    if kind == "yarn" and config.model_type != "deepseek_v3" and rope.get("mscale") and rope.get("mscale_all_dim"):
+        yield "yarn with mscale and mscale_all_dim"
     if rope.get("partial_rotary_factor", 1) != 1:
         yield "rotary embeddings of a part of a head"
 

@@ -179,6 +179,7 @@ def test_llama_cpp_computes_the_families(family: str, tmp_path: Path) -> None:
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     [
         ("qwen3_moe", YARN),
         ("deepseek_v3", YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}),
-        ("mixtral", {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}),
+        ("mixtral", LINEAR),
     ],
 )
 def test_llama_cpp_scales_rotary_embeddings_alike(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
@@ -300,6 +301,14 @@ FAMILIES_REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope": (
         "qwen3_moe", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "of type dynamic",
     ),
+    "biases of attention": ("qwen3_moe", {"attention_bias": True}, "attention_bias"),
+    "yarn without mscale": ("deepseek_v3", {"rope_parameters": YARN}, "mscale None and mscale_all_dim None"),
+    "yarn with half of it": (
+        "deepseek_v3", {"rope_parameters": YARN | {"mscale_all_dim": 1.0}}, "mscale None and mscale_all_dim 1.0",
+    ),
+    "linear": ("deepseek_v3", {"rope_parameters": LINEAR}, "of type linear in latent attention"),
+    "mscale": ("qwen3_moe", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, "yarn with mscale"),
+    "betas": ("qwen3_moe", {"rope_parameters": YARN | {"beta_fast": 20, "beta_slow": 2}}, "another beta_fast"),
 }  # fmt: skip
 
 
@@ -380,6 +389,10 @@ LIES: dict[str, tuple[str, dict[str, Any]]] = {
     "halves": ("deepseek_v3", {"rope_interleave": False}),
     "clipped": ("olmoe", {"clip_qkv": 0.2}),
     "dense layers": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    **{
+        case: FAMILIES_REFUSED[case][:2]
+        for case in ("biases of attention", "yarn without mscale", "yarn with half of it", "linear", "mscale", "betas")
+    },
 }
 
 
