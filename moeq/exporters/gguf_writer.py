@@ -46,7 +46,7 @@ from moeq.exporters.gguf_tokenizer import tokenizer
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource
-from moeq.models.weights import plain_chunks, plain_header
+from moeq.models.weights import is_ignored, plain_chunks, plain_header
 from moeq.numerics import ggml
 from moeq.numerics.ggml_refit import refit
 from moeq.numerics.ggml_types import FLOATS, NEAREST, TYPES
@@ -223,14 +223,16 @@ def _fields(draft: Draft, family: Family) -> dict[str, Value]:
 
 
 def _plain(draft: Draft, family: Family) -> dict[str, list[Piece]]:
-    """{key: what the file holds of it} of all tensors that are neither of routed experts nor packed."""
+    """{key: what the file holds of it} of all tensors that are neither of routed experts nor packed, but for those
+    that transformers passes over (rotary embeddings' frequencies, which older checkpoints have)."""
     config: Any = draft.model.config
+    own = draft.model.state_dict()
     for layer in draft.source.layers:
         draft.expert_keys(layer)
     return {
         key: pieces(config, family, key, plain_header(draft.source.source, key)[1])
         for key in draft.source.rest()
-        if not is_beyond(config, key)
+        if not is_beyond(config, key) and (draft.names.in_memory(key) in own or not is_ignored(draft.model, key))
     }
 
 

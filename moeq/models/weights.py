@@ -278,9 +278,7 @@ class WeightReader:
 
     def check_unexpected(self, but: Collection[str] = ()) -> None:
         """ModelError when the disk has tensors that are no part of the model (and that its family does not ignore)."""
-        patterns = [*(self.model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"position_ids$"]
-        beyond = [key for key in self.unexpected if key not in but]
-        left = [key for key in beyond if not any(re.search(pattern, key) for pattern in patterns)]
+        left = [key for key in self.unexpected if key not in but and not is_ignored(self.model, key)]
         if left:
             raise wrong_keys(self.source.path, "unexpected keys", left)
 
@@ -295,6 +293,12 @@ class WeightReader:
         ]
         if lacking:
             raise wrong_keys(self.source.path, "missing keys", lacking)
+
+
+def is_ignored(model: Any, key: str) -> bool:
+    """Whether transformers passes over a tensor on disk that is no part of the model."""
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"position_ids$"]
+    return any(re.search(pattern, key) for pattern in patterns)
 
 
 def owner(model: nn.Module, name: str) -> tuple[Any, str]:

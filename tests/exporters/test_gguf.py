@@ -443,6 +443,15 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         exported(MadeSource(model, four), tmp_path / "other")
 
 
+def test_frequencies_of_rotary_embeddings_are_left_out(tmp_path: Path) -> None:
+    """Which older checkpoints hold, transformers passes over, and llama.cpp's converter leaves out, too."""
+    model = made(tmp_path / "model", "mixtral")
+    wanted = tensors_of(exported(MadeSource(model, four), tmp_path / "without"))
+    tensors = load_file(model / "model.safetensors") | {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert list(tensors_of(exported(MadeSource(model, four), tmp_path / "out"))) == list(wanted)
+
+
 def test_tied_embeddings(tmp_path: Path) -> None:
     """llama.cpp takes them for the head, but for families whose code wants a head of its own."""
     for family, has_head in (("mixtral", False), ("olmoe", True)):
