@@ -37,6 +37,7 @@ NAMES = {
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }  # fmt: skip
+HEAD, TABLE = "output.weight", "token_embd.weight"
 CORRECTION = "mlp.gate.e_score_correction_bias"
 IN_FLOAT32 = ("ffn_gate_inp", "ffn_gate_inp_shexp", "exp_probs_b")  # beside all vectors
 _KEY = re.compile(r"(?:model\.layers\.(?P<block>\d+)\.)?(?P<module>.+)\.(?P<leaf>weight|bias)")
@@ -266,8 +267,11 @@ def is_beyond(config: Any, key: str) -> bool:
     return parts is not None and parts["block"] is not None and int(parts["block"]) >= config.num_hidden_layers
 
 
-def pieces(config: Any, family: Family, key: str, shape: tuple[int, ...]) -> list[Piece]:
-    """What a file holds of a tensor that is not of a routed expert; FormatError where its name is not known."""
+def pieces(config: Any, family: Family, key: str, shape: tuple[int, ...], *, tied: bool) -> list[Piece]:
+    """What a file holds of a tensor that is not of a routed expert; FormatError where its name is not known.
+
+    tied: whether the head is the embeddings, which is not so where a checkpoint has both with other values.
+    """
     if key.endswith(f".{CORRECTION}"):
         return [Piece(name=f"blk.{key.split('.')[2]}.exp_probs_b.bias", shape=shape)]
     parts = _KEY.fullmatch(key)
@@ -289,10 +293,10 @@ def pieces(config: Any, family: Family, key: str, shape: tuple[int, ...]) -> lis
     if family.turned and stem in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if stem == "attn_q" else config.num_key_value_heads
         rows = torch.arange(shape[0]).view(heads, 2, -1).mT.reshape(-1)
-    if stem == "output" and config.tie_word_embeddings:
+    if stem == "output" and tied:
         return []
-    doubled = stem == "token_embd" and config.tie_word_embeddings and family.own_head
-    head = [Piece(name="output.weight", shape=shape)] if doubled else []
+    doubled = stem == "token_embd" and tied and family.own_head
+    head = [Piece(name=HEAD, shape=shape)] if doubled else []
     return [Piece(name=name, shape=shape, rows=rows), *head]
 
 

@@ -17,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -229,8 +230,9 @@ def _plain(draft: Draft, family: Family) -> dict[str, list[Piece]]:
     own = draft.model.state_dict()
     for layer in draft.source.layers:
         draft.expert_keys(layer)
+    tied = _is_tied(draft)
     return {
-        key: pieces(config, family, key, plain_header(draft.source.source, key)[1])
+        key: pieces(config, family, key, plain_header(draft.source.source, key)[1], tied=tied)
         for key in draft.source.rest()
         if not is_beyond(config, key) and (draft.names.in_memory(key) in own or not is_ignored(draft.model, key))
     }
@@ -241,22 +243,37 @@ def _packed(draft: Draft, family: Family) -> dict[str, list[Piece]]:
 
     Raises FormatError for those that no type holds, or that GGUF keeps otherwise than as matrices of blocks.
     """
-    packed = {}
+    packed, tied = {}, _is_tied(draft)
     for name, weight in draft.source.others():
         grid = grid_of(weight)
         check_other(draft.runtime, draft.names, name, grid, widen=draft.options.widen)
-        packed[name] = _pieces_of(draft.names, family, name, (grid.rows, grid.inputs))
+        packed[name] = _pieces_of(draft.names, family, name, (grid.rows, grid.inputs), tied)
     return packed
 
 
-def _pieces_of(names: DiskNames, family: Family, name: str, shape: tuple[int, int]) -> list[Piece]:
+def _is_tied(draft: Draft) -> bool:
+    """Whether the head is the embeddings: transformers does not tie what a checkpoint has twice with other values."""
+    source, (head, table) = draft.source, (f"{name}.weight" for name in ("lm_head", "model.embed_tokens"))
+    config: Any = draft.model.config
+    if not config.tie_word_embeddings or head.removesuffix(".weight") in source.other_names():
+        return False
+    plain = set(source.rest())
+    if head not in plain:
+        return True
+    if table not in plain or plain_header(source.source, head) != plain_header(source.source, table):
+        return False
+    both = zip_longest(*(plain_chunks(source.source, key) for key in (head, table)))
+    return all(first == second for first, second in both)
+
+
+def _pieces_of(names: DiskNames, family: Family, name: str, shape: tuple[int, int], tied: bool) -> list[Piece]:
     """What a file holds of a module outside of the experts."""
-    return pieces(names.model.config, family, names.renamed(f"{name}.weight"), shape)
+    return pieces(names.model.config, family, names.renamed(f"{name}.weight"), shape, tied=tied)
 
 
 def refuse_other(names: DiskNames, name: str, shape: tuple[int, int]) -> tuple[str, str] | None:
     """Why GGUF keeps a module outside of the experts otherwise than as a matrix of blocks."""
-    for piece in _pieces_of(names, family_of(names.model.config), name, shape):
+    for piece in _pieces_of(names, family_of(names.model.config), name, shape, False):
         if piece.split or piece.in_float32:
             why = "it is kept transposed" if piece.split else "it is kept in float32"
             return f"packed, and {why} in GGUF", f"leave {name} out of `others`, or {ANY_GRID}"

@@ -52,7 +52,7 @@ def matrix_of(config: Any, module: OtherModule) -> str | None:
         return None
     if module.kind == HEAD and config.tie_word_embeddings:
         return "output.weight" if family.own_head else None
-    found = pieces(config, family, module.weight, (module.rows, module.inputs))
+    found = pieces(config, family, module.weight, (module.rows, module.inputs), tied=config.tie_word_embeddings)
     return found[0].name if len(found) == 1 else None
 
 

@@ -38,6 +38,7 @@ from moeq.numerics.ggml_types import HOLDS
 from moeq.progress import Reporter
 from moeq.registry import EXPORTERS
 from moeq.verification.logits import typical
+from moeq.verification.reference import streamed
 from moeq.verification.verify import Options, verify
 from moeq.verification.written import check_written
 from moeq_kernels.packed import PackedWeight
@@ -109,7 +110,7 @@ def test_gguf_itself_reads_the_dequantized_values(family: str, models: dict[str,
         if "kv_b_proj" in key or (family == "mixtral" and ("q_proj" in key or "k_proj" in key)):
             continue  # which are turned; the logits say whether they are right
         (piece,) = gguf_families.pieces(
-            source.model.config, gguf_families.FAMILIES[family], key, tuple(plain[key].shape)
+            source.model.config, gguf_families.FAMILIES[family], key, tuple(plain[key].shape), tied=False
         )
         assert torch.equal(tensors[piece.name].flatten(), plain[key].float().flatten()), key
     assert not list(out.glob("*.header"))
@@ -244,7 +245,7 @@ def test_names_and_keys_are_ggufs_own(models: dict[str, Path]) -> None:
         theirs = gguf.get_tensor_name_map(arch, source.model.config.num_hidden_layers)
         assert {f"A.{key}" for key in gguf_families.parameters(source.model.config, kind)} <= known
         for key in source.rest():
-            own = gguf_families.pieces(source.model.config, kind, key, source.source.tensors[key].shape)
+            own = gguf_families.pieces(source.model.config, kind, key, source.source.tensors[key].shape, tied=False)
             if "kv_b_proj" in key or "e_score_correction_bias" in key:
                 assert all(piece.name.split(".")[2] in ("attn_k_b", "attn_v_b", "exp_probs_b") for piece in own)
                 continue
@@ -463,6 +464,24 @@ def test_tied_embeddings(tmp_path: Path) -> None:
             assert torch.equal(tensors["output.weight"], tensors["token_embd.weight"])
         check = open_packed(tmp_path / f"out-{family}", as_values=True)
         assert "lm_head.weight" not in check.rest()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
+def test_a_head_of_its_own_is_written_whatever_config_json_says_of_ties(family: str, tmp_path: Path) -> None:
+    """As transformers does not tie what a checkpoint has twice with other values; with the same, it is tied."""
+    model = made(tmp_path / family, family, tie_word_embeddings=True)
+    tensors = load_file(model / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    for head in (table.flip(0), table.clone()):
+        save_file(tensors | {"lm_head.weight": head.contiguous()}, model / "model.safetensors", {"format": "pt"})
+        out = exported(source := MadeSource(model, four), tmp_path / f"out-{torch.equal(head, table)}")
+        found = tensors_of(out)
+        assert torch.equal(found.get("output.weight", found["token_embd.weight"]), head.float())
+        assert torch.equal(found["token_embd.weight"], table.float())
+        opened = open_packed(out, as_values=True)
+        assert ("lm_head.weight" in opened.rest()) != torch.equal(head, table)
+        logits = streamed(opened, torch.float32).model(input_ids=IDS, use_cache=False).logits
+        assert torch.allclose(logits, reference_logits(source), atol=1e-4)
 
 
 def test_verify_with_transformers(models: dict[str, Path], tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from moeq.bounded import shown
 from moeq.errors import ArtifactError, FormatError
 from moeq.exporters.gguf import ERRORS, FILE
 from moeq.exporters.gguf_families import (
+    HEAD,
+    TABLE,
     Family,
     Piece,
     Value,
@@ -154,8 +156,18 @@ class Gguf:
             for name, tensor in self.model.state_dict().items()
             if name not in experts
         }
-        every = {key: pieces(config, self.family, key, shape) for key, shape in kept.items()}
+        every = {key: pieces(config, self.family, key, shape, tied=self._is_tied) for key, shape in kept.items()}
         return {key: parts for key, parts in every.items() if parts}
+
+    @property
+    def _is_tied(self) -> bool:
+        """Whether the head is the embeddings: not where the file has one of its own, whatever config.json says."""
+        config: Any = self.model.config
+        head, table = (self.file.tensors.get(name) for name in (HEAD, TABLE))
+        if not config.tie_word_embeddings or head is None or table is None:
+            return bool(config.tie_word_embeddings)
+        alike = self.family.own_head and (head.type, head.shape) == (table.type, table.shape)
+        return alike and torch.equal(*(self._bytes(one.offset, one.bytes) for one in (head, table)))
 
     def _stored(self, tensor: GgufTensor, piece: Piece) -> Tensor:
         """A piece as it is stored: in its own type where that is a floating-point one, else its values."""
