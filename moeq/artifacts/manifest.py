@@ -165,6 +165,13 @@ class PlacedExpert(Frozen):
         placed = sum(replica.placed for replica in self.replicas)
         if placed != (self.bits != DROPPED):
             raise ValueError(f"expert {self.expert} of {self.bits} bits has {placed} placed replicas")
+        widths = [replica.bits for replica in self.replicas if replica.projections is None]
+        if len(set(widths)) != len(widths):
+            raise ValueError(f"expert {self.expert} has two replicas of one width")
+        for replica in self.replicas:
+            widest = replica.bits if replica.projections is None else max(replica.projections.values(), default=0)
+            if replica.bits != widest or (replica.placed and replica.bits != self.bits):
+                raise ValueError(f"expert {self.expert} of {self.bits} bits has a replica of {replica.bits}")
         return self
 
     @property

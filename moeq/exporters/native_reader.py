@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeq.artifacts.assignment import DROPPED, FULL, MIXED, width_of
 from moeq.artifacts.digests import digest_of_chunks
-from moeq.artifacts.manifest import PlacedModule, Replica, read_manifest
+from moeq.artifacts.manifest import PlacedLayer, PlacedModule, Replica, read_manifest
 from moeq.artifacts.sums import check_sums
 from moeq.artifacts.tensor_files import tensor_bytes
 from moeq.errors import ArtifactError
@@ -53,8 +53,7 @@ class NativeReader:
         self._headers: dict[str, dict[str, TensorHeader]] = {}
         for layer in self.layers:
             placed = self._placed.get(layer.name)
-            sizes = None if placed is None else (len(placed.experts), placed.hidden_size, placed.intermediate_size)
-            if sizes != (layer.num_experts, layer.hidden_size, layer.intermediate_size):
+            if placed is None or _structure(placed, len(placed.experts)) != _structure(layer, layer.num_experts):
                 raise ArtifactError("config.json and the manifest differ", where=f"{path}, {layer.name}", do=REMEDY)
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
@@ -172,6 +171,11 @@ class NativeReader:
 
     def _where(self, what: str) -> str:
         return f"{self.path}: {what}"
+
+
+def _structure(layer: PlacedLayer | ExpertLayer, experts: int) -> tuple[object, ...]:
+    """What a layer of the manifest and one of the model must have in common."""
+    return experts, layer.hidden_size, layer.intermediate_size, (*layer.projections,), layer.biased
 
 
 def opened(path: Path, trust_remote_code: bool, as_values: bool) -> NativeReader:

@@ -210,6 +210,28 @@ CASES = {
 }  # fmt: skip
 
 
+MANIFEST_CASES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "an expert's width": (
+        lambda layer: layer["experts"][2].update(bits=layer["experts"][2]["bits"] + 1), "expert 2 of 5 bits",
+    ),
+    "a replica's width": (
+        lambda layer: layer["experts"][1]["replicas"][1].update(bits=3), "two replicas of one width",
+    ),
+    "projections": (lambda layer: layer["projections"].pop(), "config.json and the manifest differ"),
+    "biases": (lambda layer: layer.update(biased=True), "config.json and the manifest differ"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MANIFEST_CASES)
+def test_a_manifest_that_says_otherwise_than_its_tensors_is_refused(case: str, checkpoint: Path, model: Path) -> None:
+    """Even where the digests of all files are those of what lies there."""
+    change, message = MANIFEST_CASES[case]
+    edit_json(checkpoint / "placement.json", lambda manifest: change(manifest["layers"][1]))
+    write_sums(checkpoint)
+    with pytest.raises(ArtifactError, match=message):
+        found_against(checkpoint, model)
+
+
 def swap_layers(folder: Path) -> None:
     """Exchange all experts of the two layers."""
     for first, second in (("experts-layer-000", "experts-layer-001"), ("replicas-layer-000", "replicas-layer-001")):
