@@ -57,7 +57,8 @@ def run(context: Context) -> dict[str, Any]:
     check(context)
     assignment = assign.load(context)
     directory = make_directory(context.directory("quantize"))
-    section = None if context.model.streams else context.recipe.quantize.tune
+    scaled = any(refine.quantized_experts(assignment, layer) for layer in context.model.layers)
+    section = None if context.model.streams or not scaled else context.recipe.quantize.tune
     if section is None:  # one that was broken off may have tuned
         shutil.rmtree(directory / tune.STARTS, ignore_errors=True)
     starts = directory if section is None else make_directory(directory / tune.STARTS)

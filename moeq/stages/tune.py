@@ -292,7 +292,8 @@ class Text:
         total = 0.0
         for batch in self._batches(chosen):
             loss = torch.cat(self._divergences(batch)).sum() / tokens
-            loss.backward()  # type: ignore[no-untyped-call]
+            if loss.requires_grad:  # it does not where no token came to a quantized expert
+                loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import save
 from safetensors.torch import load_file
 
 from moeq import pipeline
@@ -237,6 +238,23 @@ def test_matrices_that_stay_as_they_are(tiny_mixtral: Path, tmp_path: Path) -> N
     )
     context = run(tiny_mixtral, tmp_path, *keys, TUNE, stages=(*BEFORE, "quantize", "export"))
     assert any(method.endswith("+tuned") for method in makers(context))
+
+
+def test_without_an_expert_below_16_bits_there_is_nothing_to_tune(tiny_mixtral: Path, tmp_path: Path) -> None:
+    context = run(tiny_mixtral, tmp_path, TUNE, "assign={method: uniform, bits: 16}", stages=(*BEFORE, "quantize"))
+    assert quantize.read_made(context.directory("quantize")).tuned is None
+    assert makers(context) == set()
+
+
+def test_steps_whose_tokens_come_to_no_quantized_expert_move_nothing(tmp_path: Path) -> None:
+    model = save("switch_transformers", tmp_path / "model")  # whose experts are modules of their own
+    keys = (
+        "corpus.sequences=8", "corpus.sequence_length=8", "losses.group_size=8",
+        "assign={method: uniform, bits: 2, gpu_experts: 5}", "quantize.tune={steps: 2, batch_size: 1}",
+    )  # fmt: skip
+    context = run(model, tmp_path / "run", *keys, stages=(*BEFORE, "quantize"))
+    found = told(context)
+    assert (found.steps, found.chosen, found.is_better) == (2, 0, False)
 
 
 def test_what_it_came_to_is_told() -> None:
