@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,7 @@ def _prefill(context: Context, sequences: Sequences) -> torch.Tensor:
     """Tokens [S] of every sequence that count as prefill; all positions of images, which are seen at once."""
     if context.model.takes_images:
         return sequences.mask.sum(1)
-    fraction = context.recipe.profile.prefill_fraction
+    fraction = Fraction(str(context.recipe.profile.prefill_fraction))  # as it is written: .28 of 25 tokens are 7
     return torch.tensor([math.ceil(fraction * int(length)) for length in sequences.mask.sum(1)])
 
 

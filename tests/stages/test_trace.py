@@ -71,6 +71,13 @@ def test_the_trace_says_what_the_profile_says(family: str, stream: str, tmp_path
     assert trace.model == one.model.stamp
 
 
+def test_a_share_that_is_a_whole_number_of_tokens_has_so_many(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", "mixtral")
+    one = context(model, tmp_path / "run", "corpus.sequence_length=25", "profile.prefill_fraction=0.28")
+    pipeline.run(one, ("profile",))
+    assert profile.load(one).tokens.tolist() == [[7, 18]] * 8
+
+
 def test_inspect_reads_the_trace_of_a_profile(tmp_path: Path) -> None:
     """It is no file of the stage's record: it has digests of its own."""
     one = context(save_tiny(tmp_path / "model", "mixtral"), tmp_path / "run", TRACED)
