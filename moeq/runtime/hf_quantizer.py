@@ -20,6 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moeq.artifacts.manifest import REMEDY
 from moeq.artifacts.reading import TensorHeader
 from moeq.errors import ArtifactError
+from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.source import read_header
 from moeq.runtime.footprint import Footprint
@@ -84,8 +85,8 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> nn.Module:
         config = self.quantization_config
-        stored: Stored = config.stored
         layers = {layer.name: layer for layer in find_expert_layers(model)}
+        stored = _named_as_here(config, model)
         self.stacks = tuple(
             {f".{layer.name.rpartition('.')[2]}.{part}" for layer in layers.values() for part in layer.parameters}
         )
@@ -150,6 +151,34 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
             where=str(getattr(getattr(model, "config", None), "name_or_path", "") or "model"),
             do="load the original checkpoint instead",
         )
+
+
+def _named_as_here(config: MoeqConfig, model: Any) -> Stored:
+    """What the checkpoint says, its modules by the names that this model has for them, and from now on in `config`.
+
+    They differ where a checkpoint is loaded by another class than it was packed as, such as its base model: tensors are
+    renamed by transformers then. A head, or another part of the whole, that this class does not have is left out.
+    """
+    stored = config.stored
+    modules, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
+    on_disk = DiskNames(model)
+
+    def here(name: str, part: str) -> str:
+        if name in modules:
+            return name
+        renamed = on_disk.in_memory(f"{name}.{part}").removesuffix(f".{part}")
+        every = (renamed, renamed.removeprefix(prefix), prefix + renamed)
+        return next((one for one in every if one in modules), name)
+
+    config.experts = {here(name, "0.down_proj.codes"): widths for name, widths in config.experts.items()}
+    if stored.others is None:
+        return config.stored
+    named = {name: here(name, "codes") for name in (*stored.others.bits, *stored.others.tied.values())}
+    left_out = {name for name, own in named.items() if own not in modules and not hasattr(model, own.split(".")[0])}
+    bits = {named[name]: width for name, width in stored.others.bits.items() if name not in left_out}
+    tied = {named[name]: named[head] for name, head in stored.others.tied.items() if head not in left_out}
+    config.others = config.others | {"bits": bits} | ({"tied": tied} if stored.others.tied else {})
+    return config.stored
 
 
 def _check_files(model: nn.Module, files: Sequence[str]) -> None:

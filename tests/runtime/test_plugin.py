@@ -9,23 +9,32 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import inputs
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from family_models import inputs, save
+from made_sources import MadeSource
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    pipeline,
+)
 
 from moeq.errors import ArtifactError
+from moeq.exporters import write
+from moeq.exporters.foreign import WriteOptions
 from moeq.runtime.arranged import OFFLOADED
 from moeq.runtime.packed_experts import PackedExperts
+from moeq.runtimes import NATIVE
 
 Exported = Callable[[str], Path]
 FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss", "cohere2_moe")
 STORED = ("codes", "scales", "zeros")
 
 
-def load(folder: Path, **options: Any) -> Any:
+def load(folder: Path, of: Any = AutoModelForCausalLM, **options: Any) -> Any:
     """Loaded clean, in float32 unless told otherwise."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, **{"dtype": torch.float32} | options
-    )
+    model, info = of.from_pretrained(folder, output_loading_info=True, **{"dtype": torch.float32} | options)
     assert not any(info.values())
     return model
 
@@ -119,6 +128,36 @@ def test_saved_in_shards_and_loaded_again_it_is_the_same(
     again = load(tmp_path, dtype="auto")
     assert same(model.state_dict(), again.state_dict())
     assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_model_or_another_head_loads_and_saves_what_is_packed(
+    family: str, exported: Exported, tmp_path: Path
+) -> None:
+    """cohere2_moe has a packed head that shares the embeddings', which neither has; the saved one has no prefix."""
+    folder, ids = exported(family), torch.arange(3, 27).reshape(2, 12)
+    causal = load(folder)
+    with torch.no_grad():
+        wanted = causal.model(ids).last_hidden_state
+        model, info = AutoModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["mismatched_keys"]
+        assert torch.equal(model(ids).last_hidden_state, wanted)
+        model.save_pretrained(tmp_path)
+        assert torch.equal(load(tmp_path, of=AutoModel)(ids).last_hidden_state, wanted)
+        if family != "cohere2_moe":  # which has no classifier
+            classifier: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+            assert torch.equal(classifier.model(ids).last_hidden_state, wanted)
+
+
+def test_the_text_of_a_model_of_images_loads_alone(tmp_path: Path) -> None:
+    """As transformers has it load: language_model lies at another place then."""
+    save("qwen3_5_moe", tmp_path / "model")
+    source = MadeSource(tmp_path / "model", lambda layer, expert, _: (2, 4, 16)[expert % 3], group_size=8)
+    write(NATIVE, source, tmp_path / "packed", WriteOptions())
+    whole: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    assert torch.equal(logits(load(tmp_path / "packed")), logits(whole))
 
 
 @pytest.mark.cases(1)
