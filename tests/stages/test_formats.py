@@ -119,8 +119,8 @@ def test_damage_is_named(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"model\.layers\.1\.mlp\.experts: config\.json and the manifest differ"):
         NativeReader(tmp_path / "broken")
     placed["layers"][1]["hidden_size"] -= 1
-    replica = placed["layers"][0]["experts"][2]["replicas"][0]
-    replica["bits"] = 8 if replica["bits"] != 8 else 4
+    expert = placed["layers"][0]["experts"][2]
+    expert["bits"] = expert["replicas"][0]["bits"] = 8 if expert["bits"] != 8 else 4
     (tmp_path / "broken" / "placement.json").write_text(json.dumps(placed))
     write_sums(tmp_path / "broken")
     reader = NativeReader(tmp_path / "broken")
