@@ -192,6 +192,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
 def main() -> None:
     parser = figures.parser(
         __doc__,
+        **decode_models.CODES,
         layers=(4, 1),
         experts=(128, 16),
         vocabulary=(151936, 4096),

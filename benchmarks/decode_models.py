@@ -1,7 +1,8 @@
 """A generated Qwen3-MoE and its packed checkpoints for benchmarks/decode.py: nothing is quantized, nothing profiled.
 
 Codes, scales and zero points are random; the bf16 model has the values that they stand for, so that both decode alike.
-Everything is written a layer at a time.
+Experts have grids of --bits, or trellis codes of that width with --state-bits, all else grids of 4 bits. Everything is
+written a layer at a time.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moeq_kernels import trellis
 from moeq_kernels.packed import PackedWeight, packed_shapes
+from moeq_kernels.packing import pack
 from moeq_kernels.widths import Encoding
 
 GROUP, BITS = 128, 4
+GRID = Encoding(group_size=GROUP, symmetric=False)
+CODES: dict[str, Any] = {"bits": BITS, "state_bits": 0}  # settings of benchmarks that use these models: of the experts
 METADATA = {"format": "pt"}
-SPREAD = 4.61  # the standard deviation of a code
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD = "lm_head"
+SHAPE = ("layers", "experts", "vocabulary", *CODES)  # options that make a model what it is
 VARIANTS = ("experts", "all")  # what is packed: experts alone, or attention and head as well
 PARTS_FOLDER = "parts"  # packed tensors, which both checkpoints link
 
@@ -48,19 +53,21 @@ class _Drawn:
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
 
-    def packed(self, rows: int, inputs: int) -> PackedWeight:
-        """Values of variance 1 / inputs and, by zero points of 7 and 8, of mean 0: otherwise one direction would win
-        in every layer, and all tokens would be routed alike."""
-        shapes = packed_shapes(rows, inputs, BITS, Encoding(group_size=GROUP, symmetric=False))
-        codes = torch.randint(0, 256, shapes["codes"][0], generator=self.generator, dtype=torch.uint8)
+    def packed(self, rows: int, inputs: int, bits: int = BITS, encoding: Encoding = GRID) -> PackedWeight:
+        """Values of variance 1 / inputs and, by zero points around the middle of all codes, of mean 0: otherwise one
+        direction would win in every layer, and all tokens would be routed alike."""
+        shapes = packed_shapes(rows, inputs, bits, encoding)
+        parts = {"codes": torch.randint(0, 256, shapes["codes"][0], generator=self.generator, dtype=torch.uint8)}
         scales = torch.rand(shapes["scales"][0], generator=self.generator) * 0.5 + 0.75
-        low, high = torch.randint(7, 9, (2, *shapes["zeros"][0]), generator=self.generator, dtype=torch.uint8)
-        return PackedWeight(
-            codes=codes,
-            scales=(scales / SPREAD * inputs**-0.5).half(),
-            zeros=low + 16 * high,
-            bits=BITS, group_size=GROUP, inputs=inputs, symmetric=False,
-        )  # fmt: skip
+        if encoding.state_bits:
+            spread = float(trellis.values(bits, encoding.state_bits).std())
+        else:
+            middle = 2 ** (bits - 1)
+            spread = (((4**bits - 1) / 12) + 0.25) ** 0.5  # of a code from its zero point
+            zeros = torch.randint(middle - 1, middle + 1, (rows, shapes["scales"][0][1]), generator=self.generator)
+            parts["zeros"] = pack(zeros, bits)
+        parts["scales"] = (scales / spread * inputs**-0.5).half()
+        return PackedWeight.of(parts, bits, inputs, encoding)
 
     def dense(self, rows: int, inputs: int, variance: float) -> Tensor:
         return (torch.randn(rows, inputs, generator=self.generator) * variance**0.5).bfloat16()
@@ -79,13 +86,18 @@ def _attention(config: Any) -> dict[str, tuple[int, int]]:
     return dict(zip(ATTENTION, [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)], strict=True))
 
 
+def encoding(options: argparse.Namespace) -> Encoding:
+    """That of the experts."""
+    return Encoding.trellis(options.state_bits) if options.state_bits else GRID
+
+
 def make(folder: Path, options: argparse.Namespace) -> None:
     """`model`, and a checkpoint for each of VARIANTS, in a folder, unless they are there; SystemExit where it holds
     others."""
-    done, asked = folder / "made", json.dumps([options.layers, options.experts, options.vocabulary])
+    done, asked = folder / "made", json.dumps([getattr(options, name) for name in SHAPE])
     if done.exists():
         if done.read_text("utf-8") != asked:
-            sys.exit(f"{folder}: holds another model (layers, experts, tokens {done.read_text('utf-8')}); remove it")
+            sys.exit(f"{folder}: holds another model ({', '.join(SHAPE)}: {done.read_text('utf-8')}); remove it")
         return
     from transformers import AutoTokenizer
 
@@ -100,7 +112,7 @@ def make(folder: Path, options: argparse.Namespace) -> None:
     config.save_pretrained(model)
     AutoTokenizer.from_pretrained(bundled_path("tiny-mixtral")).save_pretrained(model)
     for number in range(config.num_hidden_layers):
-        _make_layer(number, config, drawn, model, parts)
+        _make_layer(number, config, drawn, model, parts, options)
         print(f"layer {number} written", flush=True)
     head = drawn.packed(config.vocab_size, config.hidden_size)
     stored = {f"{HEAD}.{part}": tensor for part, tensor in head.parts().items()}
@@ -114,11 +126,11 @@ def make(folder: Path, options: argparse.Namespace) -> None:
     save_file(rest, model / "model-rest.safetensors", METADATA)
     write_index(model, {key: path.name for path in model.glob("*.safetensors") for key in read_header(path)})
     for variant in VARIANTS:
-        export(folder, variant)
+        export(folder, variant, options)
     done.write_text(asked, "utf-8")
 
 
-def _make_layer(number: int, config: Any, drawn: _Drawn, model: Path, parts: Path) -> None:
+def _make_layer(number: int, config: Any, drawn: _Drawn, model: Path, parts: Path, options: argparse.Namespace) -> None:
     """A decoder layer: its bf16 weights, and its packed experts and attention."""
     from moeq.exporters.native_writer import layer_name, others_name
     from moeq.runtime.packed_modules import GUARD_SHAPE
@@ -135,7 +147,8 @@ def _make_layer(number: int, config: Any, drawn: _Drawn, model: Path, parts: Pat
     stored = {name: guard.half() for name, guard in stored.items()}
     for expert in range(config.num_experts):
         for projection, shape in _matrices(config).items():
-            name, weight = f"{path}.mlp.experts.{expert}.{projection}", drawn.packed(*shape)
+            name = f"{path}.mlp.experts.{expert}.{projection}"
+            weight = drawn.packed(*shape, options.bits, encoding(options))
             stored |= {f"{name}.{part}": tensor for part, tensor in weight.parts().items()}
             dense[f"{name}.weight"] = weight.dequantize(torch.bfloat16)
     save_file(stored, parts / layer_name(number), METADATA)
@@ -157,7 +170,7 @@ def _packed_others(config: Any) -> Iterator[tuple[str, str, tuple[int, int]]]:
     yield HEAD, "head", (config.vocab_size, config.hidden_size)
 
 
-def export(folder: Path, variant: str) -> None:
+def export(folder: Path, variant: str, options: argparse.Namespace) -> None:
     """The packed checkpoint of a variant, by moeq's own writer."""
     from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment
     from moeq.artifacts.non_experts import OtherRow, OtherTable
@@ -169,7 +182,7 @@ def export(folder: Path, variant: str) -> None:
     source = open_source(str(folder / "model"))
     model, layers = describe(source)
     config, whole = model.config, variant == "all"
-    choices = tuple(ExpertChoice(tier="gpu", bits=BITS, importance=1.0) for _ in range(config.num_experts))
+    choices = tuple(ExpertChoice(tier="gpu", bits=options.bits, importance=1.0) for _ in range(config.num_experts))
     rows = tuple(
         OtherRow(
             module=name, kind=kind, bits=BITS, method="rtn", group_size=GROUP, symmetric=False, rows=shape[0],
@@ -183,12 +196,12 @@ def export(folder: Path, variant: str) -> None:
         layers=layers,
         top_k=(config.num_experts_per_tok,) * len(layers),
         assignment=Assignment(
-            name="random", method="uniform", group_size=GROUP,
+            name="random", method="uniform", **vars(encoding(options)),
             layers=tuple(LayerAssignment(name=layer.name, experts=choices) for layer in layers),
         ),
         expert_keys=expert_keys(source, model, layers),
         expert_files=sorted((folder / PARTS_FOLDER).glob("*" if whole else "experts-*")),
-        quantizers={layer.name: [{BITS: "rtn"}] * layer.num_experts for layer in layers},
+        quantizers={layer.name: [{options.bits: "rtn"}] * layer.num_experts for layer in layers},
         max_shard_bytes=1 << 40,
         stamp=source.stamp({}),
         digests={},

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("decode")
-    decode_models.make(folder, Namespace(layers=1, experts=8, vocabulary=256))
+    decode_models.make(folder, Namespace(layers=1, experts=8, vocabulary=256, **decode_models.CODES))
     return folder
 
 
@@ -51,7 +51,7 @@ def test_what_a_manifest_states_is_what_lies_in_the_files(made: Path) -> None:
 def test_a_folder_is_kept_and_not_taken_for_another_model(made: Path) -> None:
     index = made / "model" / "model.safetensors.index.json"
     before = index.stat().st_mtime_ns
-    decode_models.make(made, Namespace(layers=1, experts=8, vocabulary=256))
+    decode_models.make(made, Namespace(layers=1, experts=8, vocabulary=256, **decode_models.CODES))
     with pytest.raises(SystemExit, match="holds another model"):
-        decode_models.make(made, Namespace(layers=2, experts=8, vocabulary=256))
+        decode_models.make(made, Namespace(layers=2, experts=8, vocabulary=256, **decode_models.CODES))
     assert index.stat().st_mtime_ns == before
