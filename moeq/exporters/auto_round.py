@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Target
-from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader, later
+from moeq.exporters.exporter import TRANSFORMERS, Exporter, Loader, as_autogptq, later
 from moeq_kernels.widths import FULL
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
             proof=f"tests/exporters/test_peers.py, auto-round {VERSION}",
         ),
     ),
+    size=as_autogptq,
     separate=True,
     methods=("auto-round", "intel/auto-round"),
     layout=later("moeq.exporters.readers.awq:of_auto_round"),

@@ -88,7 +88,8 @@ class ExportSizes:
 
     plain: all of it in the model's own type; rest: what is neither of routed experts nor packed; packed: codes, scales
     and zero points of what is packed beside the experts, and experts: of those; stacks: (weights of one matrix of all
-    of a layer's experts, the grids they have, whether some are in full precision); target: the runtime's name.
+    of a layer's experts, the grids they have, whether some are in full precision); others: the grids of what is packed
+    beside the experts, one a matrix; target: the runtime's name.
     """
 
     plain: int
@@ -97,12 +98,28 @@ class ExportSizes:
     experts: int
     stacks: tuple[tuple[int, tuple[Grid, ...], bool], ...]
     widen: bool
+    others: tuple[Grid, ...] = ()
     target: str = ""
 
 
 def as_packed(sizes: ExportSizes) -> int:
     """Of a format whose codes, scales and zero points are as large as the native one's."""
     return sizes.rest + sizes.packed + sizes.experts
+
+
+def as_autogptq(sizes: ExportSizes, ordered: bool = False) -> int:
+    """As packed, and zero points of symmetric grids, too; ordered: and of every matrix the group of each input."""
+    stacked = ((weights // (grids[0].rows * grids[0].inputs), grids[-1]) for weights, grids, _ in sizes.stacks if grids)
+    return as_packed(sizes) + sum(
+        count * (4 * grid.inputs * ordered + _zeros(grid) * grid.symmetric)
+        for count, grid in (*stacked, *((1, grid) for grid in sizes.others))
+    )
+
+
+def _zeros(grid: Grid) -> int:
+    """Bytes of a zero point of every group."""
+    groups = 1 if grid.group_size == -1 else -(-grid.inputs // grid.group_size)
+    return groups * grid.rows * grid.bits // 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,8 +136,8 @@ class Exporter:
     that was measured; snippet: how, in Python; library: as the hub calls it. settings: keys of `export` that it alone
     reads, each called NAME_..., which `write` finds in draft.options.settings. targets: the runtimes that can load it,
     by whose names people ask for it; none where nothing is packed: it is asked for by its own. size: bytes of the
-    tensors of a checkpoint. families: model types that it is written for, None: all; separate: of them only those
-    whose experts are matrices of their own on the disk.
+    tensors of a checkpoint, without what names them. families: model types that it is written for, None: all; separate:
+    of them only those whose experts are matrices of their own on the disk.
 
     Read back: methods: what quant_method of config.json calls it, none: its name; layout(quantization_config): how its
     matrices lie in safetensors, ValueError for what is not read. A format of other files names them: file, the one that

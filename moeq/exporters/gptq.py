@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Target
 from moeq.exporters.compressed_tensors import VLLM_GROUPS, VLLM_PROOF, VLLM_SNIPPET
-from moeq.exporters.exporter import VLLM, Exporter, Loader, later
+from moeq.exporters.exporter import VLLM, Exporter, Loader, as_autogptq, later
 from moeq_kernels.widths import FULL
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ model = GPTQModel.load("THIS_DIRECTORY", dtype=torch.float16)  # bfloat16 would 
             snippet=VLLM_SNIPPET,
         ),
     ),
+    size=partial(as_autogptq, ordered=True),
     separate=True,
     methods=("gptq", "awq"),
     layout=later("moeq.exporters.readers.awq:of_gptqmodel"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -35,14 +35,16 @@ from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN
 from moeq.models.disk_names import DiskNames
 from moeq.models.loading import memory_bytes
+from moeq.models.source import CONFIG, INDEX
 from moeq.recipe import Recipe
 from moeq.registry import EXPORTERS
 from moeq.runtime.checkpoint import CARD
-from moeq.runtime.hook import has_own_code
+from moeq.runtime.hook import HOOK_FILE, has_own_code
 from moeq.runtimes import ONNX, QONNX, Runtime, runtime, runtimes, written
 from moeq.stages import assign, making, model_card, onnx, profile, quantize
 from moeq.stages import non_experts as others
 from moeq.stages.as_quantized import AsQuantized
+from moeq.stages.checkpoint_size import SCHEMA
 from moeq.stages.context import Context
 from moeq.stages.loading import where_it_loads
 from moeq.stages.needs import APART, Moment, Needs, Rates, Sizes
@@ -352,6 +354,7 @@ def card(context: Context, manifest: PlacementManifest, figures: list[dict[str, 
 
 REPLICA = 9000  # bytes of one replica in the manifest: nine tensors' stamps as objects and as JSON
 TARGET_PROGRAM = 312 << 20  # bytes of what a verification's own process loads before the checkpoint
+NAMES = 1000  # bytes of a header for a matrix: it has room for all that one may be stored as
 VERIFYING = 7.0  # seconds of starting it, and of a few tokens in it
 
 
@@ -370,8 +373,7 @@ def needs(sizes: Sizes) -> Needs:
     rest = sizes.disk - sizes.experts_disk - others.disk
     if section.formats:
         given = _export_sizes(sizes, rest)
-        of = {name: replace(given, target=name) for name in section.formats}
-        files |= {f"../checkpoint-{name}": runtimes()[name].exporter.size(size) for name, size in of.items()}
+        files |= {f"../checkpoint-{name}": _foreseen(given, name, sizes, files) for name in section.formats}
     if section.onnx:
         files[f"../{ONNX}"] = onnx.foreseen_bytes(sizes.context)
     writing = {**sizes.model(), **sizes.tables(), "manifest": manifest_bytes(sizes)}
@@ -403,7 +405,26 @@ def _export_sizes(sizes: Sizes, rest: int) -> ExportSizes:
         experts=sizes.placed[0],
         stacks=tuple(stacks),
         widen=sizes.recipe.export.widen,
+        others=sizes.others.grids(),
     )
+
+
+def _foreseen(given: ExportSizes, name: str, sizes: Sizes, native: Mapping[str, int]) -> int:
+    """Bytes of the directory for a runtime; native: of the native one's files.
+
+    Beside tensors there lies what lies beside the native one's; a file of a format of its own has the tokenizer, too.
+    """
+    asked = runtimes()[name]
+    left_out = {MANIFEST, SCHEMA, HOOK_FILE}
+    beside = {file: size for file, size in native.items() if file not in left_out and not file.endswith(".safetensors")}
+    more = 0
+    if asked.exporter.file is not None:
+        beside = {file: size for file, size in beside.items() if file not in {INDEX, CONFIG}}
+        more = sum(sizes.context.model.side_files.sizes().values())
+    elif asked.target is not None:
+        more = NAMES * (len(given.others) + sum(layer.num_experts * len(layer.projections) for layer in sizes.layers))
+    tensors: int = asked.exporter.size(replace(given, target=name))
+    return tensors + more + sum(beside.values())
 
 
 def _verifying(sizes: Sizes) -> list[Moment]:

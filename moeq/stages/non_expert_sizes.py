@@ -13,6 +13,7 @@ from moeq.artifacts import replicas
 from moeq.artifacts.files import canonical_json
 from moeq.artifacts.manifest import PlacedModule, TensorStamp
 from moeq.artifacts.non_experts import MadeOthers, OtherIndex, OtherRow, OtherTable
+from moeq.artifacts.targets import Grid
 from moeq.artifacts.tensor_files import dtype_name, safetensors_bytes
 from moeq.exporters.native_writer import others_name
 from moeq.exporters.plain import METADATA
@@ -53,6 +54,14 @@ class Others:
     def packed(self) -> int:
         """Bytes of their codes, scales and zero points."""
         return sum(stage.packed_weight_bytes(self.recipe, module) for module in self.modules)
+
+    def grids(self) -> tuple[Grid, ...]:
+        """How each of them is stored."""
+        made = ((module, stage.grid(self.recipe, module.kind)) for module in self.modules)
+        return tuple(
+            Grid(rows=m.rows, inputs=m.inputs, bits=how.bits, group_size=how.group_size, symmetric=how.symmetric)
+            for m, how in made
+        )
 
     @cached_property
     def blocks(self) -> dict[str, int]:

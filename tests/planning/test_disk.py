@@ -173,6 +173,30 @@ def test_a_run_and_its_larger_stages_are_within_three_percent(finished: Context,
     assert whole[0] == pytest.approx(whole[1], rel=0.03)
 
 
+FORMATS = {
+    "zero points": ("others={attention: 4}", "export.formats=[gptqmodel,auto-round,dequantized]"),
+    "symmetric": ("losses.symmetric=true", "export.formats=[gptqmodel,auto-round,vllm-cuda]"),
+    "one file": ("export.formats=[llama.cpp]", "export.widen=true"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", some(FORMATS, 1))
+def test_other_formats_take_the_foretold_bytes(case: str, tmp_path: Path) -> None:
+    made = ("losses.methods=[rtn]", "losses.group_size=32", "assign={method: uniform, bits: 4, quantizer: rtn}")
+    context = Context(
+        recipe=load_recipe(None, [*SMALL[:2], *made, "export.verify=false", "eval.compare=[]", *FORMATS[case]]),
+        model_name="bundled:tiny-mixtral",
+        out=tmp_path / "run",
+        reporter=Reporter(quiet=True),
+    )
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    need = foretold(fresh_sizes(context))["export"]
+    for name in context.recipe.export.formats:
+        folder = tmp_path / "run" / f"checkpoint-{name}"
+        size, written = need.lasting[f"../{folder.name}"], sum(path.stat().st_size for path in folder.iterdir())
+        assert size == pytest.approx(written, rel=0.02 if name == "llama.cpp" else 0.01), (name, size, written)
+
+
 def test_assign_reads_every_expert_once(finished: Context, plan: dict[str, Need]) -> None:
     fresh = Context(recipe=finished.recipe, model_name=finished.model_name, out=finished.out / "elsewhere")
     traces(fresh, AssignSection(method="mopeq"))
