@@ -1,9 +1,9 @@
 """What a server sees: requests that arrive at random and are batched continuously, by the estimated times of steps.
 
 Requests arrive as a Poisson process and wait in order. Between two decode steps the server takes in as many as its
-batch has room for, each prompt by itself and before all else runs on; then every running sequence gets a token. Times
-of steps are the estimator's at some batches and linear between them; the cost of attention is that of the context
-everywhere.
+batch has room for, each prompt by itself and before all else runs on; then every running sequence gets a token. A
+request takes its prompt and as many steps as tokens, as everywhere in the estimator. Times of steps are the estimator's
+at some batches and linear between them; the cost of attention is that of the context everywhere.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Steps:
 
     def most_rate(self, output_tokens: int) -> float:
         """Requests a second that a server that is never idle serves with its largest batch."""
-        each = self.prompt + (output_tokens - 1) * self.seconds[-1] / self.largest
+        each = self.prompt + output_tokens * self.seconds[-1] / self.largest
         return float(1 / each)
 
 
@@ -108,7 +108,7 @@ def serve(
     arrivals = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, requests))
     first, last = np.zeros(requests), np.zeros(requests)
     waiting: deque[int] = deque()
-    running: dict[int, int] = {}  # request: tokens that are left
+    running: dict[int, int] = {}  # {request: tokens that are left}
     now = busy = in_batch = 0.0
     count = arrived = 0
     while arrived < requests or waiting or running:
@@ -121,19 +121,17 @@ def serve(
         while waiting and len(running) < steps.largest:
             request = waiting.popleft()
             now += steps.prompt
-            first[request] = last[request] = now
-            if output_tokens > 1:
-                running[request] = output_tokens - 1
-        if running:
-            step, alike = steps.step(len(running)), min(running.values())
-            if not waiting and arrived < requests:  # until the next arrives; else until one of them ends
-                alike = min(alike, max(1, math.ceil((arrivals[arrived] - now) / step)))
-            now += alike * step
-            count, in_batch = count + alike, in_batch + alike * len(running)
-            running = {request: left - alike for request, left in running.items()}
-            for request in [request for request, left in running.items() if left == 0]:
-                last[request] = now
-                del running[request]
+            running[request] = output_tokens
+        step, alike = steps.step(len(running)), min(running.values())
+        if not waiting and arrived < requests:  # until the next arrives; else until one of them ends
+            alike = min(alike, max(1, math.ceil((arrivals[arrived] - now) / step)))
+        first[[request for request, left in running.items() if left == output_tokens]] = now + step
+        now += alike * step
+        count, in_batch = count + alike, in_batch + alike * len(running)
+        running = {request: left - alike for request, left in running.items()}
+        for request in [request for request, left in running.items() if left == 0]:
+            last[request] = now
+            del running[request]
         busy += now - start
     counted = slice(int(WARM_UP * requests), None)
     most = steps.most_rate(output_tokens)

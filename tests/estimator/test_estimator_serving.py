@@ -7,6 +7,7 @@ import pytest
 
 from moeq.errors import EstimateError
 from moeq.estimator import load_geometry, load_hardware, uniform_placement
+from moeq.estimator.points import policy_points
 from moeq.estimator.serving import ServedRow, Steps, serve, served, steps_of
 from moeq.estimator.simulation import Simulation, build_simulation
 
@@ -25,7 +26,7 @@ def one(steps: Steps, rate: float, outputs: int, requests: int = 2000) -> Served
 @pytest.mark.parametrize("load", [0.2, 0.5, 0.8])
 def test_prompts_alone_are_a_queue_with_one_server(load: float) -> None:
     """M/D/1: the mean wait is load / (2 (1 - load)) services (Pollaczek and Khinchine)."""
-    steps = Steps(prompt=1.0, batches=np.array([1]), seconds=np.array([1.0]))
+    steps = Steps(prompt=0.75, batches=np.array([1]), seconds=np.array([0.25]))
     arrivals = 60_000
     row = one(steps, load, 1, arrivals)
     waits = np.array(row.first_seconds) - 1.0
@@ -40,19 +41,26 @@ def test_prompts_alone_are_a_queue_with_one_server(load: float) -> None:
 
 
 def test_a_request_alone_takes_what_the_estimator_says() -> None:
-    steps = steps_of(simulation(), "context_aware", 128, 32)
+    """As many decode steps as tokens, the first of them the first's: what a point of the grid counts."""
+    made = simulation()
+    steps = steps_of(made, "context_aware", 128, 32)
+    decoded, read = {1: made.decode(1)}, {(1, 128): made.prefill(1, 128)}
+    points = policy_points(made, [(1, 128, 32)], decoded, read, kv_growth=False)
+    of_grid = next(point for point in points if point.policy == "context_aware")
     row = one(steps, 1e-6, 32, 50)
-    assert row.first_seconds == pytest.approx([steps.prompt] * 3)
+    assert row.first_seconds == pytest.approx([of_grid.time_to_first_token_seconds] * 3)
+    assert row.first_seconds[0] + 31 * row.token_seconds[0] == pytest.approx(of_grid.end_to_end_seconds)
+    assert row.most_rate == pytest.approx(1 / (steps.prompt + 32 * steps.step(steps.largest) / steps.largest))
     assert row.token_seconds == pytest.approx([steps.step(1)] * 3)
     assert row.mean_batch == 1
 
 
 def test_steps_of_two_sequences_are_shared() -> None:
-    """The second arrives during the first's prompt: a step alone, nine together, the second's last alone."""
+    """The second arrives during the first's prompt: a step alone, ten together, the second's last alone."""
     steps = Steps(prompt=1.0, batches=np.array([1, 2]), seconds=np.array([0.1, 0.15]))
     row = one(steps, 1e9, 11, 2)
-    assert row.tokens_per_second == pytest.approx(22 / (2 * 1.0 + 2 * 0.1 + 9 * 0.15))
-    assert row.mean_batch == pytest.approx(20 / 11)
+    assert row.tokens_per_second == pytest.approx(22 / (2 * 1.0 + 2 * 0.1 + 10 * 0.15))
+    assert row.mean_batch == pytest.approx(22 / 12)
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.4, 0.9, 5.0])
@@ -68,11 +76,12 @@ def test_steps_that_are_alike_may_be_taken_at_once(rate: float) -> None:
         here = int(np.searchsorted(arrivals, now, side="right"))
         while next_one < here and len(running) < 3:
             now += 0.7
-            first[next_one], running[next_one] = now, outputs - 1
+            running[next_one] = outputs
             next_one += 1
         now += steps.step(len(running))
         for request in list(running):
             running[request] -= 1
+            first.setdefault(request, now)
             if running[request] == 0:
                 last[request] = now
                 del running[request]
