@@ -6,7 +6,7 @@ Options that plain functions take, too, are annotated types of Typer's.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial, wraps
 from inspect import Parameter, Signature
@@ -187,6 +187,21 @@ class RunOptions:
         formats = [named(name, (NATIVE, *written()), "--format") for name in self.format]
         others = [name for name in formats if name != NATIVE]
         return [*changes, *([f"export.formats=[{', '.join(others)}]"] if self.format else [])]
+
+    def key_values(self, changes: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """{key of the recipe: (the option that says it, its value)} of those that were given; changes: `changes()`."""
+        split = (change.partition("=") for change in changes[len(self.set_) :])
+        names = {"export.formats": "--format", "eval.tasks": "--tasks", "eval.batch_size": "--batch-size"} | self.keys()
+        values = {key: (names.get(key, "another option"), value) for key, _, value in split}
+        if not self.verify:
+            values["export.verify"] = ("--no-verify", "false")
+        sections = {"--refine": self.refine, "--tune": self.tune}
+        values |= {f"quantize.{name.strip('-')}": (name, "{}") for name, asked in sections.items() if asked}
+        if self.quantizer is not None:
+            values["assign.quantizer"] = ("--quantizer", self.quantizer)
+        if self.trust_remote_code:
+            values["trust_remote_code"] = ("--trust-remote-code", "true")
+        return values if self.named_model is None else values | {"model": ("MODEL", json.dumps(self.named_model))}
 
     def given(self, mark: str) -> list[str]:
         """The options with a mark that were given, as they are written."""

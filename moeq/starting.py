@@ -15,6 +15,7 @@ from moeq.errors import RecipeError, hint
 from moeq.folders import RECIPE_COPY, is_run
 from moeq.options import BUNDLED_TEXT, BuildOptions, RunOptions
 from moeq.recipe import Recipe, Start, load_recipe
+from moeq.recipe.agreement import changes_of
 
 if TYPE_CHECKING:
     from moeq.stages.context import Context
@@ -27,7 +28,7 @@ RUNS = "moeq-out"  # where runs without --out lie
 
 def start_of(asked: RunOptions, path: Path | None, preset: str | None, model: str | None) -> Start:
     """What the recipe is made of; ModelError where a preset's model is not there, which its sequences are to fit."""
-    changes = [*asked.changes(), *(["trust_remote_code=true"] if asked.trust_remote_code else [])]
+    changes = [*changes_of(asked), *(["trust_remote_code=true"] if asked.trust_remote_code else [])]
     start = Start(
         path=path,
         preset=preset,
@@ -200,7 +201,7 @@ def begun(
     if alone:
         do = "say it in the recipe's keys"
         raise RecipeError("goes without a recipe's keys", where=alone[0], do=do)
-    changes = asked.changes()
+    changes = changes_of(asked)
     if changes and isinstance(recipe, Recipe):
         recipe = recipe.model_dump(mode="json", exclude_unset=True)
     whole = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, changes)

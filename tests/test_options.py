@@ -15,6 +15,7 @@ from moeq.errors import RecipeError
 from moeq.estimation.estimate_options import APART, EstimateOptions
 from moeq.options import LAST, RARE, BuildOptions, RunOptions, StageOptions
 from moeq.recipe import budget_keys, load_recipe
+from moeq.recipe.agreement import changes_of
 
 
 def test_options_that_are_ordered_and_rare_exist() -> None:
@@ -77,6 +78,32 @@ def test_two_budgets_and_a_text_on_both_sides_are_refused(capsys: pytest.Capture
         AssignOptions(bits="2", bits_per_weight="3").by_names_of_today()
     assert AssignOptions(bits_per_weight="3").by_names_of_today() == AssignOptions(bits="3")
     assert capsys.readouterr().err == "--bits-per-weight is now --bits\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "override", "option"),
+    [
+        ({"bits": "5/2"}, "assign.bits_per_weight={}", ("2.5", "3", "--bits")),
+        ({"bits": "4"}, "assign={{method: optimal, bits_per_weight: {}}}", ("4", "3", "--bits")),
+        ({"code_bits": "2"}, "assign.average_bits={}", ("2", "3", "--code-bits")),
+        ({"size": "12GiB"}, "assign.size={}", ("12884901888", "12GB", "--size")),
+        ({"text": ["a.txt"]}, "corpus.source={}", ("a.txt", "b.txt", "--text")),
+        ({"workers": 2}, "workers={}", ("2", "3", "--workers")),
+        ({"quantizer": "rtn"}, "assign.quantizer={}", ("rtn", "gptq", "--quantizer")),
+        ({"refine": True}, "quantize.refine={}", ("{iterations: 5}", "null", "--refine")),
+        ({"verify": False}, "export.verify={}", ("false", "true", "--no-verify")),
+        ({"format": ["gptqmodel"]}, "export.formats={}", ("[gptqmodel]", "[llama.cpp]", "--format")),
+        ({"trust_remote_code": True}, "trust_remote_code={}", ("true", "false", "--trust-remote-code")),
+        ({"what": "m"}, "model={}", ("m", "n", "MODEL")),
+    ],
+)
+def test_an_option_and_a_set_of_its_key_have_to_agree(
+    given: dict[str, Any], override: str, option: tuple[str, str, str]
+) -> None:
+    same, other, name = option
+    assert changes_of(BuildOptions(**given, set_=[override.format(same)]))
+    with pytest.raises(RecipeError, match=f"^--set .*: says otherwise than {name}; give one of them"):
+        changes_of(BuildOptions(**given, set_=["losses.bits=[4]", override.format(other)]))
 
 
 @pytest.mark.parametrize(

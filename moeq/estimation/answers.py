@@ -17,6 +17,7 @@ from moeq.folders import checkpoint_of, is_run
 from moeq.options import RECIPES
 from moeq.preflight import check_path
 from moeq.recipe import load_recipe
+from moeq.recipe.agreement import changes_of
 
 RUNS = "moeq-out"  # where runs without --out lie, by name
 SEARCHES = ("--speed", "--memory", "--cost", "--losses", "--policy", "--samples")  # what a search takes with a recipe
@@ -45,7 +46,7 @@ def needs_a_run(asked: EstimateOptions) -> bool:
         if apart:
             what = f"{apart[0]} cannot go with a recipe"
             raise RecipeError(what, where=str(path), do="leave the recipe out and give --model, or use --set")
-        return asked.speed is None and load_recipe(path, asked.changes()).estimate.figures is None
+        return asked.speed is None and load_recipe(path, changes_of(asked)).estimate.figures is None
     if apart or asked.hardware or asked.grid:
         return False
     return asked.model is None or (asked.out is not None and outputs.is_run(asked.out))
@@ -91,7 +92,7 @@ def answer(asked: EstimateOptions) -> Answer:
     if asked.fit is not None:
         return _fit(asked, asked.fit)
     if asked.recipe_path is not None:
-        recipe = load_recipe(asked.recipe_path, asked.changes())
+        recipe = load_recipe(asked.recipe_path, changes_of(asked))
         assert recipe.estimate.figures is not None
         cases = questions.questions_of(recipe)
         made = questions.document_of(recipe.name, cases, miss_beyond=recipe.estimate.figures.miss_beyond)

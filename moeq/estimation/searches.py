@@ -23,6 +23,7 @@ from moeq.estimator.result import Frozen
 from moeq.estimator.search import BITS, GPU_BITS, Search, SearchResult, Setting
 from moeq.preflight import check_path
 from moeq.recipe import load_recipe
+from moeq.recipe.agreement import changes_of
 from moeq.recipe.types import Bytes, Speed
 from moeq.version import __version__
 
@@ -92,7 +93,7 @@ def _questions(asked: EstimateOptions, names: Sequence[str]) -> list[Question]:
     if path is not None:
         if asked.model is not None:
             raise RecipeError("a recipe and --model", where="estimate", do="give one of them")
-        recipe = load_recipe(path, replace(asked, hardware=[]).changes())
+        recipe = load_recipe(path, changes_of(replace(asked, hardware=[])))
         if recipe.estimate.figures is None:
             do = "give --model and --losses RUN, or a recipe with estimate.figures"
             raise RecipeError("--speed needs sizes", where=str(path), do=do)
