@@ -235,16 +235,18 @@ def _refused(file: RemoteFile, error: OSError) -> MissingError | ModelError:
 @dataclass(frozen=True)
 class RemoteFile:
     """A file of an object store. path: as its file system calls it; size: bytes; version: what changes with its bytes
-    ("": the store does not say)."""
+    ("": the store does not say); folder: below the address that was listed, with a slash behind, "" right below."""
 
     store: Store
     path: str
     size: int
     version: str
+    folder: str = ""
 
     @property
     def name(self) -> str:
-        return self.path.rpartition("/")[2]
+        """What it is called below the address that was listed."""
+        return self.folder + self.path.rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
@@ -349,19 +351,21 @@ class _Stream(io.RawIOBase):
         return count
 
 
-def listed(url: str, most_bytes: int | None = None) -> Iterator[RemoteFile]:
-    """The files right below an address.
+def listed(url: str, most_bytes: int | None = None, folders: Iterable[str] = ("",)) -> Iterator[RemoteFile]:
+    """The files right below an address, or right in these folders below it.
 
     Raises RecipeError where the package for its scheme is missing, MissingError where there is nothing, ModelError
     where it may not be read, StorageError where the store does not answer.
     """
     system, root, scheme = file_system(url)
     store = Store(system, scheme, most_bytes)
-    for info in sorted(_list(store, root, url), key=lambda info: str(info["name"])):
-        if info["type"] == "file":
-            path, version = str(info["name"]), version_of(info)
-            _asked[scheme, path] = (time.monotonic(), int(info["size"]), version)
-            yield RemoteFile(store, path, int(info["size"]), version)
+    for folder in folders:
+        found = _list(store, f"{root}/{folder}".rstrip("/") if folder else root, f"{url}/{folder}" if folder else url)
+        for info in sorted(found, key=lambda info: str(info["name"])):
+            if info["type"] == "file":
+                path, version = str(info["name"]), version_of(info)
+                _asked[scheme, path] = (time.monotonic(), int(info["size"]), version)
+                yield RemoteFile(store, path, int(info["size"]), version, folder)
 
 
 def file_system(url: str) -> tuple[Any, str, str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.reading import read_json_file
+from moeq.artifacts.reading import TensorHeader, read_json_file
 from moeq.bounded import is_utf8, shown
 from moeq.errors import ModelError
 
@@ -24,6 +25,9 @@ BESIDE = {  # where AutoGPTQ and AutoAWQ declare what they do not in an older ch
 PACKED = ".qweight"  # what their packed tensors are called
 EARLIER = "compression_config"  # what llm-compressor called quantization_config
 METHODS = {PACKED: "gptq or awq", ".weight_packed": "compressed-tensors", ".trellis": "exl3"}  # by tensors
+MODULES = re.compile(r"layers$|_layer$|^depths?$|blocks$|experts$|_stages$")  # counts of modules in a configuration
+SIZES = re.compile(r"(_size|_dim|_heads|_rank|_width|_groups)$|^d_|^n_embd$")  # what sizes tensors
+MODULES_FREE, SIZES_FREE = 4096, 1 << 20
 CONFIG_BYTES = 64 << 20  # the largest config.json that is read
 REMEDY = "correct it, or download the file again"
 
@@ -135,3 +139,36 @@ def _parts(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
         parts += [
             (f"{path}{key}.", value) for key, value in part.items() if isinstance(value, dict) and OBJECTS.search(key)
         ]
+
+
+def check_counts(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], where: Path) -> None:
+    """ModelError for a configuration whose modules or sizes the weights cannot have, before a model is made of it.
+
+    Layers and experts are modules of Python, at most as many as there are tensors or rows of one; heads and widths size
+    tensors, none larger than the largest on disk. Small numbers pass whatever the weights are.
+    """
+    rows = max((max(header.shape, default=0) for header in tensors.values()), default=0)
+    largest = max((math.prod(header.shape) for header in tensors.values()), default=0)
+    for key, value in _whole_numbers(config):
+        if MODULES.search(key):
+            most = max(MODULES_FREE, len(tensors), rows if "expert" in key else 0)
+        elif SIZES.search(key):
+            most = max(SIZES_FREE, 8 * largest)
+        else:
+            continue
+        if value > most:
+            stated = str(value) if value < 10**20 else "more than 10**20"
+            what = f"{key} is {stated}; weights of {len(tensors)} tensors cannot have that many"
+            raise ModelError(what, where=str(where), do="download the model again")
+
+
+def _whole_numbers(node: Any) -> Iterator[tuple[str, int]]:
+    """Keys and whole numbers of a configuration, those of its parts included."""
+    parts = [node]
+    while parts:
+        part = parts.pop()
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            if isinstance(value, (dict, list)):
+                parts.append(value)
+            elif isinstance(value, int) and isinstance(key, str):
+                yield key, value

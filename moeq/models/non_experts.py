@@ -116,7 +116,7 @@ def _stored_ties(model: Any, source: ModelSource) -> dict[str, list[str]]:
         return ties
     reader = WeightReader(source, model, torch.float32, torch.device("cpu"))
     keys = {name: reader.keys([name]) for name in ties}
-    here = {key for key, header in source.tensors.items() if header.file.name not in source.to_fetch}
+    here = {key for key, header in source.tensors.items() if source.name_of(header.file) not in source.to_fetch}
     there = {name for name, own in keys.items() if own and here.issuperset(own)}
     stored = {
         name: [(*plain_header(source, key)[:2], digest_of_chunks(plain_chunks(source, key))) for key in keys[name]]

@@ -24,9 +24,10 @@ SMALL_BYTES = 512 << 20  # the largest file that is copied
 HEADERS_BYTES = 2 << 20  # of blocks that are kept where headers alone are read; a request asks for a sixteenth
 
 
-def files_of(url: str, wanted: Any) -> dict[str, RemoteFile]:
-    """The files below an address whose names match `wanted`, by name; ModelError where there are none."""
-    found = {file.name: file for file in listed(url.rstrip("/")) if wanted.fullmatch(file.name)}
+def files_of(url: str, wanted: Any, folders: Iterable[str] = ("",)) -> dict[str, RemoteFile]:
+    """The files right below an address, or in these folders there, whose names match `wanted`, by name; ModelError
+    where there are none."""
+    found = {file.name: file for file in listed(url.rstrip("/"), folders=folders) if wanted.fullmatch(file.name)}
     if not found:
         raise ModelError("no files of a model", where=url, do="give the folder that holds config.json")
     return found
@@ -57,11 +58,17 @@ def copied(url: str, files: Mapping[str, RemoteFile]) -> Path:
 def heads(url: str, names: Iterable[str]) -> dict[str, RemoteFile]:
     """Those of some files below an address that are there, to read their headers in this order: a little of each is
     fetched."""
-    found = {file.name: file for file in listed(url, HEADERS_BYTES)}
+    names = list(names)
+    found = {file.name: file for file in listed(url, HEADERS_BYTES, folders_of(names))}
     there = {name: found[name] for name in names if name in found}
     if there:
         next(iter(there.values())).store.follow((file, 0, 1) for file in there.values())
     return there
+
+
+def folders_of(names: Iterable[str]) -> list[str]:
+    """The folders that files lie in, as `listed` takes them."""
+    return sorted({name[: name.rfind("/") + 1] for name in names})
 
 
 def as_path(file: RemoteFile) -> Path:

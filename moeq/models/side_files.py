@@ -109,7 +109,7 @@ def find_side_files(directory: Path, config: Mapping[str, Any], trust_remote_cod
     for path in sorted(directory.iterdir()):
         name = path.name
         if path.is_dir():
-            if not name.startswith((".", "__pycache__")):
+            if not name.startswith((".", "__pycache__")) and not _holds_weights_alone(path):
                 (left_code if any(path.glob("*.py")) else left_others).append(f"{name}/")
         elif name in DATA or DATA_PATTERN.fullmatch(name):
             check_part(directory, name)
@@ -131,6 +131,12 @@ def find_side_files(directory: Path, config: Mapping[str, Any], trust_remote_cod
         left_others=tuple(left_others),
         trusted=trust_remote_code,
     )
+
+
+def _holds_weights_alone(folder: Path) -> bool:
+    """Whether it is one of shards, or of others' weights, which need no mention beside the model's either."""
+    files = [path.name for path in folder.rglob("*") if path.is_file()]
+    return bool(files) and all(map(UNSAID.fullmatch, files))
 
 
 def _cleaned(config: Mapping[str, Any], data: Iterable[Path]) -> tuple[dict[str, Any], list[str]]:

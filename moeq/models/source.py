@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from moeq.artifacts.digests import digests_of_files
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.reading import TensorHeader as TensorHeader
-from moeq.artifacts.reading import inside, plain_name, read_json_file, safetensors_header
+from moeq.artifacts.reading import inside, read_json_file, relative_name, safetensors_header
 from moeq.artifacts.remote import RemoteFile, is_remote
 from moeq.artifacts.stage import ModelStamp
 from moeq.bounded import shortened
 from moeq.bundled import bundled_path
 from moeq.errors import ArtifactError, ModelError, missing
-from moeq.models.configuration import check_config, check_name, declared_beside, read_settings
+from moeq.models.configuration import check_config, check_counts, check_name, declared_beside, read_settings
 from moeq.models.drafts import draft_keys
 from moeq.progress import Reporter
 
@@ -56,9 +55,6 @@ PARTS = re.compile(  # names of files that a model is read from, or that an expo
 )  # fmt: skip
 SAMPLED_BYTES = 64 << 20  # older moeq hashed files above this size by samples
 SAMPLE_BYTES, SAMPLES = 64 << 10, 64
-MODULES = re.compile(r"layers$|_layer$|^depths?$|blocks$|experts$|_stages$")  # counts of modules in a configuration
-SIZES = re.compile(r"(_size|_dim|_heads|_rank|_width|_groups)$|^d_|^n_embd$")  # what sizes tensors
-MODULES_FREE, SIZES_FREE = 4096, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +86,15 @@ class ModelSource:
 
     def weights_bytes(self) -> int:
         """Of all files of its weights, also of those that are in the hub yet."""
-        return sum(self.to_fetch.get(path.name) or path.stat().st_size for path in self.files)
+        return sum(self.to_fetch.get(self.name_of(path)) or path.stat().st_size for path in self.files)
+
+    def name_of(self, path: Path) -> str:
+        """What a file of it is called: its path below the model's directory, as the index of its weights names it."""
+        return path.name if isinstance(path, RemoteFile) else path.relative_to(self.path).as_posix()
+
+    def named_files(self) -> dict[str, Path]:
+        """Tokenizer, side files and weights, by name."""
+        return {self.name_of(path): path for path in (*self.side_files(), *self.files)}
 
     def side_files(self) -> list[Path]:
         """Tokenizer, generation and processor files, and code of its own: what makes it the model that it is."""
@@ -102,7 +106,7 @@ class ModelSource:
 
         cached: of files that were read before and have not changed since, the digest that was found then.
         """
-        paths = {path.name: path for path in [*self.side_files(), *self.files]}
+        paths = self.named_files()
         digests = digests_of_files(paths.values(), cached=cached, reporter=reporter, title="hashing the model")
         return {name: digests[path] for name, path in paths.items()}
 
@@ -114,7 +118,7 @@ class ModelSource:
     def sampled_digest(self, files: Mapping[str, str]) -> str:
         """The digest that older moeq gave this model: of weights above 64 MiB it read the size, the header and 64
         samples. Only to know the model of an older run again."""
-        sampled = {path.name: _sampled(path) for path in self.files if path.stat().st_size > SAMPLED_BYTES}
+        sampled = {self.name_of(path): _sampled(path) for path in self.files if path.stat().st_size > SAMPLED_BYTES}
         return digest_of({"config": self.config, **files, **sampled})
 
 
@@ -280,7 +284,12 @@ def _remote(url: str, trust_remote_code: bool) -> tuple[Path, dict[str, Path]]:
         for name, file in found.items()
         if file.suffix not in (WEIGHTS, ".gguf") and (trust_remote_code or file.suffix != ".py")
     }
-    return remote_source.copied(url, small), shards
+    path = remote_source.copied(url, small)
+    folders = remote_source.folders_of(_weight_files(path))
+    if any(folders):
+        below = remote_source.files_of(url, PARTS, folders)
+        shards |= {name: remote_source.as_path(file) for name, file in below.items() if file.suffix == WEIGHTS}
+    return path, shards
 
 
 def _from_hub(name: str, revision: str | None, trust_remote_code: bool, weights: bool) -> tuple[Path, str | None]:
@@ -338,7 +347,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
         raise ValueError("it has no weight_map")
-    return {key: plain_name(shard) for key, shard in weight_map.items()}
+    return {key: relative_name(shard) for key, shard in weight_map.items()}
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -376,16 +385,17 @@ def _read_headers(path: Path, remote: Mapping[str, Path]) -> dict[str, TensorHea
         what = f"beside {INDEX}, which names others: transformers would take these weights, moeq those"
         raise ModelError(what, where=str(path / SINGLE), do="remove what is not the model's")
     tensors: dict[str, TensorHeader] = {}
-    for shard in (remote.get(name, path / name) for name in sorted(set(weight_map.values()))):
-        if shard.name not in remote and os.path.lexists(shard):
-            check_part(path, shard.name)
+    shards = {name: remote.get(name, path / name) for name in sorted(set(weight_map.values()))}
+    for name, shard in shards.items():
+        if name not in remote and os.path.lexists(shard):
+            check_part(shard.parent, shard.name)
         if not shard.is_file():
             raise missing(str(shard), "download it", "shard is missing")
         tensors |= read_header(shard)
     for key, name in weight_map.items():
-        if key not in tensors or tensors[key].file.name != name:
+        if key not in tensors or tensors[key].file != shards[name]:
             what = f"tensor {key} is not in the shard that {INDEX} names"
-            if key in tensors and key in read_header(remote.get(name, path / name)):
+            if key in tensors and key in read_header(shards[name]):
                 what = f"tensor {key} is in it and in {tensors[key].file.name}: transformers would take that one"
             raise ModelError(what, where=str(path / name), do="download it again")
     return tensors
@@ -403,39 +413,6 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     except (OSError, ValueError) as error:
         what = str(error) if str(error).startswith("truncated") else f"not a safetensors file ({error})"
         raise ModelError(what, where=str(path), do="download it again") from None
-
-
-def check_counts(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], where: Path) -> None:
-    """ModelError for a configuration whose modules or sizes the weights cannot have, before a model is made of it.
-
-    Layers and experts are modules of Python, at most as many as there are tensors or rows of one; heads and widths size
-    tensors, none larger than the largest on disk. Small numbers pass whatever the weights are.
-    """
-    rows = max((max(header.shape, default=0) for header in tensors.values()), default=0)
-    largest = max((math.prod(header.shape) for header in tensors.values()), default=0)
-    for key, value in _whole_numbers(config):
-        if MODULES.search(key):
-            most = max(MODULES_FREE, len(tensors), rows if "expert" in key else 0)
-        elif SIZES.search(key):
-            most = max(SIZES_FREE, 8 * largest)
-        else:
-            continue
-        if value > most:
-            stated = str(value) if value < 10**20 else "more than 10**20"
-            what = f"{key} is {stated}; weights of {len(tensors)} tensors cannot have that many"
-            raise ModelError(what, where=str(where), do="download the model again")
-
-
-def _whole_numbers(node: Any) -> Iterator[tuple[str, int]]:
-    """Keys and whole numbers of a configuration, those of its parts included."""
-    parts = [node]
-    while parts:
-        part = parts.pop()
-        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
-            if isinstance(value, (dict, list)):
-                parts.append(value)
-            elif isinstance(value, int) and isinstance(key, str):
-                yield key, value
 
 
 def _sampled(path: Path) -> str:

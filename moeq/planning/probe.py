@@ -161,7 +161,7 @@ def _dequantizing(sizes: Sizes) -> np.ndarray:
 
 def _reading_weights(sizes: Sizes, out: Path) -> tuple[np.ndarray, np.ndarray]:
     """`_reading` of the model's largest file; of one that is still in the hub, of a file on the disk of the run."""
-    here = [path for path in sizes.source.files if path.name not in sizes.source.to_fetch]
+    here = [path for path in sizes.source.files if sizes.source.name_of(path) not in sizes.source.to_fetch]
     if here:
         return _reading(max(here, key=lambda path: path.stat().st_size))
     folder = existing(out)

@@ -126,7 +126,7 @@ def _model(statement: Statement, name: str, trust_remote_code: bool, reporter: R
     source = open_source(name, named.revision, trust_remote_code=trust_remote_code)
     called = shortened(named.name if named.revision is None else f"{named.name} at {named.revision}", LONGEST)
     do, wanted = f"give the model that it was made of: {called}", statement.sha256_of(MODEL)
-    found = {path.name: path for path in (*source.side_files(), *source.files)}
+    found = source.named_files()
     try:
         paths = {file: inside(source.path, file) if file not in found else found[file] for file in wanted}
     except ValueError as error:

@@ -181,7 +181,7 @@ class CheckpointSize:
                 "seconds": 123456.789,
                 "hashed_bytes": most,
                 "hashing_seconds": 123456.789,
-                MODEL_FILES: {path.name: DIGEST for path in (*self.source.side_files(), *self.source.files)},
+                MODEL_FILES: dict.fromkeys(self.source.named_files(), DIGEST),
             },
         )
         return len(canonical_json(record.model_dump(mode="json")).encode())

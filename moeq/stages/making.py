@@ -63,10 +63,11 @@ def of_run(context: Context, runtime: str = NATIVE) -> Making:
 
 def largest(context: Context, files: Iterator[str] | list[str]) -> int:
     """Bytes of the native checkpoint's provenance, at most; files: of the checkpoint."""
-    names = [path.name for path in (*context.model.source.side_files(), *context.model.source.files)]
     texts = [_unread(name) for name in _names(context)]
     stages = dict.fromkeys(("reparam", "profile", "losses", "assign", "quantize"), DIGEST)
-    said = _making(context, NATIVE, dict.fromkeys([CONFIG, *names], DIGEST), texts, stages, DIGEST)
+    said = _making(
+        context, NATIVE, dict.fromkeys([CONFIG, *context.model.source.named_files()], DIGEST), texts, stages, DIGEST
+    )
     statement = said.statement({name: DIGEST for name in files if name not in NO_SUBJECTS})
     return len(canonical_json(statement.as_json()).encode())
 

@@ -86,8 +86,8 @@ class RunModel:
     def check_unchanged(self) -> None:
         """ModelError naming the first of the model's files that has changed since this run began."""
         now = self.source.file_digests()
-        for path in [*self.source.side_files(), *self.source.files]:
-            if now[path.name] != self.files.get(path.name):
+        for name, path in self.source.named_files().items():
+            if now[name] != self.files.get(name):
                 raise ModelError("changed since the run began", where=str(path), do="run the same command again")
 
     @cached_property

@@ -74,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
                 return self.json(_info(name, folder))
             if rest[1] not in ("main", COMMIT):
                 return self.refuse(404, "RevisionNotFound")
-            return self.json(_info(name, folder) if rest[0] == "revision" else _tree(folder))
+            return self.json(_info(name, folder) if rest[0] == "revision" else _tree(folder, "/".join(rest[2:-1])))
         if name in hub.gated and token != TOKEN:
             return self.refuse(401 if token is None else 403, "GatedRepo")
         self.file(folder / "/".join(rest[2:-1]))
@@ -133,7 +133,7 @@ def _info(name: str, folder: Path) -> dict[str, Any]:
     return {"id": name.removeprefix("datasets/"), "sha": COMMIT, "siblings": files, "private": False, "tags": []}
 
 
-def _tree(folder: Path) -> list[dict[str, Any]]:
+def _tree(folder: Path, below: str = "") -> list[dict[str, Any]]:
     return [
         {
             "type": "file",
@@ -141,7 +141,7 @@ def _tree(folder: Path) -> list[dict[str, Any]]:
             "size": path.stat().st_size,
             "oid": _blob(path.read_bytes()),
         }
-        for path in sorted(folder.rglob("*"))
+        for path in sorted((folder / below).rglob("*"))
         if path.is_file()
     ]
 

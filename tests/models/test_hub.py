@@ -97,6 +97,26 @@ def test_headers_are_known_without_the_weights(hub: Hub) -> None:
     assert len(hub.requests) == asked
 
 
+def test_shards_may_lie_in_folders(hub: Hub, repository: Path) -> None:
+    """Downloaded, by their headers alone, and read by ranges."""
+    index = (repository / INDEX).read_text("utf-8")
+    names = {}
+    for path in list(repository.glob("model-*.safetensors")):
+        (repository / path.stem).mkdir()
+        names[path.name] = f"{path.stem}/model.safetensors"
+        path.rename(repository / names[path.name])
+        index = index.replace(path.name, names[path.name])
+    (repository / INDEX).write_text(index)
+    heads = open_source(NAME, weights=False)
+    assert heads.to_fetch.keys() == set(names.values())
+    assert heads.weights_bytes() == sum(path.stat().st_size for path in repository.glob("model-*/*"))
+    remote = open_source(f"hf://{NAME}")
+    whole = open_source(NAME)
+    assert (whole.tensors, whole.to_fetch) == (heads.tensors, {})
+    for key, header in remote.tensors.items():
+        assert torch.equal(tensor_of(header, key), tensor_of(whole.tensors[key], key))
+
+
 def test_without_weights_a_refusal_is_that_of_a_download(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = next(iter(hub.repositories[NAME].glob("model-00002*")))
     damaged = shard.read_bytes()

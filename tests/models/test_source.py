@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moeq.errors import ModelError
+from moeq.errors import MissingError, ModelError
 from moeq.models import loading
+from moeq.models.remote_source import tensor_of
+from moeq.models.side_files import find_side_files
 from moeq.models.source import open_source
 
 
@@ -56,6 +58,19 @@ def shard(folder: Path, out: Path) -> Path:
     return out
 
 
+def in_folders(model: Path) -> Path:
+    """The same with its two shards in folders, both under one name."""
+    index = model / "model.safetensors.index.json"
+    text = index.read_text("utf-8")
+    for number, folder in enumerate(("part-0", "part-1/b"), 1):
+        (model / folder).mkdir(parents=True)
+        name = f"model-{number:05d}-of-00002.safetensors"
+        (model / name).rename(model / folder / "model.safetensors")
+        text = text.replace(name, f"{folder}/model.safetensors")
+    index.write_text(text)
+    return model
+
+
 def test_shards_may_be_links_to_files_elsewhere(tiny_mixtral: Path, tmp_path: Path) -> None:
     kept = shard(tiny_mixtral, tmp_path / "kept")
     (tmp_path / "linked").mkdir()
@@ -70,6 +85,32 @@ def test_shards_may_be_links_to_files_elsewhere(tiny_mixtral: Path, tmp_path: Pa
     first.symlink_to("/dev/zero")
     with pytest.raises(ModelError, match=rf"{first.name}: no regular file"):
         open_source(str(tmp_path / "linked"))
+
+
+def test_shards_in_folders_are_files_of_the_model(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Two of the same name; `a/b` of one folder is no `b` of another."""
+    model = in_folders(shard(tiny_mixtral, tmp_path / "model"))
+    source = open_source(str(model))
+    for key, weight in load_file(tiny_mixtral / "model.safetensors").items():
+        assert torch.equal(tensor_of(source.tensors[key], key), weight)
+    assert {"part-0/model.safetensors", "part-1/b/model.safetensors"} < source.file_digests().keys()
+    assert find_side_files(model, source.config).said() is None
+    remote = open_source(f"file://{model}")
+    assert (remote.stamp().digest, remote.weights_bytes()) == (source.stamp().digest, source.weights_bytes())
+    for key, header in remote.tensors.items():
+        assert torch.equal(tensor_of(header, key), tensor_of(source.tensors[key], key))
+    (model / "part-1" / "b" / "model.safetensors").rename(model / "part-1" / "model.safetensors")
+    with pytest.raises(MissingError, match=r"part-1/b/model\.safetensors: shard is missing"):
+        open_source(str(model))
+
+
+@pytest.mark.parametrize("name", ["part/../../x.safetensors", "/part/x.safetensors", "part//x.safetensors", "part/"])
+def test_an_index_names_no_files_outside(name: str, tiny_mixtral: Path, tmp_path: Path) -> None:
+    model = shard(tiny_mixtral, tmp_path / "model")
+    index = model / "model.safetensors.index.json"
+    index.write_text(index.read_text("utf-8").replace("model-00001-of-00002.safetensors", name))
+    with pytest.raises(ModelError, match="not a weight index"):
+        open_source(str(model))
 
 
 @pytest.mark.parametrize("sharded", [True, False])

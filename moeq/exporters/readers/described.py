@@ -13,7 +13,8 @@ from moeq.errors import ArtifactError
 from moeq.exporters.gguf import ERRORS, FILE
 from moeq.exporters.readers import layout_of
 from moeq.exporters.readers.layout import CHECKED, Layout
-from moeq.models.source import CONFIG, ModelSource, TensorHeader, check_counts, check_parts, open_source, read_config
+from moeq.models.configuration import check_counts
+from moeq.models.source import CONFIG, ModelSource, TensorHeader, check_parts, open_source, read_config
 from moeq.models.stored_experts import LAYERS, Shape, checked_layers, stated
 
 COMPARED = "every tensor has the shape and type that config.json says"
