@@ -25,7 +25,11 @@ def _twins(plain: Path, packed: Path, values: dict[str, Tensor], stored: dict[st
 
 
 def _blocks_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """FP8 codes [M, N], scales [ceil(M/16), ceil(N/12)], and the values that they stand for, element by element."""
+    """FP8 codes [M, N], scales [ceil(M/16), ceil(N/12)], and the values that they stand for, element by element; of a
+    stack of matrices, stacks."""
+    if weight.dim() > 2:
+        codes, scales, values = zip(*map(_blocks_to_fp8, weight), strict=True)
+        return torch.stack(codes), torch.stack(scales), torch.stack(values)
     rows, columns = (torch.arange(size) // step for size, step in zip(weight.shape, BLOCK, strict=True))
     scales = torch.zeros(int(rows[-1]) + 1, int(columns[-1]) + 1)
     for row in range(scales.shape[0]):
@@ -44,15 +48,18 @@ def _whole_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes, scale, codes.float() * scale
 
 
-def save_fp8(folder: Path, family: str, dtype: torch.dtype, *, blocks: bool = True) -> tuple[Path, Path]:
-    """Plain and packed twins of a family: all matrices of the layers (but the routers') in FP8 with block scales.
+def save_fp8(
+    folder: Path, family: str, dtype: torch.dtype, *, blocks: bool = True, **settings: object
+) -> tuple[Path, Path]:
+    """Plain and packed twins of a family: all matrices of the layers (but the routers') in FP8 with block scales, and
+    stacks of them.
 
     blocks: else each matrix has one scale.
     """
-    plain = save(family, folder / "plain")
+    plain = save(family, folder / "plain", **settings)
     values, stored = {}, {}
     for name, weight in load_file(plain / "model.safetensors").items():
-        if weight.dim() == 2 and "proj" in name:
+        if (weight.dim() == 2 and "proj" in name) or (weight.dim() == 3 and "conv" not in name):
             to_fp8 = _blocks_to_fp8 if blocks else _whole_to_fp8
             stored[name], stored[f"{name}_scale_inv"], full = to_fp8(weight)
             values[name] = full.to(torch.bfloat16).to(dtype)

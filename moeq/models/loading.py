@@ -254,6 +254,7 @@ def _load_dequantized(
         there = next((other for other in others if other not in missing), None)
         if name in missing and there is not None:
             share(model, name, there)
+            missing.discard(name)
     reader.check_missing(missing)
     return model.to(device)  # type: ignore[no-any-return]
 

@@ -178,8 +178,11 @@ class ExpertReader:
         return stack[0]
 
     def _bytes(self, key: str, rows: slice | None) -> int:
-        header = self.source.tensors[key]
-        return header.bytes if rows is None else header.bytes // header.shape[0] * (rows.stop - rows.start)
+        headers = [self.source.tensors[name] for name in (key, self._index.scales.get(key)) if name is not None]
+        return sum(
+            header.bytes if rows is None else header.bytes // header.shape[0] * (rows.stop - rows.start)
+            for header in headers
+        )
 
     def _read(self, key: str, rows: slice | None) -> Tensor:
         self.bytes_read += self._bytes(key, rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -152,6 +152,26 @@ def _scales_key(source: ModelSource, key: str) -> str | None:
     return next((name for name in scales_names(key) if name in source.tensors), None)
 
 
+class _Scaled:
+    """A tensor of FP8 codes that is dequantized when it is indexed, as safetensors' own slices are read; of a stack
+    [E, M, N] the experts that are asked for."""
+
+    def __init__(self, codes: Any, scales: Any, operation: BlockDequantize) -> None:
+        self._codes, self._scales, self._operation = codes, scales, operation
+
+    def get_shape(self) -> list[int]:
+        return list(self._codes.get_shape())
+
+    def get_dtype(self) -> str:
+        return "BF16"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        shapes = self.get_shape(), self._scales.get_shape()
+        if isinstance(index, slice) and len(shapes[0]) == 3 and shapes[1][:1] == shapes[0][:1]:
+            return self._operation.dequantize(self._codes[index], self._scales[index])
+        return self._operation.dequantize(self._codes[...], self._scales[...])[index]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Origin:
     """A tensor on disk, the parameters that it is part of, and the converter's pattern that it matched (if any)."""
@@ -187,7 +207,9 @@ class WeightReader:
         self.names = set(model.state_dict())
         self.origins: dict[str, list[Origin]] = {}
         self.unexpected: list[str] = []
+        self.scales: dict[str, str] = {}  # {codes: their scales} where the library's rules have no place for these
         self._index()
+        self._take_scales()
         self._check_scales()
 
     def _check_scales(self) -> None:
@@ -231,6 +253,16 @@ class WeightReader:
             for name in targets:
                 self.origins.setdefault(name, []).append(origin)
 
+    def _take_scales(self) -> None:
+        """Let FP8 codes of parameters that are no `weight` of a module, such as stacks of experts, have their scales:
+        the library would take the codes for the weights."""
+        packed = {name: key for key in self.source.tensors if (name := _scales_key(self.source, key)) is not None}
+        self.scales = {packed[name]: name for name in self.unexpected if name in packed}
+        self.unexpected = [key for key in self.unexpected if key not in self.scales.values()]
+        for origins in self.origins.values():
+            more = [replace(origin, key=self.scales[origin.key]) for origin in origins if origin.key in self.scales]
+            origins += more
+
     def keys(self, parameters: Iterable[str]) -> list[str]:
         """The tensors on disk that these parameters are made of, scales included, each once."""
         return list(dict.fromkeys(origin.key for name in parameters for origin in self.origins.get(name, ())))
@@ -240,7 +272,14 @@ class WeightReader:
         return sum(self.source.tensors[key].bytes for key in self.keys(parameters))
 
     def handle(self, key: str) -> Any:
-        """A lazy view of one tensor on disk; indexing it reads. Of a source with a reader of its own, the tensor."""
+        """A lazy view of one tensor on disk; indexing it reads, and dequantizes what the library would not. Of a source
+        with a reader of its own, the tensor."""
+        if key in self.scales:
+            return _Scaled(self._stored(key), self._stored(self.scales[key]), BlockDequantize(self.quantizer))
+        return self._stored(key)
+
+    def _stored(self, key: str) -> Any:
+        """A lazy view of one tensor as it lies on disk."""
         if self.source.read is not None:
             return self.source.read(key)
         path = self.source.tensors[key].file
@@ -263,9 +302,10 @@ class WeightReader:
         keys = self.keys(wanted)
         self.bytes_read += sum(self.source.tensors[key].bytes for key in keys)
         self.prefetch(keys)
+        taken = set(self.scales.values())
         with quiet_transformers():
             info, _ = convert_and_load_state_dict_in_model(
-                self.model, {key: self.handle(key) for key in keys}, self._config
+                self.model, {key: self.handle(key) for key in keys if key not in taken}, self._config
             )
         for problem in ("mismatched_keys", "conversion_errors", "error_msgs"):
             if getattr(info, problem):

@@ -30,7 +30,9 @@ def twins(folder: Path, kind: str, dtype: torch.dtype) -> tuple[Path, Path]:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v3", "qwen3_moe", "gpt_oss", "llama4_text", "mistral4", "granitemoe", "aria_text"]
+)
 def test_equal_to_the_dequantized_model(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     plain, packed = (open_source(str(path)) for path in twins(tmp_path, kind, dtype))
     wanted = loading.load_model(plain, dtype, CPU)
@@ -48,12 +50,23 @@ def test_equal_to_the_dequantized_model(kind: str, dtype: torch.dtype, tmp_path:
     assert loading.loaded_bytes(packed, dtype) == sum(w.numel() for w in wanted.state_dict().values()) * dtype.itemsize
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+def test_a_head_that_config_json_ties_is_the_embeddings(tmp_path: Path) -> None:
+    plain, packed = (
+        open_source(str(path)) for path in save_fp8(tmp_path, "qwen3_moe", torch.bfloat16, tie_word_embeddings=True)
+    )
+    assert "lm_head.weight" not in packed.tensors
+    model = loading.load_model(packed, torch.bfloat16, CPU)
+    assert torch.equal(
+        model(input_ids=IDS).logits, loading.load_model(plain, torch.bfloat16, CPU)(input_ids=IDS).logits
+    )
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "llama4_text"])
 def test_expert_keys_hold_codes_and_scales(kind: str, tmp_path: Path) -> None:
     source = open_source(str(twins(tmp_path, kind, torch.bfloat16)[1]))
     model = loading.skeleton(source)
     found = loading.expert_keys(source, model, find_expert_layers(model))
-    part = {"deepseek_v3": ".mlp.experts.", "gpt_oss": "_proj_"}[kind]
+    part = {"deepseek_v3": ".mlp.experts.", "gpt_oss": "_proj_", "llama4_text": ".experts."}[kind]
     assert found == {key for key in source.tensors if part in key}
     assert any("scale" in key for key in found)
 

@@ -51,7 +51,7 @@ def test_every_expert_of_a_family(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "llama4_text", "granitemoe"])
 def test_packed_experts_with_their_scales(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_mxfp4(tmp_path, dtype)[1] if kind == "gpt_oss" else save_fp8(tmp_path, kind, dtype)[1]
     assert check(folder, dtype) >= 12

@@ -23,7 +23,7 @@ SMALL = (
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "llama4_text"])
 def test_runs_and_loads_back(kind: str, tmp_path: Path) -> None:
     made = save_mxfp4(tmp_path, torch.bfloat16) if kind == "gpt_oss" else save_fp8(tmp_path, kind, torch.bfloat16)
     recipe = load_recipe(None, [*SMALL, f"stream={'always' if kind == 'gpt_oss' else 'never'}"])
