@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from exporters import handmade
+from family_models import save
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,7 +22,9 @@ from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import open_other, open_packed
 from moeq.inspection import inspect
 from moeq.models import loading
+from moeq.models.experts import find_expert_layers
 from moeq.models.source import open_source
+from moeq.progress import Reporter
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import unpack
 
@@ -236,6 +239,37 @@ def test_a_plain_checkpoint(model: Path, tmp_path: Path) -> None:
     found.check()
     check_values(found, model, load_file(model / "model.safetensors"), tmp_path)
     assert list(found.others()) == []
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "mistral4"])
+def test_experts_one_by_one_of_a_family_that_stores_stacks(family: str, tmp_path: Path) -> None:
+    """As other tools pack them, whichever way the family's own stacks lie."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96}
+    plain = open_source(str(save(family, tmp_path / "plain", **sizes)))
+    model = loading.load_model(plain, torch.float32, torch.device("cpu"))
+    wanted, layers = {}, find_expert_layers(model)
+    stacks = {f"{layer.name}.{name}" for layer in layers for name in layer.parameters}
+    tensors = {key: tensor for key, tensor in load_file(plain.path / "model.safetensors").items() if key not in stacks}
+    for layer in layers:
+        for expert in range(layer.num_experts):
+            for name, matrix in layer.kind.views(model.get_submodule(layer.name), expert).items():
+                packed = handmade.rounded(matrix.detach(), 4)
+                wanted[layer.index, expert, name] = packed.dequantize()
+                parts = handmade.gptq_parts(packed)
+                tensors |= {f"{layer.name}.{expert}.{name}.{part}": tensor for part, tensor in parts.items()}
+    save_file(tensors, plain.path / "model.safetensors", {"format": "pt"})
+    declare(plain.path, handmade.gptq_config())
+    found = open_packed(plain.path)
+    found.check()  # type: ignore[attr-defined]
+    for layer in found.layers:
+        for expert in range(layer.num_experts):
+            for name, matrix in found.expert(layer, expert)[0].items():
+                assert isinstance(matrix, PackedWeight)
+                assert torch.equal(matrix.dequantize(), wanted[layer.index, expert, name])
+    convert(plain.path, "native", tmp_path / "native", verify=Reporter(quiet=True))
+    change(plain.path, lambda tensors: tensors.pop(f"{layers[0].name}.1.up_proj.qweight"))
+    with pytest.raises(ArtifactError, match="expert 1, up_proj: the matrix is missing"):
+        open_packed(plain.path).check()  # type: ignore[attr-defined]
 
 
 def test_packed_linears_outside_of_experts(qwen: Path, tmp_path: Path) -> None:

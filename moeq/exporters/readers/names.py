@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moeq.errors import ArtifactError
+from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import tied
 from moeq.models.messages import damaged
@@ -36,7 +37,8 @@ Place = tuple[int, int, str]  # layer, expert, projection
 
 @dataclass(kw_only=True)
 class Names:
-    """What every weight on disk is. `experts`: by place; `whole`: experts in stacks, by layer; `others`: in memory.
+    """What every weight on disk is. `experts`: by place; `whole`: experts in stacks, by layer; `others`: in memory;
+    `apart`: parameters in memory of which the disk has experts one by one, though the family's own rules know no such.
 
     All are keys of weights: `MODULE.weight` of packed ones. reader: the index by the family's own rules.
     """
@@ -46,12 +48,13 @@ class Names:
     experts: dict[Place, str] = field(default_factory=dict)
     stacked: dict[int, list[str]] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
+    apart: set[str] = field(default_factory=set)
 
     def check(self, path: Path, but: Collection[str] = ()) -> None:
         """ModelError for tensors of no part of the model, for parts that have none, and for one of another shape."""
         reader = self.reader
         reader.check_unexpected(but)
-        there, ties, state = set(reader.origins), tied(reader.model), reader.model.state_dict()
+        there, ties, state = {*reader.origins, *self.apart}, tied(reader.model), reader.model.state_dict()
         reader.check_missing(name for name in reader.names - there if there.isdisjoint(ties.get(name, ())))
         for name, (origin, *more) in reader.origins.items():
             header, wanted = reader.source.tensors[origin.key], tuple(state[name].shape)
@@ -83,6 +86,7 @@ def sort_names(
                 if origin.pattern is not None:
                     raise _refused(source, key, "it is packed, and a part of one matrix in memory")
                 names.others[parameter.removesuffix(WEIGHT)] = key
+    _take_apart(names, source, layers)
     lost = [renamed[key] for key in reader.unexpected if renamed[key] in weights]
     if lost:
         raise _refused(source, sorted(lost)[0], f"{len(lost)} packed matrices are no part of the model")
@@ -138,6 +142,21 @@ def _take(
         what = f"expert {parts[1]}, and config.json says that there are {layer.num_experts}"
         raise ArtifactError(what, where=f"{source.path}, {key}", do="make or download the checkpoint again")
     names.experts[layer.index, int(parts[1]), PROJECTIONS[parts[2]]] = key
+
+
+def _take_apart(names: Names, source: ModelSource, layers: list[ExpertLayer]) -> None:
+    """Take experts one by one of layers that the family keeps in stacks [E, ...]: peers pack every matrix on its own,
+    `EXPERTS.3.gate_proj`, which is then neither transposed nor interleaved."""
+    disk = DiskNames(names.reader.model)
+    by_name = {disk.renamed(layer.name): layer for layer in layers if not layer.biased}
+    for key in list(names.reader.unexpected):
+        parts = _EXPERT.search(key)
+        layer = None if parts is None else by_name.get(key[: parts.start()])
+        if parts is None or layer is None or PROJECTIONS.get(parts[2]) not in layer.projections:
+            continue
+        _take(names, source, layer, key, names.renamed[key], packed=True, most=layer.num_experts)
+        names.apart |= {f"{layer.name}.{part}" for part in layer.parameters}
+        names.reader.unexpected.remove(key)
 
 
 def _refused(source: ModelSource, key: str, why: str) -> ArtifactError:
