@@ -14,6 +14,7 @@ WRITTEN_IN_TRITON = (
     "moeq_kernels.gpu.codes",
     "moeq_kernels.gpu.grid",
     "moeq_kernels.gpu.programs",
+    "moeq_kernels.gpu.sums",
     "moeq_kernels.gpu.version_programs",
     "moeq_kernels.gpu.walks",
     "kernels.gpu.numbers_kernel",

@@ -51,7 +51,7 @@ class PreparedLayer(Protocol):
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """hidden [T, H], index and weights [T, k] -> sum over each token's experts of weight times output, [T, H].
 
-        An index of E or more is no expert (the sentinel of expert parallelism): it adds nothing.
+        An index of E or more, or below 0, is no expert (the sentinels of expert parallelism): it adds nothing.
         """
 
 

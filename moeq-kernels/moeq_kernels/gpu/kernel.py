@@ -198,11 +198,11 @@ class Stack:
 def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Rows [P] in the order of their experts, int32, and where each expert's begin, int32 [E + 1]; on the device.
 
-    index: [P]; rows of E or more come last.
+    index: [P]; rows of E or more, and below 0, come last.
     """
     pairs = index.numel()
     if pairs > MOST_COMPARED:
-        keys, order = torch.sort(index.clamp(max=experts), stable=True)
+        keys, order = torch.sort(unpacked.expert_of(index, experts), stable=True)
         bounds = torch.arange(experts + 1, device=index.device, dtype=keys.dtype)
         return order.to(torch.int32), torch.searchsorted(keys, bounds, out_int32=True)
     from moeq_kernels.gpu.sums import sort_rows

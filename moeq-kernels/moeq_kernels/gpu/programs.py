@@ -16,6 +16,7 @@ import triton.language as tl
 from moeq_kernels.gpu.codes import activated, inputs_at, inputs_of, part_of, tile, uneven, weights_of, words_of
 from moeq_kernels.gpu.grid import scale_of
 from moeq_kernels.gpu.strips import FIRST_KIND
+from moeq_kernels.gpu.sums import expert_of
 from moeq_kernels.gpu.swizzle import TILE
 from moeq_kernels.gpu.walks import KINDS, LAST_KIND, bits_of, values_for, walked, walked_product
 
@@ -310,7 +311,7 @@ def owners(index, starts, pairs, experts, ROUTING: tl.constexpr, OWNERS: tl.cons
         begin = tl.load(starts + owner, mask=owner < experts, other=0)
         return owner, begin, tl.load(starts + owner + 1, mask=owner < experts, other=0) - begin
     elif ROUTING == "rows":
-        its_expert = tl.load(index + owner, mask=owner < pairs, other=experts).to(tl.int32)
+        its_expert = expert_of(tl.load(index + owner, mask=owner < pairs, other=-1), experts)
         return its_expert, owner, (its_expert < experts).to(tl.int32)
     else:
         return owner * 0, owner * 0, tl.where(owner == 0, pairs, 0)
@@ -340,7 +341,7 @@ def grouped(  # type: ignore[no-untyped-def]
     if ROUTING == "rows" and not PERSISTENT:
         pair = tl.program_id(1) + tl.arange(0, BLOCK_M)
         exists = tl.arange(0, BLOCK_M) == 0
-        expert = tl.load(index + tl.program_id(1)).to(tl.int32)
+        expert = expert_of(tl.load(index + tl.program_id(1)), experts)
         first, last = 0, (expert < experts).to(tl.int32)
     else:
         its_expert, begin, count = owners(index, starts, pairs, experts, ROUTING, OWNERS)

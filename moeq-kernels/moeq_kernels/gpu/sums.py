@@ -9,6 +9,13 @@ import triton
 import triton.language as tl
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def expert_of(number, experts):  # type: ignore[no-untyped-def]
+    """The expert that a row's number says, int32: E for every number that no expert has, also for those below 0."""
+    number = number.to(tl.int32)
+    return tl.where((number >= 0) & (number < experts), number, experts)
+
+
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def sort_rows(index, order, starts, rows, experts, BLOCK: tl.constexpr, EVERY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows by expert, those of one expert in their order: order int32 [P]; starts int32 [E + 1].
@@ -19,14 +26,11 @@ def sort_rows(index, order, starts, rows, experts, BLOCK: tl.constexpr, EVERY: t
     program = tl.program_id(0)
     blocks = (rows + BLOCK - 1) // BLOCK
     mine = tl.arange(0, BLOCK) + BLOCK * tl.where(program < blocks, program, program - blocks)
-    if program < blocks:
-        key = tl.minimum(tl.load(index + mine, mask=mine < rows, other=0).to(tl.int32), experts)
-    else:
-        key = mine
+    key = tl.where(program < blocks, expert_of(tl.load(index + mine, mask=mine < rows, other=0), experts), mine)
     place = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, rows, EVERY):
         other = first + tl.arange(0, EVERY)
-        keys = tl.minimum(tl.load(index + other, mask=other < rows, other=0).to(tl.int32), experts)
+        keys = expert_of(tl.load(index + other, mask=other < rows, other=0), experts)
         less = (keys[None, :] < key[:, None]) & (other < rows)[None, :]
         if program < blocks:
             same = (keys[None, :] == key[:, None]) & (other[None, :] < mine[:, None])
@@ -51,7 +55,7 @@ def weighted_sum(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK,), tl.float32)
     for number in range(each):
         pair = token * each + number
-        there = (column < width) & (tl.load(index + pair) < experts)
+        there = (column < width) & (expert_of(tl.load(index + pair), experts) < experts)
         one = tl.zeros((BLOCK,), tl.float32)
         for split in range(splits):
             at = (split * pairs + pair).to(tl.int64) * width

@@ -42,11 +42,17 @@ class Layer(Protocol):
         """The matrices."""
 
 
+def expert_of(index: Tensor, experts: int) -> Tensor:
+    """Experts of rows, E for every number that no expert has, also for those below 0."""
+    return index.clamp(-1, experts).remainder(experts + 1)
+
+
 def rows_of_experts(layer: Layer, hidden: Tensor, index: Tensor, each: int) -> Tensor:
     """Each row's expert's output [P, H], not weighted; index [P]: rows without an expert are left as they are."""
     experts = layer.stack.experts
-    order = torch.argsort(index.clamp(max=experts), stable=True)
-    counts = torch.bincount(index.clamp(max=experts), minlength=experts + 1)[:experts].tolist()
+    keys = expert_of(index, experts)
+    order = torch.argsort(keys, stable=True)
+    counts = torch.bincount(keys, minlength=experts + 1)[:experts].tolist()
     out = torch.empty((len(index), layer.stack.stored.shapes[-1][0]), dtype=hidden.dtype, device=hidden.device)
     start = 0
     for some in portions(layer, counts, hidden.dtype):

@@ -158,7 +158,7 @@ def short(*cases: tuple[object, ...], of: Iterable[tuple[object, ...]]) -> list[
 ROUTINGS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     "spread": lambda generator: torch.rand(6, 5, generator=generator).topk(2).indices,
     "one expert has all": lambda _: torch.full((18, 1), 3),
-    "experts that are none": lambda generator: torch.tensor([[0, 5], [7, 2], [5, 5], [1, 2]]),
+    "experts that are none": lambda generator: torch.tensor([[0, 5], [7, 2], [-1, 5], [1, -7]]),
     "one token": lambda _: torch.tensor([[4, 1]]),
 }
 
@@ -269,8 +269,10 @@ def test_no_tokens(place: str) -> None:
     made = TritonKernel().layer(layer_of(mixed(maker, 64, 32)))
     none = torch.zeros((0, 2), dtype=torch.int64, device=place)
     assert made(maker.rows(0, 64), none, none.float()).shape == (0, 64)
-    nowhere = torch.full((2, 2), 5, device=place)
-    assert not made(maker.rows(2, 64), nowhere, torch.ones(2, 2, device=place)).any()
+    nowhere = torch.tensor([[5, -1], [-9, 6]], device=place)
+    for settings in (ROWS, replace(ROWS, persistent=2), BLOCKS):
+        made.settings = (settings, settings)
+        assert not made(maker.rows(2, 64), nowhere, torch.ones(2, 2, device=place)).any()
 
 
 @pytest.mark.parametrize("most", [0, 4096])
@@ -279,9 +281,9 @@ def test_sorting(place: str, most: int, pairs: int, experts: int, monkeypatch: p
     """Rows by expert, in order within one; as torch sorts, by comparing (4096) and by torch's own sort (0)."""
     monkeypatch.setattr(kernel, "MOST_COMPARED", most)
     generator = torch.Generator().manual_seed(pairs)
-    index = torch.randint(0, experts + 3, (pairs,), generator=generator).to(place)
+    index = torch.randint(-2, experts + 3, (pairs,), generator=generator).to(place)
     order, starts = sort_by_expert(index, experts)
-    keys = index.clamp(max=experts)
+    keys = torch.where((index < 0) | (index > experts), experts, index)
     assert order.dtype == starts.dtype == torch.int32
     assert order.tolist() == torch.sort(keys, stable=True).indices.tolist()
     assert starts.tolist() == [int((keys < expert).sum()) for expert in range(experts + 1)]
@@ -459,7 +461,7 @@ def test_unpacked_experts_give_the_same(
     maker = Maker(13, place)
     layer = replace(layer_of(mixed(maker, 144, 128, 48)), biases=[{DOWN: maker.rows(144)} for _ in range(5)])
     made = prepared(layer, BLOCKS)
-    index = torch.tensor([[0, 5], [7, 2], [4, 3], [3, 2]], device=place)
+    index = torch.tensor([[0, 5], [-1, 2], [4, 3], [3, 2]], device=place)
     rows, weights = maker.rows(4, 144, dtype=dtype), maker.rows(4, 2).abs()
     made.unpack_rows = 1
     asked: list[int] = []
