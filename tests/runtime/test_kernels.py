@@ -233,6 +233,19 @@ def test_what_a_trace_follows_is_refused(policy: choice.Policy) -> None:
                 module(*map(fake.from_tensor, given))
 
 
+@pytest.mark.parametrize("policy", ["fixed", "reference"])
+def test_inputs_that_are_no_floating_point_numbers_are_refused(policy: choice.Policy) -> None:
+    """As torch's products refuse them: weights in their type would be rounded to whole numbers."""
+    model, ((layer, (hidden, *routing)), *_) = calls("mixtral")
+    experts, linear = packed(model, layer, policy), filled_linear(policy)
+    with torch.no_grad():
+        for dtype in (torch.int64, torch.int8, torch.bool, torch.complex64):
+            for module, given in ((experts, (hidden.to(dtype), *routing)), (linear, (torch.ones(3, 64, dtype=dtype),))):
+                for trained in (False, True):
+                    with pytest.raises(RuntimeError, match=f"floating-point numbers, these inputs are {dtype}"):
+                        module.train(trained)(*given)
+
+
 def test_inputs_on_another_device_are_no_bytes_of_a_kernel() -> None:
     linear = filled_linear("fixed")
     with torch.no_grad():

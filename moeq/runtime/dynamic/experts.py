@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moeq.errors import ModelError
 from moeq.models.experts import ExpertLayer
-from moeq.runtime.arranged import refuse_traced
+from moeq.runtime.arranged import refuse
 from moeq.runtime.dynamic.seen import Notes
 from moeq.runtime.experts_by_row import TakenOver
 from moeq.runtime.packed_experts import PACKED
@@ -31,7 +31,7 @@ class DynamicExperts(TakenOver):
     def through(self, hidden: Tensor, weights: Tensor) -> Any:
         """The versions that were published last."""
         assert self.versions is not None, "no expert has a version yet"
-        refuse_traced(hidden)
+        refuse(hidden)
         return self._run
 
     def _run(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
