@@ -160,13 +160,22 @@ def moved(stored: Matrix, device: torch.device) -> Matrix:
     return stored.to(device) if isinstance(stored, Tensor) else stored.map(lambda part: part.to(device))
 
 
+def without_weights(done: str) -> ModelError:
+    """What is said where a model that computes with a `ReplicaSource` is to be saved, copied or the like."""
+    what = f"a model whose experts' precision is chosen as it runs does not hold their weights, and cannot be {done}"
+    return ModelError(what, do="take the checkpoint that it was loaded from")
+
+
 class TakenOver(PackedExperts):
     """A packed module without weights of its own, in the place of any experts module."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """ModelError: transformers would load what is saved, with experts at random."""
-        what = "a model whose experts' precision is chosen as it runs does not hold their weights, and cannot be saved"
-        raise ModelError(what, do="take the checkpoint that it was loaded from")
+        raise without_weights("saved")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """ModelError for `copy` and `pickle`, too: locks and a kernel's memory are no state."""
+        raise without_weights("copied or pickled")
 
     def take_over(self, layer: ExpertLayer, original: nn.Module) -> None:
         """As a packed module does; of a packed module, what it took over."""

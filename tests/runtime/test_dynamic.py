@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import random
 import threading
 import time
@@ -107,12 +109,17 @@ def test_every_kind_of_experts_runs(family: str) -> None:
 def test_it_is_not_saved_without_its_experts(tmp_path: Path) -> None:
     model = tiny_model("mixtral").eval()
     source = Source(model)
-    with DynamicMoE(model, source.layers, source, settings(high=16, low=4), policy="fixed"):
+    with DynamicMoE(model, source.layers, source, settings(high=16, low=4), policy="fixed") as dynamic:
+        before = dynamic(input_ids=IDS).logits
         for way in (partial(model.save_pretrained, tmp_path), model.state_dict):
             with pytest.raises(
                 ModelError, match="does not hold their weights, and cannot be saved; take the checkpoint"
             ):
                 way()
+        for held, copied in itertools.product((dynamic, model, dynamic.modules[0]), (copy.deepcopy, pickle.dumps)):
+            with pytest.raises(ModelError, match="cannot be copied or pickled; take the checkpoint"):
+                copied(held)
+        assert torch.equal(dynamic(input_ids=IDS).logits, before)
     assert not list(tmp_path.glob("*.safetensors"))
 
 

@@ -33,7 +33,7 @@ from moeq.runtime.dynamic.experts import DYNAMIC, DynamicExperts
 from moeq.runtime.dynamic.forms import BESIDE, form_of
 from moeq.runtime.dynamic.pools import HIGH, LOW, Budget
 from moeq.runtime.dynamic.seen import Gained
-from moeq.runtime.experts_by_row import ReplicaSource, moved
+from moeq.runtime.experts_by_row import ReplicaSource, moved, without_weights
 from moeq.version import __version__
 from moeq_kernels import choice
 from moeq_kernels.description import LayerOfExperts, Matrix
@@ -355,6 +355,10 @@ class DynamicMoE:
             "planes": self.copies.transfer.planes,
             **asdict(self.copies.counts),
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """ModelError: neither the pools nor the thread that copies can be copied or pickled."""
+        raise without_weights("copied or pickled")
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.model(*args, **options)
