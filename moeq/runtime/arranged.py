@@ -37,9 +37,9 @@ _ARRANGING = threading.RLock()
 
 @contextmanager
 def arranging() -> Iterator[None]:
-    """Held while stored tensors go to a kernel or come back: of two threads one does it. What is made within may be
-    trained with and written over, also where that is in inference mode, and is no tensor of a transform of
-    torch.func."""
+    """Held while stored tensors go to a kernel or come back, and while somebody looks at them: of two threads one does
+    it. What is made within may be trained with and written over, also where that is in inference mode, and is no tensor
+    of a transform of torch.func."""
     with _ARRANGING, torch.inference_mode(False), torch._C._DisableFuncTorch():
         yield
 
@@ -88,16 +88,27 @@ class Puts(nn.Module):
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        self.put_back()
-        return self.__dict__
+        with arranging():
+            self.put_back()
+            return self.__dict__ | {"_buffers": self._buffers.copy()}  # which another thread's call takes meanwhile
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.put_back()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        with arranging():
+            self.put_back()
+            super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        self.put_back()
-        super()._load_from_state_dict(*arguments)  # type: ignore[no-untyped-call]
+        with arranging():
+            self.put_back()
+            super()._load_from_state_dict(*arguments)  # type: ignore[no-untyped-call]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        with arranging():
+            return self._moved(fn, recurse)
+
+    def _moved(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> Any:
+        """As `_apply` of nn.Module."""
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def train(self, mode: bool = True) -> Any:
         """Trained modules compute with the stored tensors."""

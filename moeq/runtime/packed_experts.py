@@ -91,23 +91,25 @@ class PackedLinear(Puts):
     @property
     def device(self) -> torch.device:
         """Where it lies; `meta` where accelerate brings it in when it is called."""
-        return next(self.buffers()).device if self.arranged is None else self.arranged.device
+        with arranging():
+            return next(self.buffers()).device if self.arranged is None else self.arranged.device
 
     def stored(self) -> Matrix:
         """The matrix [N, K] as it is stored, wherever it lies."""
-        if self.arranged is not None:
-            with torch._C._DisableFuncTorch():  # its bytes are read
+        with arranging():
+            if self.arranged is not None:
                 return self.arranged.matrix()
-        if self.bits == FULL:
-            return self.get_buffer(DENSE)
-        parts = {part: held for part in PARTS if (held := self._buffers.get(part)) is not None}
+            if self.bits == FULL:
+                return self.get_buffer(DENSE)
+            parts = {part: held for part in PARTS if (held := self._buffers.get(part)) is not None}
         return PackedWeight.of(parts, self.bits, self.inputs, self.encoding)
 
     def offset(self) -> Tensor | None:
         """The bias [N], None without."""
         if not self.biased:
             return None
-        return self.get_buffer("bias") if self.arranged is None else self.arranged.bias
+        with arranging():
+            return self.get_buffer("bias") if self.arranged is None else self.arranged.bias
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] in `dtype`."""
@@ -141,13 +143,13 @@ class PackedLinear(Puts):
             if self.arranged is not None:
                 self.arranged.put_back()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+    def _moved(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> PackedLinear:
         """Move, but never convert what is stored: scales in another type would be other scales."""
         if self.arranged is not None and self.arranged.stays(fn):
             return self
         self.put_back()
         stored = {part: held for part in PARTS if (held := self._buffers.get(part)) is not None}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._moved(fn, recurse)
         for part, held in stored.items():
             if (changed := self.get_buffer(part)).dtype != held.dtype:
                 self._buffers[part] = held.to(changed.device)
@@ -272,25 +274,25 @@ class PackedExperts(Puts):
                 for *_, linear in self.linears():
                     linear.take_back()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedExperts:
+    def _moved(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> PackedExperts:
         """What was refused where it lay may be taken where it goes."""
         self.refused = None
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._moved(fn, recurse)
         return self
 
     def through(self, hidden: Tensor, weights: Tensor) -> PreparedLayer | None:
         """The prepared layer that computes a call, None where the stored tensors do; `reason` says why."""
-        reason = reason_at_call(self, hidden)
+        reason, prepared = reason_at_call(self, hidden), None
         if reason is None and (self.math.activation is None or self.math.finish is not None):
             reason = GRADIENTS if wants_gradients(hidden, weights) else None
         if reason is None:
             if self.prepared is None and self.refused is None:
                 self.prepare()
-            reason = self.refused
-            if self.prepared is not None and self.home != hidden.device:
+            reason, prepared = self.refused, self.prepared
+            if prepared is not None and self.home != hidden.device:
                 reason = f"its experts lie on {self.home}, its inputs on {hidden.device}"
         note_reason(self, reason)
-        return self.prepared if reason is None else None
+        return prepared if reason is None else None
 
     def by_device(self, experts: Sequence[int], home: torch.device) -> dict[torch.device, list[int]]:
         """Experts, in order, by the device that holds them; `home` is that of experts without a place of their own."""

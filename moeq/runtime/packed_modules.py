@@ -86,10 +86,12 @@ class PackedModule(PackedLinear):
         reason = reason_at_call(self, rows)
         if reason is None and self.prepared is None and self.refused is None:
             self.prepare()
-        if reason is None and self.arranged is not None and self.arranged.device != rows.device:
-            reason = f"its weights lie on {self.arranged.device}, its inputs on {rows.device}"
-        note_reason(self, reason or self.refused)
-        return self.prepared if self.reason is None else None
+        arranged, prepared = self.arranged, self.prepared  # of this call: another thread may have them put back
+        if reason is None and arranged is not None and arranged.device != rows.device:
+            reason = f"its weights lie on {arranged.device}, its inputs on {rows.device}"
+        reason = reason or self.refused
+        note_reason(self, reason)
+        return prepared if reason is None else None
 
     def product(self, rows: Tensor) -> Tensor:
         """rows [..., K] -> [..., N]."""
@@ -116,8 +118,8 @@ class PackedEmbedding(PackedModule):
         self.padding_idx = getattr(original, "padding_idx", None)
         self.dtype = original.get_parameter("weight").dtype
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedEmbedding:
-        super()._apply(fn, recurse)
+    def _moved(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> PackedEmbedding:
+        super()._moved(fn, recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
 
@@ -133,7 +135,8 @@ class PackedEmbedding(PackedModule):
         which = ids.reshape(-1)
         if which.device.type == "cpu" and not 0 <= int(which.min()) <= int(which.max()) < self.num_embeddings:
             raise IndexError(f"tokens {int(which.min())} to {int(which.max())}, of {self.num_embeddings} embeddings")
-        found = some_rows(self.stored(), which) if self.prepared is None else self.prepared.some(which)
+        prepared = self.prepared
+        found = some_rows(self.stored(), which) if prepared is None else prepared.some(which)
         return values(found, self.dtype).view(*ids.shape, self.inputs)
 
 

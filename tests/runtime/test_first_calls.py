@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -93,6 +95,37 @@ def test_two_threads_have_a_kernel_take_a_module_once() -> None:
             found = at_once(product, 2)
             assert all(isinstance(one, torch.Tensor) for one in found), found
             assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("switching")
+def test_what_is_looked_at_while_another_thread_calls_is_whole() -> None:
+    """State dicts, copies, moves and calls that take the stored tensors."""
+    with choice.choosing("fixed", at_once=False):
+        module = PackedModule(nn.Linear(64, 48, bias=False), 4, Encoding(group_size=16, symmetric=False)).eval()
+    for name, buffer in module.named_buffers():
+        buffer.random_(0, 256) if name in ("codes", "zeros") else buffer.fill_(0.01)
+    rows, whole = torch.randn(2, 64), list(module.state_dict())
+    with torch.no_grad():
+        wanted, doubles = module(rows), module(rows.double())
+    ends, seen = time.monotonic() + 3, []
+
+    def calls() -> None:
+        with torch.no_grad():
+            while time.monotonic() < ends:
+                seen.append(torch.equal(module(rows), wanted))
+
+    def looks() -> None:
+        with torch.no_grad():
+            while time.monotonic() < ends:
+                seen.append(list(module.state_dict()) == whole)
+                seen.append(list(copy.deepcopy(module).state_dict()) == whole)
+                seen.append(torch.equal(module(rows.double()), doubles))
+                module.to(torch.bfloat16).to(torch.float32)
+
+    ways = iter((calls, looks, calls))
+    assert at_once(lambda: next(ways)(), 3) == [None] * 3
+    assert seen
+    assert all(seen)
 
 
 FORKED = """
