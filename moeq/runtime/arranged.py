@@ -129,15 +129,20 @@ def leave_files(module: nn.Module) -> None:
     module._buffers.update({name: one.clone() for name, one in module._buffers.items() if one is not None})
 
 
-def refuse(given: Tensor) -> None:
-    """RuntimeError for activations of another kind than weights, as torch's own products give: weights rounded to whole
-    numbers would be others. ModelError for a call that a trace follows: kernels read bytes, which a FakeTensor has not,
-    and a graph would have the experts of its example only."""
-    if not given.is_floating_point():
-        raise RuntimeError(f"packed weights are multiplied with floating-point numbers, these inputs are {given.dtype}")
+def refuse_traced(given: Tensor) -> None:
+    """ModelError for a call that a trace follows: kernels read bytes, which a FakeTensor has not, and a graph would
+    have the experts of its example only."""
     if torch._C._is_tracing() or isinstance(given, (FakeTensor, FunctionalTensor)):
         what = "packed weights cannot be traced or exported"
         raise ModelError(what, do="take what `moeq convert CHECKPOINT dequantized OUT` writes")
+
+
+def refuse(given: Tensor) -> None:
+    """RuntimeError for activations of another kind than weights, as torch's own products give: weights rounded to whole
+    numbers would be others. ModelError as by `refuse_traced`."""
+    if not given.is_floating_point():
+        raise RuntimeError(f"packed weights are multiplied with floating-point numbers, these inputs are {given.dtype}")
+    refuse_traced(given)
 
 
 def reason_at_call(module: nn.Module, given: Tensor) -> str | None:

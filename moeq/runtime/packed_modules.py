@@ -19,6 +19,7 @@ from moeq.runtime.arranged import (
     leave_files,
     note_reason,
     reason_at_call,
+    refuse_traced,
     wants_gradients,
     with_gradients,
 )
@@ -130,6 +131,7 @@ class PackedEmbedding(PackedModule):
         if as_head:
             output = self.product(ids)
             return output if bias is None else output + bias
+        refuse_traced(ids)
         if not ids.numel():
             return torch.zeros(*ids.shape, self.inputs, dtype=self.dtype, device=ids.device)
         which = ids.reshape(-1)

@@ -221,9 +221,12 @@ def test_what_a_trace_follows_is_refused(policy: choice.Policy) -> None:
     """A graph would hold whatever lay in memory, or the experts of its example only."""
     model, ((layer, arguments), *_) = calls("mixtral")
     experts, linear = packed(model, layer, policy), filled_linear(policy)
-    rows = torch.randn(3, 64)
+    with choice.choosing(policy):
+        embeddings = PackedEmbedding(nn.Embedding(70, 64), 3, GRID).eval()
+    embeddings.load_state_dict(linear.state_dict())
+    rows, ids = torch.randn(3, 64), torch.tensor([[2, 69]])
     with torch.no_grad():
-        for module, given in ((experts, arguments), (linear, (rows,))):
+        for module, given in ((experts, arguments), (linear, (rows,)), (embeddings, (ids,))):
             module(*given)  # a kernel has its tensors by now
             with pytest.raises(ModelError, match="cannot be traced or exported"):
                 torch.jit.trace(module, given)
