@@ -142,6 +142,17 @@ def test_command_lines_exist(line: str) -> None:
         assert line == ". .venv/bin/activate"
 
 
+def test_commands_within_sentences_take_what_they_are_given() -> None:
+    """Those of prose and of messages, which may leave out what goes without saying."""
+    texts = [re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL) for page in PAGES]
+    texts += [path.read_text("utf-8") for path in (ROOT / "moeq").rglob("*.py")]
+    found = {line for text in texts for line in re.findall(r"`moeq ([a-z][^`{|>]*)`", text)}
+    assert len(found) > 50
+    for line in sorted(found):
+        name, *rest = shlex.split(line)
+        assert COMMANDS[name].make_context(name, rest, resilient_parsing=True).args == [], line
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A folder in which a page's commands find what the repository has, and a text."""

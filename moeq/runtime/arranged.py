@@ -134,7 +134,7 @@ def refuse_traced(given: Tensor) -> None:
     have the experts of its example only."""
     if torch._C._is_tracing() or isinstance(given, (FakeTensor, FunctionalTensor)):
         what = "packed weights cannot be traced or exported"
-        raise ModelError(what, do="take what `moeq convert CHECKPOINT dequantized OUT` writes")
+        raise ModelError(what, do="take what `moeq convert CHECKPOINT --to dequantized --out OUT` writes")
 
 
 def refuse(given: Tensor) -> None:
