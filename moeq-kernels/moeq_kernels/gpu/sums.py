@@ -12,8 +12,7 @@ import triton.language as tl
 @triton.jit  # type: ignore[untyped-decorator]
 def expert_of(number, experts):  # type: ignore[no-untyped-def]
     """The expert that a row's number says, int32: E for every number that no expert has, also for those below 0."""
-    number = number.to(tl.int32)
-    return tl.where((number >= 0) & (number < experts), number, experts)
+    return tl.where((number >= 0) & (number < experts), number, experts).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]

@@ -269,7 +269,7 @@ def test_no_tokens(place: str) -> None:
     made = TritonKernel().layer(layer_of(mixed(maker, 64, 32)))
     none = torch.zeros((0, 2), dtype=torch.int64, device=place)
     assert made(maker.rows(0, 64), none, none.float()).shape == (0, 64)
-    nowhere = torch.tensor([[5, -1], [-9, 6]], device=place)
+    nowhere = torch.tensor([[5, -1], [-9, 2**40]], device=place)
     for settings in (ROWS, replace(ROWS, persistent=2), BLOCKS):
         made.settings = (settings, settings)
         assert not made(maker.rows(2, 64), nowhere, torch.ones(2, 2, device=place)).any()
