@@ -11,7 +11,7 @@ from pathlib import Path
 import transformers
 
 from moeq.bounded import shortened
-from moeq.errors import ArtifactError, ModelError, missing
+from moeq.errors import ModelError, MoeqError, missing
 from moeq.models.source import CONFIG
 
 MOST_CHARACTERS = 300  # of what transformers says
@@ -36,7 +36,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def asking_transformers(what: str, where: Path | str, do: str = REMEDY) -> Iterator[None]:
-    """Keep transformers quiet and make one ModelError of whatever it raises; what moeq's own loader refuses stays.
+    """Keep transformers quiet and make one ModelError of whatever it raises; what moeq itself refuses within stays.
 
     MissingError where the path, or the directory's configuration, is no longer there: a missing directory's name is
     taken for one on the hub.
@@ -44,7 +44,7 @@ def asking_transformers(what: str, where: Path | str, do: str = REMEDY) -> Itera
     try:
         with quiet_transformers():
             yield
-    except ArtifactError:
+    except MoeqError:
         raise
     except Exception as error:  # ValueError, KeyError, OSError, its validators' own types, and what a class raises
         if isinstance(where, Path) and not (where if where.name == CONFIG else where / CONFIG).exists():

@@ -6,6 +6,8 @@ import copy
 import gc
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -402,6 +404,16 @@ def test_a_wrong_kernel_is_told_before_anything_is_read(exported: Exported, monk
     monkeypatch.setenv("MOEQ_KERNEL", "fastest")
     with pytest.raises(ModelError, match="MOEQ_KERNEL: no kernel is called 'fastest'; take one of reference, cpu"):
         load_checkpoint(exported("mixtral"), torch.float32, CPU)
+
+
+def test_what_moeq_refuses_while_transformers_loads_is_said_alone(exported: Exported) -> None:
+    """Not as if the checkpoint were at fault; here in a process in which nothing may be compiled."""
+    command = [sys.executable, "-m", "moeq", "generate", str(exported("mixtral")), "x", "--max-new-tokens", "1"]
+    ended = subprocess.run(
+        command, env=os.environ | {"NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert ended.returncode == ModelError.exit_code
+    assert ended.stderr == "moeq: NUMBA_DISABLE_JIT: numba is told to compile nothing; leave it out\n"
 
 
 @pytest.mark.cases(1)

@@ -33,13 +33,20 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
+from moeq_kernels.errors import ModelError
+
 IMPORTED = re.compile(r"^from (moeq[\w.]*) import (\([^)]*|.*)", re.MULTILINE)
 DIGEST_BYTES = 32
 LOG = logging.getLogger("moeq.kernels")
 
 
 def compiler(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit` without Python's lock, dividing as numpy does, that keeps its code; options: further ones."""
+    """`numba.njit` without Python's lock, dividing as numpy does, that keeps its code; options: further ones.
+
+    ModelError where numba is told to compile nothing: what is written here is no Python that could run.
+    """
+    if numba.config.DISABLE_JIT:
+        raise ModelError("numba is told to compile nothing", where="NUMBA_DISABLE_JIT", do="leave it out")
     compiled = numba.njit(nogil=True, error_model="numpy", **options)
 
     def kept(function: Callable[..., Any]) -> Any:

@@ -17,6 +17,7 @@ from numba import types
 
 from moeq_kernels.cpu import compiled, kept_code
 from moeq_kernels.cpu.kept_code import callback, digest_of
+from moeq_kernels.errors import ModelError
 
 SOURCE = """
 from moeq_kernels.cpu.kept_code import compiler
@@ -188,6 +189,12 @@ def test_code_that_cannot_be_kept_runs_all_the_same(
     assert [again.f(1), again.f(1.5)] == [2, 2.5]
     assert [text.partition(";")[0] for text in told] == ["compiled code cannot be kept"]
     assert not files(tmp_path)
+
+
+def test_a_numba_that_is_to_compile_nothing_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    with pytest.raises(ModelError, match="NUMBA_DISABLE_JIT: numba is told to compile nothing; leave it out"):
+        kept_code.compiler()
 
 
 COMPILED = """
