@@ -40,6 +40,7 @@ _SETTINGS = {
     "svg.hashsalt": "moeq",
     "text.parse_math": False,  # a "$" in a name is a "$"
     "axes.formatter.use_mathtext": False,
+    "axes.formatter.useoffset": False,  # values as they are, not what they are above another in a corner
     "font.size": TEXT_SIZE,
     "text.color": INK,
     "axes.edgecolor": MUTED,

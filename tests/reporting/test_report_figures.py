@@ -201,6 +201,15 @@ def test_size_charts_of_awkward_points(points: list[tuple[int, float]]) -> None:
     assert ElementTree.fromstring(size_chart("s", "label", variants(*points), "perplexity").svg).tag.endswith("svg")
 
 
+def test_perplexities_that_hardly_differ_stand_at_the_axis_as_they_are() -> None:
+    """Not as what they have above another, which stands in a corner."""
+    svg = size_chart("s", "label", variants((1000, 2091.656), (2000, 2091.4), (3000, 2091.634)), "perplexity").svg
+    labels = [element.text or "" for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
+    marks = [float(label) for label in labels if re.fullmatch(r"[0-9.]+", label)]
+    assert len(marks) > 2
+    assert 2091.3 < min(marks) < max(marks) < 2091.7, labels
+
+
 @pytest.mark.parametrize("ratio", [1.02, 1.3, 2.0, 2.4, 9.0, 1e3, 1e9])
 @pytest.mark.parametrize("low", [424 * 2**10, 808 * 2**10, 3 * 10**9])
 def test_round_sizes_are_at_every_axis_of_bytes(low: int, ratio: float) -> None:
