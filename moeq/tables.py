@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any
 
+NATS = "nats a token"  # what KL is in
+
 
 def human_bytes(count: float) -> str:
     """Bytes with a binary unit and three digits."""

@@ -17,7 +17,7 @@ from moeq.artifacts import loads_in
 from moeq.final_table import empty_table, figure
 from moeq.folders import bytes_in
 from moeq.progress import PlainConsole
-from moeq.tables import human_bytes, human_seconds, human_size, kl_notes, p_value, rounded, too_few
+from moeq.tables import NATS, human_bytes, human_seconds, human_size, kl_notes, p_value, rounded, too_few
 
 if TYPE_CHECKING:
     from moeq.models.support import Support
@@ -366,8 +366,9 @@ def _notes(row: dict[str, Any]) -> list[str]:
 
 def _measured(cell: dict[str, Any], *, interval: bool) -> list[str | Text]:
     """Value, difference, interval where it is shown, p and effective n of one measure, as text."""
-    error = "" if cell["stderr"] is None else f" \u00b1 {cell['stderr']:.4f}"
-    value = f"{cell['value']:.4f}{error}"
+    form, of_error = (".3g", ".1g") if cell["metric"] == NATS else (".4f", ".4f")  # KL can be far below .0001
+    error = "" if cell["stderr"] is None else f" \u00b1 {cell['stderr']:{of_error}}"
+    value = f"{cell['value']:{form}}{error}"
     change = cell["change"]
     if change is None:
         return [value]

@@ -82,6 +82,21 @@ def test_names_of_what_is_compared_are_shown_as_they_are(capsys: pytest.CaptureF
     assert " 0.010 " in shown
 
 
+def test_a_small_divergence_is_not_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """As runs' tables and reports have it, in three digits; others in four places."""
+    small = {"stderr": 8.2e-7, "change": None, "flips": None}
+    cells = {
+        "KL": {"metric": "nats a token", "value": 9.232e-6} | small,
+        "acc": {"metric": "acc", "value": 0.5} | small,
+    }
+    row = {"name": "8-bit", "perplexity": None, "cut_requests": {}}
+    how = {"from": "first", "how": "paired"}
+    print_comparison({"rows": [row], "table": [{"name": "8-bit", "cells": cells}], "differences": how})
+    shown = capsys.readouterr().out
+    assert "9.23e-06 ± 8e-07" in shown
+    assert "0.5000 ± 0.0000" in shown
+
+
 @pytest.mark.parametrize("width", [40, 46, 60, 80])
 @pytest.mark.parametrize("title", ["losses", "checking the store"])
 def test_a_bar_shows_its_times_whole_in_a_narrow_terminal(title: str, width: int) -> None:

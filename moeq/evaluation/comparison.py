@@ -16,6 +16,7 @@ from moeq.artifacts.evaluation import Change, Divergence, Flips
 from moeq.evaluation.paired import Items, compare, standard_error
 from moeq.evaluation.results import checked, items_of, items_of_text, leaves, main_metric, members, pooled, scores_of
 from moeq.numerics.inference import holm
+from moeq.tables import NATS
 
 AVERAGE, PERPLEXITY, KL, SAME_TOP = "average", "perplexity", "KL", "equal top-1"
 AVERAGED = ("acc", "acc_norm", "exact_match")  # metrics that a mean over tasks makes sense of
@@ -125,7 +126,7 @@ def _divergences(row: Mapping[str, Any], first: str) -> dict[str, Cell]:
     if row.get("divergence") is None or (found := Divergence.of(row["divergence"])).base != first:
         return {}
     return {
-        KL: Cell(metric="nats a token", value=found.kl, stderr=found.kl_stderr),
+        KL: Cell(metric=NATS, value=found.kl, stderr=found.kl_stderr),
         SAME_TOP: Cell(metric=SAME_TOP, value=found.same_top, stderr=found.same_top_stderr),
     }
 
