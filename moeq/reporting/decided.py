@@ -38,6 +38,7 @@ def _facts(inputs: ReportInputs) -> list[tuple[str, str]]:
         ("assignment", inputs.label(assignment.name)),
         ("method", method_text(assignment)),
         ("budget", budget_text(assignment)),
+        ("edited", "by hand: not all of it is what the method found within the budget" if inputs.edited else ""),
         ("quantized", f"{_widths(assignment)}; {in_words(assignment.encoding)}"),
         ("refined", _refined(inputs)),
         ("tuned", "" if inputs.tuned is None else inputs.tuned.told()),

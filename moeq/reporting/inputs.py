@@ -102,6 +102,7 @@ class ReportInputs:
     reparam: ReparamReport | None = None  # where norms were folded first
     loads: Sequence[Loads] = ()
     gates: tuple[Gate, ...] = ()  # of the recipe, with what the run came to
+    edited: bool = False  # the assignment, by hand
     mixed: Mapping[str, str] = field(default_factory=dict)  # {stage: one before that has another result since}
     domains: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)

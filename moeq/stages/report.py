@@ -19,7 +19,7 @@ from moeq.artifacts.gates import Gate, read_gates, write_gates
 from moeq.artifacts.loads_in import told
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.run import EDITABLE
-from moeq.artifacts.stage import current_digest, read_record
+from moeq.artifacts.stage import current_digest, edited_files, read_record
 from moeq.assigners.report import around
 from moeq.errors import ArtifactError
 from moeq.models.drafts import left_drafts
@@ -104,6 +104,7 @@ def collect(context: Context) -> ReportInputs:
         labels=labels(context.recipe),
         domains=_domains(context, evaluation),
         digests={stage: read_record(context.directory(stage), stage).digest for stage in stages_of(context)},
+        edited=bool(edited_files(context.directory("assign"), "assign", EDITABLE["assign"])),
         mixed=mixed(context),
     )
 

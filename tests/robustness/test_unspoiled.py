@@ -102,8 +102,11 @@ def test_what_was_edited_by_hand_is_kept(run_copy: Path, moeq: ForkServer) -> No
         with pytest.raises(ArtifactError, match=r"assign/assignment\.json: edited by hand.*--force.*undo the change"):
             moeq_in(run_copy, *command, "--quiet")
         assert differing(before, tree(run_copy)) == set(), command
+    page, said = run_copy / "report" / "report.html", "by hand: not all of it is what the method found"
+    assert said not in page.read_text("utf-8")
     moeq_in(run_copy, "run", "--quiet")
     assert (run_copy / ASSIGNMENT).read_bytes() == edited
+    assert said in page.read_text("utf-8")
     moeq_in(run_copy, "assign", "--code-bits", "3", "--force", "--quiet")
     bits = [
         one["bits"] for layer in json.loads((run_copy / ASSIGNMENT).read_text())["layers"] for one in layer["experts"]
