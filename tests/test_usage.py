@@ -274,6 +274,20 @@ def test_memory_that_runs_out_is_no_bug(
     assert capsys.readouterr().err.startswith("moeq: out of memory; ")
 
 
+def test_a_folder_that_has_been_removed_is_no_place_to_start_in(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """There torch ends the process: "Intel oneMKL FATAL ERROR: Cannot load libtorch_cpu.so"."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    monkeypatch.setattr(ending, "quiet_libraries", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        ending.run(lambda: None)
+    assert ended.value.code == 13
+    assert capsys.readouterr().err.startswith("moeq: the folder that this was started in has been removed; ")
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_without_a_folder_for_temporary_files_an_error_is_one_line_too(
     fails: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -22,7 +22,7 @@ import typer
 from moeq.bounded import shortened
 from moeq.cli.libraries import quiet_libraries
 from moeq.cli.usage import asks_json
-from moeq.errors import InternalError, MoeqError, PlanError, StorageError
+from moeq.errors import InternalError, MissingError, MoeqError, PlanError, StorageError
 
 SCHEMA_VERSION = 1  # of JSON on standard output: raised when a key goes or changes its meaning
 NO_MEMORY = (  # as torch, the system, the loader and Python's threads, which need a stack, say it
@@ -85,6 +85,7 @@ def run(app: Callable[[], None]) -> None:
     output = sys.stdout
     try:
         try:
+            _check_here()
             app()
         finally:
             sys.stdout.flush()  # a full disk or a closed pipe shows here, not when the interpreter has gone
@@ -148,6 +149,16 @@ def _leave(ended_by: list[int]) -> NoReturn:
         print("interrupted; run the same command to go on" if goes_on else "interrupted", file=sys.stderr)
     codes = {signal.SIGTERM: TERMINATED, signal.SIGHUP: HUNG_UP}
     sys.exit(next((code for number, code in codes.items() if number in ended_by), INTERRUPTED))
+
+
+def _check_here() -> None:
+    """MissingError where a command stands in a folder that has been removed: there torch's library of products, which
+    looks for its parts, ends the process in words of its own."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        what = "the folder that this was started in has been removed"
+        raise MissingError(what, do="go to one that is there, be it of the same name") from None
 
 
 def _drop(stream: int) -> None:
