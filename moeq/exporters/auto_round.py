@@ -23,8 +23,10 @@ PLAIN = {"bits": FULL, "data_type": "float"}
 
 def write(draft: Draft) -> None:
     """FormatError for what auto-round would not load as it is meant."""
+    from moeq.exporters.foreign import check_whole
     from moeq.exporters.gptq_layout import write_gptq
 
+    check_whole(draft.source.source, draft.model)
     write_gptq(draft, configuration)
 
 
@@ -52,7 +54,7 @@ EXPORTER = Exporter(
     label="auto-round",
     help="GPTQ's layout with a width for every matrix, with or without zero points",
     write=write,
-    check=later("moeq.exporters.foreign:check_experts"),
+    check=later("moeq.exporters.foreign:check_whole"),
     refuse_other=later("moeq.exporters.gptq_layout:refuse_table"),
     runtime=f"auto-round {VERSION}",
     snippet="""import auto_round  # pip install auto-round

@@ -63,8 +63,10 @@ def _plain(declared: Any) -> list[str]:
 
 def write(draft: Draft) -> None:
     """FormatError for what the runtime would not load as it is meant."""
+    from moeq.exporters.foreign import check_whole
     from moeq.exporters.schemes import Scheme, common_width, refuse_others
 
+    check_whole(draft.source.source, draft.model)
     refuse_others(draft)
     whole, widen, layers = draft.target.granularity == "model", draft.options.widen, draft.source.layers
     scheme, bits = Scheme(draft), common_width(draft, layers) if whole and widen else None
@@ -234,7 +236,7 @@ EXPORTER = Exporter(
     label="compressed-tensors (pack-quantized)",
     help="symmetric grids, one width for all experts (transformers itself) or for all of a layer (vLLM)",
     write=write,
-    check=later("moeq.exporters.foreign:check_experts"),
+    check=later("moeq.exporters.foreign:check_whole"),
     runtime=f"transformers with compressed-tensors {VERSION}",
     snippet="""from transformers import AutoModelForCausalLM  # pip install compressed-tensors
 model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",

@@ -260,6 +260,19 @@ def check_experts(source: ModelSource, model: nn.Module) -> None:
         _keys_of(names, layer, source.config.get("model_type"), None)
 
 
+def check_whole(source: ModelSource, model: nn.Module) -> None:
+    """As `check_experts`; FormatError also where parameters of a layer's experts hold more than these, which are not
+    packed: transformers, which loads the packed ones by the module, finds none of the others."""
+    check_experts(source, model)
+    for layer in find_expert_layers(model, needed=False):
+        module = model.get_submodule(layer.name)
+        most = max(module.get_parameter(name).shape[0] for name in layer.parameters)
+        if most != layer.num_experts:
+            family, more = source.config.get("model_type"), most - layer.num_experts
+            what = f"model_type {family} stores matrices of {more} experts that compute nothing, beside the packed ones"
+            raise FormatError(what, where=layer.name, do=ANY_GRID)
+
+
 def _keys_of(names: DiskNames, layer: ExpertLayer, family: str | None, where: str | None) -> Names:
     keys = None if layer.biased else names.experts(layer)
     if keys is None:

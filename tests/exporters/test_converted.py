@@ -35,7 +35,7 @@ from moeq.models.loading import describe, expert_keys, load_model
 from moeq.models.source import open_source
 from moeq.numerics.layouts import column_stream, zeros_of
 from moeq.progress import Reporter
-from moeq.runtimes import of_method, written
+from moeq.runtimes import of_method, runtimes, written
 from moeq.verification.weights import differences
 from moeq_kernels.packed import PackedWeight, symmetric_bits, widened
 from moeq_kernels.packing import unpack
@@ -238,6 +238,19 @@ def test_families_without_a_tensor_for_every_matrix_are_refused(family: str, nam
     with pytest.raises(FormatError, match="native or dequantized"):
         write(name, source, tmp_path / "out", WriteOptions())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["auto-round", "transformers"])
+def test_matrices_of_experts_that_compute_nothing_are_refused_beside_packed_ones(name: str, tmp_path: Path) -> None:
+    """transformers wants LongCat's, which are none of the experts that are packed."""
+    family_models.build("longcat_flash").save_pretrained(tmp_path / "model")
+    source = MadeSource(tmp_path / "model", lambda layer, expert, projection: 4, group_size=8)
+    with pytest.raises(FormatError, match=r"longcat_flash stores matrices of 2 experts that compute nothing.* or dequ"):
+        write(name, source, tmp_path / "out", WriteOptions())
+    assert not (tmp_path / "out").exists()
+    model, _ = describe(source.source)
+    with pytest.raises(FormatError, match="experts that compute nothing"):
+        runtimes()[name].exporter.check(source.source, model)
 
 
 @pytest.mark.parametrize("name", list(targets()))
