@@ -30,11 +30,12 @@ LESS = ("corpus.sequences=16", "corpus.sequence_length=64", "losses.methods=[gpt
 ROOTS = {"moeq": ROOT, "moeq_kernels": ROOT / "moeq-kernels"}  # of the two distributions
 
 
-def package_files(package: str = "moeq") -> set[str]:
+def package_files(package: str = "moeq", root: Path | None = None) -> set[str]:
     """Every file of a package, as in its distribution."""
+    root = ROOTS[package] if root is None else root
     return {
-        path.relative_to(ROOTS[package]).as_posix()
-        for path in (ROOTS[package] / package).rglob("*")
+        path.relative_to(root).as_posix()
+        for path in (root / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
 
@@ -86,7 +87,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, folder / "tree" / name)
     for options in (["--outdir", "../dist"], ["--wheel", "--outdir", "../direct"],
-                    ["--outdir", "../kernels", "moeq-kernels"]):  # fmt: skip
+                    ["--outdir", "../kernels", "moeq-kernels"], ["--wheel", "--outdir", "../vllm", "moeq-vllm"],
+                    ["--wheel", "--outdir", "../sglang", "moeq-sglang"]):  # fmt: skip
         command = [sys.executable, "-m", "build", *options]
         done = subprocess.run(command, cwd=folder / "tree", capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -117,10 +119,13 @@ def test_the_wheel_holds_the_package_its_licences_and_nothing_else(built: Path) 
 
 
 @pytest.mark.full
-def test_the_kernels_wheel_holds_its_package_and_nothing_else(built: Path) -> None:
-    with zipfile.ZipFile(wheel(built / "kernels")) as archive:
+@pytest.mark.parametrize("name", ["kernels", "vllm", "sglang"])
+def test_the_other_wheels_hold_their_packages_the_licence_and_nothing_else(name: str, built: Path) -> None:
+    with zipfile.ZipFile(wheel(built / name)) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
-    assert {name for name in names if ".dist-info/" not in name} == package_files("moeq_kernels")
+        licences = [archive.read(name) for name in names if name.endswith(".dist-info/licenses/LICENSE")]
+    assert {name for name in names if ".dist-info/" not in name} == package_files(f"moeq_{name}", ROOT / f"moeq-{name}")
+    assert licences == [(ROOT / "LICENSE").read_bytes()]
 
 
 @pytest.mark.full
