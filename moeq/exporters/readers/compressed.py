@@ -36,7 +36,7 @@ FORMAT, FLOAT8 = "pack-quantized", "float-quantized"
 FP4 = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
 FORMATS = (FORMAT, FLOAT8, *FP4)
 STRATEGIES = {"nvfp4": "tensor_group", "mxfp4": "group"}
-LINEAR = "Linear"
+CLASSES = ("Linear", "Module")  # names of the classes that every packed module is of
 LEFT_OUT: Mapping[str, Any] = {  # what a configuration that does not say them means
     "num_bits": 8, "type": "int", "symmetric": True,
 }  # fmt: skip
@@ -44,7 +44,11 @@ WIDTHS = SUPPORTED_BITS[1:]  # its one bit has another zero point than moeq's
 
 
 class CompressedTensors:
-    """config_groups, each with the modules that it is for: names, `re:` patterns, or the class Linear."""
+    """config_groups, each with the modules that it is for: names, `re:` patterns, or the class Linear.
+
+    Where several are for a module, a name goes before patterns, these before classes, each by the alphabet, as
+    compressed-tensors has it; of two that are the same, the last one holds.
+    """
 
     anchor = "weight_packed"
     parts: tuple[str, ...] = (
@@ -55,7 +59,7 @@ class CompressedTensors:
         """ValueError for groups whose weights lie in another format, and for transforms beside those of weights."""
         _refuse_transforms(declared.get("transform_config"))
         self.ignored = [_matcher(name) for name in declared.get("ignore") or ()]
-        self.targets: list[tuple[Pattern | None, Grid]] = []
+        grids: dict[str, Grid] = {}
         groups = declared.get("config_groups") or {}
         forms = {name: _form(name, group, declared) for name, group in groups.items()}
         four = sorted({FP4[form] for form in forms.values() if form in FP4})
@@ -67,10 +71,12 @@ class CompressedTensors:
             grid = _grid(name, group.get("weights"), forms[name], four[0] if four else "nvfp4")
             if "targets" not in group:
                 raise ValueError(f"no targets ({name})")
-            self.targets += [(_matcher(target), grid) for target in group["targets"]]
+            grids |= dict.fromkeys(group["targets"], grid)
+        ordered = sorted(grids, key=lambda target: ("re:" in target, target))
+        self.targets = [(_matcher(target), grids[target]) for target in ordered]
 
     def grid(self, names: Sequence[str]) -> Grid | None:
-        if any(_matches(matcher, names) for matcher in self.ignored):
+        if any(matcher is None or _matches(matcher, names) for matcher in self.ignored):
             return None
         named = [grid for matcher, grid in self.targets if _matches(matcher, names)]
         whole = [grid for matcher, grid in self.targets if matcher is None]
@@ -176,7 +182,7 @@ def _matches(matcher: Pattern | None, names: Sequence[str]) -> bool:
 
 def _matcher(target: str) -> Pattern | None:
     """What a target matches; None: every linear."""
-    if target == LINEAR:
+    if target in CLASSES:
         return None
     return Pattern(target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$")
 
