@@ -34,6 +34,7 @@ NAMES = {  # the patterns that a text is split by before its bytes, and what lla
     (_CONTRACTED + r"\p{N}{1,3}" + _REST,): "llama-bpe",
     _DEEPSEEK: "deepseek-v3",
 }
+WHOLE, MERGED = "llama-bpe", "dbrx"  # of one pattern: words that are tokens are taken whole, and only by merges
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -126,7 +127,24 @@ def _bytes(source: ModelSource, data: dict[str, Any], merges: list[list[str]]) -
     name = known.get(patterns) if plain and bool(last.get("use_regex", True)) == (not splits) else None
     if name is None:
         raise _refused(source, "a pre-tokenizer that moeq knows no name of llama.cpp's for")
+    model = data["model"]
+    if bool(model.get("ignore_merges")) != (name == WHOLE) and _has_unmade(model, merges):
+        if name != WHOLE:
+            raise _refused(source, f"tokens that no merges make (ignore_merges), which llama.cpp has of {WHOLE} alone")
+        name = MERGED
     return {"ggml.model": "gpt2", "ggml.pre": name, "ggml.merges": [" ".join(pair) for pair in merges]}
+
+
+def _has_unmade(model: dict[str, Any], merges: list[list[str]]) -> bool:
+    """Whether a word can be a token that its merges do not make."""
+    from tokenizers import models, pre_tokenizers
+
+    vocabulary, alphabet = model["vocab"], set(pre_tokenizers.ByteLevel.alphabet())
+    try:
+        merged = models.BPE(vocab=vocabulary, merges=[(first, second) for first, second in merges])
+    except Exception as error:  # the library raises no other
+        raise ValueError(str(error)) from None
+    return any(len(merged.tokenize(token)) != 1 for token in vocabulary if token and alphabet.issuperset(token))
 
 
 def _plain(pattern: str) -> str:

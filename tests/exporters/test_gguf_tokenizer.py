@@ -101,6 +101,31 @@ def test_llama_cpp_cuts_texts_alike(kind: str, template: bool, tmp_path: Path) -
         assert found["ids"] == wanted, (text, made.encode(text).tokens)
 
 
+def with_unmade_tokens(splits: tuple[str, ...], *, whole: bool) -> Tokenizer:
+    """Byte-level BPE without the last of its merges; whole: words that are tokens are taken whole all the same."""
+    data = json.loads(byte_level(splits).to_str())
+    data["model"] |= {"merges": data["model"]["merges"][:150], "ignore_merges": whole}
+    return Tokenizer.from_str(json.dumps(data))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("kind", list(NAMES.values()))
+def test_words_that_are_tokens_are_cut_alike_or_refused(kind: str, whole: bool, tmp_path: Path) -> None:
+    (splits,) = (splits for splits, name in NAMES.items() if name == kind)
+    made = with_unmade_tokens(splits, whole=whole)
+    model = with_tokenizer(tmp_path / "model", made)
+    if whole and kind != "llama-bpe":
+        with pytest.raises(FormatError, match="tokens that no merges make"):
+            tokenizer(open_source(str(model)), 2048)
+        return
+    peers.interpreter("llama-cpp-python")
+    other = with_unmade_tokens(splits, whole=not whole)
+    assert any(made.encode(text).ids != other.encode(text).ids for text in TEXTS)
+    out = exported(model, tmp_path / "out")
+    for text in TEXTS:
+        assert by_llama(out, text, tmp_path)["ids"] == made.encode(text).ids, text
+
+
 def test_what_is_written_of_a_tokenizer(tmp_path: Path) -> None:
     made = byte_level(())
     made.add_tokens([AddedToken("<|tool|>", special=False)])
