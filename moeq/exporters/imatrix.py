@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moeq.artifacts.files import read_back, write_atomically
 from moeq.artifacts.tensor_files import tensor_bytes
+from moeq.exporters.gguf_families import HEAD as FILE_HEAD
 from moeq.exporters.gguf_families import Value, family_of, pieces
 from moeq.exporters.gguf_writer import Entry, Writer, package
 from moeq.models.non_experts import EMBEDDINGS, HEAD, OtherModule
@@ -50,9 +51,9 @@ def matrix_of(config: Any, module: OtherModule) -> str | None:
     family = family_of(config)
     if module.kind == EMBEDDINGS:
         return None
-    if module.kind == HEAD and config.tie_word_embeddings:
-        return "output.weight" if family.own_head else None
-    found = pieces(config, family, module.weight, (module.rows, module.inputs), tied=config.tie_word_embeddings)
+    if module.kind == HEAD and module.tied is not None:
+        return FILE_HEAD if family.own_head else None
+    found = pieces(config, family, module.weight, (module.rows, module.inputs), tied=False)
     return found[0].name if len(found) == 1 else None
 
 

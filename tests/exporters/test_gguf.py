@@ -31,9 +31,11 @@ from moeq.exporters import gguf_families, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.gguf import FILE
 from moeq.exporters.gguf_families import block_of, stack_name
+from moeq.exporters.imatrix import matrix_of
 from moeq.exporters.readers import open_packed
 from moeq.exporters.readers.gguf import Gguf, check_parameters
 from moeq.models.disk_names import DiskNames
+from moeq.models.non_experts import find_others
 from moeq.numerics.ggml_types import HOLDS
 from moeq.progress import Reporter
 from moeq.registry import EXPORTERS
@@ -482,6 +484,9 @@ def test_a_head_of_its_own_is_written_whatever_config_json_says_of_ties(family: 
         assert ("lm_head.weight" in opened.rest()) != torch.equal(head, table)
         logits = streamed(opened, torch.float32).model(input_ids=IDS, use_cache=False).logits
         assert torch.allclose(logits, reference_logits(source), atol=1e-4)
+        others = find_others(source.model, source.layers, source.source).modules
+        matrices = {matrix_of(source.model.config, module) for module in others}
+        assert ("output.weight" in matrices) == ("output.weight" in found), "the importance matrix has it alike"
 
 
 def test_verify_with_transformers(models: dict[str, Path], tmp_path: Path) -> None:
