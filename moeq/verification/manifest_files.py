@@ -9,10 +9,12 @@ from typing import Any
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacedModule, PlacementManifest, Replica, read_manifest, totals
-from moeq.artifacts.provenance import check_listed, words
+from moeq.artifacts.provenance import NAME as PROVENANCE
+from moeq.artifacts.provenance import RUN, Statement, check_listed, words
 from moeq.artifacts.stage import RECORD, StageRecord, check_files, read_record
 from moeq.artifacts.sums import NAME, Sums, check_sums
 from moeq.artifacts.tensor_files import tensors_sha256
+from moeq.bounded import shown
 from moeq.errors import ArtifactError
 from moeq.models.source import read_header
 from moeq.progress import Reporter
@@ -70,6 +72,7 @@ def check_native(directory: Path, reporter: Reporter = QUIET, manifest: Placemen
     expected = on_disk - counted.non_expert_bytes + stated.non_expert_bytes
     _check_total(directory, "tensor bytes on disk", on_disk, expected)
     sums, statement = check_listed(directory, reporter)
+    _check_model(directory, manifest, statement)
     record = read_record(directory, "export") if (directory / RECORD).is_file() else None
     if record is not None:
         check_files(directory, record, {} if sums is None else sums.files, reporter)
@@ -82,6 +85,17 @@ def _check_total(directory: Path, what: str, counted: object, stated: object) ->
     if counted != stated:
         where = str(directory / MANIFEST)
         raise ArtifactError(f"{what}: {counted}, the manifest states {stated}", where=where, do=EXPORT_AGAIN)
+
+
+def _check_model(directory: Path, manifest: PlacementManifest, statement: Statement | None) -> None:
+    """ArtifactError unless the manifest of a run's checkpoint names the model that its provenance names."""
+    if statement is None or statement.predicate.definition.build_type != RUN:
+        return
+    made, stated = statement.parameters.model, manifest.model
+    if made is not None and (made.name, made.revision) != (stated.name, stated.revision):
+        what = f"of the model {shown(stated.name)} ({shown(stated.revision)}), {PROVENANCE} says {shown(made.name)}"
+        where = str(directory / MANIFEST)
+        raise ArtifactError(f"{what} ({shown(made.revision)})", where=where, do=EXPORT_AGAIN)
 
 
 def _checked_files(sums: Sums | None, record: StageRecord | None) -> str:

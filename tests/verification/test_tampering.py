@@ -20,6 +20,7 @@ from tiny_models import save_tiny
 from verification.tampering import edit, edit_json, edit_tensor, holder, swap, write_digests
 
 from moeq import pipeline
+from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.gguf_file import read_gguf
 from moeq.artifacts.provenance import check_listed
 from moeq.artifacts.stage import RECORD
@@ -230,6 +231,22 @@ def test_a_manifest_that_says_otherwise_than_its_tensors_is_refused(case: str, c
     write_sums(checkpoint)
     with pytest.raises(ArtifactError, match=message):
         found_against(checkpoint, model)
+
+
+@pytest.mark.parametrize("part", ["name", "revision"])
+def test_a_manifest_of_another_model_than_its_provenance_names_is_refused(part: str, checkpoint: Path) -> None:
+    """Even where the digests of all files are those of what lies there."""
+    edit_json(checkpoint / "placement.json", lambda manifest: manifest["model"].update({part: "another"}))
+    sha256 = digest_of_file(checkpoint / "placement.json")
+
+    def name_it(statement: dict[str, Any]) -> None:
+        (subject,) = (one for one in statement["subject"] if one["name"] == "placement.json")
+        subject["digest"]["sha256"] = sha256
+
+    edit_json(checkpoint / "provenance.json", name_it)
+    write_sums(checkpoint)
+    with pytest.raises(ArtifactError, match=r"placement\.json: of the model .*another.*, provenance\.json says"):
+        verify(checkpoint, Options(), QUIET)
 
 
 def swap_layers(folder: Path) -> None:
