@@ -114,8 +114,9 @@ def parse_yaml(text: str | bytes, *, most: int = YAML_BYTES) -> Yaml:
     """One document of plain YAML in UTF-8: mappings of text keys, lists, text, numbers, true, false and null.
 
     most: bytes; more nodes than a tenth of them are not read either. Whole numbers have 64 bits, others are finite;
-    dates and numbers to base 60 are text. Raises YamlError for aliases, merge keys, tags of types beyond these, a
-    second document, a key that is there twice, control characters, and nesting or text beyond the bounds.
+    dates and numbers to base 60 are text, and none is to base 8. Raises YamlError for aliases, merge keys, tags of
+    types beyond these, a second document, a key that is there twice, control characters, and nesting or text beyond the
+    bounds.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
@@ -205,7 +206,7 @@ class _Builder:
 
 
 def _scalar(event: Any, line: int) -> Any:
-    """The value of a scalar as YAML 1.1 has it, within the bounds."""
+    """The value of a scalar as YAML 1.1 has it, but for `_whole`, within the bounds."""
     text = event.value
     if len(text) > SCALAR_CHARACTERS:
         raise YamlError(f"a text of {len(text)} characters, at most {SCALAR_CHARACTERS} are read", line)
@@ -230,14 +231,14 @@ def _scalar(event: Any, line: int) -> Any:
 
 
 def _whole(text: str) -> int | str:
-    """A whole number; numbers to base 60 (1:30) stay text, as everybody means them."""
+    """A whole number, one that begins with 0 to base 10, too; numbers to base 60 (1:30) stay text: as all mean them."""
     if ":" in text:
         return text
     plain = text.replace("_", "").lower()
     if WHOLE.fullmatch(plain) is None or len(plain) > WHOLE_BITS + 3:
         raise ValueError
     digits = plain.lstrip("+-")
-    value = int(digits, 8 if digits.startswith("0") and digits.isdigit() else 0)
+    value = int(digits, 10 if digits.isdigit() else 0)
     if value >= 2**WHOLE_BITS:
         raise ValueError
     return -value if plain.startswith("-") else value
