@@ -25,7 +25,7 @@ from moeq.bounded import shown
 from moeq.errors import RecipeError
 
 MOST = 2**63 - 1
-SIZE = re.compile(r"([0-9]{1,24}(?:\.[0-9]{0,24})?|\.[0-9]{1,24})\s{0,8}([A-Za-z]{0,24})")
+SIZE = re.compile(r"((?:[0-9]{1,24}(?:\.[0-9]{0,24})?|\.[0-9]{1,24})(?:[eE][-+]?[0-9]{1,2})?)\s{0,8}([A-Za-z]{0,24})")
 RATIONAL = re.compile(
     r"\s*[-+]?[0-9_.]{1,24}(?:[eE][-+]?[0-9]{1,2})?(?:/[0-9]{1,24})?\s*"
 )  # 1e999999999 is a number, too
@@ -36,9 +36,10 @@ _SIZES = {
 
 
 def _parse_bytes(value: Any) -> Any:
-    match = SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
+    if not isinstance(value, str):
         return value
+    if (match := SIZE.fullmatch(value.strip())) is None:
+        raise ValueError("must be a number of bytes such as 2000000000 or 2GB")
     unit = match[2].upper()
     if unit not in _SIZES:
         raise ValueError(f"unknown unit {match[2]!r}; use B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")
@@ -89,7 +90,7 @@ Bytes = Annotated[
         {
             "anyOf": [
                 {"type": "integer", "exclusiveMinimum": 0},
-                {"type": "string", "pattern": r"^\s*[0-9.]+\s*([KMGTkmgt]?[iI]?[Bb])?\s*$"},
+                {"type": "string", "pattern": r"^\s*[0-9.]+([eE][-+]?[0-9]+)?\s*([KMGTkmgt]?[iI]?[Bb])?\s*$"},
             ]
         }
     ),

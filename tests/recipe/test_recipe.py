@@ -242,3 +242,8 @@ def test_others_are_full_precision_by_default() -> None:
 def test_others_that_cannot_be_are_named(override: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_recipe(None, [override])
+
+
+@pytest.mark.parametrize(("size", "count"), [("1e9", 10**9), ("1.5e3 MiB", 1500 * 2**20), ("1.0e+9", 10**9), ("5", 5)])
+def test_a_size_may_have_an_exponent(size: str, count: int) -> None:
+    assert load_recipe(None, [f"assign.size={size}"]).assign.size == count

@@ -87,6 +87,7 @@ def test_every_recipe_fits_and_none_with_a_key_misspelt(path: Path) -> None:
         ("losses", {"bits": [5]}, False),
         ("losses", {"methods": ["magic"]}, False),
         ("assign", {"size": "12GiB"}, True),
+        ("assign", {"size": "1.5e3 MiB"}, True),
         ("assign", {"size": "12 parsecs"}, False),
         ("assign", {"size": 1234}, True),
         ("assign", {"bits_per_weight": 2.5}, True),
