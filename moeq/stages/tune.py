@@ -172,7 +172,9 @@ class StateFiles:
         begins = {path.name: digest_of_file(path, cached=True) for path in sorted(starts.glob("*.safetensors"))}
         text = context.text.tuning.digest()
         heldout = context.recipe.losses.heldout_fraction
-        asked = [section.model_dump(mode="json"), heldout, context.recipe.seed, context.recipe.others.model_dump()]
+        others = Stored(context)  # whose codes hang on keys of `losses`, too
+        made = others.index.model_dump(mode="json") if others.modules else None
+        asked = [section.model_dump(mode="json"), heldout, context.recipe.seed, made]
         given = [context.model.stamp.digest, begins, text, asked, context.model.compute()]
         return cls(folder=starts, key=digest_of([REVISION, *given]))
 

@@ -167,6 +167,20 @@ def test_a_killed_run_goes_on_and_gives_the_same_bytes(
     assert told(context) == told(tuned)
 
 
+@pytest.mark.parametrize("change", ["losses.damping=0.5", "others.damping=0.5", "losses.heldout_fraction=0.25"])
+def test_a_state_of_other_codes_outside_of_the_experts_is_another(
+    tiny_mixtral: Path, tmp_path: Path, change: str
+) -> None:
+    """Rounded experts stay as they are where the damping changes, GPTQ's codes of attention do not."""
+    keys = []
+    for overrides in ([], [change], [change]):
+        context = run(tiny_mixtral, tmp_path / "run", TUNE, "others={attention: 3}", *overrides, stages=BEFORE)
+        section, assignment = context.recipe.quantize.tune, assign.load(context)
+        assert section is not None
+        keys.append(tune.StateFiles.of(context, assignment, section, tmp_path).key)
+    assert keys[0] != keys[1] == keys[2]
+
+
 def test_a_damaged_state_is_none(tmp_path: Path) -> None:
     folder = tmp_path / "start"
     folder.mkdir()
