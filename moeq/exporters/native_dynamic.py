@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,8 @@ from moeq.artifacts.coactivation import NAME as COACTIVATION
 from moeq.artifacts.coactivation import REMEDY as AGAIN
 from moeq.artifacts.coactivation import read_coactivation
 from moeq.artifacts.manifest import PlacedExpert, PlacedLayer, PlacementManifest, read_manifest
-from moeq.errors import ArtifactError, ModelError
+from moeq.bounded import shown
+from moeq.errors import ArtifactError, ModelError, RecipeError
 from moeq.exporters.native_replicas import CheckpointReplicas, CopyingReader
 from moeq.folders import checkpoint_of
 from moeq.models.loading import compute_dtype, load_model, resolve_device
@@ -37,6 +39,7 @@ from moeq_kernels import choice
 from moeq_kernels.packed import packed_shapes
 from moeq_kernels.widths import Encoding
 
+MOST_TOKENS = 2**31 - 1  # whose keys and values are added up
 LOG = logging.getLogger("moeq.dynamic")
 
 
@@ -67,6 +70,7 @@ def open_dynamic(
     experts in low precision keep, with the sum, and for a device that is neither a CPU nor a CUDA GPU; ArtifactError
     for a damaged checkpoint, RecipeError for settings that cannot be.
     """
+    _check_counts(tokens, sequences)
     path = checkpoint_of(Path(checkpoint))
     options = DynamicOptions.parse(settings) if isinstance(settings, str) else settings
     manifest = read_manifest(path)
@@ -95,6 +99,13 @@ def open_dynamic(
         log=None if log is None else Path(log),
         say=say,
     )
+
+
+def _check_counts(tokens: Any, sequences: Any) -> None:
+    """RecipeError for numbers of tokens and sequences that cannot be."""
+    for name, value, least in (("tokens", tokens, 0), ("sequences", sequences, 1)):
+        if not isinstance(value, Integral) or not least <= int(value) <= MOST_TOKENS:
+            raise RecipeError(f"{name} is {shown(value)}", do=f"give a whole number from {least} to {MOST_TOKENS}")
 
 
 def _settings(options: DynamicOptions, high: int, low: int, memory_bytes: int, copies: str) -> DynamicSettings:
