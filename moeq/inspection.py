@@ -9,14 +9,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts import dynamic_log, gguf_file, replica_store, replicas
+from moeq.artifacts import dynamic_log, gguf_file, provenance, replica_store, replicas
 from moeq.artifacts.assignment import Width, count_matrices, count_widths, read_assignment
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import read_json
 from moeq.artifacts.loads_in import loads_in
 from moeq.artifacts.manifest import NAME as MANIFEST
 from moeq.artifacts.manifest import PlacementManifest
-from moeq.artifacts.provenance import check_listed, words
 from moeq.artifacts.run import DIRECTORIES, EDITABLE, STAGES, store_folder
 from moeq.artifacts.sealed import is_sealed
 from moeq.artifacts.stage import RECORD, StageRecord, check_files, edited_files, of_earlier_codes, read_record
@@ -104,8 +103,8 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
 
 def _files(directory: Path, reporter: Reporter) -> dict[str, Any]:
     """What was compared with SHA256SUMS, and what the provenance names; nothing where there are no sums."""
-    sums, statement = check_listed(directory, reporter)
-    made = {} if statement is None else {"provenance": words(statement)}
+    sums, statement = provenance.check_listed(directory, reporter)
+    made = {} if statement is None else {"provenance": provenance.words(statement)}
     return ({} if sums is None else {"checked_files": sums.text}) | made | _signature(directory)
 
 
@@ -210,7 +209,7 @@ def _run_directory(path: Path, reporter: Reporter) -> dict[str, Any]:
     earlier = of_earlier_codes(path)
     for directory in sorted(path.glob("checkpoint-*")):
         if (directory / RECORD).is_file():
-            sums, _ = check_listed(directory, reporter)
+            sums, _ = provenance.check_listed(directory, reporter)
             check_files(directory, read_record(directory, "export"), {} if sums is None else sums.files, reporter)
             said = "there are no digests" if sums is None else sums.text
             about[directory.name] = f"of an earlier assignment; {said}" if directory in earlier else said
@@ -392,13 +391,14 @@ def _file(path: Path, reporter: Reporter) -> dict[str, Any]:
             return {"kind": "table of sensitivities", "experts": table.num_rows, "columns": table.column_names}
         return {"kind": "loss table", **losses.summarize(losses.read_losses(path))}
     if path.suffix in {".yaml", ".yml"}:
-        recipe = load_recipe(path)
-        told = recipe.model_dump(mode="json", include={"name", "model", "assign"}, exclude_none=True)
+        told = load_recipe(path).model_dump(mode="json", include={"name", "model", "assign"}, exclude_none=True)
         return {"kind": "recipe", **told}
     if path.name == MANIFEST:
         return check_checkpoint(path.parent, reporter)
     if path.name == INTEGER:
         return _integer(path.parent)
+    if path.name == provenance.NAME:
+        return provenance.described(path)
     if dynamic_log.is_log(path):
         return dynamic_log.described(dynamic_log.read_log(path))
     found = _json_file(path) if path.suffix == ".json" else None
@@ -432,7 +432,7 @@ def _json_file(path: Path) -> dict[str, Any] | None:
         if data["kind"] == result_file.KIND:
             return result_file.summary(path)
     if "schema_version" in data:
-        return {"kind": f"moeq {path.stem}", "schema_version": data["schema_version"], "keys": sorted(data)}
+        return {"kind": f"moeq {path.stem}", "file_schema_version": data["schema_version"], "keys": sorted(data)}
     return None
 
 

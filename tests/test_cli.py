@@ -205,8 +205,13 @@ def test_stages_one_by_one_in_json(moeq: ForkServer, tiny_mixtral: Path, tmp_pat
         "recipe.yaml": "recipe",
         "eval/eval.json": "evaluation",
         "checkpoint/placement.json": "moeq checkpoint",
+        "checkpoint/provenance.json": "provenance",
+        "estimate/estimate.json": "moeq estimate",
     }
     for name, kind in kinds.items():
         assert inspect(out / name)["kind"] == kind, name
+    told = json.loads(moeq.run("inspect", str(out / "estimate" / "estimate.json"), "--json").stdout)
+    assert (told["schema_version"], told["file_schema_version"]) == (1, 2)
+    assert inspect(out / "checkpoint" / "provenance.json")["made"] == inspect(out / "checkpoint")["provenance"]
     text = moeq.run("generate", str(out / "checkpoint"), "hello", "--max-new-tokens", "3")
     assert text.stdout.startswith("hello")

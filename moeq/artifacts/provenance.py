@@ -24,7 +24,7 @@ from moeq.artifacts.reading import PlainName, read_json_file
 from moeq.artifacts.sums import BESIDE, Sums, check_sums
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.bounded import shortened
-from moeq.errors import ArtifactError
+from moeq.errors import ArtifactError, missing
 from moeq.progress import Reporter
 from moeq.recipe.wording import refusal_of
 
@@ -262,6 +262,20 @@ def words(statement: Statement | None) -> str:
         return f"converted for {given.runtime} from {_called(given.checkpoint)} by moeq {version}"
     recipe = digest_of(given.recipe)
     return f"from {_called(given.model)} by moeq {version}, recipe {recipe[:16]}"
+
+
+def described(path: Path) -> dict[str, Any]:
+    """What a provenance names; ArtifactError where it is none. The checkpoint's files are not read."""
+    statement = read_provenance(path.parent)
+    if statement is None:
+        raise missing(path, REMEDY)
+    return {
+        "kind": "provenance",
+        "made": words(statement),
+        "packages": statement.packages,
+        "files": len(statement.files),
+        "check": f"no file that it names was read; moeq inspect {path.parent} reads them",
+    }
 
 
 def _called(model: NamedModel | None) -> str:
