@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from moeq.artifacts.assignment import FULL, Width
-from moeq.artifacts.targets import target_of
+from moeq.artifacts.targets import Granularity, granularity_within, target_of
 from moeq.models.experts import ExpertLayer
 from moeq.recipe import AssignSection
 from moeq.stages.checkpoint_size import CheckpointSize
@@ -25,8 +25,10 @@ def foreseen_widths(checkpoint: CheckpointSize, section: AssignSection) -> list[
 
 
 def _fullest(checkpoint: CheckpointSize, section: AssignSection, cold: Sequence[int]) -> list[list[int]]:
-    """From the first layer on, the widest that leaves enough for the narrowest after it."""
+    """From the first layer on, the widest that leaves enough for the narrowest after it, of what the target loads."""
+    target = target_of(section.target)
     known = sorted(section.named() or section.allocator.widths or checkpoint.recipe.losses.bits)
+    known = [bits for bits in known if bits in target.widths] or known
 
     def price(layer: ExpertLayer, bits: int) -> int:
         if section.code_bits is not None:
@@ -49,9 +51,18 @@ def _fullest(checkpoint: CheckpointSize, section: AssignSection, cold: Sequence[
     prices = [[price(layer, bits) for bits in known] for layer in checkpoint.layers]
     left -= sum(count * costs[0] for count, costs in zip(cold, prices, strict=True))
     chosen: list[list[int]] = [[] for _ in cold]
-    for widths, count, costs in zip(chosen, cold, prices, strict=True):
-        for _ in range(count):
-            best = max(index for index, each in enumerate(costs) if each - costs[0] <= max(left, 0))
-            left -= costs[best] - costs[0]
-            widths.append(known[best])
+    for alike in _alike(cold, granularity_within(target, section.granularity)):
+        costs = [sum(each) for each in zip(*(prices[layer] for layer in alike), strict=True)]
+        best = max(index for index, each in enumerate(costs) if each - costs[0] <= max(left, 0))
+        left -= costs[best] - costs[0]
+        for layer in alike:
+            chosen[layer].append(known[best])
     return chosen
+
+
+def _alike(cold: Sequence[int], granularity: Granularity) -> list[list[int]]:
+    """Experts that have one width, by the layer that each is of; those of one layer take it where none is shared."""
+    every = [[layer] * count for layer, count in enumerate(cold) if count]
+    if granularity == "model":
+        return [[layer for layers in every for layer in layers]]
+    return every if granularity == "layer" else [[layer] for layers in every for layer in layers]

@@ -177,6 +177,8 @@ FORMATS = {
     "zero points": ("others={attention: 4}", "export.formats=[gptqmodel,auto-round,dequantized]"),
     "symmetric": ("losses.symmetric=true", "export.formats=[gptqmodel,auto-round,vllm-cuda]"),
     "one file": ("export.formats=[llama.cpp]", "export.widen=true"),
+    "one width": ("assign={method: optimal, bits_per_weight: 4, target: transformers, quantizer: rtn}",
+                  "losses.symmetric=true", "export.formats=[transformers]"),
 }  # fmt: skip
 
 
