@@ -28,6 +28,7 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 DIGEST = "1" * 64  # of a set in the store, unlike that of the experts'
 TYPICAL = 0.0123456789012345
 LONGEST_ERROR = 1.23456789e-05  # of a matrix against its weights
+COMPARED = 4 + 2 + 4 + 8  # bytes a weight: its value, the original's, their difference, and that again as it is summed
 
 
 class Others:
@@ -70,6 +71,14 @@ class Others:
     @cached_property
     def by_block(self) -> dict[str, list[OtherModule]]:
         return by_block(self.modules)
+
+    def compared(self) -> int:
+        """Bytes of the largest module while its packed values are held against the original's."""
+        most = 0
+        for modules in self.by_block.values():
+            packed = sum(stage.packed_weight_bytes(self.recipe, module) for module in modules)
+            most = max(most, packed + COMPARED * max(module.rows * module.inputs for module in modules))
+        return most
 
     def sums(self) -> int:
         """Bytes of the sums over inputs of the decoder layer (or of the head) that has most of them.

@@ -303,6 +303,8 @@ def needs(sizes: Sizes) -> Needs:
     read = sizes.experts_disk
     held = {**sizes.tables(), "packed experts of a layer": packed}
     moments: list[Moment] = [{**sizes.model(), **held, "one expert": 16 * layer.parameters_per_expert}]
+    if modules:
+        moments.append({**sizes.model(), **sizes.tables(), "one module, compared": sizes.others.compared()})
     if tuning is not None:
         files[NAME] += TUNED_BYTES
         moments.append({**held, **needs_tune.moment(sizes, tuning)})

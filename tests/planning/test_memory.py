@@ -16,7 +16,7 @@ from moeq.planning.plan import add_up, make_plan
 from moeq.planning.result import Need
 from moeq.quantizers.layer import expert_batches
 from moeq.recipe import Recipe, load_recipe
-from moeq.stages import needs_losses, reparam
+from moeq.stages import needs_losses, quantize, reparam
 from moeq.stages.context import Context
 from moeq.stages.needs import LEVERS, Sizes
 from moeq.stages.needs_losses import batch_moments
@@ -134,6 +134,15 @@ def test_a_gpu_holds_what_computes_and_the_machine_the_rest(tiny_mixtral: Path, 
         assert "program" in ram - gpu
         assert gpu
         assert not gpu & {"program", "text", "headers", "loss table and profile"}
+
+
+def test_a_packed_head_counts_where_it_is_held_against_the_original(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Its values, their differences and the squares of these: measured at 16 to 19 bytes a weight."""
+    context = Context(recipe=load_recipe(None, [*SMALL, "others.head=8"]), model_name=str(tiny_mixtral), out=tmp_path)
+    sizes = Sizes(context.given())
+    (head,) = sizes.others.modules
+    terms = [moment.get("one module, compared", 0) for moment in quantize.needs(sizes).moments]
+    assert 18 * head.rows * head.inputs < max(terms) < 20 * head.rows * head.inputs
 
 
 def test_every_term_that_lies_with_the_model_is_known(tiny_mixtral: Path, tmp_path: Path) -> None:
