@@ -448,6 +448,7 @@ def test_transforms_that_are_in_the_weights_are_none_that_is_left(qwen: Path, tm
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method bitsandbytes"),
         ({"quant_method": "fp8"}, "fp8 weights"),
         (handmade.gptq_config(checkpoint_format="marlin"), "gptq with checkpoint_format marlin"),
+        (handmade.gptq_config(is_marlin_format=True), "gptq with checkpoint_format marlin"),
         (handmade.auto_round_config(packing_format="auto_round:marlin"), "packing_format auto_round:marlin"),
         (handmade.auto_round_config(data_type="mx_fp"), "data_type mx_fp"),
         (handmade.auto_round_config(rotation_config={"hadamard_type": "hadamard"}), "rotation_config"),

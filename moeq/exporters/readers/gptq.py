@@ -41,6 +41,8 @@ class Gptq:
     def __init__(self, declared: Mapping[str, Any]) -> None:
         """ValueError for a format whose layout is another one."""
         version = declared.get("checkpoint_format", declared.get("format", FIRST))  # GPTQModel's two names of it
+        if declared.get("is_marlin_format"):  # as older AutoGPTQ says it
+            version = "marlin"
         if version not in (FIRST, SECOND):
             raise ValueError(f"checkpoint_format {version}")
         self.first = version == FIRST
