@@ -16,6 +16,7 @@ from moeq_kernels.floats import FP4_MOST, FP8_MOST
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.widths import FLOAT_BITS, Encoding, resolved_group_size
 
+BLOCK = 1 << 20  # weights that are compared at once
 DIGITS = 9  # of an error that is written down: sums in another order give the same
 ROUNDING = 0.5 * 10.0 ** (1 - DIGITS)  # relative, of a number with so many digits
 NEIGHBOURS = 2.0  # where every weight takes one of the two codes beside it at random, its mean square error is 1/3 of a
@@ -26,8 +27,13 @@ MOST_OF_A_ROW = 1.2  # of a single row, halfway between the two
 
 def relative_error(values: Tensor, exact: Tensor) -> float:
     """||values - exact|| / ||exact|| of matrices [N, K], or ||values|| of nothing, sums in float64; infinite where one
-    is not finite."""
-    wanted, error = _norm(exact.float()), _norm(values.float() - exact.float())
+    is not finite. A block of rows at a time: of a large matrix nothing is held twice."""
+    rows = max(1, BLOCK // max(1, exact.shape[-1]))
+    blocks = [
+        (_norm(part), _norm(found.float() - part))
+        for found, part in zip(values.split(rows), (block.float() for block in exact.split(rows)), strict=True)
+    ]
+    wanted, error = (math.hypot(*norms) for norms in zip(*blocks, strict=True))
     error /= wanted or 1.0
     return error if math.isfinite(error) else math.inf
 

@@ -28,7 +28,7 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 DIGEST = "1" * 64  # of a set in the store, unlike that of the experts'
 TYPICAL = 0.0123456789012345
 LONGEST_ERROR = 1.23456789e-05  # of a matrix against its weights
-COMPARED = 4 + 2 + 4 + 8  # bytes a weight: its value, the original's, their difference, and that again as it is summed
+COMPARED = 4 + 2  # bytes a weight: its value and the original's
 
 
 class Others:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeq.numerics import gptq
+from moeq.numerics import gptq, matrix_error
 from moeq.numerics.matrix_error import (
     NEIGHBOURS,
     is_recorded,
@@ -75,3 +75,15 @@ def test_nothing_is_no_far_from_nothing() -> None:
     assert is_recorded(0.0, 0.0, 32)
     assert relative_error(nothing + 1, nothing) > 0
     assert unlike_rows(nothing, nothing) == []
+
+
+def test_an_error_is_that_of_all_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    exact, values = torch.randn(2, 41, 7, generator=generator)
+    wanted = float((values.double() - exact.double()).norm() / exact.double().norm())
+    for block in (1, 7, 30, 41 * 7, 1 << 20):
+        monkeypatch.setattr(matrix_error, "BLOCK", block)
+        assert relative_error(values, exact) == pytest.approx(wanted, rel=1e-7)
+    monkeypatch.setattr(matrix_error, "BLOCK", 30)
+    assert relative_error(values.index_fill(0, torch.tensor([40]), float("nan")), exact) == float("inf")
+    assert relative_error(values[:0], exact[:0]) == 0.0

@@ -137,12 +137,12 @@ def test_a_gpu_holds_what_computes_and_the_machine_the_rest(tiny_mixtral: Path, 
 
 
 def test_a_packed_head_counts_where_it_is_held_against_the_original(tiny_mixtral: Path, tmp_path: Path) -> None:
-    """Its values, their differences and the squares of these: measured at 16 to 19 bytes a weight."""
+    """Its values and the original's beside the codes; what is compared is so a block at a time."""
     context = Context(recipe=load_recipe(None, [*SMALL, "others.head=8"]), model_name=str(tiny_mixtral), out=tmp_path)
     sizes = Sizes(context.given())
     (head,) = sizes.others.modules
     terms = [moment.get("one module, compared", 0) for moment in quantize.needs(sizes).moments]
-    assert 18 * head.rows * head.inputs < max(terms) < 20 * head.rows * head.inputs
+    assert 7 * head.rows * head.inputs < max(terms) < 8 * head.rows * head.inputs
 
 
 def test_every_term_that_lies_with_the_model_is_known(tiny_mixtral: Path, tmp_path: Path) -> None:
