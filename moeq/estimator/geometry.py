@@ -243,7 +243,7 @@ class ModelGeometry:
 
 def is_toy(sizes: Mapping[str, Any]) -> bool:
     """Whether a geometry's experts are so few bytes in FP16 that times are of starting work, not of doing it."""
-    matrix = sizes.get("expert_hidden_size", sizes["hidden_size"]) * sizes["intermediate_size"]
+    matrix = (sizes.get("expert_hidden_size") or sizes["hidden_size"]) * sizes["intermediate_size"]
     experts = sizes["num_layers"] * sizes["num_experts"] * sizes.get("matrices_per_expert", 3)
     return bool(2 * experts * matrix < TOY_BYTES)
 
