@@ -160,10 +160,9 @@ def _median(answers: list[dict[str, Any]]) -> float:
 
 
 def options() -> argparse.Namespace:
-    peers = Path(os.environ.get("MOEQ_PEERS") or figures.ROOT / ".peers")
     return figures.arguments(
         __doc__, threads=([1, 2], [2]), bits=([2, 3, 4, 8], [4]), shapes=["matrix", "layer"], rounds=(15, 5),
-        peers=peers, logs=figures.ROOT / "build" / "cpu_peers",
+        peers=figures.PEERS, logs=figures.ROOT / "build" / "cpu_peers",
     )  # fmt: skip
 
 

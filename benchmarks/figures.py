@@ -43,6 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = os.pathsep.join(  # PYTHONPATH of this tree, then what was in it: wheels that are not installed
     [str(ROOT), str(ROOT / "moeq-kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+PEERS = Path(os.environ.get("MOEQ_PEERS") or ROOT / ".peers")  # environments of other runtimes, see `make peers`
 SHARED = ROOT.parent / "shared"  # trained checkpoints and texts that are not moeq's, where there are some
 
 

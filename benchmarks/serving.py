@@ -256,7 +256,7 @@ def main() -> int:
         __doc__, **decode_models.CODES, layers=(2, 1), experts=(128, 16), vocabulary=(32768, 4096),
         batches=([1, 4, 16], [1]), tokens=(24, 6), rounds=(7, 2), requests=(1000, 64), at_once=(32, 16),
         no_decode=False,
-        peers=Path(os.environ.get("MOEQ_PEERS") or figures.ROOT / ".peers"),
+        peers=figures.PEERS,
     )  # fmt: skip
     parser.add_argument("--model", help="of the requests [default: the bundled one]")
     parser.add_argument("--folder", type=Path, help="where checkpoints are made and kept [default: a temporary folder]")

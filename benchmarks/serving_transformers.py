@@ -100,7 +100,7 @@ def main() -> int:
     parser = figures.parser(
         __doc__, **decode_models.CODES, layers=(2, 1), experts=(128, 16), vocabulary=(32768, 4096),
         at_once=([1, 4, 16], [1, 4]), tokens=(24, 6), rounds=(7, 2), blocks=64,
-        peers=Path(os.environ.get("MOEQ_PEERS") or figures.ROOT / ".peers"),
+        peers=figures.PEERS,
     )  # fmt: skip
     parser.add_argument("--folder", type=Path, help="where checkpoints are made and kept [default: a temporary folder]")
     options = figures.parsed(parser)

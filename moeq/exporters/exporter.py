@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from moeq.artifacts.targets import Grid, Target
 from moeq.registry import EXPORTERS
 from moeq.runtimes import runtimes
+from moeq_kernels.widths import group_count
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -118,8 +119,7 @@ def as_autogptq(sizes: ExportSizes, ordered: bool = False) -> int:
 
 def _zeros(grid: Grid) -> int:
     """Bytes of a zero point of every group."""
-    groups = 1 if grid.group_size == -1 else -(-grid.inputs // grid.group_size)
-    return groups * grid.rows * grid.bits // 8
+    return group_count(grid.inputs, grid.group_size) * grid.rows * grid.bits // 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -256,9 +256,11 @@ class WeightReader:
     def _take_scales(self) -> None:
         """Let FP8 codes of parameters that are no `weight` of a module, such as stacks of experts, have their scales:
         the library would take the codes for the weights."""
+        if not self.unexpected:
+            return
         packed = {name: key for key in self.source.tensors if (name := _scales_key(self.source, key)) is not None}
         self.scales = {packed[name]: name for name in self.unexpected if name in packed}
-        self.unexpected = [key for key in self.unexpected if key not in self.scales.values()]
+        self.unexpected = [key for key in self.unexpected if key not in packed]
         for origins in self.origins.values():
             more = [replace(origin, key=self.scales[origin.key]) for origin in origins if origin.key in self.scales]
             origins += more
