@@ -227,11 +227,12 @@ class PackedExperts(Puts):
             found += [(expert, projection, linear) for projection, linear in children.items()]
         return found
 
-    def prepare(self) -> None:
+    def prepare(self) -> PreparedLayer | None:
         """Have a kernel take the stored tensors, if one can; `refused` says why not. It needs their bytes once more."""
         with arranging():
             if self.prepared is None:
                 self._prepare()
+            return self.prepared
 
     def _prepare(self) -> None:
         linears = self.linears()
@@ -286,10 +287,12 @@ class PackedExperts(Puts):
         if reason is None and (self.math.activation is None or self.math.finish is not None):
             reason = GRADIENTS if wants_gradients(hidden, weights) else None
         if reason is None:
-            if self.prepared is None and self.refused is None:
-                self.prepare()
-            reason, prepared = self.refused, self.prepared
-            if prepared is not None and self.home != hidden.device:
+            prepared = self.prepared  # read once: another thread may have it put back
+            if prepared is None and self.refused is None:
+                prepared = self.prepare()
+            if prepared is None:
+                reason = self.refused
+            elif self.home != hidden.device:
                 reason = f"its experts lie on {self.home}, its inputs on {hidden.device}"
         note_reason(self, reason)
         return prepared if reason is None else None

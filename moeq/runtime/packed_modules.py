@@ -59,11 +59,12 @@ class PackedModule(PackedLinear):
             self.register_buffer("bias", None)
         self.register_buffer("weight", torch.zeros(GUARD_SHAPE, dtype=GUARD_DTYPE))
 
-    def prepare(self) -> None:
+    def prepare(self) -> PreparedLinear | None:
         """Have a kernel take the stored tensors, if one can; `refused` says why not."""
         with arranging():
             if self.prepared is None:
                 self._prepare()
+            return self.prepared
 
     def _prepare(self) -> None:
         if self.device.type == "meta" or is_offloaded(self):
@@ -84,13 +85,14 @@ class PackedModule(PackedLinear):
 
     def through(self, rows: Tensor) -> PreparedLinear | None:
         """The prepared matrix that computes a call, None where the stored one does; `reason` says why."""
-        reason = reason_at_call(self, rows)
-        if reason is None and self.prepared is None and self.refused is None:
-            self.prepare()
-        arranged, prepared = self.arranged, self.prepared  # of this call: another thread may have them put back
+        reason, prepared = reason_at_call(self, rows), self.prepared  # read once: another thread may have it put back
+        if reason is None and prepared is None and self.refused is None:
+            prepared = self.prepare()
+        arranged = self.arranged
         if reason is None and arranged is not None and arranged.device != rows.device:
             reason = f"its weights lie on {arranged.device}, its inputs on {rows.device}"
-        reason = reason or self.refused
+        if prepared is None:
+            reason = reason or self.refused
         note_reason(self, reason)
         return prepared if reason is None else None
 

@@ -83,6 +83,7 @@ def test_demotions_that_fail_hold_up_promotions_only_until_they_can_be_made() ->
     nothing_lost(dynamic)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_ends_is_followed_by_another() -> None:
     said: list[str] = []
     dynamic, source = made(said=said, background=True, ema=0.5)
