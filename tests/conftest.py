@@ -6,6 +6,7 @@ import functools
 import gc
 import hashlib
 import os
+import pickle
 import tempfile
 
 gc.disable()  # nothing of what is imported until the tests run is garbage
@@ -39,6 +40,7 @@ from fork_server import LIBRARIES, MOEQ, ForkServer, shared, shared_folder, unsy
 from tiny_models import FULL, save_tiny
 
 from moeq.models.corpus import documents
+from moeq.reporting import atlas, maps
 from moeq.verification import launch, probe
 from moeq_kernels import names
 
@@ -180,6 +182,22 @@ def encoded_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(documents, "encode", remembered)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def maps_once() -> Iterator[None]:
+    """The same map is drawn once: reports of the same profile have a dozen, which take most of their time."""
+    draw, known = atlas.ExpertMap.draw, {}
+
+    def remembered(self: atlas.ExpertMap, room: int = maps.WHOLE) -> Any:
+        key = hashlib.sha256(pickle.dumps((self, room))).digest()
+        if key not in known:
+            known[key] = draw(self, room)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(atlas.ExpertMap, "draw", remembered)
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -44,6 +45,7 @@ def estimate(
     monte_carlo_samples: int = 256,
     seed: int = 0,
     replica_bits: tuple[int, ...] = REPLICA_BITS,
+    changes: bool = True,
 ) -> Estimate:
     """Latency, throughput and memory of a placed model under every policy, and speed-ups of the context-aware one.
 
@@ -53,7 +55,8 @@ def estimate(
     follow from its prompt, as many as the placement has. `policies`: names or labels ("monde", "monde_opt"; None:
     all); the context-aware placement and both MoNDE baselines always are among them. `context` tokens of keys and
     values are read at every decode step, or with `kv_growth` the prompt and what was decoded so far. A placement with
-    fewer layers than the model is repeated evenly. A policy that cannot run the model is refused: an error if it was
+    fewer layers than the model is repeated evenly. `changes`: whether the sensitivity to every assumption is worked
+    out, which takes most of the time. A policy that cannot run the model is refused: an error if it was
     asked for by name, else a line of the result.
 
     Raises EstimateError for input that does not fit together. Source: shared/ESTIMATOR.md.
@@ -80,9 +83,8 @@ def estimate(
     at = [place for place in every if place not in lacking] or every
     batches = _by_batch(simulation, at, kv_growth=kv_growth)
     refused = _refused(batches, asked=policies is not None)
-    made = _assemble(
-        batches, placement, at, refused, replica_bits, kv_growth=kv_growth, popularity_given=popularity is not None
-    )
+    settled = partial(_assemble, kv_growth=kv_growth, popularity_given=popularity is not None, changes=changes)
+    made = settled(batches, placement, at, refused, replica_bits)
     return made.model_copy(update={"unfit": unfit})
 
 
@@ -147,6 +149,7 @@ def _assemble(
     *,
     kv_growth: bool,
     popularity_given: bool,
+    changes: bool,
 ) -> Estimate:
     batches, first = tuple(simulations), at[0][0]
     simulation = simulations[first]
@@ -162,7 +165,7 @@ def _assemble(
         }
     ndp_speedup = _ndp_speedup(simulation.sampled(MOST_STEPS), first)
     of_first = replace(simulation, kv_tokens=_kept_tokens(simulation.context, at[0], kv_growth=kv_growth))
-    rows, sampled, left_out = sensitivity(of_first, at[0], kv_growth=kv_growth)
+    rows, sampled, left_out = sensitivity(of_first, at[0], kv_growth=kv_growth) if changes else ((), None, ())
     return Estimate(
         geometry=layers.geometry.name,
         hardware=layers.hardware.name,

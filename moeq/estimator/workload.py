@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -19,6 +20,8 @@ from moeq.estimator.step import FloatArray, IntArray, Layers, Work
 from moeq.estimator.terms import Cost
 
 MAX_EXACT_OUTCOMES = 20_000
+LARGEST_DRAW = 1 << 22  # numbers at a time
+Seed = int | tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,7 @@ def routing_outcomes(
     top_k: int,
     batch: int,
     samples: int = 256,
-    seed: int | tuple[int, ...] = 0,
+    seed: Seed = 0,
     max_exact_outcomes: int = MAX_EXACT_OUTCOMES,
 ) -> Outcomes:
     """Outcomes of one step of `batch` tokens that each draw top_k experts without replacement by popularity[E].
@@ -150,24 +153,39 @@ def _rank(members: IntArray) -> IntArray:
     return rank
 
 
-def _sampled_outcomes(
-    popularity: FloatArray, *, top_k: int, batch: int, samples: int, seed: int | tuple[int, ...]
-) -> Outcomes:
+def _sampled_outcomes(popularity: FloatArray, *, top_k: int, batch: int, samples: int, seed: Seed) -> Outcomes:
     if samples < 1:
         raise EstimateError(f"{samples} Monte Carlo samples", do="give at least 1")
     num_experts = len(popularity)
-    generator = np.random.default_rng(seed)
     with np.errstate(divide="ignore"):
         weights = np.log(popularity)
     tokens = np.zeros((samples, num_experts), dtype=np.int64)
-    rows = max(1, 4_000_000 // (batch * num_experts))
-    for start in range(0, samples, rows):
-        count = min(rows, samples - start)
-        keys = weights + generator.gumbel(size=(count, batch, num_experts))
-        chosen = np.argpartition(-keys, top_k - 1, axis=2)[:, :, :top_k]
+    for start, noise in _noise((samples, batch, num_experts), seed):
+        count = len(noise)
+        chosen = np.argpartition(-weights - noise, top_k - 1, axis=2)[:, :, :top_k]
         flat = chosen.reshape(count, -1) + num_experts * np.arange(count)[:, None]
         tokens[start : start + count] = np.bincount(flat.ravel(), minlength=count * num_experts).reshape(count, -1)
     return Outcomes(probability=np.full(samples, 1.0 / samples), tokens=tokens, method="monte-carlo")
+
+
+def _noise(shape: tuple[int, int, int], seed: Seed) -> Iterator[tuple[int, FloatArray]]:
+    """Gumbel noise [S, B, E] of a draw, some samples at a time: the first's number and theirs."""
+    samples, batch, num_experts = shape
+    rows = max(1, LARGEST_DRAW // (batch * num_experts))
+    if samples <= rows:
+        yield 0, _noise_at_once(shape, seed)
+        return
+    generator = np.random.default_rng(seed)
+    for start in range(0, samples, rows):
+        yield start, generator.gumbel(size=(min(rows, samples - start), batch, num_experts))
+
+
+@lru_cache(maxsize=2)
+def _noise_at_once(shape: tuple[int, int, int], seed: Seed) -> FloatArray:
+    """What an interval's draws, which differ by the popularity alone, have in common: most of their time."""
+    noise = np.random.default_rng(seed).gumbel(size=shape)
+    noise.flags.writeable = False
+    return noise
 
 
 def decode_work(

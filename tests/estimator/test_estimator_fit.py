@@ -159,7 +159,7 @@ def test_two_rates_of_one_minimum_are_told_apart_by_what_only_one_of_them_carrie
         truth = hardware.changed("link", efficiency=slow.get("link", hardware.link.efficiency))
         truth = truth.changed("ndp", memory_efficiency=slow.get("ndp", hardware.ndp.memory_efficiency))
         placement = uniform_placement(geometry, bits=16, hot_experts=1)
-        grid = Grid(inputs=(64, 1024), outputs=(8,), batches=(1, 4))
+        grid = Grid(inputs=(64,), outputs=(8,), batches=(1, 4))
         table = [
             {"policy": point.policy, "batch": point.batch, "input_tokens": point.input_tokens, "geometry": GEOMETRY,
              "bits": 16, "gpu_experts": 1, "decode_seconds_per_token": point.decode_seconds_per_token,

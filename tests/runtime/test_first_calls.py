@@ -107,7 +107,7 @@ def test_what_is_looked_at_while_another_thread_calls_is_whole() -> None:
     rows, whole = torch.randn(2, 64), list(module.state_dict())
     with torch.no_grad():
         wanted, doubles = module(rows), module(rows.double())
-    ends, seen = time.monotonic() + 3, []
+    ends, seen = time.monotonic() + 2, []
 
     def calls() -> None:
         with torch.no_grad():

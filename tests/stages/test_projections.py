@@ -244,6 +244,7 @@ def test_granularity_layer_and_what_rows_are_needed(tiny_mixtral: Path, tmp_path
         make(tiny_mixtral, tmp_path, "assign={method: uniform, bits: 2, granularity: layer}")
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_names_other_matrices_is_refused(finished: Context, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()

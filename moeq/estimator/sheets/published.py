@@ -189,6 +189,7 @@ def _estimate(point: Mapping[str, Any], geometry: ModelGeometry) -> Estimate:
         policies=(policy,),
         grid=grid,
         context=point.get("context", 1024),
+        changes=False,
     )
 
 
@@ -223,6 +224,7 @@ def _share(point: Mapping[str, Any], geometry: ModelGeometry) -> float:
         popularity=popularity,
         policies=("dynaexq", "static_mixed"),
         grid=Grid(inputs=(128,), outputs=(128,)),
+        changes=False,
     )
     steps = {each.policy: each.decode_seconds_per_token for each in made.points}
     return steps["static_mixed"] / steps["dynaexq"]
