@@ -232,6 +232,7 @@ def test_sizes_weights_of_sources_stores_and_other_formats(
         assert found.notes == (), "domains are called as they were"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("streamed", [True, False])
 def test_scales_are_trained_layer_by_layer_or_not_again_whatever_the_memory(
     streamed: bool, home: Path, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -422,6 +422,7 @@ def test_a_reader_that_closes_the_pipe_ends_a_command_as_a_signal_would(words: l
     assert command.returncode == 141
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_characters_that_standard_output_has_no_encoding_for_are_escaped(tmp_path: Path, encoding: str) -> None:
     """They ended a command as a bug in moeq, and an error in JSON with a traceback; also bytes of a name that are no

@@ -65,6 +65,7 @@ def assigned(path: Path, layers: int, experts: int, **codes: Any) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_a_case_has_any_name(tmp_path: Path) -> None:
     stated = {"figure": "decode", "over": "monde_opt", "low": 1, "high": 2, "source": "here"}
     case = {"name": "3 bits [draft] [/b]", "geometry": "mixtral-8x7b", "bits": 3, "gpu_experts": 2, "stated": [stated]}
@@ -515,6 +516,7 @@ def test_several_hardware_where_one_is_taken(arguments: tuple[str | Path, ...], 
     assert moeq(*arguments, *several) == (2, f"estimate: 2 times --hardware; {remedy}")
 
 
+@pytest.mark.full
 def test_hardware_that_is_too_small_is_left_out_of_a_comparison_and_said(tmp_path: Path) -> None:
     asked = ("--model", "deepseek-v3", *ONE, "--samples", "8", "--hardware", "rtx5090-host-pcie5")
     code, text = moeq(*asked, "--hardware", "h200-x8-nvlink", "--out", tmp_path / "out")

@@ -292,6 +292,7 @@ def test_a_placed_prefill_runs_with_the_placed_replicas(loaded: tuple[Any, Any, 
     assert not np.allclose(found[0].scores, found[1].scores)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "setting",
     [

@@ -468,6 +468,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
         assert "lm_head.weight" not in check.rest()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
 def test_a_head_of_its_own_is_written_whatever_config_json_says_of_ties(family: str, tmp_path: Path) -> None:
     """As transformers does not tie what a checkpoint has twice with other values; with the same, it is tied."""

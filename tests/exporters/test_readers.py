@@ -241,6 +241,7 @@ def test_a_plain_checkpoint(model: Path, tmp_path: Path) -> None:
     assert list(found.others()) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["llama4_text", "mistral4"])
 def test_experts_one_by_one_of_a_family_that_stores_stacks(family: str, tmp_path: Path) -> None:
     """As other tools pack them, whichever way the family's own stacks lie."""

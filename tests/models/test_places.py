@@ -210,6 +210,7 @@ def test_a_blank_piece_of_a_long_text_is_part_of_it(
     assert len(found) > 1
 
 
+@pytest.mark.full
 def test_a_seed_draws_the_places(tmp_path: Path, counting: Counting) -> None:
     path = write(tmp_path / "a.jsonl", 3 << 20)
     found = {seed: opened(path, counting, seed=seed).take(16).digest() for seed in (None, 1, 2)}

@@ -145,6 +145,7 @@ def test_a_model_of_the_hub_is_planned_without_its_weights(
         assert ("download" not in short, not set(short) - {"download"}) == (downloads, runs), limits
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("options", [
     {"bits": 2.5, "quality": "best"}, {"size": "3MiB", "for_": "transformers"}, {"bits": 3, "for_": "exl3"},
     {"preset": "paper-000"},

@@ -109,6 +109,7 @@ def test_ids_are_unique_and_every_reference_has_its_id(page: str) -> None:
     assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', page)) <= set(ids)
 
 
+@pytest.mark.full
 def test_two_renders_give_the_same_bytes(page: str, make: Make) -> None:
     assert render(make()) == page
 

@@ -31,6 +31,7 @@ from moeq_kernels.description import LayerOfExperts
 # budget and pools
 
 
+@pytest.mark.full
 def test_a_million_blocks_taken_and_given_back() -> None:
     rng, pool, held = random.Random(0), BlockPool(64, 96, 40), []
     for _ in range(1_000_000):

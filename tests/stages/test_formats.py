@@ -291,6 +291,7 @@ def test_guards_of_a_model_in_float16_are_none_of_its_values(tmp_path: Path) -> 
     assert format_directory(made.out, "dequantized").is_dir()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("folded", [False, True])
 def test_terms_of_the_model_that_have_changed_reach_all_that_is_made_of_it(
     model: Path, tmp_path: Path, folded: bool

@@ -146,6 +146,7 @@ def test_other_widths_stay_as_stored(tiny_mixtral: Path, tmp_path: Path) -> None
     assert not (again.directory("quantize") / refine.PROGRESS).exists()
 
 
+@pytest.mark.full
 def test_the_seed_decides_the_tokens_that_are_drawn(tiny_mixtral: Path, tmp_path: Path) -> None:
     """In one directory, as the stage's key has to say."""
     quick = ("losses.bits=[2]", "losses.methods=[rtn]", "assign={method: uniform, bits: 2, quantizer: rtn}",

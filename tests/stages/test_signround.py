@@ -27,6 +27,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_seed_decides_the_rows_that_are_drawn(tiny_mixtral: Path, tmp_path: Path) -> None:
     """In one directory: what another seed draws is made anew beside what is there, which is found again."""
     more = ["losses.methods=[gptq,signround]", "losses.signround_iterations=20", "losses.bits=[2]"]

@@ -167,6 +167,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_bytes(
     assert told(context) == told(tuned)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("change", ["losses.damping=0.5", "others.damping=0.5", "losses.heldout_fraction=0.25"])
 def test_a_state_of_other_codes_outside_of_the_experts_is_another(
     tiny_mixtral: Path, tmp_path: Path, change: str

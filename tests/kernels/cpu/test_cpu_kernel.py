@@ -92,6 +92,7 @@ def test_ragged_shapes(rows: int, inputs: int, group_size: int, bits: int) -> No
         torch.testing.assert_close(linear(given).double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.cases(4)
 def test_gate_and_up_whose_groups_are_filled_up_alike_in_other_units(form: str) -> None:
     """Groups of 16 are two units of 4 bits, and one of 6 bits: whole numbers lie in another order."""
     layer = layer_of([{"gate_proj": 4, "up_proj": 6, DOWN: 4}, {"gate_proj": 3, "up_proj": 4, DOWN: 2}], 48, 32, 16)

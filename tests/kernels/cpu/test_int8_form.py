@@ -145,6 +145,7 @@ def layer_bound(layer: LayerOfExperts, rows: Tensor, expert: int) -> tuple[Tenso
     return inner @ values(matrices[DOWN]).T, bound(inner, moved, matrices[DOWN])
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_mixed_layer_is_within_the_bound(form: str, tokens: int, at_once: bool) -> None:
