@@ -39,6 +39,7 @@ import dynamic_quality  # isort: skip
 import figures  # isort: skip
 import torch  # isort: skip
 
+from moeq.models.forward import cache_name
 from moeq.runtime.dynamic.copies import Switch
 from moeq.runtime.dynamic.model import DynamicMoE
 from moeq.runtime.dynamic.pools import HIGH, LOW
@@ -56,15 +57,16 @@ def step_of(model: Any, vocabulary: int) -> Callable[[], float]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocabulary, (1, CONTEXT), generator=generator).to(model.device)
     cache = DynamicCache(config=model.config)
+    cached = {cache_name(model): cache, "use_cache": True}
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, **cached)
 
     def step() -> float:
         token = torch.randint(3, vocabulary, (1, 1), generator=generator).to(model.device)
         waited(model.device)
         began = time.perf_counter()
         with torch.no_grad():
-            model(input_ids=token, past_key_values=cache, use_cache=True)
+            model(input_ids=token, **cached)
         waited(model.device)
         taken = time.perf_counter() - began
         cache.crop(-1)

@@ -43,7 +43,7 @@ def print_families(rows: list[Support]) -> None:
     mark = {True: "yes", False: "no"}
     for row in rows:
         more = [row.model, row.experts] if wide else []
-        cells = [row.model_type, *more, mark[row.streamed], mark[row.quantized], row.remark]
+        cells = [row.model_type, *more, mark[row.streamed], mark[row.quantized], row.told]
         table.add_row(*cells, style=None if row.quantized else "dim")
     console.print(table)
     good = sum(row.quantized for row in rows)

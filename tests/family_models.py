@@ -22,6 +22,7 @@ from moeq.bundled import bundled_path
 from moeq.integers.vit import configuration as vit_configuration
 from moeq.integers.vit import modeling as vit_modeling
 
+PLACES = (transformers, vit_configuration, vit_modeling)
 VOCABULARY = 2048  # as many words as the bundled tokenizer has
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 40, "intermediate_size": 56, "moe_intermediate_size": 24,
@@ -74,6 +75,14 @@ DOTS3 = {
 MOE_VIT = {
     "image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10, "moe_layers": [0, 2], "router_bias": True,
 }  # fmt: skip
+LOOP = {
+    "num_hidden_layers": 4,
+    "n_layers_per_attn_res_block": 1,
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 3,
+    "loop_num_passes": 2,
+    "loop_gate_rank": 6,
+}
 LLAMA4 = {"intermediate_size": 24, "moe_layers": [1, 2]}
 MINIMAX_M3 = {**MIXED, "intermediate_size": 24}
 SAM = {"output_channels": 20, "downsample_channels": [24, 36], "window_size": 2, "global_attn_indexes": [1]}
@@ -114,7 +123,7 @@ def vision(name: str, model: str = "", **settings: Any) -> Family:
     return Family(f"{name}Config", model or f"{name}ForConditionalGeneration", settings)
 
 
-FAMILIES: dict[str, Family] = {
+EVERY: dict[str, Family] = {
     "afmoe": text("Afmoe"),
     "aria_text": text("AriaText", intermediate_size=24),
     "axk1": text("AXK1", **MLA, **MIXED),
@@ -149,10 +158,12 @@ FAMILIES: dict[str, Family] = {
     "hy_v4": text("HYV4", **MLA, **MIXED),
     "inkling_text": Family("InklingTextConfig", "InklingForCausalLM", MIXED),
     "inkling2_text": Family("Inkling2TextConfig", "Inkling2ForCausalLM", {}),
+    "inkling2_loop_text": Family("Inkling2LoopTextConfig", "Inkling2LoopForCausalLM", LOOP),
     "jamba": text("Jamba", attn_layer_period=2, attn_layer_offset=1, num_hidden_layers=4),
     "kimi_linear": text("KimiLinear", **MLA, **MIXED, layer_types=HYBRID),
     "kolibri1": text("Kolibri1"),
     "laguna": text("Laguna", **MIXED),
+    "lara_mini": text("LaraMini", layer_types=HYBRID),
     "lfm2_moe": text("Lfm2Moe", layer_types=["conv", "full_attention", "conv"]),
     "mellum": text("Mellum", **MIXED),
     "mimo_v2_flash": text("MiMoV2Flash", **MIXED),
@@ -213,6 +224,10 @@ FAMILIES: dict[str, Family] = {
     "glm5_next": vision(
         "Glm5Next", text_config={**MLA, **MIXED, "qk_rope_head_dim": 0, "layer_types": HYBRID, "index_kpool": 2}
     ),
+    "hy_v4_vl": vision(
+        "HYV4VL", text_config={**MLA, **MIXED, "rope_parameters": ROPE_3D | {"mrope_section": [1, 1, 2]}}
+    ),
+    "inkling2_loop": vision("Inkling2Loop", text_config=LOOP, vision_config={"text_hidden_size": 40}),
     "inkling_mm_model": vision("Inkling", text_config=MIXED),
     "inkling2": vision("Inkling2", vision_config={"text_hidden_size": 40}),
     "llama4": vision("Llama4", text_config=LLAMA4, vision_config={"intermediate_size": 144}),
@@ -233,8 +248,12 @@ FAMILIES: dict[str, Family] = {
     "unlimited_ocr": vision("UnlimitedOcr", vision_config={"sam_config": SAM}),
     "moe_vit": Family("MoeViTConfig", "MoeViTForImageClassification", MOE_VIT),
 }  # fmt: skip
+FAMILIES = {  # those of newer transformers than the installed one are left out
+    name: family for name, family in EVERY.items() if any(hasattr(place, family.model) for place in PLACES)
+}
 SEEING = ("gemma4", "glm4v_moe", "ernie4_5_vl_moe", "llama4", "minimax_m3_vl", "qwen3_5_moe", "qwen3_vl_moe")
 CLASSIFIERS = ("moe_vit",)  # of images: they take no tokens
+LOOPED = ("inkling2_loop_text", "inkling2_loop")  # they run some layers several times
 ENCODER_DECODERS = ("nllb-moe", "switch_transformers", "diffusion_gemma")
 NOT_BUILT = {
     "qwen3_omni_moe": "the whole of thinker, talker and vocoder has no forward; its thinker is in the table",
@@ -244,8 +263,7 @@ NOT_BUILT = {
 
 def of_name(name: str) -> Any:
     """A class of transformers, or of moeq's own models."""
-    places = (transformers, vit_configuration, vit_modeling)
-    return next(getattr(place, name) for place in places if hasattr(place, name))
+    return next(getattr(place, name) for place in PLACES if hasattr(place, name))
 
 
 def configuration(family: str, **settings: Any) -> Any:

@@ -157,7 +157,7 @@ def all_families() -> str:
     mark = {True: "yes", False: "no"}
     rows = []
     for row in families():
-        whole = f"{mark[row.quantized]}: {row.remark}" if row.remark else mark[row.quantized]
+        whole = f"{mark[row.quantized]}: {row.told}" if row.told else mark[row.quantized]
         rows.append((row.model_type, row.model, row.experts, mark[row.streamed], whole))
     return table("| model_type | class | experts | streams | quantizes, exports, loads |", rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,12 @@ def token_inputs(model: Any, input_ids: Tensor) -> dict[str, Tensor]:
     if not model.config.is_encoder_decoder:
         return {"input_ids": input_ids}
     return {"input_ids": input_ids, "decoder_input_ids": _shifted_right(model, input_ids)}
+
+
+def cache_name(model: Any) -> str:
+    """What a model's forward and its output call keys and values: `cache` from transformers 5.24 on; before, and in
+    code of checkpoints that is older, `past_key_values`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def drawn_inputs(model: Any, count: int, length: int, seed: int) -> dict[str, Tensor]:

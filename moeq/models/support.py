@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +33,8 @@ class Support:
     model_type and model: its names in transformers; experts: how it keeps them; streamed: whether its layers run from
     disk with the same logits; quantized: whether a run, its export and the loading of that give the dequantized logits;
     separate: whether every matrix of an expert is a tensor of its own on disk, without biases, as most formats of other
-    runtimes want it; remark: why not, or what is left alone.
+    runtimes want it; remark: why not, or what is left alone; since: the first transformers that has it, empty where all
+    that moeq takes do.
     """
 
     model_type: str
@@ -41,6 +44,17 @@ class Support:
     quantized: bool
     separate: bool
     remark: str = ""
+    since: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the installed transformers has it."""
+        return not self.since or _numbers(version("transformers")) >= _numbers(self.since)
+
+    @property
+    def told(self) -> str:
+        """The remark, and which transformers it takes."""
+        return "; ".join(filter(None, (self.remark, self.since and f"transformers {self.since} or later")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +95,11 @@ def families(name: str | None = None) -> list[Support]:
     return named
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    """Major and minor of a version."""
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))
+
+
 def has(name: str) -> bool:
     """Whether any family's model_type or class contains a name."""
     try:
@@ -117,6 +136,9 @@ def answer(config: Mapping[str, Any]) -> Answer:
         what = f"experts of {family.model} are not supported: {family.remark}"
         do = "`moeq families` lists what is supported"
         return Answer(verdict="refused", line=what, do=do, family=family, **numbers)
+    if not family.is_here:
+        what = f"{family.model} is of transformers {family.since}, here is {version('transformers')}"
+        return Answer(verdict="refused", line=what, do="install that one or a later one", family=family, **numbers)
     method = quantization_of(dict(config)).get("quant_method")
     if method is not None and method not in DEQUANTIZED:
         line, do = f"already quantized ({method})", "give the original model to quantize it; see `moeq inspect`"

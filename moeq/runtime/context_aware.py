@@ -27,6 +27,7 @@ from torch import Tensor
 from moeq.artifacts.assignment import FULL
 from moeq.errors import EvaluationError, ModelError
 from moeq.models.experts import ExpertLayer
+from moeq.models.forward import cache_name
 from moeq.runtime.experts_by_row import Dequantized, LastUsed, Rows, by_row
 from moeq.runtime.prefixes import cache_bytes, can_join, join
 from moeq.runtime.routing_counts import RoutingCounts, counting
@@ -161,8 +162,9 @@ class ContextAwareModel:
         """Logits [1, F, V] and cache of one row with the replicas of the prefill; the given cache stays as it is."""
         self._rows = Rows(keys=self._keys([self.prefill_keys]))
         ids = torch.tensor([tokens], device=self.device)
-        output = self.model(input_ids=ids, past_key_values=deepcopy(cache), use_cache=True)
-        return output.logits, output.past_key_values
+        name = cache_name(self.model)
+        output = self.model(input_ids=ids, use_cache=True, **{name: deepcopy(cache)})
+        return output.logits, getattr(output, name)
 
     def continuation(self, prefilled: Prefilled, continuations: Sequence[Sequence[int]]) -> Piece:
         """What is fed to score continuations after a context, of at least one token, which differ in the last one."""
@@ -210,7 +212,7 @@ class ContextAwareModel:
         if not bool(mask.all()):
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, before:]
             padding = {"attention_mask": mask.to(self.device), "position_ids": positions.to(self.device)}
-        cached = {"past_key_values": cache, "use_cache": cache is not None}
+        cached = {cache_name(self.model): cache, "use_cache": cache is not None}
         logits: Tensor = self.model(input_ids=ids.to(self.device), **cached, **padding).logits
         return logits
 
@@ -246,9 +248,9 @@ class ContextAwareModel:
             answers = self.model.generate(
                 input_ids=ids.to(self.device),
                 attention_mask=mask.to(self.device),
-                past_key_values=cache,
                 pad_token_id=pad,
                 stopping_criteria=None if stopping is None else stopping(len(contexts), longest),
+                **{cache_name(self.model): cache},
                 **options,
             )
         finally:

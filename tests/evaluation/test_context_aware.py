@@ -19,6 +19,7 @@ from moeq.evaluation.context_options import ContextOptions, check_replicas, choo
 from moeq.evaluation.harness_models import ContextAwareLM, StaticLM
 from moeq.models import loading
 from moeq.models.experts import set_expert_weights
+from moeq.models.forward import cache_name
 from moeq.models.source import open_source
 from moeq.runtime.context_aware import ContextAwareModel, PrefillStore
 from moeq.runtime.experts_by_row import Dequantized
@@ -178,7 +179,7 @@ def test_a_decision_is_what_the_model_runs_with(loaded: tuple[Any, Any, Made], r
         before = model(torch.tensor([context[:split]]), use_cache=True)
         write(loaded, lambda layer, expert: int(piece.keys[layer, expert]))
         rest = [*context[split:], *continuation[:-1]]
-        after = model(torch.tensor([rest]), past_key_values=before.past_key_values).logits
+        after = model(torch.tensor([rest]), **{cache_name(model): getattr(before, cache_name(model))}).logits
         write(loaded, lambda layer, expert: 16)
     logits = torch.cat([before.logits, after], 1)[0, len(context) - 1 :]
     wanted = logits.log_softmax(-1)[range(len(continuation)), list(continuation)]
@@ -231,8 +232,8 @@ def step_by_step(
         for _ in range(count):
             fed = [*context, *tokens][split:]
             if fed:
-                cache = None if output is None else output.past_key_values
-                output = model(torch.tensor([fed]), past_key_values=cache, use_cache=True)
+                cache = None if output is None else getattr(output, cache_name(model))
+                output = model(torch.tensor([fed]), use_cache=True, **{cache_name(model): cache})
                 split += len(fed)
             assert output is not None
             likely = output.logits[0, -1].log_softmax(-1)

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from family_models import ENCODER_DECODERS, FAMILIES, NOT_BUILT, SEEING, inputs, inputs_with_image, of_name, save
+from family_models import (
+    ENCODER_DECODERS,
+    FAMILIES,
+    LOOPED,
+    NOT_BUILT,
+    SEEING,
+    inputs,
+    inputs_with_image,
+    of_name,
+    save,
+)
 from greenlet import getcurrent, greenlet
 
 from moeq.errors import ModelError
@@ -27,9 +37,9 @@ from moeq.models.support import answer
 CPU = torch.device("cpu")
 NOT_BY_HEADERS = {  # config.json leaves some of their sizes to transformers, or which of their layers keep what
     "axk2", "dbrx", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm4_moe_lite", "glm5_next",
-    "glm_moe_dsa", "hy_v4", "jamba", "jetmoe", "longcat_flash", "minimax_m3_vl", "minimax_m3_vl_text", "mistral_large4",
-    "mixtral", "moe_vit", "openai_privacy_filter", "phimoe", "qwen3_omni_moe_thinker", "qwen4_exp", "qwen4_exp_text",
-    "switch_transformers",
+    "glm_moe_dsa", "hy_v4", "hy_v4_vl", "jamba", "jetmoe", "longcat_flash", "minimax_m3_vl", "minimax_m3_vl_text",
+    "mistral_large4", "mixtral", "moe_vit", "openai_privacy_filter", "phimoe", "qwen3_omni_moe_thinker", "qwen4_exp",
+    "qwen4_exp_text", "switch_transformers",
 }  # fmt: skip
 
 
@@ -113,9 +123,9 @@ def test_streamed_equals_loaded(family: str, tmp_path: Path) -> None:
 
     found, read = in_lockstep(streamed, calls)
     assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
-    assert len(read) == len(set(read))
+    assert len(read) == len(set(read)) or family in LOOPED
     assert streamed.bytes_read - resident == 2 * once
-    if family not in ENCODER_DECODERS:
+    if family not in ENCODER_DECODERS + LOOPED:
         layers = [block for block in read if "audio" not in block]
         assert layers == sorted(layers, key=streamed.blocks.index)
 

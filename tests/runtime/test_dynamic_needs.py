@@ -10,6 +10,7 @@ from family_models import build
 from packed_layers import matrix_of
 
 from moeq.models.experts import find_expert_layers
+from moeq.models.forward import cache_name
 from moeq.runtime.dynamic.needs import (
     ACTIVATIONS,
     CACHE,
@@ -26,7 +27,7 @@ from moeq_kernels.widths import Encoding
 def held(model: Any, tokens: int) -> int:
     """Bytes of the keys and values after a text, as the model's cache has them."""
     with torch.no_grad():
-        cache = model(input_ids=torch.randint(0, 30, (1, tokens)), use_cache=True).past_key_values
+        cache = getattr(model(input_ids=torch.randint(0, 30, (1, tokens)), use_cache=True), cache_name(model))
     return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeq.models.experts import ExpertLayer
-from moeq.models.forward import drawn_inputs
+from moeq.models.forward import cache_name, drawn_inputs
 from moeq.models.messages import quiet_transformers
 from moeq.runtime.packed_modules import PackedModule, prepare
 
@@ -108,7 +108,7 @@ def _kept(model: Any, length: int) -> list[tuple[int, int | None]]:
     """Bytes of every layer's part of the cache after some tokens, and its window, None: it has none; and what a cache
     has beside its layers (MiniMax's states)."""
     with torch.no_grad(), quiet_transformers():
-        cache = model(**_drawn(model, length), use_cache=True).past_key_values
+        cache = getattr(model(**_drawn(model, length), use_cache=True), cache_name(model))
     parts = [cache.self_attention_cache, cache.cross_attention_cache] if model.config.is_encoder_decoder else [cache]
     return [_of_layer(layer) for part in parts for layer in (*part.layers, part)]
 
