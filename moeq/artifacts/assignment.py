@@ -36,6 +36,7 @@ MIXED = -1  # stands for the width of a replica whose matrices have several, whe
 MIXED_NAME, DROPPED_NAME = "mixed", "dropped"
 EXPERT_WIDTHS = (DROPPED, *WIDTHS)  # of an expert; no matrix is dropped by itself
 Tier = Literal["gpu", "ndp", "host", "disk"]
+EDITED = "by hand: not all of it is what the method found within the budget"  # said where an assignment is told of
 REMEDY = "correct the file or make it anew: run `moeq assign --force`"
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from itertools import chain
 
-from moeq.artifacts.assignment import DROPPED, FULL, Assignment
+from moeq.artifacts.assignment import DROPPED, EDITED, FULL, Assignment
 from moeq.artifacts.evaluation import Divergence, EvalRow
 from moeq.artifacts.loads_in import called
 from moeq.artifacts.targets import in_words
@@ -38,7 +38,7 @@ def _facts(inputs: ReportInputs) -> list[tuple[str, str]]:
         ("assignment", inputs.label(assignment.name)),
         ("method", method_text(assignment)),
         ("budget", budget_text(assignment)),
-        ("edited", "by hand: not all of it is what the method found within the budget" if inputs.edited else ""),
+        ("edited", EDITED if inputs.edited else ""),
         ("quantized", f"{_widths(assignment)}; {in_words(assignment.encoding)}"),
         ("refined", _refined(inputs)),
         ("tuned", "" if inputs.tuned is None else inputs.tuned.told()),

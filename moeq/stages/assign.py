@@ -28,9 +28,10 @@ from moeq.artifacts.assignment import (
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import canonical_json, make_directory
 from moeq.artifacts.profile import ExpertProfile
+from moeq.artifacts.run import EDITABLE
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
-from moeq.artifacts.stage import read_record
+from moeq.artifacts.stage import edited_files, read_record
 from moeq.artifacts.targets import granularity_within, loaded_by, refuse_codes, target_of
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs, Loaded
@@ -362,6 +363,11 @@ def load(context: Context) -> Assignment:
         for expert, choice in enumerate(layer.experts):
             _check_choice(context, described, choice, f"{path}: {layer.name}, expert {expert}")
     return assignment
+
+
+def is_edited(context: Context) -> bool:
+    """Whether the assignment was changed by hand after it had been decided."""
+    return bool(edited_files(context.directory("assign"), "assign", EDITABLE["assign"]))
 
 
 def _check_choice(context: Context, layer: ExpertLayer, choice: ExpertChoice, where: str) -> None:

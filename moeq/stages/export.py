@@ -349,7 +349,8 @@ def write_card(context: Context, manifest: PlacementManifest, figures: list[dict
 
 def card(context: Context, manifest: PlacementManifest, figures: list[dict[str, Any]]) -> str:
     """The checkpoint's model card."""
-    return model_card.render(manifest, context.model.source.config, figures, context.model.origin)
+    edited = assign.is_edited(context)
+    return model_card.render(manifest, context.model.source.config, figures, context.model.origin, edited=edited)
 
 
 REPLICA = 9000  # bytes of one replica in the manifest: nine tensors' stamps as objects and as JSON

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from moeq.artifacts.assignment import DROPPED_NAME, MIXED_NAME, count_matrices, count_widths
+from moeq.artifacts.assignment import DROPPED_NAME, EDITED, MIXED_NAME, count_matrices, count_widths
 from moeq.artifacts.manifest import PlacementManifest
 from moeq.artifacts.targets import in_words
 from moeq.exporters.front_matter import Origin, code_lines, front_matter, markdown
@@ -31,9 +31,10 @@ def render(
     origin: Origin,
     *,
     converted: bool = False,
+    edited: bool = False,
 ) -> str:
     """Markdown with the front matter that the hub reads; origin: what the model's own card says of it; converted: it is
-    that of a packed checkpoint.
+    that of a packed checkpoint; edited: the assignment was, by hand.
 
     figures: rows name, bits_per_weight, expert_bytes, perplexity, accuracy, kl and same_top (against the original); of
     image classifiers cross_entropy and logit_error too.
@@ -62,6 +63,7 @@ def render(
         f"| original | {name}, revision {markdown(manifest.model.revision or 'local')}, "
         f"digest {manifest.model.digest[:16]} |",
         f"| assignment | {made} |",
+        *([f"| edited | {EDITED} |"] if edited else []),
         f"| codes | {in_words(manifest.encoding)} |",
         f"| bits of an expert weight, scales and zero points counted | {manifest.bits_per_weight:.2f} |",
         f"| experts by code bits | {_counts(count_widths(widths))} |",

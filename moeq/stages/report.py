@@ -19,7 +19,7 @@ from moeq.artifacts.gates import Gate, read_gates, write_gates
 from moeq.artifacts.loads_in import told
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.run import EDITABLE
-from moeq.artifacts.stage import current_digest, edited_files, read_record
+from moeq.artifacts.stage import current_digest, read_record
 from moeq.assigners.report import around
 from moeq.errors import ArtifactError
 from moeq.models.drafts import left_drafts
@@ -53,7 +53,7 @@ from moeq.stages.replicas import load_losses
 from moeq.stages.trade_offs import trade_offs
 
 NAME = "report.html"
-REVISION = 15  # raised when the same run gives another page
+REVISION = 16  # raised when the same run gives another page
 HOW = ("workers", "engine", "mirror")  # of a recipe: who computes, not what
 APART = {"model", "store", "gates", *HOW}  # what the page does not depend on by way of its sections
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")
@@ -104,7 +104,7 @@ def collect(context: Context) -> ReportInputs:
         labels=labels(context.recipe),
         domains=_domains(context, evaluation),
         digests={stage: read_record(context.directory(stage), stage).digest for stage in stages_of(context)},
-        edited=bool(edited_files(context.directory("assign"), "assign", EDITABLE["assign"])),
+        edited=assign.is_edited(context),
         mixed=mixed(context),
     )
 
