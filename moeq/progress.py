@@ -16,9 +16,11 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
+from rich.table import Table
 
 from moeq.bounded import CONTROL, shortened
 from moeq.tables import human_seconds
+from moeq.windows import fitted
 
 LINE_SECONDS = 15  # between two lines of progress where there is no terminal
 BAR, LEAST_BAR, BESIDE_BAR = 24, 4, 29  # columns of a terminal: of the longest bar, the shortest, the figures beside it
@@ -42,6 +44,7 @@ class PlainConsole(Console):
         return self.is_terminal or os.environ.get("COLUMNS", "").lstrip("0").isdigit()
 
     def print(self, *objects: Any, **options: Any) -> None:
+        objects = tuple(fitted(one, self.width) if isinstance(one, Table) else one for one in objects)
         if not self.wraps and all(isinstance(one, str) for one in objects):
             options.setdefault("soft_wrap", True)
         super().print(*objects, **options)

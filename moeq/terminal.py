@@ -269,7 +269,7 @@ def print_prices(prices: list[dict[str, Any]]) -> None:
 def print_frontier(frontier: dict[str, Any], plot: Path) -> None:
     """Objective and bytes of every method; dominated points are dim."""
     console = PlainConsole()
-    table = empty_table("method", ("bits", "experts", "objective"), no_wrap=True)
+    table = empty_table("method", ("bits", "experts", "objective"), overflow="fold")
     table.add_column("")
     for point in sorted(frontier["points"], key=itemgetter("expert_bytes", "objective")):
         table.add_row(

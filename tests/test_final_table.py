@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from moeq import final_table
+from moeq.progress import PlainConsole
 from moeq.terminal import named_lines
 
 ESTIMATED = {"geometry": "mixtral-8x7b", "geometry_is_the_models": False}
@@ -38,7 +38,7 @@ def row(name: str, label: str, *, speed: float | None = 7.8, exported: bool = Fa
 
 
 def shown(rows: list[dict[str, Any]], width: int) -> str:
-    console = Console(width=width, highlight=False)
+    console = PlainConsole(width=width)
     with console.capture() as capture:
         for made in final_table.tables(rows, width):
             console.print(made)
@@ -59,6 +59,27 @@ def test_stored_bits_kl_and_equal_top_1_stand_beside_perplexity_on_one_line(widt
     head = lines[0].split()
     assert [title for title in ("bits", "ppl", "KL", "top-1") if title in head] == ["bits", "ppl", "KL", "top-1"]
     assert {"2.29", "35.17", "0.0739", "81.4%"} <= set(lines[1].split())
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 60])
+def test_no_window_is_too_narrow_for_a_name_or_a_figure(width: int) -> None:
+    text = shown([row("run", "optimal by matrix, 2.3 bits", exported=True), row("b", "uniform 2-bit")], width)
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    words = {
+        "optimal",
+        "matrix,",
+        "uniform",
+        "2-bit",
+        "2.29",
+        "4.05",
+        "35.17",
+        "0.0739",
+        "81.4%",
+        "879",
+        "7.8x",
+        "3.9x",
+    }
+    assert words <= set(text.replace(";", "").split()), text
 
 
 def test_a_column_that_no_row_has_is_left_out() -> None:

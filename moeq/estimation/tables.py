@@ -6,11 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.cells import cell_len
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from moeq.estimator.capacity import CapacityPlan
 from moeq.estimator.cases import Case, EstimateDocument
@@ -333,45 +330,17 @@ def print_sheet(sheets: Sequence[Sheet], most: int | None = None) -> None:
     for number, sheet in enumerate(sheets):
         console.print(f"{chr(10) if number else ''}{sheet.title}", style="bold")
         shown = [list(map(_cell, row)) for row in sheet.rows[:most]]
-        widths = _fitting(sheet.columns, shown, console.width)
-        if widths is None:
-            _print_one_by_one(console, sheet.columns, shown)
-        else:
-            table = _table(sheet.columns, texts=0)
-            for index, (column, width) in enumerate(zip(table.columns, widths, strict=True)):
-                column.width = width
-                if not any(isinstance(row[index], (int, float)) for row in sheet.rows):
-                    column.justify = "left"
-            for row in shown:
-                table.add_row(*row)
-            console.print(table)
+        table = _table(sheet.columns, texts=0)
+        for index, column in enumerate(table.columns):
+            if not any(isinstance(row[index], (int, float)) for row in sheet.rows):
+                column.justify = "left"
+        for row in shown:
+            table.add_row(*row)
+        console.print(table)
         if most is not None and len(sheet.rows) > most:
             console.print(f"- {len(sheet.rows) - most} more rows with --json", style="dim")
         for note in sheet.notes:
             console.print(f"- {note}", style="dim")
-
-
-def _fitting(titles: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Widths of columns that break lines only between words, the widest ones first; None where words would break."""
-    columns = [[title, *(row[index] for row in rows)] for index, title in enumerate(titles)]
-    words = [max((cell_len(word) for text in column for word in text.split()), default=1) for column in columns]
-    widths = [max(map(cell_len, column)) for column in columns]
-    over = sum(widths) + len(widths) - 1 - room
-    for _ in range(over):
-        widest = max(range(len(widths)), key=lambda index: (widths[index] > words[index], widths[index]))
-        if widths[widest] <= words[widest]:
-            return None
-        widths[widest] -= 1
-    return widths
-
-
-def _print_one_by_one(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table that is too wide for the window: every row's name, with its number, above its other cells with titles."""
-    names = 1 if titles[0] else 2
-    for row in rows:
-        console.print(" ".join(row[:names]), style="bold")
-        cells = (f"{title}: {cell}" for title, cell in zip(titles[names:], row[names:], strict=True) if cell != "-")
-        console.print(Padding(Text("; ".join(cells)), (0, 0, 0, 2)))
 
 
 def _cell(value: Cell) -> str:
