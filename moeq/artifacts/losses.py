@@ -17,7 +17,7 @@ weight: what `loss` and `weighted_loss` are for an expert that is dropped. Both 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,13 +177,23 @@ def write_losses(path: Path, parts: Iterable[list[dict[str, Any]]]) -> None:
     """
     tables = [pa.Table.from_pylist(rows, schema=SCHEMA) for rows in parts]
     table = pa.concat_tables(tables).combine_chunks()
-    write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
+    write_parquet(path, table)
+
+
+def write_parquet(path: Path, table: pa.Table, finish: Callable[[Path], None] = lambda written: None) -> None:
+    """Write a table atomically. finish: what is still done to the file."""
+
+    def write(partial: Path) -> None:
+        pq.write_table(table, partial.absolute(), compression="zstd")  # a relative path a:b is an address to it
+        finish(partial)
+
+    write_atomically(path, write)
 
 
 def read_parquet(path: Path, remedy: str = REMEDY) -> pa.Table:
     """A Parquet file; ArtifactError when it is missing or damaged, or would take more than tables of moeq do."""
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path.absolute()) as file:
             if file.metadata.num_rows > MOST_ROWS:
                 raise ValueError(f"{file.metadata.num_rows} rows, at most {MOST_ROWS} are read")
             table = file.read()

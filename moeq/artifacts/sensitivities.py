@@ -21,11 +21,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from moeq.artifacts import sealed
-from moeq.artifacts.files import write_atomically
-from moeq.artifacts.losses import VERSION_KEY, metadata_text, read_parquet
+from moeq.artifacts.losses import VERSION_KEY, metadata_text, read_parquet, write_parquet
 from moeq.artifacts.stage import check_schema_version
 from moeq.errors import ArtifactError
 
@@ -68,12 +66,7 @@ def write_sensitivities(path: Path, columns: Mapping[str, Sequence[Any]], model:
     metadata = {VERSION_KEY: str(SCHEMA_VERSION).encode(), MODEL_KEY: model.encode()}
     metadata |= {COLUMNS_KEY: columns_digest(table, model, whole=True).encode(), sealed.KEY: sealed.BLANK}
     table = table.replace_schema_metadata(metadata)
-
-    def write(partial: Path) -> None:
-        pq.write_table(table, partial, compression="zstd")
-        sealed.seal(partial)
-
-    write_atomically(path, write)
+    write_parquet(path, table, sealed.seal)
 
 
 def read_sensitivities(path: Path) -> SensitivityTable:

@@ -31,6 +31,13 @@ def test_parts_are_joined_into_the_same_file(tmp_path: Path) -> None:
     assert table.rows(WHOLE) == [one for part in parts for one in part if one["projection"] == WHOLE]
 
 
+def test_a_relative_path_with_a_colon_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To pyarrow it is an address, and no file system is called `run`."""
+    monkeypatch.chdir(tmp_path)
+    write_losses(Path("run:1/losses"), [[row(0, 0, WHOLE)]])
+    assert read_losses(Path("run:1/losses")).rows() == [row(0, 0, WHOLE)]
+
+
 def test_best_is_the_lowest_loss_of_the_whole_expert_and_the_first_of_equals(tmp_path: Path) -> None:
     losses = {("b", 0): 0.5, ("a", 0): 0.2, ("b", 1): 0.3, ("a", 1): 0.3, ("b", 2): 0.1, ("a", 2): 0.4}
     rows = [
