@@ -6,6 +6,7 @@ Letters: N rows, K inputs, G groups of g inputs.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from torch import Tensor
 from moeq.numerics.float_sweep import nearest_fp4, nearest_fp8
 from moeq_kernels import grids
 from moeq_kernels.floats import FP4_MOST, FP8_MOST
-from moeq_kernels.packed import PackedWeight
-from moeq_kernels.widths import FLOAT_BITS, Encoding, resolved_group_size
+from moeq_kernels.packed import PackedWeight, row_range, whole_rows
+from moeq_kernels.widths import DROPPED, FLOAT_BITS, Encoding, resolved_group_size
 
 BLOCK = 1 << 20  # weights that are compared at once
 DIGITS = 9  # of an error that is written down: sums in another order give the same
@@ -25,14 +26,33 @@ UNRELATED = 1.0  # the error of a matrix of zeros: that of one that has nothing 
 MOST_OF_A_ROW = 1.2  # of a single row, halfway between the two
 
 
-def relative_error(values: Tensor, exact: Tensor) -> float:
+def row_blocks(*matrices: PackedWeight | Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of matrices [N, K], in float32: a block at a time, so that of a large one nothing is held twice.
+
+    ValueError where their shapes differ.
+    """
+    shapes = [_shape(matrix) for matrix in matrices]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"matrices of {shapes} have no rows in common")
+    whole = max(whole_rows(m) if isinstance(m, PackedWeight) and _in_tiles(m) else 1 for m in matrices)
+    rows, width = shapes[0][0], math.prod(shapes[0][1:])
+    step = -(-max(1, BLOCK // max(1, width)) // whole) * whole
+    for first in range(0, rows or 1, step):
+        yield tuple(_values(matrix, first, min(step, rows - first)) for matrix in matrices)
+
+
+def is_equal(one: PackedWeight | Tensor, other: PackedWeight | Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether matrices, or other tensors, have the same values, the other's rounded to a type."""
+    if _shape(one) != _shape(other):
+        return False
+    pair = (each if isinstance(each, PackedWeight) else torch.atleast_1d(each) for each in (one, other))
+    return all(torch.equal(found, wanted.to(dtype).float()) for found, wanted in row_blocks(*pair))
+
+
+def relative_error(values: PackedWeight | Tensor, exact: PackedWeight | Tensor) -> float:
     """||values - exact|| / ||exact|| of matrices [N, K], or ||values|| of nothing, sums in float64; infinite where one
-    is not finite. A block of rows at a time: of a large matrix nothing is held twice."""
-    rows = max(1, BLOCK // max(1, exact.shape[-1]))
-    blocks = [
-        (_norm(part), _norm(found.float() - part))
-        for found, part in zip(values.split(rows), (block.float() for block in exact.split(rows)), strict=True)
-    ]
+    is not finite."""
+    blocks = [(_norm(part), _norm(found - part)) for found, part in row_blocks(values, exact)]
     wanted, error = (math.hypot(*norms) for norms in zip(*blocks, strict=True))
     error /= wanted or 1.0
     return error if math.isfinite(error) else math.inf
@@ -88,12 +108,31 @@ def float_rounding_error(exact: Tensor, bits: int, codebook: str) -> float:
     return math.sqrt(squares) / (_norm(exact.float()) or 1.0)
 
 
-def unlike_rows(values: Tensor, exact: Tensor) -> list[int]:
+def unlike_rows(values: PackedWeight | Tensor, exact: Tensor) -> list[int]:
     """Numbers of the rows [N, K] that have less to do with the weights than a row of zeros."""
-    wanted = torch.linalg.vector_norm(exact.float(), dim=1, dtype=torch.float64)
-    errors = torch.linalg.vector_norm(values.float() - exact.float(), dim=1, dtype=torch.float64)
-    unlike: Tensor = (wanted > 0) & ~(errors <= MOST_OF_A_ROW * wanted)
-    return unlike.nonzero()[:, 0].tolist()  # type: ignore[no-any-return]
+    unlike: list[Tensor] = []
+    for found, part in row_blocks(values, exact):
+        wanted, errors = (torch.linalg.vector_norm(of, dim=1, dtype=torch.float64) for of in (part, found - part))
+        unlike.append((wanted > 0) & ~(errors <= MOST_OF_A_ROW * wanted))
+    return torch.cat(unlike).nonzero()[:, 0].tolist()  # type: ignore[no-any-return]
+
+
+def _in_tiles(weight: PackedWeight) -> bool:
+    """Whether rows of a weight hang together."""
+    return bool(weight.state_bits) and weight.bits != DROPPED
+
+
+def _shape(matrix: PackedWeight | Tensor) -> tuple[int, ...]:
+    if isinstance(matrix, PackedWeight):
+        return (matrix.scales if _in_tiles(matrix) else matrix.codes).shape[0], matrix.inputs
+    return tuple(matrix.shape)
+
+
+def _values(matrix: PackedWeight | Tensor, first: int, count: int) -> Tensor:
+    rows = slice(first, first + count)
+    if isinstance(matrix, PackedWeight):
+        return (row_range(matrix, first, count) if _in_tiles(matrix) else matrix.rows(rows)).dequantize()
+    return matrix[rows].float()
 
 
 def _norm(values: Tensor) -> float:

@@ -320,7 +320,7 @@ def other_replacements(context: Context) -> dict[str, Replacement]:
     stored = Stored(context)
 
     def dequantized(module: OtherModule) -> dict[str, torch.Tensor]:
-        return {"weight": stored.packed(module).dequantize()}
+        return {"weight": stored.packed(module).dequantize(context.model.dtype)}
 
     return {
         module.name: Replacement(

@@ -429,15 +429,23 @@ def _foreseen(given: ExportSizes, name: str, sizes: Sizes, native: Mapping[str, 
 
 
 def _verifying(sizes: Sizes) -> list[Moment]:
-    """The target's process, and when it has ended what its layers are compared with, a group of experts at a time."""
+    """The target's process, and when it has ended what its layers and modules are compared with: experts a group at a
+    time."""
     layer, parameters = sizes.largest, sizes.expert_parameters + sizes.others.parameters
-    whole = sum(sizes.block_parameters) + sizes.resident_parameters
-    loaded = 4 * (whole - parameters) + sizes.others.packed + sizes.placed[0]
-    if loaded > memory_bytes(torch.device("cpu")):
-        return []  # it is left out
+    whole, plain = sum(sizes.block_parameters) + sizes.resident_parameters, PLAIN in sizes.recipe.export.formats
+    loaded = [4 * (whole - parameters) + sizes.others.packed + sizes.placed[0], *([4 * whole] if plain else [])]
+    loaded = [size for size in loaded if size <= memory_bytes(torch.device("cpu"))]  # others are left out
+    if not loaded:
+        return []
     resident, block = 4 * sizes.resident_parameters, 4 * max(sizes.block_parameters)
-    if PLAIN not in sizes.recipe.export.formats:  # whose experts are read as stacks, a layer at a time
+    if not plain:  # whose experts are read as stacks, a layer at a time
         expert = 4 * layer.parameters_per_expert
         block -= max(0, layer.num_experts * expert - max(GROUP_BYTES, expert) - expert)
+    module = {"one module, compared": sizes.others.unpacked(4)} if plain else {}
     reference = "reference in float32"
-    return [{APART: TARGET_PROGRAM + loaded, reference: resident}, {reference: resident + block}]
+    held: Moment = {reference: resident}
+    return [
+        {APART: TARGET_PROGRAM + max(loaded), **held},
+        {reference: resident + block},
+        {**held, **module},
+    ]

@@ -55,7 +55,7 @@ ON_DEVICE: dict[str, str | None] = {  # what lies where the model computes, and 
     "stopped samples": "fewer reparam.samples",
 }  # fmt: skip
 LEVERS = ON_DEVICE | {  # and of what lies in the machine's memory, wherever the model is
-    "model while it is read": "stream: always", "experts that were replaced": "stream: always",
+    "model while it is read": "stream: always", "weights that were replaced": "stream: always",
     "text": "a smaller corpus", "heap of activations": "a smaller batch_size", APART: "export.verify: false",
     "experts beside the device": "a smaller host in eval.dynamic",
     "batches of experts of workers": "fewer workers, or a smaller losses.working_memory", "workers": "fewer workers",

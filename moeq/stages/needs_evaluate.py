@@ -87,12 +87,15 @@ def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
         **sizes.tables(),
     }
     loaded: Moment = {}
-    swapped = {"experts that were replaced": sizes.expert_parameters * width}
-    moments: list[Moment] = [{**sizes.loading(), **once}]
+    swapped, module = (
+        {"weights that were replaced": replaced},
+        {"one module, dequantized": sizes.others.unpacked(width)},
+    )
+    moments: list[Moment] = [{**sizes.loading(), **once}, {**sizes.held(), **swapped, **module, **once}]
     if sizes.streams:
         loaded, swapped = sizes.model(), {"stopped texts": 0 if text is None else text.tokens * 2 * sizes.token}
         reading = {"being read": 0.1 * sizes.placed[0]}
-        moments = [{**sizes.loading(), **swapped, **once}, {**loaded, **exported, **reading, **once}]
+        moments = [{**sizes.loading(), **swapped, **module, **once}, {**loaded, **exported, **reading, **once}]
     for part in (CHECKED, *given):
         all_logits = part.batch_tokens * sizes.vocabulary
         logits: Moment = {"logits of tasks" if part is tasks else "logits": all_logits * (width + 12)}

@@ -80,6 +80,11 @@ class Others:
             most = max(most, packed + COMPARED * max(module.rows * module.inputs for module in modules))
         return most
 
+    def unpacked(self, width: int) -> int:
+        """Bytes of the largest module, packed and with values of `width` bytes."""
+        each = (stage.packed_weight_bytes(self.recipe, m) + width * m.rows * m.inputs for m in self.modules)
+        return max(each, default=0)
+
     def sums(self) -> int:
         """Bytes of the sums over inputs of the decoder layer (or of the head) that has most of them.
 

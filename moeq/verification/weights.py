@@ -25,7 +25,7 @@ from moeq.models.parameters import ParameterReader
 from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource
 from moeq.models.weights import plain_chunks, plain_header
-from moeq.numerics.matrix_error import UNRELATED, is_recorded, most_error, relative_error, unlike_rows
+from moeq.numerics.matrix_error import UNRELATED, is_equal, is_recorded, most_error, relative_error, unlike_rows
 from moeq.progress import Reporter
 from moeq.verification.reference import values
 from moeq_kernels.freed import return_memory
@@ -55,9 +55,8 @@ class Weights:
         A right one has that error. Whatever is written down, it is no further from them than a quantizer of its width
         comes; where nothing is, and the matrix as a whole is near them, no row is further than zeros are.
         """
-        found = values(matrix)
-        error = relative_error(found, exact)
-        unlike = unlike_rows(found, exact) if stated is None and error < NEAR else []
+        error = relative_error(matrix, exact)
+        unlike = unlike_rows(matrix, exact) if stated is None and error < NEAR else []
         width, most = "unpacked", UNRELATED
         if isinstance(matrix, PackedWeight):
             most = most_error(exact, matrix)
@@ -131,7 +130,7 @@ def _experts(source: ModelSource, packed: PackedSource, found: Weights, reporter
                         error = found.judge(where, matrix, wanted, stated.get(projection))
                         found.errors += [] if what else [error]
                         dense = isinstance(packed, NativeReader) and isinstance(matrix, Tensor)
-                        if dense and not torch.equal(values(matrix), wanted.to(matrix.dtype).float()):  # type: ignore[union-attr]
+                        if dense and not is_equal(matrix, wanted, matrix.dtype):  # type: ignore[union-attr]
                             found.problems.append(f"{where}: 16 bits, and not as in {source.name}")
                     for projection, bias in own.items():
                         if not torch.equal(bias.float(), biases[projection].to(bias.dtype).float()):
@@ -164,10 +163,10 @@ def _equal_experts(other: PackedSource, packed: PackedSource, found: Weights, re
             for expert in range(layer.num_experts):
                 theirs = other.expert(other.layers[place], expert)[0]
                 for projection, matrix in packed.expert(layer, expert)[0].items():
-                    wanted = values(theirs[projection])
+                    wanted = theirs[projection]
                     if isinstance(matrix, Tensor):
-                        wanted = wanted.to(matrix.dtype).float()
-                    error = relative_error(values(matrix), wanted)
+                        wanted = values(wanted).to(matrix.dtype)
+                    error = relative_error(matrix, wanted)
                     found.errors.append(error)
                     stated = packed.refit_error(layer, expert, projection) if isinstance(packed, Gguf) else None
                     if abs(error - (stated or 0.0)) > STATED * (stated or 0.0):
@@ -182,26 +181,22 @@ def _equal_others(made_of: PackedSource, packed: PackedSource, found: Weights, t
     """Packed modules outside of the experts; where the checkpoint has them as plain tensors, rounded to their type."""
     theirs, mine = packed_others(made_of), packed_others(packed)
     for name, read in mine.items():
-        if name not in theirs or not torch.equal(values(read()), values(theirs[name]())):
+        if name not in theirs or not is_equal(read(), theirs[name]()):
             found.problems.append(f"{name}: its values differ")
     unpacked = [name for name in theirs if name not in mine and packed.source.read is None]
     if not unpacked:
         return
     plain = ParameterReader(_plain(packed), trust_remote_code)
     for name in unpacked:
-        if not _read(plain, f"{name}.weight", values(theirs[name]()), packed)[-1]:
+        value, dtype = _read(plain, f"{name}.weight", packed)
+        if value is None or not is_equal(value, theirs[name](), dtype):
             found.problems.append(f"{name}: its values differ")
 
 
-def _read(
-    mine: ParameterReader, name: str, exact: Tensor | None, packed: PackedSource
-) -> tuple[Tensor | None, Tensor | None, bool]:
-    """A parameter of a checkpoint, the exact one rounded to the type that it has there, and whether both are equal."""
-    value = mine.read(name)
+def _read(mine: ParameterReader, name: str, packed: PackedSource) -> tuple[Tensor | None, torch.dtype]:
+    """A parameter of a checkpoint, and the type that it has there; float32 where it is made of several."""
     dtypes = {packed.source.tensors[key].dtype for key in mine.keys(name)}
-    if exact is not None and len(dtypes) == 1:
-        exact = exact.to(torch_dtype(dtypes.pop())).float()
-    return value, exact, value is not None and exact is not None and torch.equal(value.float(), exact.float())
+    return mine.read(name), torch_dtype(dtypes.pop()) if len(dtypes) == 1 else torch.float32
 
 
 def _where(packed: PackedSource, what: str, layer: int, expert: int) -> str:
@@ -232,14 +227,15 @@ def _tensors(
         return
     mine = ParameterReader(_plain(packed), trust_remote_code)
     for name in sorted(mine.made_of(apart)):
-        value, wanted, same = _read(mine, name, reader.read(name), packed)
-        found.equal += same
-        if same:
-            continue
-        if packed.source.read is None or value is None or wanted is None or value.dim() < 2:
+        (value, dtype), wanted = _read(mine, name, packed), reader.read(name)
+        if value is None or wanted is None:
+            found.changed.append(name)
+        elif is_equal(value, wanted, dtype):
+            found.equal += 1
+        elif packed.source.read is None or value.dim() < 2:
             found.changed.append(name)
         else:  # of a file whose matrices are packed by its own types
-            found.judge(name, value, wanted.float(), None)
+            found.judge(name, value, wanted.to(dtype).float(), None)
 
 
 def _plain(packed: PackedSource) -> ModelSource:

@@ -9,15 +9,18 @@ from torch import Tensor
 from moeq.numerics import gptq, matrix_error
 from moeq.numerics.matrix_error import (
     NEIGHBOURS,
+    is_equal,
     is_recorded,
     most_error,
     recorded,
     relative_error,
     rounding_error,
+    row_blocks,
     unlike_rows,
 )
 from moeq.numerics.storing import packed_of
-from moeq_kernels.packed import PackedWeight
+from moeq_kernels.packed import PackedWeight, packed_shapes
+from moeq_kernels.widths import Encoding
 
 
 def weights(rows: int = 48, inputs: int = 72) -> Tensor:
@@ -87,3 +90,40 @@ def test_an_error_is_that_of_all_blocks_of_rows(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(matrix_error, "BLOCK", 30)
     assert relative_error(values.index_fill(0, torch.tensor([40]), float("nan")), exact) == float("inf")
     assert relative_error(values[:0], exact[:0]) == 0.0
+
+
+def made_of(codes: str) -> PackedWeight:
+    """Some weights of every kind that lies otherwise: row by row, in tiles, in tiles of whole rows, nothing."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(1, 300, 256, generator=generator)
+    if codes == "dropped":
+        return PackedWeight.dropped(300, 256, Encoding.trellis(8))
+    if codes == "grid":
+        return packed(weight[0], 3, symmetric=False)
+    encoding = Encoding.trellis(8) if codes == "trellis" else Encoding.exl3("mcg")
+    shapes = packed_shapes(300 if codes == "trellis" else 384, 256, 3, encoding)
+    parts = {
+        name: torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        if name == "codes"
+        else torch.rand(shape, generator=generator).to(dtype)
+        for name, (shape, dtype) in shapes.items()
+    }
+    return PackedWeight.of(parts, 3, 256, encoding)
+
+
+@pytest.mark.parametrize("codes", ["grid", "trellis", "exl3", "dropped"])
+def test_blocks_of_packed_rows_have_the_values_of_the_whole(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = made_of(codes)
+    values = weight.dequantize()
+    for block in (256 * 33, 1 << 20):
+        monkeypatch.setattr(matrix_error, "BLOCK", block)
+        found = [rows for rows, _ in row_blocks(weight, values)]
+        assert torch.equal(torch.cat(found), values)
+        assert is_equal(weight, values)
+        assert is_equal(values.bfloat16(), weight, torch.bfloat16)
+        other = values.clone()
+        other[-1, -1] += 1
+        assert not is_equal(weight, other)
+        assert relative_error(weight, other) > 0
+    assert not is_equal(weight, values[:-1])
+    assert is_equal(values[0, 0], values[0, 0])  # other tensors too
