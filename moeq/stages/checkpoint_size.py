@@ -69,7 +69,7 @@ class CheckpointSize:
         """Bytes of every file, by name; widths: of every layer's experts, as placed."""
         files = Counter(self.fixed)
         for layer, placed in zip(self.layers, widths, strict=True):
-            for key, count in Counter(map(_key, placed)).items():
+            for key, count in Counter(map(width_key, placed)).items():
                 width = key if isinstance(key, int) else dict(key)
                 of_expert = self._others_of(layer, width)
                 for projection in layer.projections:
@@ -419,6 +419,6 @@ def _within(items: Any, depth: int) -> int:
     return len(text.encode()) - len("{\n}\n") + (depth - 1) * lines + 1  # and the comma behind the last one
 
 
-def _key(width: Width) -> int | tuple[tuple[str, int], ...]:
+def width_key(width: Width) -> int | tuple[tuple[str, int], ...]:
     """A width, or those of an expert's matrices, as a key."""
     return width if isinstance(width, int) else tuple(width.items())

@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moeq.artifacts.assignment import FULL, Assignment
+from moeq.artifacts.assignment import FULL, MIXED, Assignment
 from moeq.artifacts.files import make_directory, write_json
 from moeq.artifacts.stage import Frozen, read_model
 from moeq.artifacts.tensor_files import safetensors_bytes, write_tensors
@@ -39,7 +39,7 @@ from moeq.recipe import BEST, RefineSection
 from moeq.runtime.packed_experts import GUARD_DTYPE, guard_shapes
 from moeq.runtime.packed_modules import GUARD_SHAPE, guard_name
 from moeq.stages import assign, needs_tune, refine, tune
-from moeq.stages.checkpoint_size import Shapes, replica_shapes, stored_widths
+from moeq.stages.checkpoint_size import Shapes, replica_shapes, stored_widths, width_key
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import store_bytes
 from moeq.stages.needs import CAPTURED, STATES, Moment, Needs, Rates, Sizes
@@ -349,14 +349,15 @@ def packed_files(sizes: Sizes) -> dict[str, int]:
     recipe, dtype, files, known = sizes.recipe, sizes.source_dtype, {}, {}
     every = recipe.quantize.replicas == "all"
     for layer, widths in zip(sizes.layers, sizes.widths[0], strict=True):
-        key = (layer.num_experts, layer.hidden_size, layer.intermediate_size, len(layer.name), *widths)
+        key = (layer.num_experts, layer.hidden_size, layer.intermediate_size, len(layer.name), *map(width_key, widths))
         if key not in known:
             placed = {f"{layer.name}.{name}": (GUARD_DTYPE, shape) for name, shape in guard_shapes(layer).items()}
             extra: Shapes = {}
             for expert, bits in enumerate(widths):
                 prefix = f"{layer.name}.{expert}"
                 placed |= replica_shapes(recipe, layer, layer.projections, bits, dtype, prefix)
-                others = stored_widths(bits, [*recipe.losses.bits, FULL], recipe.losses.nested)[1:]
+                one = bits if isinstance(bits, int) else MIXED
+                others = stored_widths(one, [*recipe.losses.bits, FULL], recipe.losses.nested)[1:]
                 for width in others if every else ():
                     extra |= replica_shapes(recipe, layer, layer.projections, width, dtype, f"{prefix}.bits{width}")
             known[key] = [safetensors_bytes(shapes, METADATA) for shapes in (placed, extra)]

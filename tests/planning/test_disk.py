@@ -14,7 +14,7 @@ from moeq.planning.plan import add_up
 from moeq.planning.result import Need
 from moeq.progress import Reporter
 from moeq.recipe import AssignSection, load_recipe
-from moeq.stages import needs_losses
+from moeq.stages import needs_losses, quantize
 from moeq.stages.context import Context
 from moeq.stages.hessian_traces import traces
 from moeq.stages.needs import Sizes
@@ -197,6 +197,40 @@ def test_other_formats_take_the_foretold_bytes(case: str, tmp_path: Path) -> Non
         folder = tmp_path / "run" / f"checkpoint-{name}"
         size, written = need.lasting[f"../{folder.name}"], sum(path.stat().st_size for path in folder.iterdir())
         assert size == pytest.approx(written, rel=0.02 if name == "llama.cpp" else 0.01), (name, size, written)
+
+
+SHARED = {  # bits of layers, or of the matrices of each
+    "a layer": ("4.7", "vllm-cuda", (), [4, 4, 4, 4]),
+    "one step left": ("6", "vllm-cuda", (), [8, 4, 4, 4]),
+    "a stack": ("4.9", "llama.cpp-refit", ("assign.granularity=projection",), [{"gate_proj": 8}, 4, 4, 4]),
+    "no other width": ("4.7", "llama.cpp", ("losses.bits=[1,2,3,4]", "losses.symmetric=false", "losses.group_size=128"),
+                       [1, 1, 1, 1]),
+    "types of rows": (
+        "3", "llama.cpp-refit", ("assign.granularity=projection", "losses.bits=[1,2,3,4]", "losses.group_size=128"),
+        [{"down_proj": 3}, {"down_proj": 3}, {"gate_proj": 1, "up_proj": 1, "down_proj": 3},
+         {"gate_proj": 1, "up_proj": 1, "down_proj": 2}],
+    ),
+    "an expert": ("4.7", "native", (), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_what_shares_a_width_is_foreseen_as_wide_as_all_else(case: str, tmp_path: Path) -> None:
+    """The first layer was given 8 bits and the last ones 2: the same budget, which no assignment spends so."""
+    bits, target, more, wanted = SHARED[case]
+    made = ("losses.methods=[rtn]", "losses.group_size=32", "losses.bits=[2,3,4,8]", "losses.symmetric=true")
+    recipe = load_recipe(None, [*made, f"assign={{bits_per_weight: {bits}, target: {target}}}", *more])
+    sizes = Sizes(Context(recipe=recipe, model_name="bundled:tiny-mixtral", out=tmp_path / "run"))
+    (layers, *_) = sizes.widths
+    if wanted is None:
+        assert {bits for experts in layers for bits in experts} > {8}
+    else:
+        same = dict.fromkeys(sizes.layers[0].projections, 4)
+        assert layers == [[own if isinstance(own, int) else same | own] * 8 for own in wanted]
+    assert 8 * sizes.placed[0] <= float(bits) * sum(
+        layer.num_experts * layer.weights_per_expert for layer in sizes.layers
+    )
+    quantize.packed_files(sizes)
 
 
 def test_assign_reads_every_expert_once(finished: Context, plan: dict[str, Need]) -> None:
