@@ -32,7 +32,7 @@ from moeq.artifacts.run import EDITABLE
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
 from moeq.artifacts.stage import edited_files, read_record
-from moeq.artifacts.targets import granularity_within, loaded_by, refuse_codes, target_of
+from moeq.artifacts.targets import MIXED, granularity_within, loaded_by, refuse_codes, target_of
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs, Loaded
 from moeq.assigners.limits import limit_of, widths_within
@@ -116,6 +116,18 @@ def check(context: Context) -> None:
             _check_section(context, compared, compared.name)
 
 
+def _check_gpu_experts(context: Context, section: AssignSection) -> None:
+    """FormatError where some experts of a layer would stay in full precision, and the target takes one width for it."""
+    target, count = target_of(section.target), section.gpu_experts
+    mixes = any(0 < count < layer.num_experts for layer in context.model.layers) and {*section.named()} != {FULL}
+    if mixes and target.granularity in ("layer", "model"):
+        raise FormatError(
+            f"gpu_experts is {count}, which mixes 16 bits with others; {MIXED[target.granularity]}",
+            where=f"target {target.name}",
+            do="set assign.gpu_experts: 0, or target: native",
+        )
+
+
 def _check_section(context: Context, section: AssignSection, name: str) -> None:
     if section.statistics == "decode" and context.model.takes_images:
         raise RecipeError("images have no decode positions", where="assign.statistics: decode", do="use all")
@@ -132,6 +144,7 @@ def _check_section(context: Context, section: AssignSection, name: str) -> None:
                 where=layer.name,
                 do="lower gpu_experts",
             )
+    _check_gpu_experts(context, section)
     if any(getattr(section, budget) is not None for budget in BUDGETS):
         granularity = granularity_within(target_of(section.target), section.granularity)
         inputs = _inputs(context, section, name, _unmeasured(context))

@@ -24,6 +24,10 @@ SMALL = (
 )  # fmt: skip
 CHEAP = {
     "gpu experts": (["assign.gpu_experts=99"], "gpu_experts is 99, the layer has 5 experts"),
+    "gpu experts of a target": (
+        ["assign={method: optimal, bits_per_weight: 5.5, target: vllm-cuda, gpu_experts: 2}", "losses.symmetric=true"],
+        "target vllm-cuda: gpu_experts is 2, which mixes 16 bits with others; it takes one width for all experts of a",
+    ),
     "hardware": (["estimate.hardware=/nowhere.yaml"], "/nowhere.yaml"),
     "bytes": (["assign={method: optimal, size: 1000}"], "1000 bytes .* cannot be met; the least possible is"),
     "expert bytes": (["assign={method: frequency, expert_bytes: 10}"], "10 bytes .* cannot be met"),
