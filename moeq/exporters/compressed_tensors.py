@@ -45,12 +45,16 @@ model = LLM("THIS_DIRECTORY", dtype="bfloat16")"""
 
 
 def loader_of(source: Any) -> Loader:
-    """vLLM where schemes differ: transformers would load such a checkpoint without an error, and wrongly."""
-    declared = source.source.config.get("quantization_config") or {}
+    """vLLM where schemes differ: transformers would load such a checkpoint without an error, and wrongly; and where
+    experts are packed one by one that transformers keeps in stacks."""
+    from moeq.models.declared import quantization_of
+    from moeq.models.support import is_packed_apart
+
+    declared = quantization_of(source.source.config)
     schemes = [group["weights"] for group in (declared.get("config_groups") or {}).values()]
     if any(one.get("type") == "float" for one in schemes):
         return VLLM_CUDA
-    if len(schemes) < 2 and not _plain(declared):
+    if len(schemes) < 2 and not _plain(declared) and not is_packed_apart(source.source):
         return TRANSFORMERS
     everywhere = all(one.get("num_bits") == 4 and one.get("group_size") in VLLM_GROUPS for one in schemes)
     return VLLM if everywhere else VLLM_CUDA

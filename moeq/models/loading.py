@@ -33,6 +33,7 @@ from moeq.models.merge_cache import drop_merge_cache
 from moeq.models.messages import asking_transformers, damaged, line, quiet_transformers, wrong_keys
 from moeq.models.meta import without_weights
 from moeq.models.source import CONFIG, TOKENIZER_FILES, VOCABULARIES, ModelSource
+from moeq.models.support import is_packed_apart
 from moeq.models.weights import WeightReader, owner
 from moeq.runtimes import to_convert
 
@@ -225,6 +226,8 @@ def load_model(
         raise ModelError("lies in an object store, and is not read whole", where=source.name, do=do)
     if is_dequantized(source):
         return _load_dequantized(source, dtype, device, trust_remote_code)
+    if is_packed_apart(source):
+        raise _apart(source)
     half_products.use_for(dtype)
     config = load_config(source, trust_remote_code)
     kind = model_class(source, config, trust_remote_code)
@@ -239,6 +242,12 @@ def load_model(
         if wrong := [key for key in found if key not in drafts]:
             raise wrong_keys(source.path, problem.replace("_", " "), wrong)
     return model.eval().to(device)  # type: ignore[no-any-return]
+
+
+def _apart(source: ModelSource) -> ModelError:
+    declared = quantization_of(source.config)
+    what = "its experts are packed one by one, transformers keeps this family's in stacks and does not load them"
+    return ModelError(what, where=str(source.path), do=to_convert(source.path, declared, "native", "one of moeq's"))
 
 
 def _load_dequantized(

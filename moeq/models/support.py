@@ -16,12 +16,15 @@ from typing import Any, Literal
 from moeq.errors import ModelError, nearest
 from moeq.models.configuration import TOP_K
 from moeq.models.declared import DEQUANTIZED, quantization_of
+from moeq.models.source import ModelSource
 from moeq.models.stored_experts import LAYERS, expert_counts, stated
 
 RECORD = Path(__file__).with_name("families.json")
 DENSE = Path(__file__).with_name("dense.json")  # model types of transformers without a word of experts in their code
 NO_EXPERTS = "not a Mixture-of-Experts model: no module holds routed experts"
 USE_ANOTHER = "moeq quantizes routed experts; use a dense quantizer for this model"
+ONE_BY_ONE = re.compile(r"\.experts\.\d+\.")  # in the names of what is one expert's alone
+TAKEN_APART = ("llama4", "llama4_text")  # families whose stacks transformers takes apart for compressed-tensors
 SWITCHES = ("enable_moe_block", "is_moe")  # keys that say whether a family of both kinds has experts
 TRY = "try `moeq plan --model MODEL`, with --trust-remote-code where it brings its own code that you have read"
 
@@ -149,6 +152,16 @@ def answer(config: Mapping[str, Any]) -> Answer:
         return Answer(verdict="works", line=f"it works: {does}", family=family, **numbers)
     line = f"not tried: {kind} as a whole; its part {family.model_type} works: {does}"
     return Answer(verdict="untried", line=line, do=TRY, family=family, **numbers)
+
+
+def is_packed_apart(source: ModelSource) -> bool:
+    """Whether compressed-tensors packed experts one by one that transformers keeps in stacks, and does not load so."""
+    if quantization_of(source.config).get("quant_method") != "compressed-tensors":
+        return False
+    family = answer(source.config).family
+    if family is None or family.separate or family.model_type in TAKEN_APART:
+        return False
+    return any(ONE_BY_ONE.search(key) for key in source.tensors)
 
 
 def _unlisted(config: Mapping[str, Any], parts: list[str], numbers: dict[str, Any]) -> Answer:

@@ -268,6 +268,14 @@ def test_experts_one_by_one_of_a_family_that_stores_stacks(family: str, tmp_path
                 assert isinstance(matrix, PackedWeight)
                 assert torch.equal(matrix.dequantize(), wanted[layer.index, expert, name])
     convert(plain.path, "native", tmp_path / "native", verify=Reporter(quiet=True))
+    declare(plain.path, handmade.compressed_config())  # by which alone is told who loads it
+    source, taken_apart = open_source(str(plain.path)), family == "llama4_text"
+    loader = compressed_tensors.loader_of(SimpleNamespace(source=source))
+    assert loader.name == ("transformers" if taken_apart else "vllm-cuda")
+    if not taken_apart:
+        with pytest.raises(ModelError, match="packed one by one, transformers keeps"):
+            loading.load_model(source, torch.float32, torch.device("cpu"))
+    declare(plain.path, handmade.gptq_config())
     change(plain.path, lambda tensors: tensors.pop(f"{layers[0].name}.1.up_proj.qweight"))
     with pytest.raises(ArtifactError, match="expert 1, up_proj: the matrix is missing"):
         open_packed(plain.path).check()  # type: ignore[attr-defined]
@@ -520,7 +528,8 @@ def test_inspect_says_what_no_reader_is_there_for(qwen: Path, tmp_path: Path, me
 def test_schemes_of_whole_rows_need_no_group_size() -> None:
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
     groups = {name: {"targets": [f"re:.*{name}$"], "weights": weights} for name in ("up_proj", "down_proj")}
-    source = SimpleNamespace(config={"quantization_config": handmade.compressed_config(groups=groups)})
+    config = {"model_type": "mixtral", "quantization_config": handmade.compressed_config(groups=groups)}
+    source = SimpleNamespace(config=config, tensors=())
     assert compressed_tensors.loader_of(SimpleNamespace(source=source)).name == "vllm-cuda"
 
 
