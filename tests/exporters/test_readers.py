@@ -22,7 +22,7 @@ from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import open_other, open_packed
 from moeq.inspection import inspect
 from moeq.models import loading
-from moeq.models.experts import find_expert_layers
+from moeq.models.experts import find_expert_layers, stacked_biases
 from moeq.models.source import open_source
 from moeq.progress import Reporter
 from moeq_kernels.packed import PackedWeight
@@ -241,8 +241,8 @@ def test_a_plain_checkpoint(model: Path, tmp_path: Path) -> None:
     assert list(found.others()) == []
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("family", ["llama4_text", "mistral4"])
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("family", ["llama4_text", "mistral4", "gpt_oss"])
 def test_experts_one_by_one_of_a_family_that_stores_stacks(family: str, tmp_path: Path) -> None:
     """As other tools pack them, whichever way the family's own stacks lie."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96}
@@ -258,15 +258,21 @@ def test_experts_one_by_one_of_a_family_that_stores_stacks(family: str, tmp_path
                 wanted[layer.index, expert, name] = packed.dequantize()
                 parts = handmade.gptq_parts(packed)
                 tensors |= {f"{layer.name}.{expert}.{name}.{part}": tensor for part, tensor in parts.items()}
+            for name, bias in stacked_biases(model, layer, slice(expert, expert + 1)).items():
+                wanted[layer.index, expert, f"{name}.bias"] = bias[0].clone()
+                tensors[f"{layer.name}.{expert}.{name}.bias"] = bias[0].clone()
     save_file(tensors, plain.path / "model.safetensors", {"format": "pt"})
     declare(plain.path, handmade.gptq_config())
     found = open_packed(plain.path)
     found.check()  # type: ignore[attr-defined]
     for layer in found.layers:
         for expert in range(layer.num_experts):
-            for name, matrix in found.expert(layer, expert)[0].items():
+            matrices, biases = found.expert(layer, expert)
+            for name, matrix in matrices.items():
                 assert isinstance(matrix, PackedWeight)
                 assert torch.equal(matrix.dequantize(), wanted[layer.index, expert, name])
+            assert set(biases) == (set(layer.projections) if layer.biased else set())
+            assert all(torch.equal(bias, wanted[layer.index, expert, f"{name}.bias"]) for name, bias in biases.items())
     convert(plain.path, "native", tmp_path / "native", verify=Reporter(quiet=True))
     declare(plain.path, handmade.compressed_config())  # by which alone is told who loads it
     source, taken_apart = open_source(str(plain.path)), family == "llama4_text"
@@ -276,6 +282,10 @@ def test_experts_one_by_one_of_a_family_that_stores_stacks(family: str, tmp_path
         with pytest.raises(ModelError, match="packed one by one, transformers keeps"):
             loading.load_model(source, torch.float32, torch.device("cpu"))
     declare(plain.path, handmade.gptq_config())
+    if layers[0].biased:
+        change(plain.path, lambda tensors: tensors.pop(f"{layers[0].name}.2.up_proj.bias"))
+        with pytest.raises(ArtifactError, match="expert 2, up_proj: its bias is missing"):
+            open_packed(plain.path).check()  # type: ignore[attr-defined]
     change(plain.path, lambda tensors: tensors.pop(f"{layers[0].name}.1.up_proj.qweight"))
     with pytest.raises(ArtifactError, match="expert 1, up_proj: the matrix is missing"):
         open_packed(plain.path).check()  # type: ignore[attr-defined]

@@ -65,7 +65,9 @@ class Foreign:
         if layer.index in self._names.stacked:
             values, biases = self._stacks(layer).read(layer, expert)
             return dict(values), biases
-        return {name: self._matrix(self._of_expert(layer, expert, name)) for name in layer.projections}, {}
+        keys = {name: self._names.biases.get((layer.index, expert, name)) for name in layer.projections}
+        biases = {name: self._tensor(key) for name, key in keys.items() if key is not None}
+        return {name: self._matrix(self._of_expert(layer, expert, name)) for name in layer.projections}, biases
 
     def others(self) -> Iterator[tuple[str, PackedWeight]]:
         """Packed modules outside of the experts, by their names in memory."""
@@ -85,7 +87,8 @@ class Foreign:
 
     def rest(self) -> list[str]:
         """Keys of `source.tensors` that are neither of experts nor of packed modules."""
-        experts = {*self._names.experts.values(), *(key for keys in self._names.stacked.values() for key in keys)}
+        stacks = (key for keys in self._names.stacked.values() for key in keys)
+        experts = {*self._names.experts.values(), *self._names.biases.values(), *stacks}
         return sorted(set(self.source.tensors) - experts - self._parts - self._no_biases)
 
     def stacked(self, layer: ExpertLayer) -> list[str]:
@@ -145,7 +148,19 @@ class Foreign:
                     if (layer.index, expert, projection) not in names.experts:
                         where = f"{self.source.path}, {layer.name}, expert {expert}, {projection}"
                         raise ArtifactError(self._missing(), where=where, do=AGAIN)
+                    if layer.biased:
+                        self._check_bias(names, layer, expert, projection)
         return names
+
+    def _check_bias(self, names: Names, layer: ExpertLayer, expert: int, projection: str) -> None:
+        """ArtifactError unless an expert that was packed on its own has its bias beside it."""
+        key, rows = names.biases.get((layer.index, expert, projection)), layer.shape(projection)[0]
+        shape = None if key is None else self.source.tensors[key].shape
+        if shape != (rows,):
+            what = "its bias is missing" if shape is None else f"its bias is {list(shape)}, not {[rows]}"
+            raise ArtifactError(
+                what, where=f"{self.source.path}, {layer.name}, expert {expert}, {projection}", do=AGAIN
+            )
 
     def _missing(self) -> str:
         anchor = "weight" if self.layout is None else f"{self.layout.anchor} and no weight"

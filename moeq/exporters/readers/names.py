@@ -31,6 +31,7 @@ PROJECTIONS = {
 _OTHER_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 OTHER_NAMES = _OTHER_NAMES | {short: long for long, short in _OTHER_NAMES.items()}
 _EXPERT = re.compile(r"\.(\d+)\.([^.]+)\.weight$")
+_OF_EXPERT = re.compile(r"\.(\d+)\.([^.]+)\.(?:weight|bias)$")
 
 Place = tuple[int, int, str]  # layer, expert, projection
 
@@ -38,7 +39,8 @@ Place = tuple[int, int, str]  # layer, expert, projection
 @dataclass(kw_only=True)
 class Names:
     """What every weight on disk is. `experts`: by place; `whole`: experts in stacks, by layer; `others`: in memory;
-    `apart`: parameters in memory of which the disk has experts one by one, though the family's own rules know no such.
+    `apart`: parameters in memory of which the disk has experts one by one, though the family's own rules know no such;
+    `biases`: of these experts, by place.
 
     All are keys of weights: `MODULE.weight` of packed ones. reader: the index by the family's own rules.
     """
@@ -49,6 +51,7 @@ class Names:
     stacked: dict[int, list[str]] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
     apart: set[str] = field(default_factory=set)
+    biases: dict[Place, str] = field(default_factory=dict)
 
     def check(self, path: Path, but: Collection[str] = ()) -> None:
         """ModelError for tensors of no part of the model, for parts that have none, and for one of another shape."""
@@ -148,13 +151,18 @@ def _take_apart(names: Names, source: ModelSource, layers: list[ExpertLayer]) ->
     """Take experts one by one of layers that the family keeps in stacks [E, ...]: peers pack every matrix on its own,
     `EXPERTS.3.gate_proj`, which is then neither transposed nor interleaved."""
     disk = DiskNames(names.reader.model)
-    by_name = {disk.renamed(layer.name): layer for layer in layers if not layer.biased}
-    for key in list(names.reader.unexpected):
-        parts = _EXPERT.search(key)
+    by_name = {disk.renamed(layer.name): layer for layer in layers}
+    for key in sorted(names.reader.unexpected, key=lambda key: not key.endswith(WEIGHT)):
+        parts = _OF_EXPERT.search(key)
         layer = None if parts is None else by_name.get(key[: parts.start()])
         if parts is None or layer is None or PROJECTIONS.get(parts[2]) not in layer.projections:
             continue
-        _take(names, source, layer, key, names.renamed[key], packed=True, most=layer.num_experts)
+        if key.endswith(WEIGHT):
+            _take(names, source, layer, key, names.renamed[key], packed=True, most=layer.num_experts)
+        elif layer.biased and (place := (layer.index, int(parts[1]), PROJECTIONS[parts[2]])) in names.experts:
+            names.biases[place] = key
+        else:
+            continue
         names.apart |= {f"{layer.name}.{part}" for part in layer.parameters}
         names.reader.unexpected.remove(key)
 
