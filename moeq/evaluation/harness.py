@@ -8,6 +8,7 @@ import io
 import logging
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def task_requests(manager: Any, names: list[str], limit: int | None) -> list[tup
     requests: list[tuple[int, int]] = []
     with _lm_eval_errors(names):
         for task in manager.load(names)["tasks"].values():
-            task.build_all_requests(limit=limit, rank=0, world_size=1)
+            task.build_all_requests(limit=_countable(limit), rank=0, world_size=1)
             for request in task.instances:
                 text = sum(len(part) for part in request.args if isinstance(part, str))
                 options = next((part for part in request.args if isinstance(part, dict)), {})
@@ -136,7 +137,7 @@ def evaluate_tasks(
             model=lm,
             tasks=_with_examples(names, manager, num_fewshot) if isinstance(num_fewshot, Mapping) else names,
             task_manager=manager,
-            limit=limit,
+            limit=_countable(limit),
             num_fewshot=None if isinstance(num_fewshot, Mapping) else num_fewshot,
             apply_chat_template=chat_template,
             bootstrap_iters=BOOTSTRAP,
@@ -144,6 +145,11 @@ def evaluate_tasks(
             verbosity="ERROR",
         )
     return kept(results, model or {})
+
+
+def _countable(limit: int | None) -> int | None:
+    """As many items as Python can count: lm-eval takes no larger number."""
+    return None if limit is None else min(limit, sys.maxsize)
 
 
 def _with_examples(names: list[str], manager: Any, num_fewshot: Mapping[str, int]) -> list[Any]:

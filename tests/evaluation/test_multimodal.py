@@ -114,7 +114,7 @@ def test_answers_do_not_depend_on_batches_or_what_else_is_asked(model: Any, proc
     assert together["seen"] == scores(["seen"], 1)["seen"]
     assert together["said"] == scores(["said"], 2)["said"]
     text = static_lm(model, processor.tokenizer, None, batch_size=2)
-    plain = task_scores(evaluate_tasks(text, ["read"], manager))
+    plain = task_scores(evaluate_tasks(text, ["read"], manager, limit=10**30))  # more than Python counts
     assert plain["read"] == together["read"]
 
 
