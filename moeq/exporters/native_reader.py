@@ -17,9 +17,11 @@ from moeq.artifacts.sums import check_sums
 from moeq.artifacts.tensor_files import tensor_bytes
 from moeq.errors import ArtifactError
 from moeq.exporters.packed_source import Matrices
+from moeq.models.configuration import TOP_K
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import describe
 from moeq.models.source import ModelSource, TensorHeader, open_source, read_header
+from moeq.models.stored_experts import stated
 from moeq.runtime.hook import unhooked
 from moeq.runtime.packed_experts import guard_shapes
 from moeq.runtime.packed_modules import guard_name
@@ -55,6 +57,10 @@ class NativeReader:
             placed = self._placed.get(layer.name)
             if placed is None or _structure(placed, len(placed.experts)) != _structure(layer, layer.num_experts):
                 raise ArtifactError("config.json and the manifest differ", where=f"{path}, {layer.name}", do=REMEDY)
+            top_k = layer.kind.top_k or stated(self.config, TOP_K)
+            if top_k not in (None, placed.top_k):
+                what = f"the manifest says that a token chooses {placed.top_k} experts, config.json {top_k}"
+                raise ArtifactError(what, where=f"{path}, {layer.name}", do=REMEDY)
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
         """Matrices and biases of one expert as it is placed; of one that is dropped all are zero."""

@@ -220,6 +220,7 @@ MANIFEST_CASES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "projections": (lambda layer: layer["projections"].pop(), "config.json and the manifest differ"),
     "biases": (lambda layer: layer.update(biased=True), "config.json and the manifest differ"),
+    "experts a token": (lambda layer: layer.update(top_k=1), "a token chooses 1 experts, config.json 3"),
 }  # fmt: skip
 
 
