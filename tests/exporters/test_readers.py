@@ -306,6 +306,26 @@ def test_packed_linears_outside_of_experts(qwen: Path, tmp_path: Path) -> None:
     assert not [key for key in found.rest() if name in key]
 
 
+def test_packed_linears_beside_plain_stacks(tmp_path: Path) -> None:
+    """As auto-round leaves Llama 4: experts in the family's own stacks, attention packed."""
+    folder = save("llama4_text", tmp_path / "model", hidden_size=64)
+    plain = load_file(folder / "model.safetensors")
+    model = loading.load_model(open_source(str(folder)), torch.float32, torch.device("cpu"))
+    name = "model.layers.1.self_attn.o_proj"
+    packed = handmade.rounded(plain.pop(f"{name}.weight"), 4)
+    parts = {f"{name}.{part}": value for part, value in handmade.gptq_parts(packed).items()}
+    save_file(plain | parts, folder / "model.safetensors", {"format": "pt"})
+    declare(folder, handmade.gptq_config() | {"dynamic": {"-:(?!.*self_attn.o_proj)": {}}})
+    found = open_packed(folder)
+    found.check()  # type: ignore[attr-defined]
+    assert torch.equal(dict(found.others())[name].dequantize(), packed.dequantize())
+    for layer in find_expert_layers(model):
+        for expert in range(layer.num_experts):
+            wanted = layer.kind.views(model.get_submodule(layer.name), expert)
+            matrices, _ = found.expert(layer, expert)
+            assert all(torch.equal(matrices[name], value) for name, value in wanted.items())  # type: ignore[arg-type]
+
+
 def test_ordered_groups(qwen: Path, tmp_path: Path) -> None:
     """Act order: refused as a packed matrix, exact as values."""
     generator = torch.Generator().manual_seed(3)

@@ -226,8 +226,9 @@ class Foreign:
         return tensor
 
     def _stacks(self, layer: ExpertLayer) -> ExpertReader:
-        dtype = torch_dtype(self.source.tensors[self.stacked(layer)[0]].dtype)
-        return ExpertReader(self._names.reader.source, self.model.to(dtype))
+        stacks = {key: self.source.tensors[key] for key in self.stacked(layer)}
+        dtype = torch_dtype(next(iter(stacks.values())).dtype)
+        return ExpertReader(replace(self.source, tensors=stacks), self.model.to(dtype))
 
     def _file(self, wanted: _Wanted) -> Path:
         headers = self._parts_of.get(wanted.module)
