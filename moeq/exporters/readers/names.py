@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moeq.errors import ArtifactError
+from moeq.models.declared import quantization_of
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import tied
@@ -157,6 +158,9 @@ def _take_apart(names: Names, source: ModelSource, layers: list[ExpertLayer]) ->
         layer = None if parts is None else by_name.get(key[: parts.start()])
         if parts is None or layer is None or PROJECTIONS.get(parts[2]) not in layer.projections:
             continue
+        if not _by_meaning(source, names.reader.model, layer):
+            what = "experts one by one, of stacks that hold gate and up in turns: tools split these differently"
+            raise ArtifactError(what, where=f"{source.path}, {layer.name}", do="give the original model to quantize it")
         if key.endswith(WEIGHT):
             _take(names, source, layer, key, names.renamed[key], packed=True, most=layer.num_experts)
         elif layer.biased and (place := (layer.index, int(parts[1]), PROJECTIONS[parts[2]])) in names.experts:
@@ -165,6 +169,15 @@ def _take_apart(names: Names, source: ModelSource, layers: list[ExpertLayer]) ->
             continue
         names.apart |= {f"{layer.name}.{part}" for part in layer.parameters}
         names.reader.unexpected.remove(key)
+
+
+def _by_meaning(source: ModelSource, model: Any, layer: ExpertLayer) -> bool:
+    """Whether what is called gate_proj is the gate: GPTQModel calls the first half of rows so that hold both in turns,
+    which shows in nothing; auto-round and compressed-tensors take them apart."""
+    declared = quantization_of(source.config)
+    method, by_auto_round = declared.get("quant_method"), "autoround_version" in declared
+    apart = by_auto_round or method in ("auto-round", "compressed-tensors")
+    return apart or "interleaved" not in layer.kind.remarks(model.get_submodule(layer.name))
 
 
 def _refused(source: ModelSource, key: str, why: str) -> ArtifactError:
