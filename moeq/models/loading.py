@@ -25,7 +25,7 @@ from moeq.artifacts.reading import read_json_file
 from moeq.errors import ModelError, RecipeError
 from moeq.models import half_products
 from moeq.models.configuration import check_top_k, read_settings
-from moeq.models.declared import DEQUANTIZED, PACKED, is_dequantized, main_dtype, quantization_of, scale_keys
+from moeq.models.declared import DEQUANTIZED, PACKED, is_dequantized, is_native, main_dtype, quantization_of, scale_keys
 from moeq.models.drafts import draft_keys
 from moeq.models.experts import SUPPORTED, ExpertLayer, find_expert_layers
 from moeq.models.forward import takes_images
@@ -227,7 +227,8 @@ def load_model(
     if is_dequantized(source):
         return _load_dequantized(source, dtype, device, trust_remote_code)
     if is_packed_apart(source):
-        raise _apart(source)
+        what = "its experts are packed one by one, and not as transformers loads this family's"
+        raise _not_loaded(source, what)
     half_products.use_for(dtype)
     config = load_config(source, trust_remote_code)
     kind = model_class(source, config, trust_remote_code)
@@ -236,18 +237,20 @@ def load_model(
         model, info = kind.from_pretrained(
             source.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
+    declared = bool(quantization_of(source.config))
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         found = sorted(map(str, info.get(problem) or ()))
         drafts = draft_keys(found, source.config) if problem == "unexpected_keys" else []
         if wrong := [key for key in found if key not in drafts]:
-            raise wrong_keys(source.path, problem.replace("_", " "), wrong)
+            error = wrong_keys(source.path, problem.replace("_", " "), wrong)
+            raise _not_loaded(source, error.what) if declared and not is_native(source.config) else error
     return model.eval().to(device)  # type: ignore[no-any-return]
 
 
-def _apart(source: ModelSource) -> ModelError:
-    declared = quantization_of(source.config)
-    what = "its experts are packed one by one, transformers keeps this family's in stacks and does not load them"
-    return ModelError(what, where=str(source.path), do=to_convert(source.path, declared, "native", "one of moeq's"))
+def _not_loaded(source: ModelSource, what: str) -> ModelError:
+    """The error for a checkpoint of another tool's that transformers does not load whole."""
+    do = to_convert(source.path, quantization_of(source.config), "native", "one of moeq's")
+    return ModelError(what, where=str(source.path), do=do)
 
 
 def _load_dequantized(

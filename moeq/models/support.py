@@ -24,6 +24,7 @@ DENSE = Path(__file__).with_name("dense.json")  # model types of transformers wi
 NO_EXPERTS = "not a Mixture-of-Experts model: no module holds routed experts"
 USE_ANOTHER = "moeq quantizes routed experts; use a dense quantizer for this model"
 ONE_BY_ONE = re.compile(r"\.experts\.\d+\.")  # in the names of what is one expert's alone
+OWN_NAMES = {"mixtral": re.compile(r"\.block_sparse_moe\.experts\.\d+\.w[123]\.")}  # on the disk; auto-round has others
 TAKEN_APART = ("llama4", "llama4_text")  # families whose stacks transformers takes apart for compressed-tensors
 SWITCHES = ("enable_moe_block", "is_moe")  # keys that say whether a family of both kinds has experts
 TRY = "try `moeq plan --model MODEL`, with --trust-remote-code where it brings its own code that you have read"
@@ -155,12 +156,16 @@ def answer(config: Mapping[str, Any]) -> Answer:
 
 
 def is_packed_apart(source: ModelSource) -> bool:
-    """Whether compressed-tensors packed experts one by one that transformers keeps in stacks, and does not load so."""
+    """Whether compressed-tensors packed experts one by one as transformers does not load them: of a family that it
+    keeps in stacks, or by other names than the family's own."""
     if quantization_of(source.config).get("quant_method") != "compressed-tensors":
         return False
     family = answer(source.config).family
-    if family is None or family.separate or family.model_type in TAKEN_APART:
+    if family is None or family.model_type in TAKEN_APART:
         return False
+    if family.separate:
+        own = OWN_NAMES.get(family.model_type)
+        return own is not None and any(ONE_BY_ONE.search(key) and not own.search(key) for key in source.tensors)
     return any(ONE_BY_ONE.search(key) for key in source.tensors)
 
 

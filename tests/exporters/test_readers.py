@@ -280,7 +280,7 @@ def test_experts_one_by_one_of_a_family_that_stores_stacks(family: str, tmp_path
     loader = compressed_tensors.loader_of(SimpleNamespace(source=source))
     assert loader.name == ("transformers" if taken_apart else "vllm-cuda")
     if not taken_apart:
-        with pytest.raises(ModelError, match="packed one by one, transformers keeps"):
+        with pytest.raises(ModelError, match="packed one by one, and not as transformers loads"):
             loading.load_model(source, torch.float32, torch.device("cpu"))
     declare(plain.path, handmade.gptq_config(**own))
     if layers[0].biased:
@@ -566,6 +566,22 @@ def test_schemes_of_whole_rows_need_no_group_size() -> None:
     config = {"model_type": "mixtral", "quantization_config": handmade.compressed_config(groups=groups)}
     source = SimpleNamespace(config=config, tensors=())
     assert compressed_tensors.loader_of(SimpleNamespace(source=source)).name == "vllm-cuda"
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_transformers_loads_mixtral_s_experts_by_their_own_names_alone(
+    renamed: bool, model: Path, tmp_path: Path
+) -> None:
+    """auto-round calls them as in memory."""
+
+    def rename(module: str) -> str:
+        head, _, leaf = module.rpartition(".")
+        return f"{head}.{SHORT[leaf]}" if renamed else module
+
+    handmade.write(model, tmp_path / "out", handmade.compressed_config(), handmade.compressed_parts, rename=rename)
+    source = open_source(str(tmp_path / "out"))
+    loader = compressed_tensors.loader_of(SimpleNamespace(source=source))
+    assert loader.name == ("vllm-cuda" if renamed else "transformers")
 
 
 def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
