@@ -29,6 +29,7 @@ from moeq.conversion import convert
 from moeq.errors import ArtifactError, EvaluationError, MoeqError
 from moeq.exporters.gguf import FILE
 from moeq.exporters.readers import open_packed
+from moeq.inspection import inspect
 from moeq.models.source import open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -232,6 +233,14 @@ def test_a_manifest_that_says_otherwise_than_its_tensors_is_refused(case: str, c
     write_sums(checkpoint)
     with pytest.raises(ArtifactError, match=message):
         found_against(checkpoint, model)
+
+
+def test_inspect_says_that_a_checkpoint_has_no_manifest(checkpoint: Path) -> None:
+    """As `save_pretrained` writes one: its experts were said to be missing."""
+    for name in ("placement.json", "SHA256SUMS"):
+        (checkpoint / name).unlink()
+    with pytest.raises(ArtifactError, match=r"packed by moeq, and without placement\.json"):
+        inspect(checkpoint)
 
 
 @pytest.mark.parametrize("part", ["name", "revision"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moeq.errors import ArtifactError
 from moeq.exporters.exporter import Exporter
 from moeq.exporters.readers.blamed import BlamedLayout
-from moeq.models.declared import DEQUANTIZED, is_dequantized, quantization_of
+from moeq.models.declared import DEQUANTIZED, is_dequantized, is_native, quantization_of
 from moeq.models.source import INDEX, SINGLE, ModelSource, open_source
 from moeq.registry import EXPORTERS
 from moeq.runtimes import of_method
@@ -88,7 +88,11 @@ def layout_of(source: ModelSource) -> Layout | None:
 
 
 def check_read(source: ModelSource) -> None:
-    """ArtifactError for a checkpoint that another tool quantized, in a format of which moeq reads nothing."""
+    """ArtifactError for a checkpoint that another tool quantized, in a format of which moeq reads nothing, and for one
+    of moeq's that was saved again, without what says where experts lie."""
+    if is_native(source.config):
+        what = "packed by moeq, and without placement.json, as save_pretrained of a loaded checkpoint leaves it"
+        raise ArtifactError(what, where=str(source.path), do="give the checkpoint that moeq wrote; this one only loads")
     if not is_dequantized(source) and of_method(format_of(source)) is None:
         layout_of(source)
 
