@@ -444,8 +444,4 @@ def _verifying(sizes: Sizes) -> list[Moment]:
     module = {"one module, compared": sizes.others.unpacked(4)} if plain else {}
     reference = "reference in float32"
     held: Moment = {reference: resident}
-    return [
-        {APART: TARGET_PROGRAM + max(loaded), **held},
-        {reference: resident + block},
-        {**held, **module},
-    ]
+    return [{APART: TARGET_PROGRAM + max(loaded), **held}, {reference: resident + block}, {**held, **module}]

@@ -63,14 +63,11 @@ def render(
         f"| original | {name}, revision {markdown(manifest.model.revision or 'local')}, "
         f"digest {manifest.model.digest[:16]} |",
         f"| assignment | {made} |",
-        *([f"| edited | {EDITED} |"] if edited else []),
+        *[f"| edited | {EDITED} |"] * edited,
         f"| codes | {in_words(manifest.encoding)} |",
         f"| bits of an expert weight, scales and zero points counted | {manifest.bits_per_weight:.2f} |",
         f"| experts by code bits | {_counts(count_widths(widths))} |",
-        *(
-            f"| {name} of mixed experts by code bits | {_counts(counts)} |"
-            for name, counts in count_matrices(widths).items()
-        ),
+        *(f"| {part} of mixed experts by code bits | {_counts(of)} |" for part, of in count_matrices(widths).items()),
         f"| experts by tier | {', '.join(f'{count} on {tier}' for tier, count in sorted(tiers.items()))} |",
         f"| expert bytes, scales and zero points counted | {human_size(totals.placed_expert_bytes)} |",
         f"| other replicas | {human_size(totals.other_replica_bytes)} |",
