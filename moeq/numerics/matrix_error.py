@@ -42,7 +42,7 @@ def row_blocks(*matrices: PackedWeight | Tensor) -> Iterator[tuple[Tensor, ...]]
 
 
 def is_equal(one: PackedWeight | Tensor, other: PackedWeight | Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether matrices, or other tensors, have the same values, the other's rounded to a type."""
+    """Whether matrices [N, K], or other tensors, have the same values, the other's rounded to a type."""
     if _shape(one) != _shape(other):
         return False
     pair = (each if isinstance(each, PackedWeight) else torch.atleast_1d(each) for each in (one, other))
