@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, mo
 
 from moeq import suitability
 from moeq.exporters.gguf_families import FAMILIES
+from moeq.models import support
 from moeq.models.support import DENSE, answer, dense_types, families
 from moeq.registry import EXPORTERS
 from moeq.runtimes import runtimes
@@ -61,6 +62,19 @@ def test_numbers_are_those_of_the_language_model() -> None:
     text = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 60, "num_experts_per_tok": 6}
     found = answer({"model_type": "llava", "num_hidden_layers": 2, "text_config": text})
     assert (found.layers, found.experts, found.experts_a_token) == (4, 60, 6)
+
+
+@pytest.mark.parametrize("here", ["5.23.0", "5.24.0.dev0", "5.30.1", "6.0.0"])
+def test_a_family_of_a_newer_transformers_says_so(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "version", lambda _: here)
+    found = answer({"model_type": "lara_mini", "num_hidden_layers": 3, "num_experts": 6})
+    assert found.family is not None
+    assert found.family.told == "transformers 5.24 or later"
+    if here == "5.23.0":
+        assert (found.verdict, found.refused) == ("refused", True)
+        assert found.line == "LaraMiniForCausalLM is of transformers 5.24, here is 5.23.0"
+    else:
+        assert found.verdict == "works"
 
 
 def test_runtimes_of_families() -> None:
