@@ -112,6 +112,7 @@ class ContextAwareModel:
         self.model, self.layers, self.choose = model, list(layers), choose
         self.exact_start, self.count_last = exact_start, count_last
         self.device = next(model.parameters()).device
+        self._cache_name = cache_name(model)
         self.replicas = replicas
         shape = len(self.layers), self.layers[0].num_experts
         self.prefill_keys = np.full(shape, FULL) if placed is None else placed
@@ -162,9 +163,8 @@ class ContextAwareModel:
         """Logits [1, F, V] and cache of one row with the replicas of the prefill; the given cache stays as it is."""
         self._rows = Rows(keys=self._keys([self.prefill_keys]))
         ids = torch.tensor([tokens], device=self.device)
-        name = cache_name(self.model)
-        output = self.model(input_ids=ids, use_cache=True, **{name: deepcopy(cache)})
-        return output.logits, getattr(output, name)
+        output = self.model(input_ids=ids, use_cache=True, **{self._cache_name: deepcopy(cache)})
+        return output.logits, getattr(output, self._cache_name)
 
     def continuation(self, prefilled: Prefilled, continuations: Sequence[Sequence[int]]) -> Piece:
         """What is fed to score continuations after a context, of at least one token, which differ in the last one."""
@@ -212,7 +212,7 @@ class ContextAwareModel:
         if not bool(mask.all()):
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, before:]
             padding = {"attention_mask": mask.to(self.device), "position_ids": positions.to(self.device)}
-        cached = {cache_name(self.model): cache, "use_cache": cache is not None}
+        cached = {self._cache_name: cache, "use_cache": cache is not None}
         logits: Tensor = self.model(input_ids=ids.to(self.device), **cached, **padding).logits
         return logits
 
@@ -250,7 +250,7 @@ class ContextAwareModel:
                 attention_mask=mask.to(self.device),
                 pad_token_id=pad,
                 stopping_criteria=None if stopping is None else stopping(len(contexts), longest),
-                **{cache_name(self.model): cache},
+                **{self._cache_name: cache},
                 **options,
             )
         finally:

@@ -87,10 +87,8 @@ def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
         **sizes.tables(),
     }
     loaded: Moment = {}
-    swapped, module = (
-        {"weights that were replaced": replaced},
-        {"one module, dequantized": sizes.others.unpacked(width)},
-    )
+    swapped = {"weights that were replaced": replaced}
+    module = {"one module, dequantized": sizes.others.unpacked(width)}
     moments: list[Moment] = [{**sizes.loading(), **once}, {**sizes.held(), **swapped, **module, **once}]
     if sizes.streams:
         loaded, swapped = sizes.model(), {"stopped texts": 0 if text is None else text.tokens * 2 * sizes.token}
