@@ -24,6 +24,12 @@ def least(bits: int, nested: bool) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def only(mask, condition):  # type: ignore[no-untyped-def]
+    """The mask where a condition, one for all of it, holds; no `&`: Triton 3.9's interpreter makes no mask of that."""
+    return tl.where(condition, mask, False)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def place_of(n, FRAGMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where a row's scale and zero point lie among those of its group: of 16 rows as the words do, 8 * s + r at
     2 * r + s."""
@@ -61,7 +67,7 @@ def zero_of(  # type: ignore[no-untyped-def]
     stored_bits = zero_bits if NESTED else zero_bits_of(BITS)
     bit = place_of(n, FRAGMENTS) * stored_bits
     at = words + zeros + group * ((rows * stored_bits + 31) // 32) + bit // 32
-    raw = (tl.load(at, mask=here & (zero_bits > 0), other=0) >> (bit % 32)) & ((1 << stored_bits) - 1)
+    raw = (tl.load(at, mask=only(here, zero_bits > 0), other=0) >> (bit % 32)) & ((1 << stored_bits) - 1)
     return moved(raw, factor, shift, BITS, NESTED)
 
 
@@ -86,7 +92,7 @@ def grid_of(  # type: ignore[no-untyped-def]
     both = tl.load(words + scales // 2 + group * (rows // 2) + pair, mask=here, other=0)
     bit = 2 * pair * stored_bits
     at = words + zeros + group * ((rows * stored_bits + 31) // 32) + bit // 32
-    raw = tl.load(at, mask=here & (zero_bits > 0), other=0)
+    raw = tl.load(at, mask=only(here, zero_bits > 0), other=0)
     if ASM:
         raw = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [raw, both], tl.int32, True, 1)
     raw = raw >> (bit % 32)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from moeq_kernels.gpu.codes import activated, inputs_at, inputs_of, part_of, tile, uneven, weights_of, words_of
-from moeq_kernels.gpu.grid import scale_of
+from moeq_kernels.gpu.grid import only, scale_of
 from moeq_kernels.gpu.strips import FIRST_KIND
 from moeq_kernels.gpu.sums import expert_of
 from moeq_kernels.gpu.swizzle import TILE
@@ -48,7 +48,7 @@ def one_of(begin, more, end, exists, TILES: tl.constexpr):  # type: ignore[no-un
     if TILES == 1:
         return number, exists
     else:
-        return tl.minimum(number, end - 1), exists & (number < end)
+        return tl.minimum(number, end - 1), only(exists, number < end)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

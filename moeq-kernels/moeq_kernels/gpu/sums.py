@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moeq_kernels.gpu.grid import only
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def expert_of(number, experts):  # type: ignore[no-untyped-def]
@@ -54,7 +56,7 @@ def weighted_sum(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK,), tl.float32)
     for number in range(each):
         pair = token * each + number
-        there = (column < width) & (expert_of(tl.load(index + pair), experts) < experts)
+        there = only(column < width, expert_of(tl.load(index + pair), experts) < experts)
         one = tl.zeros((BLOCK,), tl.float32)
         for split in range(splits):
             at = (split * pairs + pair).to(tl.int64) * width
