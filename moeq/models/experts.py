@@ -15,6 +15,7 @@ from moeq.errors import ModelError
 from moeq.models.kinds import GATED, KINDS, Gate, Kind, Stacked, reason_to_refuse
 from moeq.models.stored_experts import LEFT_ALONE
 from moeq.models.support import NO_EXPERTS, USE_ANOTHER
+from moeq.models.visits import visits
 
 DOWN = "down_proj"
 STACKED = Stacked()
@@ -26,7 +27,7 @@ class ExpertLayer:
     """One MoE layer: its place among the MoE layers, the experts module's path, its sizes and its kind.
 
     projections: the matrices of one expert; biased: whether they have biases; parameters: names of the experts'
-    parameters below the module, as transformers has them.
+    parameters below the module, as transformers has them; visits: how many times a token goes through the layer.
     """
 
     index: int
@@ -38,6 +39,7 @@ class ExpertLayer:
     biased: bool = False
     kind: Kind = STACKED
     parameters: tuple[str, ...] = ("gate_up_proj", "down_proj")
+    visits: int = 1
 
     def shape(self, projection: str) -> tuple[int, int]:
         """Rows (outputs) and inputs of one expert's matrix."""
@@ -89,6 +91,7 @@ def find_expert_layers(model: nn.Module, *, needed: bool = True) -> list[ExpertL
                 biased=bool(kind.biases(module, slice(0, 1))),
                 kind=kind,
                 parameters=kind.parameters(module),
+                visits=visits(model, name),
             )
         )
     if needed and not layers:

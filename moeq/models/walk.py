@@ -2,6 +2,8 @@
 
 All batches run up to the experts of one MoE layer and wait there; the caller then sees what the layer's experts are
 about to be given, and the batches go on. Of a streamed model every decoder layer is read once for all batches.
+A layer in a loop comes out when the batches are in it for the last time, with what it was given each time; it is read
+as often as that.
 `model.forward` is untouched, so masks, rotary embeddings and whatever else a family does stay its own; only one layer's
 inputs are held at a time. Each batch runs in a greenlet: one thread, one at a time, in a fixed order, so that results
 repeat exactly.
@@ -11,6 +13,7 @@ Letters: T tokens of all batches (pads taken out), H hidden size, k experts a to
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -25,6 +28,7 @@ from moeq.errors import AllZeroError, ModelError, NotFiniteError
 from moeq.models.experts import ExpertLayer, stacked_weights
 from moeq.models.forward import forward
 from moeq.models.kinds.base import Routing
+from moeq.models.visits import visits
 
 if TYPE_CHECKING:
     from moeq.models.streaming import StreamedModel
@@ -57,7 +61,8 @@ class LayerInputs:
 
     hidden: [T, H]; experts: [T, k] chosen experts, the layer's number of experts or more for none; weights: [T, k]
     routing weights; sequence: [T] row in the corpus; position: [T] index among the real tokens of its sequence;
-    left_out: tokens that were removed because their activations or routing weights are not finite.
+    left_out: tokens that were removed because their activations or routing weights are not finite. Of a layer in a loop
+    every token is here, and counts, as often as it goes through it.
     """
 
     layer: ExpertLayer
@@ -102,12 +107,13 @@ def walk(
 ) -> Iterator[LayerInputs]:
     """Yield the inputs of every MoE layer in turn, over all batches.
 
-    streamed: the blocks of this model are read when all batches have come to them, once each; a layer's weights are
-    there while its inputs are out. A caller that keeps neither inputs nor views of weights holds one layer of both.
-    finish: called with each batch's output; without it the walk ends after the last layer. blocks: paths of decoder
-    layers; `left` is called with each when all batches have come to its end, while its weights are there. Raises
-    ModelError when the layers do not run in the order in which they were found, and NotFiniteError when an expert's
-    weights are not finite or no token's activations are.
+    streamed: the blocks of this model are read when all batches have come to them, once for each visit; a layer's
+    weights are there while its inputs are out. A caller that keeps neither inputs nor views of weights holds one layer
+    of both, and of a loop what its layers were given before. finish: called with each batch's output; without it the
+    walk ends after the last layer. blocks: paths of decoder layers; `left` is called with each when all batches have
+    come to its end for the last time, while its weights are there. Raises ModelError when the layers do not run in the
+    order in which they were found, and NotFiniteError when an expert's weights are not finite or no token's activations
+    are.
     """
     main = getcurrent()
 
@@ -127,19 +133,45 @@ def walk(
         if streamed is not None:
             stack.enter_context(streamed.lockstep(main.switch))
         done = 0
+        given: dict[int, list[LayerInputs]] = {}  # of every layer that is not done yet, at each of its visits
+        ended = Counter[str]()
         while finish is not None or done < len(layers):
             events = go_on(runs, streamed)
             if done == len(layers) and all(run.dead for run in runs):
                 return
             if left is not None and all(isinstance(event, _Left) and event == events[0] for event in events):
-                left(events[0].block)
+                ended[events[0].block] += 1
+                if ended[events[0].block] == visits(model, events[0].block):
+                    left(events[0].block)
                 continue
-            if done == len(layers) or any(not isinstance(event, tuple) or event[0] != layers[done] for event in events):
+            here = _layer_of(events)
+            if here is None or here not in layers[done:]:
                 raise out_of_turn(layers[min(done, len(layers) - 1)].name if layers else "the model")
-            check_weights(model, layers[done])
-            yield gather(layers[done], [seen for _, seen in events], batches)
+            if here.index not in given:
+                check_weights(model, here)
+            given.setdefault(here.index, []).append(gather(here, [seen for _, seen in events], batches))
             del events  # which would else lie beside the next layer's
+            if len(given[here.index]) < here.visits:
+                continue
+            if here != layers[done]:
+                raise out_of_turn(layers[done].name)
+            yield _joined(given.pop(here.index))
             done += 1
+
+
+def _layer_of(events: Sequence[Any]) -> ExpertLayer | None:
+    """The layer whose experts all runs have come to; None where they have not."""
+    layers = [event[0] if isinstance(event, tuple) else None for event in events]
+    return layers[0] if all(layer == layers[0] for layer in layers) else None
+
+
+def _joined(parts: Sequence[LayerInputs]) -> LayerInputs:
+    """What a layer was given at each visit as one."""
+    if len(parts) == 1:
+        return parts[0]
+    names = ("hidden", "experts", "weights", "sequence", "position")
+    columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    return LayerInputs(layer=parts[0].layer, left_out=sum(part.left_out for part in parts), **columns)
 
 
 def go_on(runs: Sequence[greenlet], streamed: StreamedModel | None) -> list[Any]:

@@ -1,14 +1,23 @@
 """The walk sees what the routers chose, pads are never counted, and lockstep equals one batch at a time."""
 
+from __future__ import annotations
+
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tiny_models import save_tiny
+from torch import nn
 
-from moeq.errors import QuantizationError
+from moeq.errors import ModelError, QuantizationError
 from moeq.models import loading
+from moeq.models.beside import walk_beside
 from moeq.models.corpus import Sequences
+from moeq.models.experts import find_expert_layers
 from moeq.models.source import open_source
+from moeq.models.streaming import StreamedModel
 from moeq.models.walk import walk
 from moeq.stages.profile import count_routing
 
@@ -94,3 +103,61 @@ def test_weights_that_are_not_finite_name_layer_expert_and_matrix(tiny_mixtral: 
         QuantizationError, match=r"layers\.1\.mlp\.experts, expert 3, down_proj: weights are not finite"
     ):
         next(found)
+
+
+class Looped(nn.ModuleList):
+    """Four decoder layers, of which the second and third run twice."""
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [*list(self)[:3], *list(self)[1:]]
+        return super().__getitem__(at)
+
+
+def looped(model: Any) -> Any:
+    """A Mixtral whose layers run as a looped model's do, and which says so."""
+    model.model.layers.__class__ = Looped
+    model.config.loop_num_passes = 2
+    model.config.loop_layer_index_start, model.config.loop_layer_index_end = 1, 3
+    return model
+
+
+def test_a_looped_layer_comes_out_once_with_all_that_it_was_given(tmp_path: Path) -> None:
+    """Against plain hooks on the experts, loaded and streamed; other layers' inputs and the end of a layer as ever."""
+    source = open_source(str(save_tiny(tmp_path / "model", "mixtral", num_hidden_layers=4)))
+    model, streamed = looped(loading.load_model(source, torch.float32, CPU)), StreamedModel(source, torch.float32, CPU)
+    looped(streamed.model)
+    layers, rows = find_expert_layers(model), sequences([9, 16, 12], 16)
+    assert [layer.visits for layer in layers] == [1, 2, 2, 1]
+    given: dict[str, list[tuple[torch.Tensor, ...]]] = {layer.name: [] for layer in layers}
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(lambda _, call, seen=seen: seen.append(call[:3]))
+        for name, seen in given.items()
+    ]
+    with torch.no_grad():
+        for batch in rows.batches(2):
+            model(input_ids=batch.input_ids, attention_mask=batch.mask.long(), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for one, kept in ((model, None), (streamed.model, streamed)):
+        left: list[str] = []
+        walked = walk(
+            one, layers, rows.batches(2), CPU, streamed=kept, finish=lambda *_: None,
+            blocks=[f"model.layers.{index}" for index in range(4)], left=left.append,
+        )  # fmt: skip
+        for layer, inputs in zip(layers, walked, strict=True):
+            assert inputs.layer == layer
+            assert kept is None or kept.loaded == {f"model.layers.{layer.index}"}
+            assert left == [f"model.layers.{index}" for index in range(layer.index)]
+            masks = [batch.mask.flatten() for batch in rows.batches(2)] * layer.visits
+            calls = [call for visit in range(layer.visits) for call in given[layer.name][visit :: layer.visits]]
+            for index, part in enumerate((inputs.hidden, inputs.experts, inputs.weights)):
+                own = [call[index][mask] for call, mask in zip(calls, masks, strict=True)]
+                assert torch.equal(part, torch.cat(own))
+            counts, _ = count_routing(inputs, 3, torch.tensor([4, 4, 4]))
+            assert counts.sum(2).tolist() == [[8 * layer.visits, 2 * layer.visits * (n - 4)] for n in (9, 16, 12)]
+        assert left == [f"model.layers.{index}" for index in range(4)]
+    with pytest.raises(ModelError, match="did not run in its turn"):
+        list(walk_beside(model, layers, rows.batches(2), CPU))
+    with pytest.raises(ModelError, match=r"layers\.3\.mlp\.experts: this MoE layer did not run in its turn"):
+        list(walk(model, [replace(layer, visits=1) for layer in layers], rows.batches(2), CPU))

@@ -49,6 +49,7 @@ REMARKS = {
     "openai_privacy_filter": "a token classifier: without perplexity",
     "dots3_note": "experts of the vision tower stay as they are",
     "inkling_mm_model": "save_pretrained of a packed one is refused",
+    **dict.fromkeys(family_models.LOOPED, "a looped layer is calibrated on what it is given at all its visits"),
     "moe_vit": "an image classifier that moeq brings: calibrated on labelled images, without perplexity",
     "jetmoe": "experts of the attention stay as they are",
     "switch_transformers": "encoder-decoder: calibrated on the same text on both sides",

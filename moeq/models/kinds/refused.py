@@ -17,8 +17,6 @@ def reason_to_refuse(module: nn.Module) -> str | None:
         return "its experts are chosen by the data set, not by a router"
     if type(module).__name__.startswith("DiffusionGemma") and hasattr(module, "gate_up_proj"):
         return "its encoder and decoder share them, and it is no causal language model"
-    if type(module).__name__.startswith("Inkling2Loop") and hasattr(module, "gate_up_proj"):
-        return "its layers run several times a token (looped), and are calibrated in one pass"
     if hasattr(module, "text_moe") and hasattr(module, "vision_moe"):
         return "its text and vision experts share tensors on disk, and no text reaches the vision experts"
     experts = getattr(module, "experts", None)
