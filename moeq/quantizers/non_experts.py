@@ -10,7 +10,8 @@ Letters: B sequences of a batch, S tokens of a sequence, T rows of all batches, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,19 +95,40 @@ def split_rows(inputs: Tensor, batch: Batch, heldout: Tensor) -> tuple[Tensor, T
     return tuple(inputs[side].reshape(-1, inputs.shape[-1]) for side in sides)  # type: ignore[return-value]
 
 
+def _joined_sums(parts: Sequence[InputSums]) -> InputSums:
+    """Sums over what linears were given at each visit to their block as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return InputSums(
+        calibration=torch.stack([part.calibration for part in parts]).sum(0),
+        heldout=torch.stack([part.heldout for part in parts]).sum(0),
+        calibration_rows=sum(part.calibration_rows for part in parts),
+        heldout_rows=sum(part.heldout_rows for part in parts),
+        problem=next((part.problem for part in parts if part.problem), ""),
+    )
+
+
 class Listener:
-    """Hooks that sum up the inputs of linears during a walk; the sums of a layer are taken when it is done."""
+    """Hooks that sum up the inputs of linears during a walk; the sums of a layer are taken when it is done.
+
+    Of a layer in a loop each visit has sums of its own until then: which linears share their inputs differs among them.
+    """
 
     def __init__(self, model: nn.Module, modules: Iterable[OtherModule], heldout: Tensor) -> None:
         """heldout: [sequences] bool, which sequences are kept for measuring."""
         self.model, self.heldout = model, heldout
         self.modules = {module.name: module for module in modules}
-        self._sums: dict[str, InputSums] = {}
-        self._given: dict[str, int] = {}  # how many tensors each linear was given
+        self._sums: dict[tuple[str, int], InputSums] = {}  # of every linear at each visit to its block
+        self._given = Counter[tuple[str, int]]()  # how many tensors it was given
+        self._visits = Counter[tuple[int, str]]()  # of every batch to every block
         self._recent: dict[int, list[tuple[weakref.ref[Tensor], int, InputSums]]] = {}
         self._hooks = [
             model.get_submodule(name).register_forward_pre_hook(lambda _, given, at=name: self._see(at, given))
             for name in self.modules
+        ]
+        self._hooks += [
+            model.get_submodule(block).register_forward_pre_hook(lambda *_, at=block: self._enter(at))
+            for block in {module.block for module in self.modules.values()} - {""}
         ]
 
     def remove(self) -> None:
@@ -117,12 +139,18 @@ class Listener:
     def take(self, block: str) -> dict[str, InputSums]:
         """The sums of a block's linears, which are forgotten here."""
         self._recent.clear()
-        names = [name for name in self._sums if self.modules[name].block == block]
-        taken = {name: self._sums.pop(name) for name in names}
-        for name, sums in taken.items():
-            if self._given.pop(name) != sums.additions:
-                taken[name] = replace(sums, problem=UNEVEN)
-        return taken
+        parts: dict[str, list[InputSums]] = {}
+        for key in [key for key in self._sums if self.modules[key[0]].block == block]:
+            sums = self._sums.pop(key)
+            even = self._given.pop(key) == sums.additions
+            parts.setdefault(key[0], []).append(sums if even else replace(sums, problem=UNEVEN))
+        together = {tuple(map(id, each)): each for each in parts.values()}
+        joined = {ids: _joined_sums(each) for ids, each in together.items()}
+        return {name: joined[tuple(map(id, each))] for name, each in parts.items()}
+
+    def _enter(self, block: str) -> None:
+        """A batch comes to a block."""
+        self._visits[id(current_batch()), block] += 1
 
     def _see(self, name: str, given: tuple[Any, ...]) -> None:
         """Add up one call's inputs; a linear that is given what another was given before shares that one's sums."""
@@ -130,13 +158,14 @@ class Listener:
         seen = self._recent.setdefault(id(current_batch()), [])
         seen[:] = [(ref, version, sums) for ref, version, sums in seen if ref() is not None]
         match = next((sums for ref, version, sums in seen if ref() is inputs and version == inputs._version), None)
-        sums = self._sums.get(name)
+        key = name, self._visits[id(current_batch()), self.modules[name].block]
+        sums = self._sums.get(key)
         if sums is None:
-            sums = self._sums[name] = match or InputSums.of(inputs.shape[-1], inputs.device)
+            sums = self._sums[key] = match or InputSums.of(inputs.shape[-1], inputs.device)
             sums.members.append(name)
         elif sums is not match and name != sums.members[0]:
-            sums = self._sums[name] = self._apart(name, sums)
-        self._given[name] = self._given.get(name, 0) + 1
+            sums = self._sums[key] = self._apart(name, sums)
+        self._given[key] += 1
         if sums is not match:
             sums.add(split_rows(inputs.detach(), current_batch(), self.heldout))
             seen.append((weakref.ref(inputs), inputs._version, sums))

@@ -203,9 +203,8 @@ class Making:
         done: set[str] = set()
 
         def left(block: str) -> None:
-            if block not in done:  # of a layer that runs twice, the first time
-                done.add(block)
-                self._make(block, listener)
+            done.add(block)
+            self._make(block, listener)
 
         try:
             yield {"finish": lambda *_: None, "blocks": [block for block in self.missing if block], "left": left}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import copy_context
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,6 +101,39 @@ def test_linears_of_one_tensor_share_sums_and_others_do_not(inputs: list[Tensor]
     more = torch.cat([rows, torch.full((36, 40), 0.5)])
     torch.testing.assert_close(sums["late"].calibration, more.T @ more)
     assert not any(one.problem for one in sums.values())
+
+
+def test_a_linear_in_a_loop_shares_sums_with_those_that_share_its_inputs_at_every_visit(inputs: list[Tensor]) -> None:
+    class Visited(Block):
+        def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+            other = x if other is None else other
+            self.k(other), self.v(other)
+            return self.o(self.q(x))  # type: ignore[no-any-return]
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Visited()
+
+        def forward(self, x: Tensor) -> None:
+            self.layer(x)
+            self.layer(x + 1, x + 2)
+
+    loop = Loop()
+    modules = [replace(one, name=f"layer.{one.name}", block="layer") for one in described(loop.layer)]
+    listener = Listener(loop, modules, HELDOUT)
+    for x in inputs:
+        running(batch(), lambda x=x: loop(x))  # type: ignore[misc]
+    listener.remove()
+    sums = listener.take("layer")
+    rows = calibration_rows(inputs)
+    for name, others_own in (("layer.q", 1), ("layer.k", 2)):
+        both = torch.cat([rows, rows + others_own])
+        torch.testing.assert_close(sums[name].calibration, both.T @ both)
+    assert sums["layer.k"] is sums["layer.v"]
+    assert (sums["layer.q"].calibration_rows, sums["layer.q"].heldout_rows) == (72, 24)
+    assert not any(one.problem for one in sums.values())
+    assert not any(layer._forward_pre_hooks for layer in loop.modules())
 
 
 def test_a_linear_that_misses_what_it_shares_is_rounded(inputs: list[Tensor]) -> None:
