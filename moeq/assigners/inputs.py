@@ -167,7 +167,7 @@ def routing_mass(inputs: AssignInputs, layer: int) -> np.ndarray:
 
 
 def activation_rate(inputs: AssignInputs, layer: int) -> np.ndarray:
-    """Tokens that each expert of a layer is given for one token of the model, [E]; they add up to top_k."""
+    """Tokens that each expert of a layer is given for one token of the model, [E]: top_k in all, at each visit."""
     counts, _ = inputs.profile.total(layer, inputs.phase())
     return np.asarray(counts / max(1, inputs.tokens()))
 

@@ -53,6 +53,11 @@ def assumptions(
         lines.append(
             f"encoder-decoder: prompts go through {encoder} MoE layers, decode steps through the other {decoder}"
         )
+    if looped := sum(times > 1 for times in geometry.times):
+        lines.append(
+            f"{looped} of {geometry.num_layers} MoE layers run up to {max(geometry.times)} times a token: each time by "
+            "routing of its own, copies between memories as often"
+        )
     if assigned_layers != geometry.num_layers:
         lines.append(f"the placement's {assigned_layers} layer(s) are repeated evenly over {geometry.num_layers}")
     return tuple(lines)

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moeq.models.visits import LOOP, times
+
 LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
 KINDS = ("layer_types", "layers_block_type")
 KEYS = (
@@ -29,7 +31,7 @@ KEYS = (
     "v_head_dim", "sliding_window_size", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim",
     "num_attention_heads_per_layer", "kv_sharing_modes", "conv_kernel_size", "compress_rates", "index_topk",
     "index_head_dim", "index_n_heads", "indexer_types", "index_kpool", "index_topk_blocks", "index_block_size",
-    "indexer_budget", "indexer_head_dim", "indexer_n_heads", "indexer_compress_ratio",
+    "indexer_budget", "indexer_head_dim", "indexer_n_heads", "indexer_compress_ratio", *LOOP,
 )  # fmt: skip
 PER_LAYER = "per_layer_config"  # {layer: what is another there}
 INTERVALS = (  # keys whose families say by rules of their own which layers are of which kind
@@ -39,6 +41,7 @@ INTERVALS = (  # keys whose families say by rules of their own which layers are 
 OWN_RULES = (  # keys whose families make sizes of some layers of them, whether kinds are stated or not
     "index_topk", "index_topk_blocks", "sparse_attention_config", "indexer_budget", "compress_rates", "compress_ratios",
     "global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "attention_other_setting",
+    "loop_num_passes", "loop_config",
 )  # fmt: skip
 NOTHING = {"moe", "mlp", "dense", "conv", "dummy"}  # kinds of layers that keep nothing, or next to nothing
 CHUNKED, SLIDING = "chunked_attention", "sliding_attention"
@@ -121,7 +124,8 @@ def attention_of(config: Mapping[str, Any], heads: int, kv_heads: int, head_dim:
     """The kinds of a configuration's layers, dense ones too; None where it does not say how many there are, and of
     encoder-decoders.
 
-    A kind of which nothing is known counts as one that keeps keys and values of the whole text.
+    A kind of which nothing is known counts as one that keeps keys and values of the whole text; a layer in a loop keeps
+    them of every time that a token goes through it.
     """
     kinds = next((config[key] for key in KINDS if config.get(key)), None)
     count = _number(config, *LAYERS) if kinds is None else len(kinds)
@@ -134,7 +138,8 @@ def attention_of(config: Mapping[str, Any], heads: int, kv_heads: int, head_dim:
     own = {int(layer): values for layer, values in (config.get(PER_LAYER) or {}).items()}
     found: Counter[Attention] = Counter()
     for layer, kind in enumerate(map(str, kinds)):
-        found.update(_of_layer(kind, layer, {**config, **sizes, **own.get(layer, {})}, kv_heads))
+        each = _of_layer(kind, layer, {**config, **sizes, **own.get(layer, {})}, kv_heads)
+        found.update(each * times(config, layer))
     return tuple(replace(kind, layers=layers) for kind, layers in found.items())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ class ModelGeometry:
     expert_hidden_size: of what an expert is given and answers, where that is none of the model's; None: hidden_size.
     encoder_layers: how many of the MoE layers, the first, are an encoder's: prompts go through them, decode steps
     through the others.
+    visits: how many times a token goes through each of the MoE layers, None: once through all; visited_parameters: how
+    many of the non_expert_parameters are read again for that, as often as they are.
     cache_bits: of a key's or value's element, 16 for FP16; states stay as they are.
     Raises EstimateError for sizes that no model has.
     """
@@ -122,13 +125,15 @@ class ModelGeometry:
     expert_hidden_size: int | None = None
     encoder_layers: int = 0
     cache_bits: float = 16.0
+    visits: tuple[int, ...] | None = None
+    visited_parameters: int = 0
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
             if (
-                field not in ("name", "attention")
+                field not in ("name", "attention", "visits")
                 and value is not None
-                and value < (0 if field in ("non_expert_parameters", "encoder_layers") else 1)
+                and value < (0 if field in ("non_expert_parameters", "encoder_layers", "visited_parameters") else 1)
             ):
                 raise EstimateError(f"{field} is {value}", where=self.name, do="give a positive number")
         if self.top_k > self.num_experts:
@@ -146,9 +151,12 @@ class ModelGeometry:
         return self.matrices_per_expert * self.expert_inputs * self.intermediate_size
 
     def sizes(self) -> dict[str, Any]:
-        """All of it as a mapping; attention, what experts are given, an encoder's layers and the bits of the cache only
-        where they are not the usual ones."""
-        usual = {"attention": None, "expert_hidden_size": None, "encoder_layers": 0, "cache_bits": 16.0}
+        """All of it as a mapping; attention, what experts are given, an encoder's layers, visits and the bits of the
+        cache only where they are not the usual ones."""
+        usual = {
+            "attention": None, "expert_hidden_size": None, "encoder_layers": 0, "cache_bits": 16.0, "visits": None,
+            "visited_parameters": 0,
+        }  # fmt: skip
         found = {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
         for kind in found.get("attention", ()):
             for name in [name for name in ("parts", "chunked", "selected", "beside", "shared") if not kind[name]]:
@@ -180,8 +188,20 @@ class ModelGeometry:
         return tuple(replace(kind, token_bytes=kind.token_bytes * self.cache_bits / 16) for kind in each)
 
     @property
+    def times(self) -> tuple[int, ...]:
+        """How many times a token goes through each of the MoE layers."""
+        return self.visits or (1,) * self.num_layers
+
+    def in_turn(self, first: int = 0) -> list[int]:
+        """The MoE layers from one on in the order in which a token goes through them: those of a loop, then again."""
+        order: list[int] = []
+        for count, run in groupby(range(first, self.num_layers), lambda layer: self.times[layer]):
+            order += [*run] * count
+        return order
+
+    @property
     def all_layers(self) -> int:
-        """MoE layers and dense ones, as far as the kinds of attention tell."""
+        """MoE layers and dense ones, as far as the kinds of attention tell, as often as a token goes through them."""
         return max(self.num_layers, sum(kind.layers for kind in self.kept if not kind.beside))
 
     def across(self, gpus: int) -> ModelGeometry:
@@ -302,11 +322,14 @@ def geometry_from_config(
     matrices_per_expert: int = 3,
     expert_hidden_size: int | None = None,
     layer_names: Sequence[str] = (),
+    visits: Sequence[int] = (),
+    visited_parameters: int = 0,
 ) -> ModelGeometry:
     """The geometry of a Hugging Face config.json (or its nested text_config) and of what only the weights tell.
 
     Keys and values are those of all its layers, by their kinds (`attention`), where it says how many there are. Raises
-    EstimateError for a missing key. layer_names: of the MoE layers, which tell an encoder's.
+    EstimateError for a missing key. layer_names: of the MoE layers, which tell an encoder's; visits and
+    visited_parameters: of a looped model, as ModelGeometry has them.
     """
     nested = config.get("text_config")
     text = {**config, **nested} if isinstance(nested, Mapping) else config
@@ -332,6 +355,8 @@ def geometry_from_config(
         attention=None if found == usual(num_moe_layers, heads, kv_heads, head_dim) else found,
         expert_hidden_size=None if expert_hidden_size == hidden_size else expert_hidden_size,
         encoder_layers=_of_encoder(layer_names) if text.get("is_encoder_decoder") else 0,
+        visits=tuple(visits) if max(visits, default=1) > 1 else None,
+        visited_parameters=visited_parameters,
     )
 
 

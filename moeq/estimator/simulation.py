@@ -147,7 +147,7 @@ class Simulation:
             return self
         rows = self.layer_row[:encoder] if prefill else self.layer_row[encoder:]
         repeats = np.bincount(rows, minlength=len(self.layers.repeats)).astype(np.int64)
-        return replace(self, layers=replace(self.layers, repeats=repeats))
+        return replace(self, layers=replace(self.layers, repeats=repeats, visits=repeats))
 
     def refusals(self, batch: int) -> dict[str, str]:
         """Why a policy cannot run the model, by policy label."""
@@ -334,6 +334,7 @@ def build_simulation(
         hot=placement.hot[first],
         popularity=np.asarray(rows[first]),
         repeats=np.bincount(row_of[model_layers], minlength=len(first)).astype(np.int64),
+        visits=np.bincount(row_of[model_layers], geometry.times, minlength=len(first)).astype(np.int64),
         group_size=group_size,
         zero_points=zero_points,
         codebook=codebook,

@@ -41,7 +41,8 @@ TRAFFIC: Mapping[str, tuple[Channel, ...]] = {
 class Layers:
     """Distinct layers of a placed model: bits[D, E] (16 = FP16), hot[D, E] (on the GPU), popularity[D, E].
 
-    `repeats`[D] says how many of the model's layers each row stands for.
+    `repeats`[D] says how many of the model's layers each row stands for, `visits`[D] how many times a step goes through
+    them in all.
     """
 
     geometry: ModelGeometry
@@ -50,6 +51,7 @@ class Layers:
     hot: BoolArray
     popularity: FloatArray
     repeats: IntArray
+    visits: IntArray
     group_size: int | None
     zero_points: bool
     codebook: str = ""
@@ -76,7 +78,7 @@ class Layers:
 
     def rows(self, start: int, stop: int) -> Layers:
         """The layers start..stop-1 only."""
-        kept = {name: getattr(self, name)[start:stop] for name in ("bits", "hot", "popularity", "repeats")}
+        kept = {name: getattr(self, name)[start:stop] for name in ("bits", "hot", "popularity", "repeats", "visits")}
         return replace(self, **kept)
 
 
@@ -298,12 +300,12 @@ def _squared_error(seconds: FloatArray) -> float:
 
 def expected_step(layers: Layers, work: Work, plan: Schedule) -> Step:
     """The expected step of a schedule over all layers that its rows stand for."""
-    weight = work.probability * layers.repeats[:, None]
+    weight = work.probability * layers.visits[:, None]
     totals = {"dense": dense_total(work.dense, int(layers.repeats.sum()))}
     totals |= {name: total(weight, cost) for name, cost in plan.terms.items()}
     sampled: dict[int, FloatArray] = {}
     if work.drawn_row is not None:
-        of_layers = plan.seconds * layers.repeats[:, None]
+        of_layers = plan.seconds * layers.visits[:, None]
         sampled = {int(draw): of_layers[work.drawn_row == draw].sum(axis=0) for draw in np.unique(work.drawn_row)}
     seconds = float((weight * plan.seconds).sum())
     return Step(expert_seconds=seconds, terms=totals, windows=plan.windows, sampled=sampled)

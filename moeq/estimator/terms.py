@@ -139,7 +139,8 @@ def t_dense(
     `tokens` query tokens of `sequences` sequences attend to `context` tokens each; prompt: they are whole prompts of
     `context` tokens, each of which attends to those before it. Shape: that of `context`.
     """
-    gpu, share = hardware.all_gpus, geometry.non_expert_parameters / geometry.num_layers
+    read_and_again = geometry.non_expert_parameters + geometry.visited_parameters
+    gpu, share = hardware.all_gpus, read_and_again / geometry.num_layers
     attended = np.asarray(context, dtype=np.float64)
     read = 2 * share + sequences * geometry.kv_bytes_per_layer(attended, prompt=prompt)
     macs = tokens * (share + geometry.attention_macs(attended, prompt=prompt))

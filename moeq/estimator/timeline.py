@@ -69,8 +69,8 @@ def timeline(
             experts = work.experts[row, index].tolist()
             cut = [(_cut(span, row, index), experts if span.each else []) for span in spans]
             distinct.append((float(work.dense.seconds), float(plan.seconds[row, index]), cut))
-    first = geometry.encoder_layers
-    intervals = _intervals((distinct[row] for row in simulation.layer_row[first:].tolist()), first)
+    order = geometry.in_turn(geometry.encoder_layers)
+    intervals = _intervals((layer, distinct[simulation.layer_row[layer]]) for layer in order)
     return tuple(sorted(intervals, key=lambda interval: interval.start_seconds))
 
 
@@ -89,9 +89,9 @@ def _cut(span: Span, row: int, index: int) -> Span:
     return replace(span, start=start[row, index], seconds=span.seconds[row, index])
 
 
-def _intervals(layers: Iterable[Layer], first: int) -> Iterator[Interval]:
+def _intervals(layers: Iterable[tuple[int, Layer]]) -> Iterator[Interval]:
     now = copied = 0.0
-    for layer, (dense_seconds, expert_seconds, spans) in enumerate(layers, first):
+    for layer, (dense_seconds, expert_seconds, spans) in layers:
         yield Interval(resource="gpu", name="dense", layer=layer, expert=None, start_seconds=now, seconds=dense_seconds)
         begin = now + dense_seconds
         for span, experts in spans:

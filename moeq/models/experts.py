@@ -5,13 +5,13 @@ Letters: E experts, T tokens, H hidden size, I intermediate size, k experts a to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from moeq.errors import ModelError
+from moeq.errors import ModelError, RecipeError
 from moeq.models.kinds import GATED, KINDS, Gate, Kind, Stacked, reason_to_refuse
 from moeq.models.stored_experts import LEFT_ALONE
 from moeq.models.support import NO_EXPERTS, USE_ANOTHER
@@ -97,6 +97,13 @@ def find_expert_layers(model: nn.Module, *, needed: bool = True) -> list[ExpertL
     if needed and not layers:
         raise ModelError(NO_EXPERTS, where=model_name, do=USE_ANOTHER)
     return layers
+
+
+def refuse_loops(layers: Sequence[ExpertLayer], what: str, *, where: str, do: str) -> None:
+    """RecipeError where a token goes through one of the layers several times, of which `what` cannot be."""
+    for layer in layers:
+        if layer.visits > 1:
+            raise RecipeError(f"a token goes through {layer.name} {layer.visits} times: {what}", where=where, do=do)
 
 
 @dataclass(frozen=True, kw_only=True)

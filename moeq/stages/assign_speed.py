@@ -216,7 +216,8 @@ class SpeedProblem:
         return tuple(drawn[simulation.layer_row[np.flatnonzero(rows == layer)[0]]] for layer in range(assigned))
 
     def _times(self, policy: str, widths: Sequence[int]) -> list[dict[int, float]]:
-        """Seconds of one token of one expert at every width, times the layers that an assigned one stands for."""
+        """Seconds of one token of one expert at every width, times the layers that an assigned one stands for, and how
+        many times a token goes through these."""
         assigned, parameters = len(self.inputs.profile.layers), self.geometry.expert_parameters
         stored = np.asarray(effective_bits(widths, self.group_size, not self.inputs.symmetric, self._codebook))
         if policy == ON_GPU:
@@ -225,8 +226,10 @@ class SpeedProblem:
             seconds = t_ndp(parameters, stored, 1, self.hardware.ndp).seconds
         else:
             seconds = t_fetch(parameters * stored / 8, 1, self.hardware).seconds
+        rows = layer_of_assignment(self.geometry.num_layers, assigned)
+        visits = [self.geometry.times[np.flatnonzero(rows == layer)[0]] for layer in range(assigned)]
         repeated = self.geometry.num_layers / assigned
-        return [dict(zip(widths, (repeated * seconds).tolist(), strict=True)) for _ in range(assigned)]
+        return [dict(zip(widths, (repeated * times * seconds).tolist(), strict=True)) for times in visits]
 
     def _hot_seconds(self, inputs: AssignInputs, assignment: Assignment) -> float:
         """Expected seconds of experts that stay in full precision on the GPU, which no width decides."""

@@ -11,6 +11,8 @@ from moeq.estimator import CONFIG_KEYS, ModelGeometry, geometry_from_config
 from moeq.estimator.attention import KEYS as TEXT_KEYS
 from moeq.estimator.attention import PER_LAYER
 from moeq.models.experts import ExpertLayer
+from moeq.models.streaming import blocks_of
+from moeq.models.visits import visits
 
 
 def model_geometry(
@@ -38,6 +40,21 @@ def first_geometry(skeleton: Any, layers: Sequence[ExpertLayer], *, non_expert_p
         matrices_per_expert=len(layers[0].projections),
         expert_hidden_size=layers[0].hidden_size,
         layer_names=[layer.name for layer in layers],
+        visits=[layer.visits for layer in layers],
+        visited_parameters=_visited(skeleton, layers),
+    )
+
+
+def _visited(skeleton: Any, layers: Sequence[ExpertLayer]) -> int:
+    """Weights outside of the experts that a token meets again in a loop, as often as that."""
+    apart = {f"{layer.name}.{part}" for layer in layers for part in layer.parameters}
+    again = {path: visits(skeleton, path) - 1 for path in blocks_of(skeleton)}
+    return sum(
+        times * parameter.numel()
+        for path, times in again.items()
+        if times
+        for name, parameter in skeleton.get_submodule(path).named_parameters(prefix=path)
+        if name not in apart
     )
 
 

@@ -143,6 +143,7 @@ STAGES = (
         text=("calibration",),
         computes=True,
         extra=profile.coverage_settings,
+        check=profile.check,
         intact=profile.trace_is_intact,
         apart=frozenset({TRACE}),
     ),

@@ -27,6 +27,7 @@ from moeq.engine.task import groups
 from moeq.errors import ArtifactError
 from moeq.models.corpus import Sequences, join
 from moeq.models.corpus.images import image_tokens
+from moeq.models.experts import refuse_loops
 from moeq.models.walk import LayerInputs
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.stages import workers
@@ -119,6 +120,13 @@ def _write_trace(context: Context, parts: Sequence[RoutingTrace], text: str) -> 
     write_trace(path, trace)
     where = escape(str(context.finished("profile") / TRACE))
     context.reporter.say(f"  trace of {trace.num_tokens:,} tokens, {trace.num_layers} layers: {where}")
+
+
+def check(context: Context) -> None:
+    """RecipeError for a trace of a looped model."""
+    if context.recipe.profile.trace:
+        what = "a trace has one choice of a token in a layer"
+        refuse_loops(context.model.layers, what, where="profile.trace: true", do="leave it out")
 
 
 def trace_is_intact(context: Context) -> bool:

@@ -24,7 +24,14 @@ from moeq.artifacts.stage import current_digest
 from moeq.errors import ArtifactError, AssignmentError
 from moeq.exporters.native_writer import layer_name
 from moeq.models.beside import Beside, walk_beside
-from moeq.models.experts import ExpertLayer, expert_math, set_expert_weights, stacked_biases, stacked_weights
+from moeq.models.experts import (
+    ExpertLayer,
+    expert_math,
+    refuse_loops,
+    set_expert_weights,
+    stacked_biases,
+    stacked_weights,
+)
 from moeq.quantizers.layer_training import Widths
 from moeq.quantizers.refine import Change, LayerJob, link_of, refine_layer
 from moeq.recipe import Recipe, RefineSection
@@ -69,9 +76,15 @@ def by_layer(context: Context) -> ByLayer | None:
 
 
 def check(context: Context) -> None:
-    """CorpusError when there is no text to refine on."""
-    if by_layer(context) is not None:
-        _ = context.text.calibration
+    """CorpusError when there is no text to refine on, RecipeError for a looped model, whose layers are not done one by
+    one."""
+    training = by_layer(context)
+    if training is None:
+        return
+    name = "quantize.tune" if training.scales_alone else "quantize.refine"
+    do = f"leave it out: --set {name}=null" + (", or stream: never" if training.scales_alone else "")
+    refuse_loops(context.model.layers, "it is not trained layer by layer", where=name, do=do)
+    _ = context.text.calibration
 
 
 def revision(context: Context) -> int | list[int] | None:

@@ -37,7 +37,8 @@ from moeq.models.support import answer
 CPU = torch.device("cpu")
 NOT_BY_HEADERS = {  # config.json leaves some of their sizes to transformers, or which of their layers keep what
     "axk2", "dbrx", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm4_moe_lite", "glm5_next",
-    "glm_moe_dsa", "hy_v4", "hy_v4_vl", "jamba", "jetmoe", "longcat_flash", "minimax_m3_vl", "minimax_m3_vl_text",
+    "glm_moe_dsa", "hy_v4", "hy_v4_vl", "inkling2_loop", "inkling2_loop_text", "jamba", "jetmoe", "longcat_flash",
+    "minimax_m3_vl", "minimax_m3_vl_text",
     "mistral_large4", "mixtral", "moe_vit", "openai_privacy_filter", "phimoe", "qwen3_omni_moe_thinker", "qwen4_exp",
     "qwen4_exp_text", "switch_transformers",
 }  # fmt: skip

@@ -167,13 +167,13 @@ def _copies(layers: Layers, decided: BoolArray, high: float, low: float) -> Cost
 
 
 def _windows(layers: Layers, experts: Schedule, copies: Cost, window: IntArray) -> Windows:
-    weight = layers.repeats[:, None].astype(np.float64)
+    weight, again = (each[:, None].astype(np.float64) for each in (layers.repeats, layers.visits))
     read = experts.terms["gpu_experts"].bytes.sum(axis=-1)
     return Windows(
         steps=np.bincount(window).astype(np.float64),
-        seconds=_per_window((weight * experts.seconds).sum(axis=0), window),
+        seconds=_per_window((again * experts.seconds).sum(axis=0), window),
         copy_seconds=(weight * copies.seconds).sum(axis=0),
-        gpu_bytes=_per_window((weight * read).sum(axis=0), window) + (weight * copies.bytes).sum(axis=0),
+        gpu_bytes=_per_window((again * read).sum(axis=0), window) + (weight * copies.bytes).sum(axis=0),
         gpu_bytes_per_second=layers.hardware.all_gpus.memory_rate,
     )
 

@@ -1,0 +1,74 @@
+"""What is said of a looped model before it runs: refusals, and the sizes that estimates and plans are made of.
+
+A Mixtral whose configuration has the keys of one stands for it; walks over one that does loop are in models/.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_models import save_tiny
+
+from moeq import pipeline
+from moeq.errors import RecipeError
+from moeq.estimation.subject import read_model
+from moeq.estimator import Grid, estimate, load_hardware, uniform_placement
+from moeq.estimator.timeline import timeline
+from moeq.models.visits import LOOP
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
+from moeq.stages.context import Context
+
+VISITS = 3
+
+
+@pytest.fixture(scope="module")
+def looped(tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, of which a token goes through the second three times."""
+    folder = tmp_path_factory.mktemp("looped") / "model"
+    shutil.copytree(tiny_mixtral, folder)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config |= dict(zip(LOOP, (VISITS, 1, 2), strict=True))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        (("quantize.refine={}",), "quantize.refine: "),
+        (("quantize.tune={}", "stream=always"), "quantize.tune: "),
+        (("profile.trace=true",), "profile.trace: true: "),
+    ],
+)
+def test_what_takes_layers_one_by_one_is_refused_before_anything_runs(
+    overrides: tuple[str, ...], where: str, looped: Path, tmp_path: Path
+) -> None:
+    recipe = load_recipe(None, overrides)
+    context = Context(recipe=recipe, model_name=str(looped), out=tmp_path / "run", reporter=Reporter(quiet=True))
+    with pytest.raises(RecipeError) as refused:
+        pipeline.run(context)
+    assert str(refused.value).startswith(f"{where}a token goes through model.layers.1.mlp.experts 3 times: ")
+    assert not context.out.exists()
+
+
+def test_an_estimate_has_the_steps_of_a_model_with_as_many_layers(looped: Path, tmp_path: Path) -> None:
+    """Experts, other weights, keys and values are read at every visit; the memory holds weights once."""
+    whole = save_tiny(tmp_path / "whole", "mixtral", num_hidden_layers=1 + VISITS)
+    one, other = (read_model(str(folder)).geometry for folder in (looped, whole))
+    assert (one.num_layers, one.visits, one.in_turn()) == (2, (1, VISITS), [0, 1, 1, 1])
+    assert one.all_layers == other.all_layers == 1 + VISITS
+    assert one.kv_bytes(100) == other.kv_bytes(100)
+    placement, hardware = uniform_placement(one, hot_experts=1, bits=2), load_hardware("paper-ctxmoe")
+    settings = {"grid": Grid(batches=(1, 4), inputs=(64,), outputs=(16,)), "changes": False}
+    found, wanted = (estimate(each, hardware, placement, **settings) for each in (one, other))
+    for point, like in zip(found.points, wanted.points, strict=True):
+        decode, as_much = (each.end_to_end_seconds - each.migration_seconds for each in (point, like))
+        assert point.prefill_seconds == pytest.approx(like.prefill_seconds, rel=1e-9), point.policy
+        assert decode == pytest.approx(as_much, rel=1e-9), point.policy
+    assert 2 * found.capacity.gpu_expert_bytes == wanted.capacity.gpu_expert_bytes
+    intervals = timeline(one, hardware, placement, policy="context_aware")
+    assert [part.layer for part in intervals if part.name == "dense"] == [0, 1, 1, 1]
