@@ -232,7 +232,7 @@ def _notes(sizes: Sizes, probe: bool) -> list[str]:
         passes = round(sizes.tasks.batches)
         notes.append(
             f"eval.tasks read the streamed model {passes} times for each assignment "
-            f"({human_bytes(passes * sizes.disk)}); a larger eval.batch_size or fewer items make it less"
+            f"({human_bytes(passes * sizes.walked)}); a larger eval.batch_size or fewer items make it less"
         )
     if probe and sizes.layers:
         notes.append("the rate of reading may be flattered by the page cache, that of writing by the disk's own")

@@ -5,7 +5,7 @@ Files of tensors are exact; of others the bytes of a row were measured on runs o
 
 What is held, and where the code holds it:
 - a walk (models/walk.py): of every token its residual and the experts' input, since all batches stop there, and the
-  inputs of one layer with the pieces that they are joined from;
+  inputs of one layer with the pieces that they are joined from; of a loop also what its layers were given before;
 - a streamed model (models/streaming.py): what is not in a decoder block, one block, two thirds of its experts again
   while they are stacked, all of it once more where the dtype changes;
 - what a batch's activations leave in the allocator's heap, until it is asked to return it: when a streamed block is
@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from operator import mul
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from moeq.models import loading
 from moeq.models.declared import is_dequantized
 from moeq.models.experts import ExpertLayer
 from moeq.models.streaming import blocks_of
+from moeq.models.visits import visits
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_bytes
@@ -120,9 +122,10 @@ class Sizes:
 
     dense: also of a model without experts, of which only the fold of norms is planned.
 
-    Bytes on the disk: disk, experts_disk. In memory, in the dtype that computes: whole, resident (outside the decoder
-    blocks), largest_block, token (a hidden state). `..._parameters` are numbers of weights, experts and tensors numbers
-    of theirs. ModelError for what a run refuses; text is read when it is first asked for, with the errors of the run.
+    Bytes on the disk: disk, experts_disk, walked (that a pass over a streamed model reads). In memory, in the dtype
+    that computes: whole, resident (outside the decoder blocks), largest_block, token (a hidden state).
+    `..._parameters` are numbers of weights, experts and tensors numbers of theirs. ModelError for what a run refuses;
+    text is read when it is first asked for, with the errors of the run.
     """
 
     def __init__(self, context: Context, *, dense: bool = False) -> None:
@@ -137,8 +140,13 @@ class Sizes:
         self.experts_disk = sum(headers[key].bytes for key in keys)
         self.source_dtype, self.dtype = loading.source_dtype(self.source), context.model.dtype
         self.casts = self.dtype != self.source_dtype or is_dequantized(self.source)
-        self.block_parameters = [_weights(skeleton.get_submodule(path)) for path in blocks_of(skeleton)]
-        self.resident_parameters = _weights(skeleton) - sum(self.block_parameters)
+        blocks = blocks_of(skeleton)
+        self.block_parameters = [_weights(skeleton.get_submodule(path)) for path in blocks]
+        self.block_visits = [visits(skeleton, path) for path in blocks]
+        weights = _weights(skeleton)
+        self.resident_parameters = weights - sum(self.block_parameters)
+        again = self._visited(self.block_parameters) - sum(self.block_parameters)
+        self.walked = self.disk + self.disk * again // weights
         self.experts = sum(layer.num_experts for layer in self.layers)
         self.expert_parameters = sum(layer.num_experts * layer.parameters_per_expert for layer in self.layers)
         self.geometry = first_geometry(skeleton, self.layers) if self.layers else dense_geometry(skeleton)
@@ -148,6 +156,20 @@ class Sizes:
         self.whole = (sum(self.block_parameters) + self.resident_parameters) * width
         self.resident, self.largest_block = self.resident_parameters * width, max(self.block_parameters) * width
         self.token = self.geometry.hidden_size * width  # bytes of one hidden state
+
+    def _visited(self, numbers: Sequence[int]) -> int:
+        """A sum over decoder blocks in which each counts as often as a token goes through it."""
+        return sum(map(mul, numbers, self.block_visits))
+
+    @cached_property
+    def most_visits(self) -> int:
+        """How many times a token goes through the layer of experts that it goes through most often."""
+        return max((layer.visits for layer in self.layers), default=1)
+
+    @property
+    def layer_tokens(self) -> int:
+        """Inputs of the experts of a layer over the calibration text: its tokens, at every visit."""
+        return int(self.calibration.tokens * self.most_visits)
 
     @cached_property
     def largest(self) -> ExpertLayer:
@@ -228,9 +250,13 @@ class Sizes:
         return {**self.model(), **({"decoder block": self.largest_block} if self.streams else {})}
 
     def stopped(self, copies: float, inputs: float = 0) -> Moment:
-        """All batches stopped in a layer, with hidden states of every token, and copies of what goes into the layer."""
-        tokens = self.calibration.tokens
-        captured = tokens * (inputs * self.token + 12 * self.geometry.top_k + 16) if inputs else 0
+        """All batches stopped in a layer, with hidden states of every token, and copies of what goes into the layer;
+        with what the layers of a loop were given at earlier visits, and those joined."""
+        tokens, beside = self.calibration.tokens, 12 * self.geometry.top_k + 16
+        earlier = sum(layer.visits - 1 for layer in self.layers)
+        inputs = max(inputs, 1 + self.most_visits) if inputs > 1 and earlier else inputs
+        captured = tokens * (inputs * self.token + beside) if inputs else 0
+        captured += tokens * earlier * (self.token + beside)
         return {"stopped batches": tokens * copies * self.token, "inputs of a layer": captured}
 
     def activations(self, tokens: float) -> float:
@@ -272,13 +298,16 @@ class Sizes:
         experts, every expert once on its share of the tokens, attention as long as the calibration's, passes over the
         hidden states."""
         heads, length = self.geometry.num_attention_heads * self.geometry.head_dim, self.calibration.length
-        products = sum(self.block_parameters) - self.expert_parameters + 2 * len(self.block_parameters) * length * heads
+        blocks = sum(self.block_visits)
+        experts = [layer.num_experts * layer.visits for layer in self.layers]
+        in_experts = sum(n * layer.parameters_per_expert for n, layer in zip(experts, self.layers, strict=True))
+        products = self._visited(self.block_parameters) - in_experts + 2 * blocks * length * heads
         routed = self.expert_tokens(tokens) / self.expert_tokens(self.calibration.batch_tokens) if self.layers else 0
-        experts = self.experts * (rates.expert_seconds * routed + EXPERT_CALLS)
-        layers = len(self.block_parameters) * (PASSES * tokens * self.token / rates.elementwise_bytes + CALLS)
+        of_experts = sum(experts) * (rates.expert_seconds * routed + EXPERT_CALLS)
+        layers = blocks * (PASSES * tokens * self.token / rates.elementwise_bytes + CALLS)
         last = 2 * self.geometry.hidden_size / rates.matrix_flops + 8 * 4 / rates.elementwise_bytes
         dense = 2 * tokens * products / rates.matrix_flops
-        return batches * (dense + experts + layers + (tokens * self.vocabulary * last if head else 0))
+        return batches * (dense + of_experts + layers + (tokens * self.vocabulary * last if head else 0))
 
     def expert_tokens(self, tokens: float) -> int:
         """Mean number of a batch's tokens that one expert is given."""
@@ -287,7 +316,7 @@ class Sizes:
     def walk_seconds(self, rates: Rates) -> float:
         """Seconds of running the calibration text through the model, read if it is streamed."""
         text = self.calibration
-        reading = self.reading(rates, self.disk) if self.streams else 0.0
+        reading = self.reading(rates, self.walked) if self.streams else 0.0
         return reading + self.forward(rates, text.batch_tokens, text.batches, head=False)
 
 

@@ -45,9 +45,8 @@ def needs(sizes: Sizes) -> Needs:
         forwards = sum(sizes.forward(rates, part.mean_tokens, part.batches, head=True) for part in given)
         swaps = 1 + sum(part.batches for part in given) + (count - 1) * (max(1, walks) if sizes.streams else 1)
         loads = (1 if sizes.streams else 2 + (count > 1)) + len(section.dynamic)
-        readings = (walks * count + 1 + len(section.dynamic) if sizes.streams else loads) * sizes.reading(
-            rates, sizes.disk
-        )
+        readings = loads * sizes.reading(rates, sizes.disk)
+        readings += walks * count * sizes.reading(rates, sizes.walked) if sizes.streams else 0.0
         fixed = loads * LOADING + (0 if tasks is None else LIBRARY)
         swapping = swaps * _swapping(sizes, rates) + _curves(sizes, rates)
         kept = reference / rates.write_bytes + rows * reference / rates.cached_bytes
@@ -62,7 +61,8 @@ def needs(sizes: Sizes) -> Needs:
         alone = (1 + len(section.dynamic)) / (1 + rows)  # of the variants, which are measured one after the other
         return one * (alone + (1 - alone) / opened.at_once)
 
-    read = sizes.disk * (walks * count + 1 if sizes.streams else 2 + count) + sum(sizes.placed)
+    read = walks * count * sizes.walked + sizes.disk if sizes.streams else sizes.disk * (2 + count)
+    read += sum(sizes.placed)
     read += count * (sizes.others.packed + reference) + sum(sizes.checkpoint.files(sizes.widths[0]).values())
     moments, opened = _moments(sizes, given), openers(sizes)
     apart = [] if opened is None else [{**opened.held, **sizes.tables()}]
@@ -120,6 +120,6 @@ def _curves(sizes: Sizes, rates: Rates) -> float:
     for section in sizes.recipe.eval.low_precision:
         share = min(1.0, (section.sequences or text.sequences) / text.sequences)
         point = share * sizes.forward(rates, text.batch_tokens, text.batches, head=True)
-        point += sizes.reading(rates, sizes.disk) + swapping if sizes.streams else 0.0
+        point += sizes.reading(rates, sizes.walked) + swapping if sizes.streams else 0.0
         seconds += (2 + section.seeds) * (len(section.shares) * point + swapping)
     return seconds

@@ -117,8 +117,8 @@ def needs(sizes: Sizes) -> Needs:
     workers = None if count is None else Workers.of(sizes, count, routed)
     batch, packed = max(batch_moments(sizes.largest, section, routed, gpu=sizes.gpu), key=sum)
     rows, made, store = sizes.loss_rows(), entries(section), _store(sizes)
-    floats = 4 * hidden * min(part_rows(hidden), text.tokens * (1 - section.heldout_fraction))
-    floats += 0 if sizes.dtype.itemsize == 4 else 4 * hidden * text.tokens
+    floats = 4 * hidden * min(part_rows(hidden), sizes.layer_tokens * (1 - section.heldout_fraction))
+    floats += 0 if sizes.dtype.itemsize == 4 else 4 * hidden * sizes.layer_tokens
     here = {"batch of experts": batch, "packed replicas of a layer": packed}
     quantizing = {
         "tokens in float32": floats, "rows of a layer": rows // len(sizes.layers) * ROW,
@@ -136,10 +136,14 @@ def needs(sizes: Sizes) -> Needs:
 
     def seconds(rates: Rates) -> float:
         sample = min(SAMPLE_TOKENS, int(text.tokens * (1 - section.heldout_fraction)))
-        tokens = expert_tokens(sizes, section)
-        work = sum(layer.num_experts * losses_operations(layer, *tokens, section, sample) for layer in sizes.layers)
+        tokens, heldout = expert_tokens(sizes, section)
+        work = sum(
+            layer.num_experts * losses_operations(layer, layer.visits * tokens, layer.visits * heldout, section, sample)
+            for layer in sizes.layers
+        )
         work += sizes.others.operations(text.tokens)
-        shared = 2 * text.tokens * hidden**2 * len(sizes.layers) / rates.matrix_flops
+        inputs = text.tokens * sum(layer.visits for layer in sizes.layers)
+        shared = 2 * inputs * hidden**2 / rates.matrix_flops
         passes = sum(each.seconds(rates) for each in measured) + rows * ROW_SECONDS
         walk, made = sizes.walk_seconds(rates) + shared, work / rates.losses_flops
         return (walk + made if workers is None else workers.seconds(walk, made)) + passes
@@ -155,7 +159,7 @@ def needs(sizes: Sizes) -> Needs:
             *(moment for each in measured for moment in each.moments),
         ],
         files=files,
-        read=sizes.disk if sizes.streams else 0,
+        read=sizes.walked if sizes.streams else 0,
         temporary=max(store.values()) if (sizes.context.store / replica_store.MARKER).is_file() else 0,
         store=store,
         seconds=seconds,
@@ -176,13 +180,13 @@ class Workers:
         """What `count` workers take; a layer is out while the next one runs where this machine's memory has room for
         two. On GPUs `held` is what the first one holds beside the run's own. routed: tokens of the layer's busiest
         expert."""
-        recipe, layer, text, section = sizes.recipe, sizes.largest, sizes.calibration, sizes.recipe.losses
+        recipe, layer, section = sizes.recipe, sizes.largest, sizes.recipe.losses
         experts = len(losses_tasks.split(layer, section, count, sizes.device)[0][0])
         few = replace(layer, num_experts=experts)
         batch = max(map(sum, batch_moments(few, section, routed, gpu=sizes.gpu)))
-        floats = 0 if sizes.dtype.itemsize == 4 else 4 * text.tokens * layer.hidden_size
+        floats = 0 if sizes.dtype.itemsize == 4 else 4 * sizes.layer_tokens * layer.hidden_size
         weights = layer.num_experts * layer.weights_per_expert * sizes.dtype.itemsize
-        given = weights + text.tokens * (sizes.token + 12 * sizes.geometry.top_k + 16) + 4 * layer.hidden_size**2
+        given = weights + sizes.layer_tokens * (sizes.token + 12 * sizes.geometry.top_k + 16) + 4 * layer.hidden_size**2
         made = store_bytes(layer, section.bits, section.encoding)
         elsewhere = recipe.engine.startswith("ray:")  # on a cluster's nodes, not in this machine's memory
         own = {"workers": count * WORKER + SERVER, "batches of experts of workers": count * (batch + floats)}
@@ -216,9 +220,9 @@ def layers_ahead(context: Context) -> int:
 
 
 def _routed(sizes: Sizes) -> int:
-    """Calibration tokens of a popular expert: three times the mean."""
+    """Calibration tokens of a popular expert, at every visit: three times the mean."""
     share = 1.0 if sizes.recipe.losses.tokens == "all" else 3 * sizes.geometry.top_k / sizes.largest.num_experts
-    return int(sizes.calibration.tokens * min(1.0, share))
+    return int(sizes.layer_tokens * min(1.0, share))
 
 
 def _layer_effects(sizes: Sizes, section: LayerEffectsSection) -> Needs:
@@ -233,7 +237,7 @@ def _layer_effects(sizes: Sizes, section: LayerEffectsSection) -> Needs:
         replacing = sizes.expert_parameters / rates.dequantized_weights + sizes.experts * PACKED_CALLS
         output = _output(sizes, rates, tokens)
         run = batches * ((passes(layers) - 1) * blocks + (1 + layers) * output)
-        read = sizes.reading(rates, sizes.disk) if sizes.streams else 0.0
+        read = sizes.reading(rates, sizes.walked) if sizes.streams else 0.0
         at_once = 1 if opened is None else opened.at_once
         return run / at_once + max(1, groups / at_once) * (replacing + 2 * read) + blocks + output + read
 
@@ -301,7 +305,7 @@ def _expert_effects(sizes: Sizes, section: ExpertEffectsSection) -> Needs:
 
     def seconds(rates: Rates) -> float:
         blocks, output = sizes.forward(rates, tokens, 1, head=False), _output(sizes, rates, tokens)
-        blocks += sizes.reading(rates, sizes.disk) if sizes.streams else 0.0
+        blocks += sizes.reading(rates, sizes.walked) if sizes.streams else 0.0
         replacing = sizes.expert_parameters / rates.dequantized_weights + sizes.experts * PACKED_CALLS
         later = blocks * (layers + 1) / (2 * layers) + output
         expert = batches * (later + replacing / sizes.experts + (blocks + output) / AT_ONCE)

@@ -25,7 +25,7 @@ def sequences_at_once(sizes: Sizes, memory: int, length: int) -> int:
 
 def token_bytes(sizes: Sizes) -> float:
     """Activations of one token in all decoder layers, kept for gradients, and what the model says of it."""
-    return len(sizes.block_parameters) * KEPT * sizes.activations(1) + LOGITS * sizes.vocabulary
+    return sum(sizes.block_visits) * KEPT * sizes.activations(1) + LOGITS * sizes.vocabulary
 
 
 def sequences(sizes: Sizes, section: TuneSection) -> tuple[int, int]:

@@ -267,12 +267,12 @@ def needs(sizes: Sizes) -> Needs:
         counts += choices * (3 if sizes.recipe.corpus.until_covered is None else 4) // 2
         files[TRACE] = TRACE_HEADER + TRACE_LAYER * count + choices + text.sequences * BYTES_PER_SEQUENCE
     tables = {"routing counts": counts, "heap of the text": TOKENIZED_KEPT * read["text"]}
-    opened = openers(sizes, int(text.batches))
+    opened, disk = openers(sizes, int(text.batches)), sizes.walked if sizes.streams else sizes.disk
 
     def seconds(rates: Rates) -> float:
         walk = sizes.forward(rates, text.batch_tokens, text.batches, head=False)
         walk /= 1 if opened is None else opened.at_once
-        return LIBRARY / 3 + TOKENIZING * sum(there) + sizes.reading(rates, sizes.disk, first=True) + walk
+        return LIBRARY / 3 + TOKENIZING * sum(there) + sizes.reading(rates, disk, first=True) + walk
 
     walking: list[Moment] = [
         {**sizes.loading(), **sizes.stopped(2, 1), **tables},
@@ -281,4 +281,4 @@ def needs(sizes: Sizes) -> Needs:
     if opened is not None:  # whose models are theirs
         walking = [{**(moment if sizes.gpu else tables), **opened.held} for moment in walking]
     moments: list[Moment] = [read, *walking]
-    return Needs(moments=moments, files=files, read=sizes.disk, seconds=seconds)
+    return Needs(moments=moments, files=files, read=disk, seconds=seconds)

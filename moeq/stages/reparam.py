@@ -425,7 +425,9 @@ def needs(sizes: Sizes) -> Needs:
     }  # fmt: skip
 
     def seconds(rates: Rates) -> float:
-        passes = sizes.reading(rates, sizes.disk) + sizes.forward(rates, tokens / text.batches, text.batches, head=True)
+        passes = sizes.reading(rates, sizes.walked) + sizes.forward(
+            rates, tokens / text.batches, text.batches, head=True
+        )
         measured = sizes.evaluation if section.compare else None
         if measured is None:
             return PASSES * passes
@@ -441,4 +443,4 @@ def needs(sizes: Sizes) -> Needs:
     if section.integer is not None:
         measured = 0 if sizes.evaluation is None else sizes.evaluation.sequences
         moments.append({"program": PROGRAM, **integer_forward.held(sizes.context, text.sequences + measured)})
-    return Needs(moments=moments, files=files, read=PASSES * sizes.disk + disk, seconds=seconds)
+    return Needs(moments=moments, files=files, read=PASSES * sizes.walked + disk, seconds=seconds)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from moeq.models.visits import LOOP
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
+from moeq.stages.needs import Rates, Sizes
 
 VISITS = 3
 
@@ -72,3 +74,19 @@ def test_an_estimate_has_the_steps_of_a_model_with_as_many_layers(looped: Path, 
     assert 2 * found.capacity.gpu_expert_bytes == wanted.capacity.gpu_expert_bytes
     intervals = timeline(one, hardware, placement, policy="context_aware")
     assert [part.layer for part in intervals if part.name == "dense"] == [0, 1, 1, 1]
+
+
+def test_a_plan_counts_what_is_held_read_and_computed_at_every_visit(looped: Path, tmp_path: Path) -> None:
+    whole = save_tiny(tmp_path / "whole", "mixtral", num_hidden_layers=1 + VISITS)
+    recipe = load_recipe(None, ["stream=always", "dtype=float32", "corpus={sequences: 8, sequence_length: 32}"])
+    one, other = (
+        Sizes(Context(recipe=recipe, model_name=str(folder), out=tmp_path / "run", reporter=Reporter(quiet=True)))
+        for folder in (looped, whole)
+    )
+    rates = Rates(**dict.fromkeys((field.name for field in fields(Rates)), 1.0))
+    assert one.forward(rates, 64, 3, head=True) == other.forward(rates, 64, 3, head=True)
+    assert (one.walked, other.walked) == (pytest.approx(other.disk, rel=1e-3), other.disk)
+    tokens, each = 8 * 32, 40 * 4 + 2 * 12 + 16  # hidden states, experts and their weights, sequence and position
+    held = [sizes.stopped(2, 1)["inputs of a layer"] for sizes in (one, other)]
+    assert held == [VISITS * tokens * each, tokens * each]
+    assert (one.layer_tokens, other.layer_tokens) == (VISITS * tokens, tokens)
