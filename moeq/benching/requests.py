@@ -154,20 +154,20 @@ def timed(subject: Timed, ids: Tensor, new_tokens: int) -> Request:
 
 
 def routed_bytes(subject: Subject, ids: Tensor, new_tokens: int) -> float:
-    """Bytes of experts that a decode step reads: of every layer those that some token of the step was routed to.
+    """Bytes of experts that a decode step reads: at every visit to a layer those that some token was routed to.
 
     Mean over the steps of a request that is not timed.
     """
-    seen: dict[str, set[int]] = {}
+    visits: list[int] = []
     steps: list[int] = []
 
     def see(layer: ExpertLayer, routing: Routing) -> None:
-        chosen = routing[1].reshape(-1)
-        seen.setdefault(layer.name, set()).update(chosen[chosen < layer.num_experts].tolist())
+        chosen = routing[1].unique().cpu()
+        visits.append(int(subject.expert_bytes[layer.name][chosen[chosen < layer.num_experts]].sum()))
 
     def step(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        steps.append(sum(int(subject.expert_bytes[name][sorted(chosen)].sum()) for name, chosen in seen.items()))
-        seen.clear()
+        steps.append(sum(visits))
+        visits.clear()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     with ExitStack() as stack:

@@ -22,6 +22,8 @@ from moeq.models.declared import is_dequantized, quantization_of
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import compute_dtype, load_config, load_model, model_class, no_text, skeleton
 from moeq.models.source import ModelSource, open_source
+from moeq.models.streaming import blocks_of
+from moeq.models.visits import visits
 from moeq.progress import Reporter
 from moeq.runtime.checkpoint import CARD, OWN
 from moeq.runtime.packed_modules import TiedHead
@@ -194,13 +196,15 @@ def computes(module: nn.Module) -> str:
 
 
 def _shared_bytes(model: Any, layers: Sequence[ExpertLayer]) -> int:
-    """Bytes of all modules that a decode step runs whatever is routed: no expert, no tables of embeddings (of which it
-    looks up rows) unless the head is the same tensor."""
+    """Bytes of all modules that a decode step runs whatever is routed, as often as it does: no expert, no tables of
+    embeddings (of which it looks up rows) unless the head is the same tensor."""
     left_out = {id(inner) for layer in layers for inner in model.get_submodule(layer.name).modules()}
     left_out |= {id(table) for table in _tables(model)}
     if isinstance(model.get_output_embeddings(), TiedHead):
         left_out.discard(id(model.get_input_embeddings()))
-    return _held(module for module in _run_by_tokens(model) if id(module) not in left_out)
+    once = _held(module for module in _run_by_tokens(model) if id(module) not in left_out)
+    blocks = [model.get_submodule(path) for path in blocks_of(model) for _ in range(1, visits(model, path))]
+    return once + sum(_held(module for module in block.modules() if id(module) not in left_out) for block in blocks)
 
 
 def _run_by_tokens(model: Any) -> list[nn.Module]:

@@ -12,6 +12,7 @@ from typing import Any
 import family_models
 import pytest
 import torch
+from looped_models import looped
 from tiny_models import save_tiny
 from torch import nn
 from typer.testing import CliRunner
@@ -22,7 +23,7 @@ from moeq.artifacts.manifest import read_manifest
 from moeq.benching import bandwidth, measure, one_expert, requests, tables
 from moeq.benching.asked import BATCHES, GRID_BATCHES, GRID_BEAMS, Asked, whole_numbers
 from moeq.benching.requests import ExpertClock
-from moeq.benching.subject import load_subject
+from moeq.benching.subject import _shared_bytes, load_subject
 from moeq.cli import app
 from moeq.errors import ArtifactError, EvaluationError, MissingError, ModelError, MoeqError, RecipeError, StorageError
 from moeq.estimator import load_hardware
@@ -108,6 +109,24 @@ def test_tables_of_which_rows_are_looked_up_are_not_read_whole(tmp_path: Path) -
     every += sum(parameter.nbytes for parameter in subject.model.parameters())
     assert subject.shared_bytes == pytest.approx(every - experts - 4 * 2048 * row, rel=1e-4)
     assert subject.row_bytes == 4 * (40 + row)
+
+
+def test_a_step_of_a_looped_model_reads_a_layer_at_every_visit(
+    tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two layers runs three times: two of its experts each time, and all else of it."""
+    subject = load_subject(str(tiny_mixtral), torch.float32, torch.device("cpu"), False, Reporter(quiet=True))
+    looped(subject.model, 3, 1, 2)
+    each_layer = 4 * (40 * 32 * 2 + 40 * 16 * 2 + 2 * 40 + 5 * 40)
+    assert _shared_bytes(subject.model, subject.layers) == subject.shared_bytes + 2 * each_layer
+
+    def two_steps(subject: Any, ids: torch.Tensor, _: int, stopping_criteria: list[Any]) -> None:
+        for _ in range(2):
+            subject.model(input_ids=ids, use_cache=False)
+            stopping_criteria[0](ids, None)
+
+    monkeypatch.setattr(requests, "generate", two_steps)
+    assert requests.routed_bytes(subject, torch.ones(1, 1, dtype=torch.long), 2) == (1 + 3) * 2 * 3 * 40 * 56 * 4
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "gemma4", "llama4", "dots3_note"])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from looped_models import looped
 from tiny_models import save_tiny
-from torch import nn
 
 from moeq.errors import ModelError, QuantizationError
 from moeq.models import loading
@@ -105,28 +104,12 @@ def test_weights_that_are_not_finite_name_layer_expert_and_matrix(tiny_mixtral: 
         next(found)
 
 
-class Looped(nn.ModuleList):
-    """Four decoder layers, of which the second and third run twice."""
-
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice):
-            return [*list(self)[:3], *list(self)[1:]]
-        return super().__getitem__(at)
-
-
-def looped(model: Any) -> Any:
-    """A Mixtral whose layers run as a looped model's do, and which says so."""
-    model.model.layers.__class__ = Looped
-    model.config.loop_num_passes = 2
-    model.config.loop_layer_index_start, model.config.loop_layer_index_end = 1, 3
-    return model
-
-
 def test_a_looped_layer_comes_out_once_with_all_that_it_was_given(tmp_path: Path) -> None:
     """Against plain hooks on the experts, loaded and streamed; other layers' inputs and the end of a layer as ever."""
     source = open_source(str(save_tiny(tmp_path / "model", "mixtral", num_hidden_layers=4)))
-    model, streamed = looped(loading.load_model(source, torch.float32, CPU)), StreamedModel(source, torch.float32, CPU)
-    looped(streamed.model)
+    model, streamed = loading.load_model(source, torch.float32, CPU), StreamedModel(source, torch.float32, CPU)
+    for one in (model, streamed.model):
+        looped(one, 2, 1, 3)
     layers, rows = find_expert_layers(model), sequences([9, 16, 12], 16)
     assert [layer.visits for layer in layers] == [1, 2, 2, 1]
     given: dict[str, list[tuple[torch.Tensor, ...]]] = {layer.name: [] for layer in layers}
