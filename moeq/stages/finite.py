@@ -63,8 +63,9 @@ def say_left_out(context: Context, inputs: LayerInputs) -> None:
 def say_left_out_of(context: Context, layer: ExpertLayer, left_out: int, total: int) -> None:
     """The same of so many tokens in all."""
     if left_out:
+        what = "tokens" if layer.visits == 1 else f"tokens at {layer.visits} visits"
         context.reporter.say(
-            f"  [yellow]{escape(layer.name)}: {left_out:,} of {total:,} tokens left out, their "
+            f"  [yellow]{escape(layer.name)}: {left_out:,} of {total:,} {what} left out, their "
             "activations are not finite (dtype: float32 may help)[/yellow]"
         )
 

@@ -227,7 +227,8 @@ def _routed(sizes: Sizes) -> int:
 
 def _layer_effects(sizes: Sizes, section: LayerEffectsSection) -> Needs:
     """One run with every layer's change carried along: on average through the later half of the model, and a whole run
-    to compare with. Of a streamed model every block is read twice, and for the whole run again."""
+    to compare with. Of a streamed model every block is read twice, and for the whole run again. Of a looped model no
+    change is carried: the whole of it runs for each."""
     layers = len(sizes.layers)
     batches, tokens, groups, moment = _layer_effects_batches(sizes, section)
     opened = effect_openers(sizes, section)
@@ -239,6 +240,8 @@ def _layer_effects(sizes: Sizes, section: LayerEffectsSection) -> Needs:
         run = batches * ((passes(layers) - 1) * blocks + (1 + layers) * output)
         read = sizes.reading(rates, sizes.walked) if sizes.streams else 0.0
         at_once = 1 if opened is None else opened.at_once
+        if sizes.most_visits > 1:
+            return batches * (replacing + (1 + layers) * (blocks + output + read)) / at_once
         return run / at_once + max(1, groups / at_once) * (replacing + 2 * read) + blocks + output + read
 
     moments = _by_workers(sizes, moment, opened)
@@ -296,8 +299,8 @@ def _output(sizes: Sizes, rates: Rates, tokens: float) -> float:
 def _expert_effects(sizes: Sizes, section: ExpertEffectsSection) -> Needs:
     """The passes in which one expert after the other is quantized; at most as long as the recipe allows.
 
-    An expert's runs from its layer on: on average the later half of the model. With every few experts goes an exact
-    pass.
+    An expert's runs from its layer on: on average the later half of the model, but of a looped model all of it. With
+    every few experts goes an exact pass.
     """
     layers, measured = len(sizes.layers), _measured_experts(sizes, section)
     batches, tokens, moment = _expert_effects_batches(sizes, section)
@@ -307,7 +310,8 @@ def _expert_effects(sizes: Sizes, section: ExpertEffectsSection) -> Needs:
         blocks, output = sizes.forward(rates, tokens, 1, head=False), _output(sizes, rates, tokens)
         blocks += sizes.reading(rates, sizes.walked) if sizes.streams else 0.0
         replacing = sizes.expert_parameters / rates.dequantized_weights + sizes.experts * PACKED_CALLS
-        later = blocks * (layers + 1) / (2 * layers) + output
+        part = (layers + 1) / (2 * layers) if sizes.most_visits == 1 else 1
+        later = blocks * part + output
         expert = batches * (later + replacing / sizes.experts + (blocks + output) / AT_ONCE)
         expert /= 1 if opened is None else opened.at_once
         most = float("inf") if section.seconds is None else section.seconds

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny_models import save_tiny
@@ -18,10 +20,12 @@ from moeq.errors import RecipeError
 from moeq.estimation.subject import read_model
 from moeq.estimator import Grid, estimate, load_hardware, uniform_placement
 from moeq.estimator.timeline import timeline
+from moeq.models.experts import ExpertLayer
 from moeq.models.visits import LOOP
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
+from moeq.stages.finite import say_left_out_of
 from moeq.stages.needs import Rates, Sizes
 
 VISITS = 3
@@ -55,6 +59,16 @@ def test_what_takes_layers_one_by_one_is_refused_before_anything_runs(
         pipeline.run(context)
     assert str(refused.value).startswith(f"{where}a token goes through model.layers.1.mlp.experts 3 times: ")
     assert not context.out.exists()
+
+
+def test_tokens_that_are_left_out_are_said_to_be_counted_at_every_visit() -> None:
+    said: list[str] = []
+    context: Any = SimpleNamespace(reporter=SimpleNamespace(say=said.append))
+    layer = ExpertLayer(index=0, name="experts", num_experts=4, hidden_size=8, intermediate_size=8)
+    for visits in (1, VISITS):
+        say_left_out_of(context, replace(layer, visits=visits), 2, 10 * visits)
+    assert "2 of 10 tokens left out" in said[0]
+    assert "2 of 30 tokens at 3 visits left out" in said[1]
 
 
 def test_an_estimate_has_the_steps_of_a_model_with_as_many_layers(looped: Path, tmp_path: Path) -> None:

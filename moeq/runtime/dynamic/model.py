@@ -74,7 +74,7 @@ class DynamicMoE:
     """A loaded causal model with experts in two versions, n_hot of every layer in high precision.
 
     Call it as the model, or `generate`. Close it, or use it in a `with`: a thread ends then, the experts stay in the
-    versions that they have.
+    versions that they have. Of a layer in a loop every visit counts as a step of its statistics.
     """
 
     def __init__(
