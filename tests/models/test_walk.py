@@ -140,6 +140,9 @@ def test_a_looped_layer_comes_out_once_with_all_that_it_was_given(tmp_path: Path
             counts, _ = count_routing(inputs, 3, torch.tensor([4, 4, 4]))
             assert counts.sum(2).tolist() == [[8 * layer.visits, 2 * layer.visits * (n - 4)] for n in (9, 16, 12)]
         assert left == [f"model.layers.{index}" for index in range(4)]
+    inside = ("model.layers.1.", "model.layers.2.")  # what is read a second time
+    read = [header.bytes * (1 + key.startswith(inside)) for key, header in source.tensors.items()]
+    assert streamed.bytes_read == sum(read)
     with pytest.raises(ModelError, match="did not run in its turn"):
         list(walk_beside(model, layers, rows.batches(2), CPU))
     with pytest.raises(ModelError, match=r"layers\.3\.mlp\.experts: this MoE layer did not run in its turn"):
