@@ -69,6 +69,7 @@ STORED_ROW = 160  # bytes of one row of the loss table as Arrow columns
 ASSIGNED = 2500  # bytes of one expert of an assignment as objects
 HEAP_MOST = 2**30  # of freed memory in the heap; larger blocks go back to the system at once
 STATES = 3  # hidden states a token that a stopped batch keeps: residual, the experts' input, a copy between them
+SUMMED, MESSAGES = 4, 5  # more of them where residuals are by attention, and in a loop of such layers
 CAPTURED = 4  # copies of a layer's inputs while they are joined and looked through, two of them for absolute values
 PASSES = 40  # elementwise operations over the hidden states in a decoder layer: norms, rotary, residuals, softmax
 CALLS = 2e-3  # seconds that Python and small kernels take in one decoder layer and batch
@@ -147,6 +148,7 @@ class Sizes:
         self.resident_parameters = weights - sum(self.block_parameters)
         again = self._visited(self.block_parameters) - sum(self.block_parameters)
         self.walked = self.disk + self.disk * again // weights
+        self.residual_states = _residual_states(skeleton.config, self.block_visits)
         self.experts = sum(layer.num_experts for layer in self.layers)
         self.expert_parameters = sum(layer.num_experts * layer.parameters_per_expert for layer in self.layers)
         self.geometry = first_geometry(skeleton, self.layers) if self.layers else dense_geometry(skeleton)
@@ -257,6 +259,7 @@ class Sizes:
         inputs = max(inputs, 1 + self.most_visits) if inputs > 1 and earlier else inputs
         captured = tokens * (inputs * self.token + beside) if inputs else 0
         captured += tokens * earlier * (self.token + beside)
+        copies += copies / STATES * self.residual_states
         return {"stopped batches": tokens * copies * self.token, "inputs of a layer": captured}
 
     def activations(self, tokens: float) -> float:
@@ -318,6 +321,17 @@ class Sizes:
         text = self.calibration
         reading = self.reading(rates, self.walked) if self.streams else 0.0
         return reading + self.forward(rates, text.batch_tokens, text.batches, head=False)
+
+
+def _residual_states(config: Any, visits: Sequence[int]) -> int:
+    """Hidden states a token that a stopped batch keeps for residuals by attention over sums of some layers each: the
+    sums, twice while one is added, and what is made of them; in a loop those of the pass before, with its messages."""
+    text = config.get_text_config()
+    each = int(getattr(text, "n_layers_per_attn_res_block", None) or 0)
+    if not each:
+        return 0
+    looped = sum(times > 1 for times in visits)
+    return SUMMED + 2 * -(-int(text.num_hidden_layers) // each) + (MESSAGES + looped // each if looped else 0)
 
 
 def _weights(module: nn.Module) -> int:

@@ -5,6 +5,7 @@ A Mixtral whose configuration has the keys of one stands for it; walks over one 
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from dataclasses import fields, replace
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from family_models import FAMILIES, save
 from tiny_models import save_tiny
 
 from moeq import pipeline
@@ -26,9 +29,18 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.stages.context import Context
 from moeq.stages.finite import say_left_out_of
-from moeq.stages.needs import Rates, Sizes
+from moeq.stages.needs import STATES, Rates, Sizes
 
 VISITS = 3
+
+
+def tensor_bytes() -> int:
+    """Of all tensors that there are."""
+    found = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor) and one.device.type == "cpu":
+            found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    return sum(found.values())
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +116,19 @@ def test_a_plan_counts_what_is_held_read_and_computed_at_every_visit(looped: Pat
     held = [sizes.stopped(2, 1)["inputs of a layer"] for sizes in (one, other)]
     assert held == [VISITS * tokens * each, tokens * each]
     assert (one.layer_tokens, other.layer_tokens) == (VISITS * tokens, tokens)
+
+
+@pytest.mark.parametrize("family", [name for name in ("inkling2_text", "inkling2_loop_text") if name in FAMILIES])
+def test_a_plan_counts_what_residuals_by_attention_keep_of_a_stopped_batch(family: str, tmp_path: Path) -> None:
+    """Against all tensors that live while a walk stands in a layer."""
+    folder = save(family, tmp_path / "model", hidden_size=512)
+    recipe = load_recipe(None, ["dtype=float32", "corpus={sequences: 8, sequence_length: 64, batch_size: 2}"])
+    context = Context(recipe=recipe, model_name=str(folder), out=tmp_path / "run", reporter=Reporter(quiet=True))
+    batches, _ = context.text.calibration.batches(2), context.model.module
+    before = tensor_bytes()
+    held = []
+    for inputs in context.model.walk(batches):
+        held.append(tensor_bytes() - before)
+        del inputs
+    sizes = Sizes(context)
+    assert 0.9 < sum(sizes.stopped(STATES, 1).values()) / max(held) < 1.4
