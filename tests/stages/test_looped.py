@@ -125,6 +125,7 @@ def test_a_plan_counts_what_residuals_by_attention_keep_of_a_stopped_batch(famil
     recipe = load_recipe(None, ["dtype=float32", "corpus={sequences: 8, sequence_length: 64, batch_size: 2}"])
     context = Context(recipe=recipe, model_name=str(folder), out=tmp_path / "run", reporter=Reporter(quiet=True))
     batches, _ = context.text.calibration.batches(2), context.model.module
+    gc.collect()
     before = tensor_bytes()
     held = []
     for inputs in context.model.walk(batches):
