@@ -96,7 +96,7 @@ def _weights(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[st
                 check_read(source)
                 raise
         described = reading.packed(path, exporter.called(format_of(source)), trust_remote_code)  # or refuses settings
-        described["loads_in"] = dict.fromkeys(read_by(exporter, Stored(source=source)))
+        described["loads_in"] = read_by(exporter, Stored(source=source))
     where = {"loads_in": described.pop("loads_in")} if "loads_in" in described else {}
     return described | _files(path, reporter) | where
 

@@ -7,6 +7,7 @@ as they are: the first stores them less one and its kernels give a zero point of
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Target
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 VERSION = "0.16.1"
 PLAIN = {"bits": FULL, "data_type": "float"}
+ON_DISK = re.compile(r"\.experts\.\d+\.w[123]\.")  # Mixtral's names of matrices, as older versions left them
 
 
 def write(draft: Draft) -> None:
@@ -47,6 +49,23 @@ def configuration(modules: Modules) -> dict[str, Any]:
         "block_name_to_quantize": ",".join(modules.blocks),
         "extra_config": extra,
     }
+
+
+def misread(packed: Any) -> str | None:
+    """What of a checkpoint, which another tool may have written, auto-round fails at or computes otherwise; all of it
+    was run."""
+    from moeq.models.declared import quantization_of
+    from moeq.models.support import TURNS, gate_and_up_in_turns
+
+    declared = quantization_of(packed.source.config)
+    kind = str(declared.get("packing_format", "auto_round:auto_gptq")).partition(":")[2]
+    if kind == "auto_awq":
+        return "AWQ's layout, without gptqmodel beside it"
+    if kind in ("auto_gptq", "gptq") and not declared.get("sym", True):
+        return "zero points that are stored less one"
+    if any(ON_DISK.search(key) for key in packed.source.tensors):
+        return "experts that are called w1, w2 and w3"
+    return TURNS if gate_and_up_in_turns(packed.source) else None
 
 
 EXPORTER = Exporter(
@@ -80,4 +99,5 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")""",
             load="auto_round_model",
         ),
     ),
+    misread=misread,
 )

@@ -22,6 +22,7 @@ from moeq_kernels.widths import group_count
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from moeq.artifacts.loads_in import LoadsIn
     from moeq.exporters.packed_source import PackedSource
     from moeq.models.disk_names import DiskNames
     from moeq.models.source import ModelSource
@@ -144,8 +145,9 @@ class Exporter:
     holds the weights; opened(path, trust_remote_code, as_values): its PackedSource; described(path, trust_remote_code):
     what `moeq inspect` says of it.
 
-    Verified: loaders, the usual one first; loader_of: which is the usual one of a checkpoint; needs: packages beside
-    the loader's own; loading: what transformers' from_pretrained is told beside.
+    Verified: loaders, the usual one first; loader_of: which is the usual one of a checkpoint; misread: why that one
+    does not load it, or computes something else; needs: packages beside the loader's own; loading: what transformers'
+    from_pretrained is told beside.
     """
 
     name: str
@@ -169,6 +171,7 @@ class Exporter:
     described: Callable[[Path, bool], dict[str, Any]] | None = None
     loaders: tuple[Loader, ...] = (TRANSFORMERS,)
     loader_of: Callable[[PackedSource], Loader] | None = None
+    misread: Callable[[PackedSource], str | None] | None = None
     needs: Mapping[str, str] = field(default_factory=dict)
     loading: Mapping[str, str] = field(default_factory=dict)
 
@@ -191,10 +194,12 @@ class Exporter:
         return self.loaders[0] if self.loader_of is None else self.loader_of(source)
 
 
-def read_by(exporter: Exporter, packed: Any) -> list[str]:
-    """Names of the runtimes that load a checkpoint in an exporter's format: the one that it is for, where it says."""
+def read_by(exporter: Exporter, packed: Any) -> LoadsIn:
+    """The runtimes that load a checkpoint in an exporter's format: the one that it is for, where it says."""
     names = [name for name, one in runtimes().items() if one.exporter.name == exporter.name]
-    return [name for name in names if name == exporter.usual(packed).name] or names
+    why = None if exporter.misread is None else exporter.misread(packed)
+    refused = None if why is None else {"reason": why, "do": "`moeq convert` writes it for another", "price": None}
+    return dict.fromkeys([name for name in names if name == exporter.usual(packed).name] or names, refused)
 
 
 def loaders() -> dict[str, Loader]:

@@ -34,6 +34,15 @@ def loader_of(source: Any) -> Loader:
     return VLLM_GPTQ if on_disk else EXPORTER.loaders[0]
 
 
+def misread(packed: Any) -> str | None:
+    """What gptqmodel computes otherwise than auto-round, which wrote it in this format, meant it."""
+    from moeq.models.declared import quantization_of
+    from moeq.models.support import TURNS, gate_and_up_in_turns
+
+    by_auto_round = "autoround_version" in quantization_of(packed.source.config)
+    return TURNS if by_auto_round and gate_and_up_in_turns(packed.source) else None
+
+
 def write(draft: Draft) -> None:
     """FormatError for what the runtime would not load as it is meant."""
     from moeq.exporters.gptq_layout import write_gptq
@@ -102,4 +111,5 @@ model = GPTQModel.load("THIS_DIRECTORY", dtype=torch.float16)  # bfloat16 would 
         VLLM_GPTQ,
     ),
     loader_of=loader_of,
+    misread=misread,
 )

@@ -26,6 +26,7 @@ USE_ANOTHER = "moeq quantizes routed experts; use a dense quantizer for this mod
 ONE_BY_ONE = re.compile(r"\.experts\.\d+\.")  # in the names of what is one expert's alone
 OWN_NAMES = {"mixtral": re.compile(r"\.block_sparse_moe\.experts\.\d+\.w[123]\.")}  # on the disk; auto-round has others
 TAKEN_APART = ("llama4", "llama4_text")  # families whose stacks transformers takes apart for compressed-tensors
+TURNS = "experts whose rows of gate and up the family has in turns"
 SWITCHES = ("enable_moe_block", "is_moe")  # keys that say whether a family of both kinds has experts
 TRY = "try `moeq plan --model MODEL`, with --trust-remote-code where it brings its own code that you have read"
 
@@ -167,6 +168,13 @@ def is_packed_apart(source: ModelSource) -> bool:
         own = OWN_NAMES.get(family.model_type)
         return own is not None and any(ONE_BY_ONE.search(key) and not own.search(key) for key in source.tensors)
     return any(ONE_BY_ONE.search(key) for key in source.tensors)
+
+
+def gate_and_up_in_turns(source: ModelSource) -> bool:
+    """Whether experts were packed one by one of a family whose own rows hold gate and up in turns."""
+    family = answer(source.config).family
+    turns = family is not None and "interleaved" in family.experts
+    return turns and any(ONE_BY_ONE.search(key) for key in source.tensors)
 
 
 def _unlisted(config: Mapping[str, Any], parts: list[str], numbers: dict[str, Any]) -> Answer:

@@ -18,6 +18,7 @@ from torch import Tensor
 from moeq.conversion import convert
 from moeq.errors import ArtifactError, ModelError
 from moeq.exporters import compressed_tensors
+from moeq.exporters.exporter import read_by
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import open_other, open_packed
 from moeq.inspection import inspect
@@ -25,6 +26,7 @@ from moeq.models import loading
 from moeq.models.experts import find_expert_layers, stacked_biases
 from moeq.models.source import open_source
 from moeq.progress import Reporter
+from moeq.runtimes import of_method
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import unpack
 
@@ -160,6 +162,9 @@ def test_awq(qwen: Path, tmp_path: Path, declared: dict[str, Any], symmetric: bo
     assert not [key for key in found.rest() if ".experts." in key]
     described = inspect(tmp_path / "packed")
     assert described["kind"] == f"packed checkpoint ({declared['quant_method']})"
+    assert [name for name, refused in described["loads_in"].items() if refused is None] == (
+        ["gptqmodel"] if declared["quant_method"] == "awq" else []
+    )
     assert described["packed_bytes"] + described["plain_bytes"] == sum(
         header.bytes for header in open_source(str(tmp_path / "packed")).tensors.values()
     )
@@ -566,6 +571,40 @@ def test_schemes_of_whole_rows_need_no_group_size() -> None:
     config = {"model_type": "mixtral", "quantization_config": handmade.compressed_config(groups=groups)}
     source = SimpleNamespace(config=config, tensors=())
     assert compressed_tensors.loader_of(SimpleNamespace(source=source)).name == "vllm-cuda"
+
+
+BY_NAME = "model.layers.0.mlp.experts.0.gate_proj.qweight"
+GPT_OSS = {"model_type": "gpt_oss"}
+BY_AUTO_ROUND = {"autoround_version": "0.16.1"}
+
+
+@pytest.mark.parametrize(
+    ("declared", "config", "key", "why"),
+    [
+        (handmade.auto_round_config(), {}, BY_NAME, None),
+        (handmade.auto_round_config(sym=False, packing_format="auto_round"), {}, BY_NAME, None),
+        (handmade.auto_round_config(sym=False), {}, BY_NAME, "less one"),
+        (handmade.auto_round_config(packing_format="auto_round:auto_awq"), {}, BY_NAME, "AWQ's layout"),
+        (handmade.auto_round_config(), {}, "model.layers.0.block_sparse_moe.experts.0.w1.qweight", "called w1"),
+        (handmade.auto_round_config(), GPT_OSS, BY_NAME, "in turns"),
+        (handmade.auto_round_config(), GPT_OSS, "model.layers.0.self_attn.o_proj.qweight", None),
+        (handmade.gptq_config(), GPT_OSS, BY_NAME, None),
+        (handmade.gptq_config(**BY_AUTO_ROUND), GPT_OSS, BY_NAME, "in turns"),
+    ],
+)
+def test_no_runtime_is_named_that_computes_something_else(
+    declared: dict[str, Any], config: dict[str, Any], key: str, why: str | None
+) -> None:
+    """As auto-round 0.16.1 and gptqmodel 7.6.0 were seen to: errors, or other logits."""
+    config = {"model_type": "mixtral", "quantization_config": declared} | config
+    exporter = of_method(declared["quant_method"])
+    assert exporter is not None
+    ((name, refused),) = read_by(
+        exporter, SimpleNamespace(source=SimpleNamespace(config=config, tensors=[key]))
+    ).items()
+    assert name == {"gptq": "gptqmodel"}.get(exporter.name, exporter.name)
+    assert (refused is None) == (why is None)
+    assert why is None or why in refused["reason"]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("renamed", [False, True])
