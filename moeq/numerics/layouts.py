@@ -49,9 +49,10 @@ def column_words(codes: Tensor, bits: int, length: int) -> Tensor:
 
 
 def column_stream(words: Tensor, bits: int, length: int) -> Tensor:
-    """Invert `column_words`: int32 [..., K*b/32, N] as bit streams uint8 [..., N, B]; ValueError likewise."""
-    if length * bits % WORD or words.dim() < 2:
-        raise ValueError(f"{length} codes of {bits} bits are no whole number of {WORD}-bit words in every column")
+    """Invert `column_words`: int32 [..., ceil(K*b/32), N] as bit streams uint8 [..., N, B]; the last word of a column
+    may be filled up, as GPTQModel does it. ValueError as `row_stream`, and for a single row of words."""
+    if words.dim() < 2:
+        raise ValueError(f"words of codes are {list(words.shape)}, not [..., K*b/32, N]")
     return row_stream(words.mT, bits, length)
 
 
@@ -65,7 +66,8 @@ def zero_words(zeros: Tensor, bits: int, *, less_one: bool = True) -> Tensor:
 
 
 def zeros_of(words: Tensor, bits: int, rows: int, *, less_one: bool = True) -> Tensor:
-    """Invert `zero_words`: uint8 zero points [..., N, G]; ValueError as `row_stream`, and for a single row of words."""
+    """Invert `zero_words`: uint8 zero points [..., N, G]; the last word of a group may be filled up. ValueError as
+    `column_stream`."""
     if words.dim() < 2:
         raise ValueError(f"words of zero points are {list(words.shape)}, not [..., G, N*b/32]")
     stored = unpack(row_stream(words, bits, rows), bits, rows)

@@ -16,7 +16,7 @@ from tiny_models import save_tiny
 from torch import Tensor
 
 from moeq.exporters import compressed_tensors
-from moeq.numerics.layouts import column_words, row_words, zero_words
+from moeq.numerics.layouts import row_words
 from moeq_kernels import exl3
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack, unpack
@@ -33,15 +33,15 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight$")
 Widths = Callable[[int, int, str], int]  # layer, expert, projection on disk -> bits
 
 
-def model(folder: Path, family: str = "mixtral") -> Path:
-    """A tiny random model in float32 whose matrices every layout can hold."""
-    return save_tiny(folder, family, **(MIXTRAL if family == "mixtral" else QWEN))
+def model(folder: Path, family: str = "mixtral", **changed: int) -> Path:
+    """A tiny random model in float32 whose matrices every layout can hold, unless other sizes are asked for."""
+    return save_tiny(folder, family, **((MIXTRAL if family == "mixtral" else QWEN) | changed))
 
 
 def rounded(weight: Tensor, bits: int, *, symmetric: bool = True, group_size: int = GROUP) -> PackedWeight:
     """A matrix [N, K] rounded to a grid a group."""
     rows, inputs = weight.shape
-    groups = weight.float().view(rows, -1, group_size)
+    groups = weight.float().view(rows, -1, inputs if group_size == -1 else group_size)
     top = 2**bits - 1
     if symmetric:
         zero = torch.full_like(groups[..., :1], 2 ** (bits - 1))
@@ -63,11 +63,13 @@ def rounded(weight: Tensor, bits: int, *, symmetric: bool = True, group_size: in
 
 
 def gptq_parts(packed: PackedWeight, *, second: bool = False, g_idx: bool = True) -> dict[str, Tensor]:
-    """qweight, qzeros, scales and g_idx of a packed matrix; second: zero points as they are."""
-    zeros = _zeros(packed)
+    """qweight, qzeros, scales and g_idx of a packed matrix; second: zero points as they are.
+
+    Words are filled up with zeros, as by GPTQModel."""
+    zeros = _zeros(packed) if second else (_zeros(packed).short() - 1).remainder(2**packed.bits).byte()
     parts = {
-        "qweight": column_words(packed.codes, packed.bits, packed.inputs).contiguous(),
-        "qzeros": zero_words(zeros + 1 if second else zeros, packed.bits),
+        "qweight": row_words(packed.codes).mT.contiguous(),
+        "qzeros": row_words(pack(zeros.mT.contiguous(), packed.bits)),
         "scales": packed.scales.mT.contiguous(),
     }
     return parts | ({"g_idx": (torch.arange(packed.inputs) // packed.group_size).int()} if g_idx else {})
@@ -135,6 +137,7 @@ def write(
     *,
     rename: Callable[[str], str] = lambda module: module,
     symmetric: bool = True,
+    group_size: int = GROUP,
 ) -> dict[str, Tensor]:
     """Write a checkpoint; returns the experts' values by their keys in the source. 16 bits: the matrix stays."""
     shutil.copytree(source, target)
@@ -146,7 +149,7 @@ def write(
             name = key if found is None else f"{rename(key.removesuffix('.weight'))}.weight"
             tensors[name] = values[key] = tensor
             continue
-        packed = rounded(tensor, bits, symmetric=symmetric)
+        packed = rounded(tensor, bits, symmetric=symmetric, group_size=group_size)
         values[key] = packed.dequantize()
         module = rename(key.removesuffix(".weight"))
         tensors |= {f"{module}.{name}": part.contiguous() for name, part in parts(packed).items()}

@@ -377,7 +377,7 @@ def test_vllms_gptq_has_the_familys_names_and_one_grid_a_layer(tmp_path: Path) -
     assert (declared["bits"], [rule(declared, prefix.format(layer)) for layer in (0, 1)]) == (4, [None, 16])
     exporter = of_method("gptq")
     assert exporter is not None
-    assert read_by(exporter, open_packed(tmp_path / "out")) == ["vllm-gptq"]
+    assert read_by(exporter, open_packed(tmp_path / "out")) == {"vllm-gptq": None}
     others = MadeSource(mixtral, lambda *place: 4, group_size=64, others={"model.layers.0.self_attn.q_proj": 4})
     for choose, why in (((4, 16), "full precision beside 4 bits"), ((16, 4), "4 bits beside full precision")):
         mixed = MadeSource(mixtral, lambda layer, expert, part, bits=choose: bits[expert % 2], group_size=64)

@@ -127,6 +127,22 @@ def test_gptq_zero_points(qwen: Path, tmp_path: Path, version: str, bits: int) -
     assert not found.expert(found.layers[0], 0)[0]["up_proj"].symmetric  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_gptq_of_sizes_that_fill_no_words(tmp_path: Path, symmetric: bool) -> None:
+    """GPTQModel fills up the last word of codes and of zero points: 36 x 4 bits are 4.5 words."""
+    source = handmade.model(tmp_path / "model", "qwen3_moe", hidden_size=72, moe_intermediate_size=36)
+    declared = handmade.gptq_config(sym=symmetric, group_size=-1)
+
+    def parts(packed: PackedWeight) -> dict[str, Tensor]:
+        return handmade.gptq_parts(packed) | {"g_idx": torch.zeros(packed.inputs, dtype=torch.int32)}
+
+    values = handmade.write(source, tmp_path / "packed", declared, parts, symmetric=symmetric, group_size=-1)
+    assert inspect(tmp_path / "packed")["moe_layers"] == 2
+    found = open_other(open_source(str(tmp_path / "packed")))
+    found.check()
+    check_values(found, source, values, tmp_path)
+
+
 @pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round", "auto_round:gptqmodel"])
 def test_auto_round(model: Path, tmp_path: Path, packing: str) -> None:
     declared = handmade.auto_round_config(rules("mlp", ""), packing_format=packing)

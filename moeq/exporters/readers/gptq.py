@@ -1,7 +1,8 @@
 """GPTQ's layout, as GPTQModel, AutoGPTQ and auto-round write it.
 
-qweight int32 [K*b/32, N]; qzeros int32 [G, N*b/32], zero points less one in the first format (`gptq`, `auto_gptq`) and
-as they are in the second (`gptq_v2`, auto-round's own); scales [G, N]; g_idx int32 [K], the group of every input.
+qweight int32 [ceil(K*b/32), N]; qzeros int32 [G, ceil(N*b/32)], zero points less one in the first format (`gptq`,
+`auto_gptq`) and as they are in the second (`gptq_v2`, auto-round's own); scales [G, N]; g_idx int32 [K], the group of
+every input.
 """
 
 from __future__ import annotations
@@ -63,18 +64,17 @@ class Gptq:
 
     def shape(self, headers: Mapping[str, TensorHeader], grid: Grid) -> tuple[int, int]:
         packed = headers["qweight"].shape
-        if len(packed) != 2 or packed[0] * WORD % grid.bits:
+        inputs = headers["g_idx"].shape if "g_idx" in headers else ()  # the last word of a column may be filled up
+        if len(packed) != 2 or (not inputs and packed[0] * WORD % grid.bits):
             raise ValueError(f"qweight {list(packed)} is no matrix of {grid.bits} bits")
-        return packed[1], packed[0] * WORD // grid.bits
+        return packed[1], inputs[0] if inputs else packed[0] * WORD // grid.bits
 
     def check(self, headers: Mapping[str, TensorHeader], grid: Grid, rows: int, inputs: int) -> None:
         if grid.bits not in self.widths:
             raise ValueError(f"moeq reads {', '.join(map(str, self.widths))} bits of {self.name}")
-        if inputs * grid.bits % WORD or rows * grid.bits % WORD:
-            raise ValueError(f"{rows} x {inputs} codes of {grid.bits} bits are no whole number of {WORD}-bit words")
         groups = group_count(inputs, group_length(grid, inputs))
-        expect(headers, "qweight", ("I32",), (inputs * grid.bits // WORD, rows))
-        expect(headers, "qzeros", ("I32",), (groups, rows * grid.bits // WORD))
+        expect(headers, "qweight", ("I32",), (-(-inputs * grid.bits // WORD), rows))
+        expect(headers, "qzeros", ("I32",), (groups, -(-rows * grid.bits // WORD)))
         expect(headers, "scales", FLOATS, (groups, rows))
         if "g_idx" in headers:
             expect(headers, "g_idx", ("I32",), (inputs,))
