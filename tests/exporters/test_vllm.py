@@ -94,7 +94,7 @@ def test_transformers_does_not_load_what_only_vllm_reads(model: Path, tmp_path: 
     readers = {}
     for first, second in ((2, 8), (16, 4), (4, 4)):
         out = written(model, tmp_path / f"{first}-{second}", first, second)
-        readers[first, second] = read_by(exporter, open_packed(out))
+        readers[first, second] = [*read_by(exporter, open_packed(out))]
     assert readers == {(2, 8): ["vllm-cuda"], (16, 4): ["vllm"], (4, 4): ["transformers"]}
     with pytest.raises(NotInstalledError, match="vllm cannot be imported there"):
         verify(tmp_path / "2-8", Options(), Reporter(quiet=True))
