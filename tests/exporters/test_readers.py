@@ -467,6 +467,18 @@ UNDECLARED = {  # parts, their anchor
 
 
 @pytest.mark.parametrize("method", list(UNDECLARED))
+def test_a_matrix_that_is_packed_and_plain_is_refused(method: str, qwen: Path, tmp_path: Path) -> None:
+    """The plain one went unnoticed."""
+    parts, anchor = UNDECLARED[method]
+    declared = handmade.gptq_config() if anchor == "qweight" else handmade.compressed_config()
+    handmade.write(qwen, tmp_path / "packed", declared, parts)
+    change(tmp_path / "packed", lambda tensors: tensors.update({f"{BROKEN}.weight": torch.zeros(96, 64)}))
+    for reads in (inspect, lambda path: open_packed(path).check()):  # type: ignore[attr-defined]
+        with pytest.raises(ArtifactError, match=rf"{BROKEN}\.weight lies beside {BROKEN}\.{anchor}"):
+            reads(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("method", list(UNDECLARED))
 def test_packed_tensors_of_which_nothing_says_how_are_named(method: str, qwen: Path, tmp_path: Path) -> None:
     """convert said that nothing is packed, inspect that an expert is missing."""
     parts, anchor = UNDECLARED[method]

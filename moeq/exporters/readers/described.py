@@ -12,7 +12,7 @@ from moeq.artifacts.gguf_file import GgufFile, read_gguf
 from moeq.errors import ArtifactError
 from moeq.exporters.gguf import ERRORS, FILE
 from moeq.exporters.readers import layout_of
-from moeq.exporters.readers.layout import CHECKED, Layout
+from moeq.exporters.readers.layout import CHECKED, Layout, packed_modules
 from moeq.models.configuration import check_counts
 from moeq.models.source import CONFIG, ModelSource, TensorHeader, check_parts, open_source, read_config
 from moeq.models.stored_experts import LAYERS, Shape, checked_layers, stated
@@ -29,7 +29,7 @@ def packed(path: Path, label: str, trust_remote_code: bool = False) -> dict[str,
     """
     source = open_source(str(path))
     layout = layout_of(source)
-    modules = _modules(source, layout)
+    modules = packed_modules(source, layout)
     if layout is not None and any(layout.grid([module]) is None for module in modules):
         return _by_model(path, label, trust_remote_code)
     parts = {f"{module}.{part}" for module, headers in modules.items() for part in headers}
@@ -80,23 +80,10 @@ def shapes_of(source: ModelSource) -> dict[str, Shape]:
     layout = layout_of(source)
     if layout is None:
         return {key: header.shape for key, header in source.tensors.items()}
-    modules = _modules(source, layout)
+    modules = packed_modules(source, layout)
     parts = {f"{module}.{part}" for module, headers in modules.items() for part in headers}
     shapes = {f"{module}.weight": _checked(module, headers, layout) for module, headers in modules.items()}
     return shapes | {key: header.shape for key, header in source.tensors.items() if key not in parts}
-
-
-def _modules(source: ModelSource, layout: Layout | None) -> dict[str, dict[str, TensorHeader]]:
-    """{packed module: {part: header}}."""
-    if layout is None:
-        return {}
-    anchor = f".{layout.anchor}"
-    names = [key.removesuffix(anchor) for key in source.tensors if key.endswith(anchor)]
-    tensors = source.tensors
-    return {
-        name: {part: tensors[f"{name}.{part}"] for part in layout.parts if f"{name}.{part}" in tensors}
-        for name in names
-    }
 
 
 def _checked(module: str, headers: dict[str, TensorHeader], layout: Layout) -> Shape:

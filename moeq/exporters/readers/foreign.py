@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moeq.artifacts.tensor_files import torch_dtype
 from moeq.errors import ArtifactError
 from moeq.exporters.packed_source import Matrices, PackedSource
-from moeq.exporters.readers.layout import Grid, Layout
+from moeq.exporters.readers.layout import Grid, Layout, packed_modules
 from moeq.exporters.readers.names import WEIGHT, Names, sort_names
 from moeq.models import loading
 from moeq.models.experts import ExpertLayer
@@ -116,16 +116,7 @@ class Foreign:
 
     @cached_property
     def _parts_of(self) -> dict[str, dict[str, TensorHeader]]:
-        """{module on disk: {part: header}} of every packed module."""
-        if self.layout is None:
-            return {}
-        anchor = f".{self.layout.anchor}"
-        modules = [key.removesuffix(anchor) for key in self.source.tensors if key.endswith(anchor)]
-        present = self.source.tensors
-        return {
-            module: {part: present[f"{module}.{part}"] for part in self.layout.parts if f"{module}.{part}" in present}
-            for module in modules
-        }
+        return packed_modules(self.source, self.layout)
 
     @cached_property
     def _parts(self) -> set[str]:

@@ -15,7 +15,7 @@ import regex
 from moeq.artifacts.reading import is_count
 from moeq.bounded import shown
 from moeq.errors import ArtifactError, first_line
-from moeq.models.source import TensorHeader
+from moeq.models.source import ModelSource, TensorHeader
 from moeq_kernels.widths import WORD, group_count, resolved_group_size
 
 if TYPE_CHECKING:  # torch is imported where tensors are read: headers are looked at without it
@@ -27,6 +27,7 @@ Parts = Mapping[str, "Tensor"]
 SECONDS = 1.0  # that a pattern may take for a name
 PATTERN_CHARACTERS = 10_000
 CHECKED = "every packed matrix has the parts, shapes and types that config.json says; `moeq verify` compares all"
+WHOLE, PACKED = "weight", "weight_packed"  # tensors of a module that is not packed, and of one that is
 FLOATS = ("F16", "BF16", "F32")  # types of scales
 
 
@@ -84,6 +85,24 @@ class Layout(Protocol):
 
     def read(self, parts: Parts, grid: Grid, rows: int, inputs: int) -> Stored:
         """The matrix from its parts; ValueError saying what is wrong with them."""
+
+
+def packed_modules(source: ModelSource, layout: Layout | None) -> dict[str, dict[str, TensorHeader]]:
+    """{packed module on disk: {part: header}}; ArtifactError for one whose weight is there as it was, too."""
+    if layout is None:
+        return {}
+    anchor, there = f".{layout.anchor}", source.tensors
+    modules = {
+        name: {part: there[f"{name}.{part}"] for part in layout.parts if f"{name}.{part}" in there}
+        for name in (key.removesuffix(anchor) for key in there if key.endswith(anchor))
+    }
+    for name, parts in modules.items():
+        beside, whole = PACKED if PACKED in parts else layout.anchor, there.get(f"{name}.{WHOLE}")
+        if whole is not None and (WHOLE not in parts or beside == PACKED):  # FP8's own part is called so, too
+            what = f"{name}.{WHOLE} lies beside {name}.{beside}: nothing says which of the two counts"
+            do = "remove one of them, or make or download the checkpoint again"
+            raise ArtifactError(what, where=str(whole.file), do=do)
+    return modules
 
 
 def expect(headers: Mapping[str, TensorHeader], part: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
