@@ -37,7 +37,7 @@ from moeq.models.support import is_packed_apart
 from moeq.models.weights import WeightReader, owner
 from moeq.runtimes import to_convert
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TEXT = "tokenizer.json", "text_config"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTOS = (
     AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForMultimodalLM,
@@ -102,7 +102,12 @@ def load_config(source: ModelSource, trust_remote_code: bool = False) -> Any:
     if "AutoConfig" in remote and source.config["model_type"] not in CONFIG_MAPPING and not trust_remote_code:
         raise _needs_trust(source)
     with asking_transformers("read the configuration", source.path / CONFIG):
-        return AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=trust_remote_code)
+    if isinstance(getattr(config, TEXT, None), dict):  # any other key that a class does not know is left alone
+        what = f"{TEXT} is no part of {source.config['model_type']}, and transformers makes no model where it is there"
+        do = f"move what it says, such as quantization_config, out of {TEXT}"
+        raise ModelError(what, where=str(source.path / CONFIG), do=do)
+    return config
 
 
 def _needs_trust(source: ModelSource) -> ModelError:

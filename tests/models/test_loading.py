@@ -62,6 +62,15 @@ def test_what_is_no_language_model_is_refused_in_one_line(tmp_path: Path, tiny_m
     assert "\n" not in str(caught.value)
 
 
+def test_a_text_config_of_a_family_without_parts_is_named(tmp_path: Path, tiny_mixtral: Path) -> None:
+    """As of a quantization that was put where multimodal models have it; transformers ends with an AttributeError."""
+    nested = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    folder = changed(tiny_mixtral, tmp_path / "model", text_config=nested)
+    for build in (lambda source: loading.describe(source, packed=True), loading.load_config):
+        with pytest.raises(ModelError, match=r"config\.json: text_config is no part of mixtral.*; move what it says"):
+            build(open_source(str(folder)))
+
+
 def test_unexpected_and_missing_tensors_are_named_streamed_or_not(tmp_path: Path, tiny_mixtral: Path) -> None:
     for change, match in (("add", r"1 unexpected keys, the first: spare\.weight"), ("drop", "1 missing keys.*lm_head")):
         folder = tmp_path / change
