@@ -79,11 +79,17 @@ def has_speed(rows: Sequence[dict[str, Any]]) -> bool:
     return any(row["speedup_over_monde_cost_optimal"] is not None for row in rows)
 
 
-def caption(rows: Sequence[dict[str, Any]], estimated: dict[str, Any], width: int, replicas: int = 0) -> str:
+def caption(
+    rows: Sequence[dict[str, Any]], estimated: dict[str, Any], width: int, replicas: int = 0, *, edited: bool = False
+) -> str:
     """What the columns mean that a window of that width holds; estimated: the summary of the stage `estimate`.
 
-    replicas: bytes of what the checkpoint holds of experts at other widths.
+    replicas: bytes of what the checkpoint holds of experts at other widths; edited: whether the assignment was, by
+    hand.
     """
+    from moeq.artifacts.assignment import EDITED
+
+    exported = f"* exported, edited {EDITED}" if edited else "* exported"
     others = f" but {human_size(replicas)} of other replicas, which only the whole has" if replicas else ""
     whole = ", everything else packed alike in all rows but the original" if _others_packed(rows) else ""
     errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
@@ -93,7 +99,7 @@ def caption(rows: Sequence[dict[str, Any]], estimated: dict[str, Any], width: in
     told = width >= NARROW and any(row["perplexity_change"] is not None for row in rows)
     changed = " +: perplexity over the original's." if told else ""
     return (
-        f"* exported. bits: stored for a weight of the experts; all bits: of all tensors{others}; scales and zero "
+        f"{exported}. bits: stored for a weight of the experts; all bits: of all tensors{others}; scales and zero "
         "points counted, as they are in all bytes. whole: every file of the checkpoint, at most, as --size limits "
         f"it{whole}.{changed}{kl_caption(rows)}{accuracy}{speed if has_speed(rows) else ''}"
     )

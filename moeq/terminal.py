@@ -120,7 +120,8 @@ def print_final(rows: Sequence[dict[str, Any]], paths: Mapping[str, Path], outco
         console.print(shown)
     found = {outcome.stage: outcome.record.summary for outcome in outcomes}
     replicas = found.get("export", {}).get("other_replica_bytes", 0)
-    caption = final_table.caption(rows, found["estimate"], console.width, replicas)
+    edited = any(outcome.edited for outcome in outcomes if outcome.stage == "assign")
+    caption = final_table.caption(rows, found["estimate"], console.width, replicas, edited=edited)
     console.print(caption, style="dim")
     for term, meaning in final_table.explanations(rows, caption):
         console.print(f"{term}: {meaning}", style="dim")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from moeq import final_table
+from moeq.artifacts.assignment import EDITED
+from moeq.pipeline import Outcome
 from moeq.progress import PlainConsole
-from moeq.terminal import named_lines
+from moeq.terminal import named_lines, print_final
 
 ESTIMATED = {"geometry": "mixtral-8x7b", "geometry_is_the_models": False}
 
@@ -109,6 +112,27 @@ def test_other_replicas_are_said_where_there_are_some() -> None:
     assert "all bits: of all tensors; scales" in final_table.caption(rows, ESTIMATED, 80)
     told = final_table.caption(rows, ESTIMATED, 80, 422_400)
     assert "all bits: of all tensors but 413 KiB of other replicas, which only the whole has; scales" in told
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_an_assignment_that_was_edited_by_hand_is_said_to_be(
+    edited: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row bears the method's name and budget."""
+    monkeypatch.setenv("COLUMNS", "300")
+    changed = {"assign": ("assignment.json",)} if edited else {}
+    outcomes = [
+        Outcome(
+            stage=stage,
+            skipped=True,
+            seconds=0,
+            record=SimpleNamespace(summary=ESTIMATED),
+            edited=changed.get(stage, ()),
+        )
+        for stage in ("assign", "estimate")
+    ]
+    print_final([row("run", "optimal by matrix, 2.3 bits", exported=True)], {}, outcomes)
+    assert f"* exported{f', edited {EDITED}' if edited else ''}. bits:" in capsys.readouterr().out
 
 
 def test_names_of_any_length_are_parted_from_what_they_name() -> None:
