@@ -38,6 +38,7 @@ STORAGE: dict[str, dict[str, Any]] = {
     "quantization_config.json": CONVERTER,
     "quantize_config.json": {"checkpoint_format": NAME},
 }
+LISTED = 2000  # bytes of what both of these and the index of tensors say of one matrix
 TYPES = {"trellis": "int16", "suh": "float16", "svh": "float16", "mul1": "int32"}
 FAMILIES = (
     "mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "hy_v3", "minimax_m2",
@@ -178,6 +179,7 @@ model.load()""",
         ),
     ),
     size=size,
+    listed=LISTED,
     families=FAMILIES,
     separate=True,
     layout=later("moeq.exporters.readers.exl3:Exl3"),

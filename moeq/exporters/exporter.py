@@ -137,8 +137,9 @@ class Exporter:
     that was measured; snippet: how, in Python; library: as the hub calls it. settings: keys of `export` that it alone
     reads, each called NAME_..., which `write` finds in draft.options.settings. targets: the runtimes that can load it,
     by whose names people ask for it; none where nothing is packed: it is asked for by its own. size: bytes of the
-    tensors of a checkpoint, without what names them. families: model types that it is written for, None: all; separate:
-    of them only those whose experts are matrices of their own on the disk.
+    tensors of a checkpoint, without what names them; listed: of what files of its own say of one matrix. families:
+    model types that it is written for, None: all; separate: of them only those whose experts are matrices of their own
+    on the disk.
 
     Read back: methods: what quant_method of config.json calls it, none: its name; layout(quantization_config): how its
     matrices lie in safetensors, ValueError for what is not read. A format of other files names them: file, the one that
@@ -162,6 +163,7 @@ class Exporter:
     settings: type[BaseModel] | None = None
     targets: tuple[Target, ...] = ()
     size: Callable[[ExportSizes], int] = as_packed
+    listed: int = 0
     families: tuple[str, ...] | None = None
     separate: bool = False
     methods: tuple[str, ...] = ()

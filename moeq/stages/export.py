@@ -423,7 +423,8 @@ def _foreseen(given: ExportSizes, name: str, sizes: Sizes, native: Mapping[str, 
         beside = {file: size for file, size in beside.items() if file not in {INDEX, CONFIG}}
         more = sum(sizes.context.model.side_files.sizes().values())
     elif asked.target is not None:
-        more = NAMES * (len(given.others) + sum(layer.num_experts * len(layer.projections) for layer in sizes.layers))
+        matrices = len(given.others) + sum(layer.num_experts * len(layer.projections) for layer in sizes.layers)
+        more = (NAMES + asked.exporter.listed) * matrices
     tensors: int = asked.exporter.size(replace(given, target=name))
     return tensors + more + sum(beside.values())
 

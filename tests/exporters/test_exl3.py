@@ -27,8 +27,9 @@ from moeq.inspection import inspect
 from moeq.numerics import trellis
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import assign, evaluate
+from moeq.stages import assign, evaluate, export
 from moeq.stages.context import Context
+from moeq.stages.needs import Sizes
 from moeq.stages.replicas import load_losses
 from moeq.verification.reference import values
 from moeq.verification.verify import Options, verify
@@ -93,6 +94,12 @@ def test_what_is_written_is_what_was_measured(run: Context, model: Path) -> None
     assert evaluate.load(run).export_logit_error < 1e-5
     assert not verify(run.directory("export"), Options(against=str(model)), QUIET).problems
     assert len(list(alike(run.directory("export"), exported(run)))) > 0
+
+
+def test_a_plan_foretells_its_bytes(run: Context, tmp_path: Path) -> None:
+    fresh = Sizes(Context(recipe=run.recipe, model_name=run.model_name, out=tmp_path))
+    size, folder = export.needs(fresh).files[f"../{exported(run).name}"], exported(run)
+    assert size == pytest.approx(sum(path.stat().st_size for path in folder.iterdir()), rel=0.005)
 
 
 def test_readers_that_know_no_moeq_have_the_same_values(run: Context) -> None:

@@ -27,8 +27,9 @@ from moeq.inspection import inspect
 from moeq.models.source import INDEX
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import assign, evaluate
+from moeq.stages import assign, evaluate, export
 from moeq.stages.context import Context
+from moeq.stages.needs import Sizes
 from moeq.stages.replicas import load_losses
 from moeq.verification.reference import streamed
 from moeq.verification.verify import Options, verify
@@ -96,6 +97,12 @@ PARTS = ("weight", "weight_packed", "weight_scale", "weight_global_scale")
 def all_tensors(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("model-experts-*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def test_a_plan_foretells_its_bytes(run: Context, tmp_path: Path) -> None:
+    fresh = Sizes(Context(recipe=run.recipe, model_name=run.model_name, out=tmp_path))
+    size, folder = export.needs(fresh).files[f"../{exported(run).name}"], exported(run)
+    assert size == pytest.approx(sum(path.stat().st_size for path in folder.iterdir()), rel=0.005)
 
 
 @pytest.mark.full
