@@ -97,6 +97,18 @@ class PackedWeight:
         """How its codes stand for values."""
         return Encoding.of(self)
 
+    @property
+    def whole(self) -> int:
+        """How many rows, and inputs, hang together in tiles; 1 where codes lie row by row or there are none."""
+        if not self.state_bits or self.bits == DROPPED:
+            return 1
+        return EXL3_SIDE if self.codebook else trellis.TILE
+
+    @property
+    def row_count(self) -> int:
+        """N of a weight [..., N, K]."""
+        return int((self.scales if self.whole > 1 else self.codes).shape[-2])
+
     def parts(self) -> dict[str, Tensor]:
         """The stored tensors by name: codes [..., N, B], scales [..., N, G] and, where there are such, zeros, unit."""
         if self.bits == DROPPED:
@@ -139,7 +151,7 @@ class PackedWeight:
             exl3.check_sides(self.scales.shape[-2] if self.scales.dim() > 1 else 0, self.inputs)
         elif self.state_bits:
             trellis.integer_values(self.bits, self.state_bits)
-        *before, rows, _ = self.scales.shape if self.state_bits and self.scales.dim() > 1 else self.codes.shape
+        *before, rows, _ = self.scales.shape if self.whole > 1 and self.scales.dim() > 1 else self.codes.shape
         wanted = {
             part: ([*before, *shape], dtype)
             for part, (shape, dtype) in packed_shapes(rows, self.inputs, self.bits, self.encoding).items()
@@ -229,20 +241,15 @@ def row_range(weight: PackedWeight, first: int, count: int) -> PackedWeight:
     """The weight [count, K] of some of the rows [N, K] in order; ValueError unless they are whole tiles of trellis
     codes."""
     rows = slice(first, first + count)
-    if not weight.state_bits:
+    if weight.whole == 1:
         return weight.rows(rows)
-    lines = _whole_tiles(weight, "rows", first, count, weight.scales.shape[0])
+    lines = _whole_tiles(weight, "rows", first, count, weight.row_count)
     return replace(weight, codes=weight.codes[lines].contiguous(), scales=weight.scales[rows].contiguous())
-
-
-def whole_rows(weight: PackedWeight) -> int:
-    """How many rows, or inputs, of codes that lie in tiles hang together."""
-    return EXL3_SIDE if weight.codebook else trellis.TILE
 
 
 def _whole_tiles(weight: PackedWeight, what: str, first: int, count: int, length: int) -> slice:
     """The tiles of some rows or inputs of so many; ValueError unless they are whole."""
-    last, whole = first + count, whole_rows(weight)
+    last, whole = first + count, weight.whole
     if first % whole or (last % whole and last != length) or not 0 <= first < last <= length:
         raise ValueError(f"{what} {first} to {last - 1} are no whole tiles of {whole}")
     return slice(first // trellis.TILE, trellis.tiles_along(last))
@@ -251,7 +258,9 @@ def _whole_tiles(weight: PackedWeight, what: str, first: int, count: int, length
 def some_inputs(weight: PackedWeight, first: int, count: int) -> PackedWeight:
     """The weight [N, count] of some of the inputs [N, K]; ValueError unless they are whole groups of the grid, or all
     lie in one, or whole tiles of trellis codes, or blocks of i-quants."""
-    if weight.state_bits:
+    if weight.bits == DROPPED:
+        return replace(weight, inputs=count)
+    if weight.whole > 1:
         tiles = _whole_tiles(weight, "inputs", first, count, weight.inputs)
         each = trellis.STEPS // 8 * weight.bits
         return replace(

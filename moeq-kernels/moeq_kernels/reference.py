@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
-from moeq_kernels.packed import PackedWeight, whole_rows
+from moeq_kernels.packed import PackedWeight
 from moeq_kernels.trellis import TILE
 
 ALIGNED = 64  # bytes
@@ -39,8 +39,8 @@ def values(matrix: Matrix, dtype: torch.dtype) -> Tensor:
 
 def some_rows(matrix: Matrix, rows: Tensor) -> Matrix:
     """Some rows [n] of a matrix; those of trellis codes, which lie in tiles, as float32 values."""
-    if isinstance(matrix, PackedWeight) and matrix.state_bits:
-        size = whole_rows(matrix)
+    if isinstance(matrix, PackedWeight) and matrix.whole > 1:
+        size = matrix.whole
         used, place = torch.unique(rows // size, return_inverse=True)
         every = (used[:, None] * size + torch.arange(size, device=rows.device)).flatten()
         scales = matrix.scales[every.clamp(max=len(matrix.scales) - 1)]

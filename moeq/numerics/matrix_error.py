@@ -14,8 +14,8 @@ from torch import Tensor
 from moeq.numerics.float_sweep import nearest_fp4, nearest_fp8
 from moeq_kernels import grids
 from moeq_kernels.floats import FP4_MOST, FP8_MOST
-from moeq_kernels.packed import PackedWeight, row_range, whole_rows
-from moeq_kernels.widths import DROPPED, FLOAT_BITS, Encoding, resolved_group_size
+from moeq_kernels.packed import PackedWeight, row_range
+from moeq_kernels.widths import FLOAT_BITS, Encoding, resolved_group_size
 
 BLOCK = 1 << 20  # weights that are compared at once
 DIGITS = 9  # of an error that is written down: sums in another order give the same
@@ -34,7 +34,7 @@ def row_blocks(*matrices: PackedWeight | Tensor) -> Iterator[tuple[Tensor, ...]]
     shapes = [_shape(matrix) for matrix in matrices]
     if len(set(shapes)) > 1:
         raise ValueError(f"matrices of {shapes} have no rows in common")
-    whole = max(whole_rows(m) if isinstance(m, PackedWeight) and _in_tiles(m) else 1 for m in matrices)
+    whole = max(matrix.whole if isinstance(matrix, PackedWeight) else 1 for matrix in matrices)
     rows, width = shapes[0][0], math.prod(shapes[0][1:])
     step = -(-max(1, BLOCK // max(1, width)) // whole) * whole
     for first in range(0, rows or 1, step):
@@ -117,22 +117,16 @@ def unlike_rows(values: PackedWeight | Tensor, exact: Tensor) -> list[int]:
     return torch.cat(unlike).nonzero()[:, 0].tolist()  # type: ignore[no-any-return]
 
 
-def _in_tiles(weight: PackedWeight) -> bool:
-    """Whether rows of a weight hang together."""
-    return bool(weight.state_bits) and weight.bits != DROPPED
-
-
 def _shape(matrix: PackedWeight | Tensor) -> tuple[int, ...]:
     if isinstance(matrix, PackedWeight):
-        return (matrix.scales if _in_tiles(matrix) else matrix.codes).shape[0], matrix.inputs
+        return matrix.row_count, matrix.inputs
     return tuple(matrix.shape)
 
 
 def _values(matrix: PackedWeight | Tensor, first: int, count: int) -> Tensor:
-    rows = slice(first, first + count)
     if isinstance(matrix, PackedWeight):
-        return (row_range(matrix, first, count) if _in_tiles(matrix) else matrix.rows(rows)).dequantize()
-    return matrix[rows].float()
+        return row_range(matrix, first, count).dequantize()
+    return matrix[first : first + count].float()
 
 
 def _norm(values: Tensor) -> float:

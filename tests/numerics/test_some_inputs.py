@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from moeq.numerics.gptq import quantize
 from moeq.numerics.nested import quantize as nested_quantize
 from moeq.numerics.storing import packed_of
-from moeq_kernels.packed import some_inputs
-from moeq_kernels.widths import NESTED_BITS, SUPPORTED_BITS, resolved_group_size
+from moeq_kernels.packed import PackedWeight, row_range, some_inputs
+from moeq_kernels.reference import some_rows, values
+from moeq_kernels.widths import NESTED_BITS, SUPPORTED_BITS, Encoding, resolved_group_size
 
 
 @given(data=st.data())
@@ -38,6 +39,16 @@ def test_whole_groups_and_parts_of_one_have_the_same_values(data: st.DataObject)
     else:
         with pytest.raises(ValueError, match=r"no whole groups of"):
             some_inputs(weight, first, last - first)
+
+
+@pytest.mark.parametrize("encoding", [Encoding(group_size=16, symmetric=True), Encoding.trellis(8), Encoding.exl3()])
+def test_parts_of_a_dropped_matrix_are_zeros_of_their_shape(encoding: Encoding) -> None:
+    """Whatever its codes were: nothing hangs together of what is not there."""
+    dropped = PackedWeight.dropped(96, 64, encoding)
+    part = some_inputs(row_range(dropped, 3, 40), 5, 20)
+    part.check()
+    assert torch.equal(part.dequantize(), torch.zeros(40, 20))
+    assert torch.equal(values(some_rows(dropped, torch.tensor([95, 0, 7])), torch.float32), torch.zeros(3, 64))
 
 
 @pytest.mark.parametrize("bits", NESTED_BITS)
