@@ -336,11 +336,15 @@ def needs(sizes: Sizes) -> Needs:
 def _refining(sizes: Sizes, section: RefineSection) -> Moment:
     """Both runs of all batches stand at the end of a decoder layer, whose experts are trained."""
     text, layer = sizes.calibration, sizes.largest
+    each = WEIGHT_BYTES * layer.parameters_per_expert
+    together = min(layer.num_experts, max(1, working_memory(section.working_memory) // each))
+    rows = min(BATCH_ROWS, sizes.expert_tokens(text.tokens))
+    each += rows * 4 * (4 * layer.hidden_size + 6 * layer.intermediate_size)  # of a step, until its gradients are there
     return {
         **sizes.held(), **sizes.stopped(2 * STATES, CAPTURED), **sizes.heap(text.batch_tokens),
         "tokens in float32": REFINED_FLOATS * 4 * text.tokens * sizes.geometry.hidden_size,
         "codes of a layer": 2 * layer.num_experts * layer.parameters_per_expert,
-        "experts in training": max(working_memory(section.working_memory), WEIGHT_BYTES * layer.parameters_per_expert),
+        "experts in training": together * each,
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from moeq.models.experts import ExpertLayer
 from moeq.planning.plan import add_up, make_plan
 from moeq.planning.result import Need
 from moeq.quantizers.layer import expert_batches
+from moeq.quantizers.layer_training import WEIGHT_BYTES
 from moeq.recipe import Recipe, load_recipe
 from moeq.stages import export, needs_evaluate, needs_losses, quantize, reparam
 from moeq.stages.context import Context
@@ -100,7 +101,7 @@ def test_memory_grows_with_what_it_hangs_on(sparse_small: Path, tmp_path: Path) 
     logits = 12 * 512 * 151936 * 2  # as the model gives them: a few at once are in float64
     assert logits < shorter < 3 * logits  # and the activations of a batch
     refined = of("quantize", "quantize.refine={}") - of("quantize")
-    assert 8 * 2 * tokens + 2 * 2**30 < refined < 24 * 2 * tokens + 8 * 2**30  # two runs' tokens, and the training
+    assert 8 * 2 * tokens + 1.5 * 2**30 < refined < 24 * 2 * tokens + 8 * 2**30  # two runs' tokens, and the training
     whole = of("profile", "stream=never")
     assert whole > 18 * 2**30 > of("profile")
 
@@ -110,6 +111,16 @@ def test_a_batch_of_experts_stays_near_the_working_memory(sparse_small: Path, tm
         recipe = load_recipe(None, [f"losses.working_memory={memory}"])
         layer = Context(recipe=recipe, model_name=str(sparse_small), out=tmp_path).model.layers[0]
         assert 0.3 < batch_bytes(layer, recipe, 4096) / recipe.losses.working_memory < 3
+
+
+@pytest.mark.parametrize(("memory", "experts"), [("16MB", 3), ("2GiB", 8)])
+def test_no_more_experts_are_in_training_than_a_layer_has(memory: str, experts: int, tmp_path: Path) -> None:
+    """All of the working memory was foretold, however small the experts."""
+    made = f"quantize.refine={{iterations: 2, working_memory: {memory}}}"
+    context = Context(recipe=load_recipe(None, [*SMALL, made]), model_name="bundled:tiny-mixtral", out=tmp_path)
+    terms = [moment.get("experts in training", 0) for moment in quantize.needs(Sizes(context)).moments]
+    weights = experts * WEIGHT_BYTES * context.model.layers[0].parameters_per_expert
+    assert weights < max(terms) < 1.6 * weights  # and activations of a step
 
 
 def test_a_batch_holds_on_a_cpu_what_its_column_loop_leaves(sparse_small: Path, tmp_path: Path) -> None:
