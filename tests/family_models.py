@@ -21,6 +21,8 @@ from transformers import CONFIG_MAPPING
 from moeq.bundled import bundled_path
 from moeq.integers.vit import configuration as vit_configuration
 from moeq.integers.vit import modeling as vit_modeling
+from moeq.models.disk_names import DiskNames
+from moeq.models.experts import ExpertLayer
 
 PLACES = (transformers, vit_configuration, vit_modeling)
 VOCABULARY = 2048  # as many words as the bundled tokenizer has
@@ -309,6 +311,12 @@ def _randomize(model: nn.Module) -> None:
             constant = weight.numel() > 1 and weight.dim() == 1 and bool((weight == first).all())
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(first + 0.1 * noise if constant or weight.numel() == 1 else 0.15 * noise)
+
+
+def matrices_on_disk(model: Any, layers: list[ExpertLayer]) -> str:
+    """What the matrices of experts that are separate on the disk are called there."""
+    names = DiskNames(model)
+    return " ".join(sorted({key.split(".")[-2] for layer in layers for key in names.experts(layer).values()}))  # type: ignore[union-attr]
 
 
 def save(family: str, folder: Path, with_tokenizer: bool = True, **settings: Any) -> Path:

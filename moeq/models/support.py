@@ -23,8 +23,8 @@ RECORD = Path(__file__).with_name("families.json")
 DENSE = Path(__file__).with_name("dense.json")  # model types of transformers without a word of experts in their code
 NO_EXPERTS = "not a Mixture-of-Experts model: no module holds routed experts"
 USE_ANOTHER = "moeq quantizes routed experts; use a dense quantizer for this model"
-ONE_BY_ONE = re.compile(r"\.experts\.\d+\.")  # in the names of what is one expert's alone
-OWN_NAMES = {"mixtral": re.compile(r"\.block_sparse_moe\.experts\.\d+\.w[123]\.")}  # on the disk; auto-round has others
+ONE_BY_ONE = re.compile(r"\.experts\.\d+\.([^.]+)\.")  # in the names of what is one expert's alone: of which matrix
+IN_MEMORY = "down_proj gate_proj up_proj"  # what transformers calls the matrices of all of them
 TAKEN_APART = ("llama4", "llama4_text")  # families whose stacks transformers takes apart for compressed-tensors
 TURNS = "experts whose rows of gate and up the family has in turns"
 SWITCHES = ("enable_moe_block", "is_moe")  # keys that say whether a family of both kinds has experts
@@ -38,8 +38,8 @@ class Support:
     model_type and model: its names in transformers; experts: how it keeps them; streamed: whether its layers run from
     disk with the same logits; quantized: whether a run, its export and the loading of that give the dequantized logits;
     separate: whether every matrix of an expert is a tensor of its own on disk, without biases, as most formats of other
-    runtimes want it; remark: why not, or what is left alone; since: the first transformers that has it, empty where all
-    that moeq takes do.
+    runtimes want it; matrices: what these are called on disk, if separate; remark: why not, or what is left alone;
+    since: the first transformers that has it, empty where all that moeq takes do.
     """
 
     model_type: str
@@ -50,6 +50,7 @@ class Support:
     separate: bool
     remark: str = ""
     since: str = ""
+    matrices: str = IN_MEMORY
 
     @property
     def is_here(self) -> bool:
@@ -164,10 +165,8 @@ def is_packed_apart(source: ModelSource) -> bool:
     family = answer(source.config).family
     if family is None or family.model_type in TAKEN_APART:
         return False
-    if family.separate:
-        own = OWN_NAMES.get(family.model_type)
-        return own is not None and any(ONE_BY_ONE.search(key) and not own.search(key) for key in source.tensors)
-    return any(ONE_BY_ONE.search(key) for key in source.tensors)
+    found = {match[1] for match in map(ONE_BY_ONE.search, source.tensors) if match}
+    return not found <= set(family.matrices.split() if family.separate else ())
 
 
 def gate_and_up_in_turns(source: ModelSource) -> bool:

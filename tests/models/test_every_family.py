@@ -19,6 +19,7 @@ from family_models import (
     SEEING,
     inputs,
     inputs_with_image,
+    matrices_on_disk,
     of_name,
     save,
 )
@@ -95,6 +96,7 @@ def check_headers(source: ModelSource, model: Any) -> None:
     )
     names = DiskNames(model)
     assert known.family.separate == all(not one.biased and names.experts(one) is not None for one in layers)
+    assert not known.family.separate or known.family.matrices == matrices_on_disk(model, layers)
     found = subject.stored_geometry(source)
     if found is not None:  # a router's correction, a number an expert, may count as parameters or not
         wanted = subject.made_geometry(source)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, mo
 from moeq import suitability
 from moeq.exporters.gguf_families import FAMILIES
 from moeq.models import support
-from moeq.models.support import DENSE, answer, dense_types, families
+from moeq.models.support import DENSE, answer, dense_types, families, is_packed_apart
 from moeq.registry import EXPORTERS
 from moeq.runtimes import runtimes
 
@@ -107,3 +108,24 @@ def test_the_dense_types_are_those_without_a_word_of_experts() -> None:
     if os.environ.get("MOEQ_RECORD") == "1":
         DENSE.write_text(json.dumps(sorted({*dense, *dense_types()}), indent=0) + "\n", "utf-8")
     assert dense_types() & set(CONFIG_MAPPING_NAMES) == set(dense)
+
+
+@pytest.mark.parametrize(
+    ("family", "matrix", "apart"),
+    [
+        ("mixtral", "w1", False),
+        ("mixtral", "gate_proj", True),
+        ("minimax_m2", "gate_proj", True),
+        ("lfm2_moe", "w2", False),
+        ("qwen3_moe", "gate_proj", False),
+        ("qwen3_moe", "w1", True),
+        ("mistral4", "gate_proj", True),
+        ("llama4_text", "gate_proj", False),
+    ],
+)
+def test_experts_by_other_names_than_the_familys_are_packed_apart(family: str, matrix: str, apart: bool) -> None:
+    """transformers misses each of those keys."""
+    config = {"model_type": family, "quantization_config": {"quant_method": "compressed-tensors"}}
+    key = f"model.layers.0.mlp.experts.3.{matrix}.weight_packed"
+    source = SimpleNamespace(config=config, tensors=[key, "model.layers.0.mlp.shared_experts.gate_proj.weight"])
+    assert is_packed_apart(source) == apart  # type: ignore[arg-type]

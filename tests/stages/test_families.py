@@ -25,7 +25,7 @@ from moeq.models.disk_names import DiskNames
 from moeq.models.experts import find_expert_layers
 from moeq.models.forward import forward
 from moeq.models.streaming import StreamedModel
-from moeq.models.support import RECORD, Support, families
+from moeq.models.support import IN_MEMORY, RECORD, Support, families
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.checkpoint import load_checkpoint
@@ -55,6 +55,7 @@ REMARKS = {
     "switch_transformers": "encoder-decoder: calibrated on the same text on both sides",
 }
 
+USUAL = {"since": "", "matrices": IN_MEMORY}  # what the record leaves out
 SINCE = dict.fromkeys(("hy_v4_vl", "inkling2_loop", "inkling2_loop_text", "lara_mini"), "5.24")
 
 
@@ -124,16 +125,19 @@ def measure(family: str, folder: Path) -> Support:
         return dataclasses.replace(row, experts="refused", remark=reason)
     names = DiskNames(model)
     separate = all(not layer.biased and names.experts(layer) is not None for layer in layers)
+    called = family_models.matrices_on_disk(model, layers) if separate else IN_MEMORY
     words = [layers[0].kind.name, *layers[0].kind.remarks(model.get_submodule(layers[0].name))]
     pipeline.run(context, tuple(name for name in pipeline.BY_NAME if FULL or name != "report"))
     check_export(context, folder)
-    return dataclasses.replace(row, experts=", ".join(dict.fromkeys(words)), quantized=True, separate=separate)
+    return dataclasses.replace(
+        row, experts=", ".join(dict.fromkeys(words)), quantized=True, separate=separate, matrices=called
+    )
 
 
 def record(row: Support) -> None:
     rows = [] if not RECORD.is_file() else [one for one in families() if one.model != row.model]
     ordered = sorted([*rows, row], key=lambda one: (one.model_type, one.model))
-    said = [{k: v for k, v in dataclasses.asdict(one).items() if v or k != "since"} for one in ordered]
+    said = [{k: v for k, v in dataclasses.asdict(one).items() if v != USUAL.get(k)} for one in ordered]
     RECORD.write_text(json.dumps(said, indent=1) + "\n")
 
 
