@@ -49,14 +49,16 @@ class Scorer:
         """Log-probabilities [T] of a window's targets [T] after logits [T, V], on the CPU; a window comes once."""
         targets = targets.to(logits.device)
         rows = max(1, SLICE // logits.shape[1])
-        scores = [torch.empty(0, dtype=torch.float64)]
+        scores = torch.empty(
+            len(targets), dtype=torch.float64
+        )  # small tensors that stay would part the freed large ones
         for start in range(0, len(targets), rows):
             part, wanted = logits[start : start + rows], targets[start : start + rows]
             logprobs = part.log_softmax(1, dtype=torch.float64)
             own = logprobs.gather(1, wanted[:, None]).squeeze(1)
             self._see(key, start, Scored(logits=part, logprobs=logprobs, targets=wanted, scores=own))
-            scores.append(own.cpu())
-        return torch.cat(scores)
+            scores[start : start + rows] = own.cpu()
+        return scores
 
     def _see(self, key: Key, start: int, part: Scored) -> None:
         """The tokens of a window from `start` on."""
@@ -81,10 +83,10 @@ class Comparer(Scorer):
 
     def __init__(self, base: str, reference: ReferenceLogits) -> None:
         self._base, self._reference = base, reference
-        self._tokens: dict[Key, list[Tensor]] = {}  # [T, columns, what kl is at most, rest]
+        self._tokens: dict[Key, Tensor] = {}  # [T, columns, what kl is at most, rest]
 
     def score(self, key: Key, logits: Tensor, targets: Tensor) -> Tensor:
-        self._tokens[key] = [torch.empty(0, len(COLUMNS) + 2, dtype=torch.float64)]  # a window may have none that count
+        self._tokens[key] = torch.empty(len(targets), len(COLUMNS) + 2, dtype=torch.float64)
         return super().score(key, logits, targets)
 
     def _see(self, key: Key, start: int, part: Scored) -> None:
@@ -97,12 +99,12 @@ class Comparer(Scorer):
         if stored is None or not torch.equal(stored.targets, part.targets):
             self.missing = f"its tokens are not those of {self._base}"
             return
-        self._tokens[key].append(_compared(stored, part).cpu())
+        self._tokens[key][start : start + len(part.targets)] = _compared(stored, part).cpu()
 
     def divergence(self, measured: Mapping[str, Any]) -> dict[str, Any] | None:
         if self.missing is not None:
             return None
-        windows = {key: torch.cat(parts).numpy() for key, parts in sorted(self._tokens.items())}
+        windows = {key: tokens.numpy() for key, tokens in sorted(self._tokens.items())}
         tokens = np.concatenate(list(windows.values()))
         if not np.isfinite(tokens).all():
             where, do = f"KL to {self._base}", "use dtype: float32 or check the checkpoint"

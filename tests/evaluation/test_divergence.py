@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 from moeq.artifacts.evaluation import Divergence
 from moeq.errors import EvaluationError, StorageError
 from moeq.evaluation import divergence, reference_logits
-from moeq.evaluation.divergence import Reference, Scorer
+from moeq.evaluation.divergence import Comparer, Recorder, Reference, Scorer
 from moeq.evaluation.paired import Items
 from moeq.evaluation.perplexity import perplexity
-from moeq.evaluation.reference_logits import kept_logits, stored_bytes
+from moeq.evaluation.reference_logits import ReferenceLogits, kept_logits, stored_bytes
 from moeq.evaluation.results import text_of_items
 from moeq.models import loading
 from moeq.models.corpus import Sequences
@@ -289,3 +290,27 @@ def test_a_streamed_model_is_compared_like_a_loaded_one(tiny_mixtral: Path) -> N
     assert other["tokens"] == len(wanted["kl"])
     assert other["kl"] == pytest.approx(wanted["kl"].mean(), rel=0.05), "16 bits round with the batch"
     assert other["kl"] > 1e-6
+
+
+def anonymous() -> int:
+    """Bytes of this process that are no file's."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text("utf-8"))
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+@pytest.mark.full
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    """Figures of a few tokens each lay between the large tensors that were freed: 0.4 MB a token of 131,072 words."""
+    vocabulary, length, windows = 131072, 15, 8
+    logits, targets = torch.randn(length, vocabulary).bfloat16(), torch.arange(length)
+    reference = ReferenceLogits(tmp_path, windows * length)
+    first, second = Recorder(reference), Comparer("itself", reference)
+    for window in range(windows):
+        first.score((window, 0), logits, targets)
+    second.score((0, 0), logits, targets)
+    before = anonymous()
+    for window in range(1, windows):
+        second.score((window, 0), logits, targets)
+    assert anonymous() - before < 12 * 2**20
+    assert second.missing is None
