@@ -117,11 +117,13 @@ def lm_of(loaded: Loaded, subject: Subject, settings: Settings) -> StaticLM:
 
 def check(subject: Subject, trust_remote_code: bool = False) -> None:
     """EvaluationError, before anything is loaded, for a model that makes no text, and for options of a context that its
-    replicas do not allow."""
+    replicas do not allow; ModelError for a packed one that transformers does not load here."""
     config = loading.load_config(subject.source, trust_remote_code)
     what = loading.no_text(loading.model_class(subject.source, config, trust_remote_code))
     if what is not None:
         raise EvaluationError(f"{what} continues no text", where=subject.name, do="name language models")
+    if subject.run is None:
+        loading.check_loads(subject.source)
     if subject.context is None:
         return
     where = str(subject.run.out if subject.run is not None else subject.checkpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import (
     AutoTokenizer,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from moeq.artifacts.reading import read_json_file
 from moeq.errors import ModelError, RecipeError
@@ -231,9 +233,7 @@ def load_model(
         raise ModelError("lies in an object store, and is not read whole", where=source.name, do=do)
     if is_dequantized(source):
         return _load_dequantized(source, dtype, device, trust_remote_code)
-    if is_packed_apart(source):
-        what = "its experts are packed one by one, and not as transformers loads this family's"
-        raise _not_loaded(source, what)
+    check_loads(source)
     half_products.use_for(dtype)
     config = load_config(source, trust_remote_code)
     kind = model_class(source, config, trust_remote_code)
@@ -250,6 +250,19 @@ def load_model(
             error = wrong_keys(source.path, problem.replace("_", " "), wrong)
             raise _not_loaded(source, error.what) if declared and not is_native(source.config) else error
     return model.eval().to(device)  # type: ignore[no-any-return]
+
+
+def check_loads(source: ModelSource) -> None:
+    """ModelError for a packed checkpoint whose experts transformers would not find, or for which it lacks a package,
+    before anything of it is read."""
+    declared = quantization_of(source.config)
+    if not declared or is_dequantized(source):
+        return
+    if is_packed_apart(source):
+        raise _not_loaded(source, "its experts are packed one by one, and not as transformers loads this family's")
+    with asking_transformers("load it", source.path):
+        if AutoHfQuantizer.supports_quant_method(declared):
+            AutoHfQuantizer.from_config(deepcopy(declared)).validate_environment(device_map=None, weights_only=True)
 
 
 def _not_loaded(source: ModelSource, what: str) -> ModelError:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from moeq.cli import app
@@ -22,7 +23,7 @@ from moeq.comparison.eval_options import EvalOptions
 from moeq.comparison.refusals import needs_a_run
 from moeq.comparison.side_by_side import compare
 from moeq.comparison.subjects import Subject, open_subjects
-from moeq.errors import ArtifactError, EvaluationError, MoeqError, RecipeError
+from moeq.errors import ArtifactError, EvaluationError, ModelError, MoeqError, RecipeError
 from moeq.evaluation import reference_logits, task_files
 from moeq.evaluation import result_file as document
 from moeq.evaluation.harness import evaluate_tasks, open_tasks
@@ -509,3 +510,18 @@ def test_unknown_tasks_name_the_nearest_and_missing_data_its_name(
     ) as caught:
         open_tasks(["away"], str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_what_transformers_does_not_load_is_refused_before_anything_is_measured(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused when its turn came, and what was measured before was lost."""
+    config = json.loads((tiny_mixtral / "config.json").read_text("utf-8"))
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    declared = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": declared}), "utf-8")
+    save_file({"model.layers.0.mlp.experts.0.gate_proj.weight_packed": torch.zeros(1)}, packed / "model.safetensors")
+    monkeypatch.setattr(loaded, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(ModelError, match="its experts are packed one by one"):
+        compare(asked([tiny_mixtral, packed]))
