@@ -49,9 +49,8 @@ class Scorer:
         """Log-probabilities [T] of a window's targets [T] after logits [T, V], on the CPU; a window comes once."""
         targets = targets.to(logits.device)
         rows = max(1, SLICE // logits.shape[1])
-        scores = torch.empty(
-            len(targets), dtype=torch.float64
-        )  # small tensors that stay would part the freed large ones
+        # at once: small tensors that stay would part the freed large ones
+        scores = torch.empty(len(targets), dtype=torch.float64)
         for start in range(0, len(targets), rows):
             part, wanted = logits[start : start + rows], targets[start : start + rows]
             logprobs = part.log_softmax(1, dtype=torch.float64)

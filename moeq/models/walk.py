@@ -111,9 +111,8 @@ def walk(
     weights are there while its inputs are out. A caller that keeps neither inputs nor views of weights holds one layer
     of both, and of a loop what its layers were given before. finish: called with each batch's output; without it the
     walk ends after the last layer. blocks: paths of decoder layers; `left` is called with each when all batches have
-    come to its end for the last time, while its weights are there. Raises ModelError when the layers do not run in the
-    order in which they were found, and NotFiniteError when an expert's weights are not finite or no token's activations
-    are.
+    come to its end for the last time, while its weights are there. Raises ModelError when layers do not run in the
+    order in which they were found, and NotFiniteError when an expert's weights, or every token's activations, are not.
     """
     main = getcurrent()
 
@@ -147,16 +146,14 @@ def walk(
             here = _layer_of(events)
             if here is None or here not in layers[done:]:
                 raise out_of_turn(layers[min(done, len(layers) - 1)].name if layers else "the model")
-            if here.index not in given:
-                check_weights(model, here)
+            check_weights(model, here)
             given.setdefault(here.index, []).append(gather(here, [seen for _, seen in events], batches))
             del events  # which would else lie beside the next layer's
-            if len(given[here.index]) < here.visits:
-                continue
-            if here != layers[done]:
-                raise out_of_turn(layers[done].name)
-            yield _joined(given.pop(here.index))
-            done += 1
+            if len(given[here.index]) == here.visits:
+                if here != layers[done]:
+                    raise out_of_turn(layers[done].name)
+                yield _joined(given.pop(here.index))
+                done += 1
 
 
 def _layer_of(events: Sequence[Any]) -> ExpertLayer | None:
