@@ -286,10 +286,14 @@ def _codes(width: Widths, trained: list[tuple[int, dict[str, State]]], group_siz
     )
 
 
+def experts_at_once(weights: int, memory: int) -> int:
+    """How many experts of so many weights each are trained together in so many bytes, at least one."""
+    return max(1, memory // (WEIGHT_BYTES * weights))
+
+
 def _chunks(layer: Layer, bits: Sequence[Widths], training: Training) -> Iterator[list[int]]:
     """Experts to be quantized, as many at once as the working memory allows."""
-    each = sum(stack[0].numel() for stack in layer.weights.values()) * WEIGHT_BYTES
-    step = max(1, training.working_memory // each)
+    step = experts_at_once(sum(stack[0].numel() for stack in layer.weights.values()), training.working_memory)
     quantized = [expert for expert, width in enumerate(bits) if width not in UNTRAINED]
     for first in range(0, len(quantized), step):
         yield quantized[first : first + step]

@@ -30,7 +30,7 @@ from moeq.models.experts import ExpertLayer
 from moeq.models.parameters import ParameterReader
 from moeq.numerics.matrix_error import recorded, relative_error
 from moeq.numerics.slab import Slab
-from moeq.quantizers.layer_training import WEIGHT_BYTES
+from moeq.quantizers.layer_training import WEIGHT_BYTES, experts_at_once
 from moeq.quantizers.memory import working_memory
 from moeq.quantizers.quantizer import WEIGHT_OPERATIONS, on_demand
 from moeq.quantizers.refine import BATCH_ROWS
@@ -336,15 +336,15 @@ def needs(sizes: Sizes) -> Needs:
 def _refining(sizes: Sizes, section: RefineSection) -> Moment:
     """Both runs of all batches stand at the end of a decoder layer, whose experts are trained."""
     text, layer = sizes.calibration, sizes.largest
-    each = WEIGHT_BYTES * layer.parameters_per_expert
-    together = min(layer.num_experts, max(1, working_memory(section.working_memory) // each))
+    together = experts_at_once(layer.parameters_per_expert, working_memory(section.working_memory))
     rows = min(BATCH_ROWS, sizes.expert_tokens(text.tokens))
+    each = WEIGHT_BYTES * layer.parameters_per_expert
     each += rows * 4 * (4 * layer.hidden_size + 6 * layer.intermediate_size)  # of a step, until its gradients are there
     return {
         **sizes.held(), **sizes.stopped(2 * STATES, CAPTURED), **sizes.heap(text.batch_tokens),
         "tokens in float32": REFINED_FLOATS * 4 * text.tokens * sizes.geometry.hidden_size,
         "codes of a layer": 2 * layer.num_experts * layer.parameters_per_expert,
-        "experts in training": together * each,
+        "experts in training": min(layer.num_experts, together) * each,
     }  # fmt: skip
 
 
