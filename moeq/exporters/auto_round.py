@@ -7,7 +7,6 @@ as they are: the first stores them less one and its kernels give a zero point of
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import Target
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 VERSION = "0.16.1"
 PLAIN = {"bits": FULL, "data_type": "float"}
-ON_DISK = re.compile(r"\.experts\.\d+\.w[123]\.")  # Mixtral's names of matrices, as older versions left them
+ON_DISK = {"w1", "w2", "w3"}  # Mixtral's names of matrices, as older versions left them
 
 
 def write(draft: Draft) -> None:
@@ -55,7 +54,7 @@ def misread(packed: Any) -> str | None:
     """What of a checkpoint, which another tool may have written, auto-round fails at or computes otherwise; all of it
     was run."""
     from moeq.models.declared import quantization_of
-    from moeq.models.support import TURNS, gate_and_up_in_turns
+    from moeq.models.support import TURNS, gate_and_up_in_turns, matrices_one_by_one
 
     declared = quantization_of(packed.source.config)
     kind = str(declared.get("packing_format", "auto_round:auto_gptq")).partition(":")[2]
@@ -63,7 +62,7 @@ def misread(packed: Any) -> str | None:
         return "AWQ's layout, without gptqmodel beside it"
     if kind in ("auto_gptq", "gptq") and not declared.get("sym", True):
         return "zero points that are stored less one"
-    if any(ON_DISK.search(key) for key in packed.source.tensors):
+    if matrices_one_by_one(packed.source) & ON_DISK:
         return "experts that are called w1, w2 and w3"
     return TURNS if gate_and_up_in_turns(packed.source) else None
 

@@ -165,15 +165,18 @@ def is_packed_apart(source: ModelSource) -> bool:
     family = answer(source.config).family
     if family is None or family.model_type in TAKEN_APART:
         return False
-    found = {match[1] for match in map(ONE_BY_ONE.search, source.tensors) if match}
-    return not found <= set(family.matrices.split() if family.separate else ())
+    return not matrices_one_by_one(source) <= set(family.matrices.split() if family.separate else ())
 
 
 def gate_and_up_in_turns(source: ModelSource) -> bool:
     """Whether experts were packed one by one of a family whose own rows hold gate and up in turns."""
     family = answer(source.config).family
-    turns = family is not None and "interleaved" in family.experts
-    return turns and any(ONE_BY_ONE.search(key) for key in source.tensors)
+    return family is not None and "interleaved" in family.experts and bool(matrices_one_by_one(source))
+
+
+def matrices_one_by_one(source: ModelSource) -> set[str]:
+    """What the matrices of experts are called that lie in a checkpoint as tensors of one expert's alone."""
+    return {match[1] for match in map(ONE_BY_ONE.search, source.tensors) if match}
 
 
 def _unlisted(config: Mapping[str, Any], parts: list[str], numbers: dict[str, Any]) -> Answer:
