@@ -17,6 +17,7 @@ WRITTEN_IN_TRITON = (
     "moeq_kernels.gpu.sums",
     "moeq_kernels.gpu.version_programs",
     "moeq_kernels.gpu.walks",
+    "moeq_kernels.gpu.work",
     "kernels.gpu.numbers_kernel",
 )
 

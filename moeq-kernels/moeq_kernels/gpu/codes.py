@@ -148,29 +148,42 @@ def two_planes(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def loaded(  # type: ignore[no-untyped-def]
-    words, shorts, base, at, here, pair_at, pair_here, each, done, every, BITS: tl.constexpr, PAIRS: tl.constexpr
+    words,
+    shorts,
+    base,
+    at,
+    here,
+    further,
+    pair_at,
+    pair_here,
+    each,
+    done,
+    every,
+    BITS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """The words of a tile, each once: 4 of a part of 8 bits, 2 of 4, one of 2 and one of 1; 0 of what a width lacks.
 
-    base: the matrix's first word; at: places in a tile of one word a column; here: which there are; each: words of
-    such a tile; done: of the tiles before; every: of the matrix. PAIRS: the short words of 1 bit two by two, pair_at.
+    base: the matrix's first word; at: places in a tile of one word a column; here: which there are; further: words of
+    the tiles between the first one and each one's; each: words of such a tile; done: of the tiles before; every: of the
+    matrix. PAIRS: the short words of 1 bit two by two, pair_at.
     """
     word80, word81, word82, word83, word40, word41, word20, word10 = 0, 0, 0, 0, 0, 0, 0, 0
     start = base
     if BITS & 8:
-        first = words + start + 4 * done
+        first = words + start + 4 * done + 4 * further
         word80 = tl.load(first + at, mask=here, other=0)
         word81 = tl.load(first + each + at, mask=here, other=0)
         word82 = tl.load(first + 2 * each + at, mask=here, other=0)
         word83 = tl.load(first + 3 * each + at, mask=here, other=0)
         start += 4 * every
     if BITS & 4:
-        first = words + start + 2 * done
+        first = words + start + 2 * done + 2 * further
         word40 = tl.load(first + at, mask=here, other=0)
         word41 = tl.load(first + each + at, mask=here, other=0)
         start += 2 * every
     if BITS & 2:
-        word20 = tl.load(words + start + done + at, mask=here, other=0)
+        word20 = tl.load(words + start + done + (at + further), mask=here, other=0)
         start += every
     if BITS & 1:
         if PAIRS:
@@ -244,25 +257,62 @@ def together(value, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def places(EACH: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of what lies in PARTS tiles of BLOCK_N rows, EACH in 16 rows: its tile and where in it. Warps hold 16 rows of one
+    tile each, so that a part of K has warps of its own."""
+    if PARTS == 1:
+        return 0, tl.arange(0, BLOCK_N // 16 * EACH)
+    else:
+        every = tl.arange(0, BLOCK_N // 16 * EACH * PARTS)
+        return every // EACH % PARTS, every // (EACH * PARTS) * EACH + every % EACH
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def words_of(  # type: ignore[no-untyped-def]
-    words, shorts, start, rows, inputs, number, base, BITS: tl.constexpr, BLOCK_N: tl.constexpr
+    words, shorts, start, rows, inputs, number, base, BITS: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr
 ):
-    """The words of a whole tile of rows from `start` on, as tensor cores hold numbers: thread 4r + q of a warp has rows
-    r and r + 8 of 16."""
-    flat = start * 8 + tl.arange(0, BLOCK_N * 8)
-    two = start * 4 + tl.arange(0, BLOCK_N * 4)
+    """The words of PARTS whole tiles of rows from `start` on, as tensor cores hold numbers: thread 4r + q of a warp has
+    rows r and r + 8 of 16."""
+    part, flat = places(128, BLOCK_N, PARTS)
+    part2, two = places(64, BLOCK_N, PARTS)
+    flat += start * 8
+    two += start * 4
     done = tl.cast(rows, tl.int64) * 8 * number
     every = tl.cast(rows, tl.int64) * ((inputs + 15) // 16)
     return loaded(
-        words, shorts, base, flat, flat < rows * 8, two, two < rows * 4, rows * 8, done, every, BITS, True
+        words, shorts, base, flat, flat < rows * 8, part * (rows * 8), two + part2 * (rows * 4), two < rows * 4,
+        rows * 8, done, every, BITS, True
     )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def inputs_at(x, token, exists, first, STEP: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """STEP inputs of tokens, which are all there, [STEP, M]."""
+def inputs_at(x, token, exists, first, STEP: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """STEP inputs of tokens, which are all there, [STEP, M], or as many of each of PARTS tiles, [PARTS, STEP, M]."""
     k = first + tl.arange(0, STEP)
-    return tl.load(x + token[None, :] + k[:, None], mask=exists[None, :], other=0.0).to(DTYPE)
+    if PARTS == 1:
+        return tl.load(x + token[None, :] + k[:, None], mask=exists[None, :], other=0.0).to(DTYPE)
+    else:
+        k = 128 * tl.arange(0, PARTS)[:, None] + k[None, :]
+        at = token[None, None, :] + k[:, :, None]
+        return tl.load(x + at, mask=exists[None, None, :], other=0.0).to(DTYPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def nothing(BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A total to begin with, float32 [N, M] or [PARTS, N, M]."""
+    if PARTS == 1:
+        return tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        return tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def whole(total, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of the parts' totals."""
+    if PARTS == 1:
+        return total
+    else:
+        return tl.sum(total, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -270,32 +320,35 @@ def tile(  # type: ignore[no-untyped-def]
     words, shorts, x, token, exists, start, rows, inputs, number, given, base, scales, zeros, zero_bits, groups, factor,
     zero_factor, zero_shift,
     BITS: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr, NESTED: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The product of a whole tile with rows from `start` on, float32 [N, M]: nothing of a weight is rounded.
+    """The product of a whole tile with rows from `start` on, float32 [N, M]: nothing of a weight is rounded. Of PARTS
+    tiles, [PARTS, N, M].
 
     STEP: inputs of a product: 128, or 64, 32 or 16 where groups are multiples of no more than that; groups: a step's;
     given: the tokens' inputs [128, M] where a step is a tile and they were loaded before, else None.
     """
-    pair = start // 2 + tl.arange(0, BLOCK_N * 2) // 4
-    loads = words_of(words, shorts, start, rows, inputs, number, base, BITS, BLOCK_N)
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    which, pair = places(32, BLOCK_N, PARTS)
+    pair = start // 2 + pair // 4
+    loads = words_of(words, shorts, start, rows, inputs, number, base, BITS, BLOCK_N, PARTS)
+    total = nothing(BLOCK_N, BLOCK_M, PARTS)
     for part in tl.static_range(128 // STEP):
         scale, zero0, zero1 = grid_of(
-            words, pair, pair < rows // 2, group_at(number, part, groups, STEP), rows, scales, zeros, zero_bits, factor,
-            zero_factor, zero_shift, BITS, NESTED, ASM,
+            words, pair, pair < rows // 2, group_at(number + which, part, groups, STEP), rows, scales, zeros, zero_bits,
+            factor, zero_factor, zero_shift, BITS, NESTED, ASM,
         )  # fmt: skip
         made = joined(
             loads, zero0, zero1, STEP // 8 * part, STEP, BITS,
             DTYPE, NESTED, ASM,
         )  # fmt: skip
-        value = together(in_rows(made, STEP, BLOCK_N), ASM)
+        value = together(in_rows(made, STEP, BLOCK_N, PARTS), ASM)
         some = given
         if some is None:
-            some = inputs_at(x, token, exists, 128 * number + STEP * part, STEP, DTYPE)
-        made_of = tl.permute(tl.reshape(scale, (BLOCK_N // 16, 8, 4, 2)), (0, 3, 1, 2))
-        made_of = tl.broadcast_to(tl.reshape(made_of, (BLOCK_N, 1, 4, 1)), (BLOCK_N, BLOCK_M // 8, 4, 2))
-        total += tl.dot(value, some, input_precision="ieee") * tl.reshape(made_of, (BLOCK_N, BLOCK_M))
+            some = inputs_at(x, token, exists, 128 * number + STEP * part, STEP, DTYPE, PARTS)
+        made_of = tl.permute(tl.reshape(scale, (BLOCK_N // 16, PARTS, 8, 4, 2)), (1, 0, 4, 2, 3))
+        made_of = tl.reshape(made_of, (PARTS * BLOCK_N, 1, 4, 1))
+        made_of = tl.broadcast_to(made_of, (PARTS * BLOCK_N, BLOCK_M // 8, 4, 2))
+        total += tl.dot(value, some, input_precision="ieee") * tl.reshape(made_of, total.shape)
     return total
 
 
@@ -306,11 +359,14 @@ def group_at(number, part, groups, STEP: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def in_rows(made, STEP: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What `joined` made of `words_of`, as [N, STEP]."""
-    made = tl.reshape(made, (BLOCK_N // 16, 8, 4, 2, 2, STEP // 16, 2))
-    made = tl.permute(made, (0, 3, 1, 5, 4, 2, 6))  # 16 rows: 2 * 8; 16 inputs: 2 * 4 * 2
-    return tl.reshape(made, (BLOCK_N, STEP))
+def in_rows(made, STEP: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What `joined` made of `words_of`, as [N, STEP] or [PARTS, N, STEP]."""
+    made = tl.reshape(made, (BLOCK_N // 16, PARTS, 8, 4, 2, 2, STEP // 16, 2))
+    made = tl.permute(made, (1, 0, 4, 2, 6, 5, 3, 7))  # 16 rows: 2 * 8; 16 inputs: 2 * 4 * 2
+    if PARTS == 1:
+        return tl.reshape(made, (BLOCK_N, STEP))
+    else:
+        return tl.reshape(made, (PARTS, BLOCK_N, STEP))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -327,7 +383,7 @@ def part_of(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     made = joined(loads, zero0, zero1, STEP // 8 * PART, STEP, BITS, DTYPE, NESTED, ASM).to(tl.float32)
     made = tl.reshape(made, (BLOCK_N * 2, 2, STEP // 4)) * tl.reshape(scale, (BLOCK_N * 2, 2, 1))
-    return in_rows(made, STEP, BLOCK_N).to(DTYPE)
+    return in_rows(made, STEP, BLOCK_N, 1).to(DTYPE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -347,7 +403,7 @@ def weights_of(  # type: ignore[no-untyped-def]
     if FRAGMENTS:
         whole = (n // 16 * 128 + n % 8 * 16 + n // 8 % 2 * 2)[:, None] + (c % 4 * 4 + c // 4)[None, :]
         at = tl.where(columns == 8, whole, at)
-    loads = loaded(words, shorts, base, at, here, at, here, rows * columns, done, every, BITS, False)
+    loads = loaded(words, shorts, base, at, here, 0, at, here, rows * columns, done, every, BITS, False)
     made = joined(
         loads, None, None, 0, 128, BITS, DTYPE, NESTED, ASM
     )  # fmt: skip

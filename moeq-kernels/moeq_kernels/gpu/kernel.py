@@ -143,6 +143,9 @@ class Stack:
         from moeq_kernels.gpu.programs import grouped
 
         rows, inputs = self.stored.shapes[slots[0]]
+        if not settings.fits(inputs):
+            parts = f"{settings.splits} splits of {settings.parts} parts of whole tiles"
+            raise ValueError(f"{inputs} inputs have no {parts}")
         how, index, order, starts = routing
         out = torch.empty((settings.splits, pairs, rows), dtype=dtype, device=x.device)
         owners = {"rows": pairs, "sorted": self.experts, "one": 1}[how]
@@ -160,8 +163,8 @@ class Stack:
             TAIL=inputs % TILE != 0, NESTED=self.stored.nested(slots), VALUES=self.stored.values_near(settings.warps),
             AHEAD=settings.ahead, FRAGMENTS=rows % FRAGMENT == 0,
             DTYPE=names[computed], ASM=not interpreted(), PERSISTENT=settings.persistent > 0,
-            TILES=settings.tiles, BLOCK_N=settings.block_n, BLOCK_M=settings.block_m, num_warps=settings.warps,
-            num_stages=settings.stages,
+            TILES=settings.tiles, BLOCK_N=settings.block_n, BLOCK_M=settings.block_m, PARTS=settings.parts,
+            num_warps=settings.warps, num_stages=settings.stages,
         )  # fmt: skip
         return out
 

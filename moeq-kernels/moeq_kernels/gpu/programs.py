@@ -13,12 +13,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moeq_kernels.gpu.codes import activated, inputs_at, inputs_of, part_of, tile, uneven, weights_of, words_of
+from moeq_kernels.gpu.codes import (
+    activated,
+    inputs_at,
+    inputs_of,
+    nothing,
+    part_of,
+    tile,
+    uneven,
+    weights_of,
+    whole,
+    words_of,
+)
 from moeq_kernels.gpu.grid import only, scale_of
 from moeq_kernels.gpu.strips import FIRST_KIND
 from moeq_kernels.gpu.sums import expert_of
 from moeq_kernels.gpu.swizzle import TILE
 from moeq_kernels.gpu.walks import KINDS, LAST_KIND, bits_of, values_for, walked, walked_product
+from moeq_kernels.gpu.work import chosen, owners, stretch
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -42,34 +54,38 @@ def groups_of(group, inputs, STEP: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def one_of(begin, more, end, exists, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One of the tiles of a step from `begin` on, and its inputs: of one past the end, none of those of the last."""
-    number = begin + more
+def one_of(begin, more, end, exists, TILES: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One of the tiles, or the first of PARTS, of a step from `begin` on, and its inputs: of one past the end, none of
+    those of the last."""
+    number = begin + more * PARTS
     if TILES == 1:
         return number, exists
     else:
-        return tl.minimum(number, end - 1), only(exists, number < end)
+        return tl.minimum(number, end - PARTS), only(exists, number < end)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def grid_product(  # type: ignore[no-untyped-def]
-    total, words, shorts, halves, x, token, exists, start, rows, inputs, first, last, base, scales, zeros, zero_bits,
-    group, factor, zero_factor, zero_shift, BITS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
+    words, shorts, halves, x, token, exists, start, rows, inputs, first, last, base, scales, zeros, zero_bits, group,
+    factor, zero_factor, zero_shift, BITS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
     NESTED: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A total plus the product of the tiles from first to last of a matrix with a grid."""
+    """The product of the tiles from first to last of a matrix with a grid, float32 [N, M]."""
     full = inputs // 128 if STEP > 0 else 0  # whole tiles, whose groups are whole steps
+    total = nothing(BLOCK_N, BLOCK_M, PARTS)
     if STEP > 0:
         groups = groups_of(group, inputs, STEP)
         end = tl.minimum(last, full)
-        for begin in range(first, end, TILES):
+        for begin in range(first, end, TILES * PARTS):
             for more in tl.static_range(TILES):
-                number, there = one_of(begin, more, end, exists, TILES)
+                number, there = one_of(begin, more, end, exists, TILES, PARTS)
                 total += tile(
                     words, shorts, x, token, there, start, rows, inputs, number, None, base, scales, zeros, zero_bits,
                     groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N, BLOCK_M,
+                    PARTS,
                 )  # fmt: skip
+    total = whole(total, PARTS)
     if TAIL or STEP == 0:  # of the last tile alone nothing is brought ahead
         n = start + tl.arange(0, BLOCK_N)
         for number in tl.range(tl.maximum(first, full), last, num_stages=None if STEP == 0 else 1):
@@ -82,23 +98,25 @@ def grid_product(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def trellis_product(  # type: ignore[no-untyped-def]
-    total, words, shorts, halves, x, token, exists, start, rows, inputs, first, last, base, scales, values, state_bits,
-    factor, BITS: tl.constexpr, TAIL: tl.constexpr, VALUES: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
-    ASM: tl.constexpr, BLOCK_N: tl.constexpr,
+    words, shorts, halves, x, token, exists, start, rows, inputs, first, last, base, scales, values, state_bits, factor,
+    BITS: tl.constexpr, TAIL: tl.constexpr, VALUES: tl.constexpr, AHEAD: tl.constexpr, DTYPE: tl.constexpr,
+    ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The same of a matrix of trellis codes, whose scales act on the whole total."""
     full = inputs // 128
     values = values_for(shorts, values, state_bits, VALUES, BITS, DTYPE)
-    for number in range(first, tl.minimum(last, full)):
+    total = nothing(BLOCK_N, BLOCK_M, PARTS)
+    for number in range(first, tl.minimum(last, full), PARTS):
         total += walked_product(
             words, shorts, x, token, exists, start, rows, inputs, number, base, values, state_bits, BITS, VALUES, AHEAD,
-            True, DTYPE, ASM, BLOCK_N,
+            True, DTYPE, ASM, BLOCK_N, PARTS,
         )  # fmt: skip
+    total = whole(total, PARTS)
     if TAIL:
         for number in tl.range(tl.maximum(first, full), last, num_stages=1):
             total += walked_product(
                 words, shorts, x, token, exists, start, rows, inputs, number, base, values, state_bits, BITS, VALUES,
-                AHEAD, False, DTYPE, ASM, BLOCK_N,
+                AHEAD, False, DTYPE, ASM, BLOCK_N, 1,
             )  # fmt: skip
     n = start + tl.arange(0, BLOCK_N)
     return total * scale_of(halves, n, n < rows, 0, rows, scales, factor, False)[:, None]
@@ -108,9 +126,8 @@ def trellis_product(  # type: ignore[no-untyped-def]
 def product(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last,
     WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, VALUES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    AHEAD: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """A matrix's rows from `start` on times tokens, float32 [N, M]; the bias is added by the part of K that begins it.
 
@@ -127,22 +144,22 @@ def product(  # type: ignore[no-untyped-def]
     bias = tl.load(row + 6)
     factor, zero_factor, zero_shift = tl.load(grid), tl.load(grid + 1), tl.load(grid + 2)
     n = start + tl.arange(0, BLOCK_N)
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    total = nothing(BLOCK_N, BLOCK_M, 1)
     for BITS in tl.static_range(1, 9):
         if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
             if width == BITS:
                 total = grid_product(
-                    total, words, shorts, halves, x, token, exists, start, rows, inputs, first, last, base, scales,
-                    zeros, zero_bits, group, factor, zero_factor, zero_shift, BITS, STEP, TAIL, NESTED, FRAGMENTS,
-                    DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
+                    words, shorts, halves, x, token, exists, start, rows, inputs, first, last, base, scales, zeros,
+                    zero_bits, group, factor, zero_factor, zero_shift, BITS, STEP, TAIL, NESTED, FRAGMENTS,
+                    DTYPE, ASM, TILES, BLOCK_N, BLOCK_M, PARTS,
                 )  # fmt: skip
     for KIND in tl.static_range(KINDS, LAST_KIND):
         if (WIDTHS >> KIND) & 1:  # noqa: SIM102
             if width == KIND:  # of trellis codes: in place of zero points the values, in place of their bits nothing
                 total = trellis_product(
-                    total, words, shorts, halves, x, token, exists, start, rows, inputs, first, last, base, scales,
-                    zeros, tl.load(row + 7).to(tl.int32), factor, bits_of(KIND), TAIL, VALUES, AHEAD, DTYPE, ASM,
-                    BLOCK_N,
+                    words, shorts, halves, x, token, exists, start, rows, inputs, first, last, base, scales, zeros,
+                    tl.load(row + 7).to(tl.int32), factor, bits_of(KIND), TAIL, VALUES, AHEAD, DTYPE, ASM,
+                    BLOCK_N, BLOCK_M, PARTS,
                 )  # fmt: skip
     if WIDTHS >= 1 << 16:  # noqa: SIM102
         if width >= 16:
@@ -156,7 +173,7 @@ def product(  # type: ignore[no-untyped-def]
 def both_at_once(  # type: ignore[no-untyped-def]
     words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
     ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, NESTED: tl.constexpr, DTYPE: tl.constexpr,
-    ASM: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ASM: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """act(first) * second of two matrices of one width in one loop, float32 [N, M]: as `apart` where inputs are whole
     tiles, each of which is loaded once for both."""
@@ -170,25 +187,25 @@ def both_at_once(  # type: ignore[no-untyped-def]
     factor2, zero_factor2, zero_shift2 = tl.load(grid2), tl.load(grid2 + 1), tl.load(grid2 + 2)
     groups = groups_of(tl.load(row + 5).to(tl.int32), inputs, STEP)
     groups2 = groups_of(tl.load(row2 + 5).to(tl.int32), inputs, STEP)
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    total2 = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    total, total2 = nothing(BLOCK_N, BLOCK_M, PARTS), nothing(BLOCK_N, BLOCK_M, PARTS)
     for BITS in tl.static_range(1, 9):
         if (WIDTHS >> BITS) & 1:  # noqa: SIM102  the compiler decides this one, the program the next
             if width == BITS:
-                for begin in range(first, last, TILES):
+                for begin in range(first, last, TILES * PARTS):
                     for more in tl.static_range(TILES):
-                        number, there = one_of(begin, more, last, exists, TILES)
-                        given = inputs_at(x, token, there, 128 * number, STEP, DTYPE)
+                        number, there = one_of(begin, more, last, exists, TILES, PARTS)
+                        given = inputs_at(x, token, there, 128 * number, STEP, DTYPE, PARTS)
                         total += tile(
                             words, shorts, x, token, there, start, rows, inputs, number, given, base, scales, zeros,
                             zero_bits, groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N,
-                            BLOCK_M,
+                            BLOCK_M, PARTS,
                         )  # fmt: skip
                         total2 += tile(
                             words, shorts, x, token, there, start, rows, inputs, number, given, base2, scales2, zeros2,
                             zero_bits2, groups2, factor2, zero_factor2, zero_shift2, BITS, STEP, DTYPE, NESTED, ASM,
-                            BLOCK_N, BLOCK_M,
+                            BLOCK_N, BLOCK_M, PARTS,
                         )  # fmt: skip
+    total, total2 = whole(total, PARTS), whole(total2, PARTS)
     n = start + tl.arange(0, BLOCK_N)
     if (bias >= 0) & (first == 0):
         total += tl.load(singles + bias + n, mask=n < rows, other=0.0)[:, None]
@@ -202,18 +219,18 @@ def apart(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
     SECOND: tl.constexpr, ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
     NESTED: tl.constexpr, VALUES: tl.constexpr, AHEAD: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
-    ASM: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ASM: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """act(first) of one matrix or, where there are two, times second, float32 [N, M]."""
     result = product(
         words, shorts, halves, dense, singles, row, grid, x, token, exists, start, rows, inputs, first, last, WIDTHS,
-        STEP, TAIL, NESTED, VALUES, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
+        STEP, TAIL, NESTED, VALUES, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M, PARTS,
     )  # fmt: skip
     result = activated(result, ACTIVATION)
     if SECOND >= 0:
         result *= product(
             words, shorts, halves, dense, singles, row2, grid2, x, token, exists, start, rows, inputs, first, last,
-            WIDTHS, STEP, TAIL, NESTED, VALUES, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
+            WIDTHS, STEP, TAIL, NESTED, VALUES, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M, PARTS,
         )  # fmt: skip
     return result
 
@@ -238,9 +255,8 @@ def one_item(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, table, grids, x, out, pairs, slots, rows, inputs, x_step, each,
     splits, expert, pair, exists, block, split, FIRST: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr,
     WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr, NESTED: tl.constexpr, VALUES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    AHEAD: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One block of N of one expert for one block of rows, over one of the splits of K."""
     token = (pair // each).to(tl.int64) * x_step
@@ -257,64 +273,31 @@ def one_item(  # type: ignore[no-untyped-def]
     if ALWAYS:
         result = both_at_once(
             words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
-            ACTIVATION, WIDTHS, STEP, NESTED, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
+            ACTIVATION, WIDTHS, STEP, NESTED, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M, PARTS,
         )  # fmt: skip
     elif SOMETIMES:
         width = tl.load(row)
         if (width == tl.load(row2)) & (width < KINDS):
             result = both_at_once(
                 words, shorts, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first, last,
-                ACTIVATION, WIDTHS, STEP, NESTED, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
+                ACTIVATION, WIDTHS, STEP, NESTED, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M, PARTS,
             )  # fmt: skip
         else:
             result = apart(
                 words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs,
                 first, last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, VALUES, AHEAD, FRAGMENTS, DTYPE, ASM,
-                TILES, BLOCK_N, BLOCK_M,
+                TILES, BLOCK_N, BLOCK_M, PARTS,
             )  # fmt: skip
     else:
         result = apart(
             words, shorts, halves, dense, singles, row, grid, row2, grid2, x, token, exists, start, rows, inputs, first,
             last, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED, VALUES, AHEAD, FRAGMENTS, DTYPE, ASM, TILES,
-            BLOCK_N, BLOCK_M,
+            BLOCK_N, BLOCK_M, PARTS,
         )  # fmt: skip
     n = start + tl.arange(0, BLOCK_N)
     place = (split * pairs + pair).to(tl.int64) * rows
     kept = (n < rows)[:, None] & exists[None, :]
     tl.store(out + place[None, :] + n[:, None], result.to(out.dtype.element_ty), mask=kept)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def chosen(which, values):  # type: ignore[no-untyped-def]
-    """The value of the one that is chosen."""
-    return tl.sum(tl.where(which, values, 0), 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def stretch(items, cost, program, programs):  # type: ignore[no-untyped-def]
-    """First and last item of a program; items: of each owner, each at its owner's cost, int64."""
-    weight = items * cost
-    before = tl.cumsum(weight, 0) - weight
-    total = tl.sum(weight, 0)
-    low = total * program // programs
-    high = total * (program + 1) // programs
-    to_low = tl.minimum(tl.maximum((low - before + cost - 1) // cost, 0), items)
-    to_high = tl.minimum(tl.maximum((high - before + cost - 1) // cost, 0), items)
-    return tl.sum(to_low, 0).to(tl.int32), tl.sum(to_high, 0).to(tl.int32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def owners(index, starts, pairs, experts, ROUTING: tl.constexpr, OWNERS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The expert of each owner of work, and its first row and number of rows."""
-    owner = tl.arange(0, OWNERS)
-    if ROUTING == "sorted":
-        begin = tl.load(starts + owner, mask=owner < experts, other=0)
-        return owner, begin, tl.load(starts + owner + 1, mask=owner < experts, other=0) - begin
-    elif ROUTING == "rows":
-        its_expert = expert_of(tl.load(index + owner, mask=owner < pairs, other=-1), experts)
-        return its_expert, owner, (its_expert < experts).to(tl.int32)
-    else:
-        return owner * 0, owner * 0, tl.where(owner == 0, pairs, 0)
 
 
 @triton.jit(do_not_specialize=["pairs", "splits"])  # type: ignore[untyped-decorator]
@@ -323,8 +306,8 @@ def grouped(  # type: ignore[no-untyped-def]
     slots, rows, inputs, x_step, each, splits, FIRST: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr,
     ROUTING: tl.constexpr, OWNERS: tl.constexpr, WIDTHS: tl.constexpr, STEP: tl.constexpr, TAIL: tl.constexpr,
     NESTED: tl.constexpr, VALUES: tl.constexpr, AHEAD: tl.constexpr, FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
-    ASM: tl.constexpr, TILES: tl.constexpr,
-    PERSISTENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ASM: tl.constexpr, TILES: tl.constexpr, PERSISTENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Products of rows with their experts' matrices, [splits, P, N]; of two, act(first) * second.
 
@@ -373,7 +356,7 @@ def grouped(  # type: ignore[no-untyped-def]
         one_item(
             words, shorts, halves, dense, singles, table, grids, x, out, pairs, slots, rows, inputs, x_step, each,
             splits, expert, pair, exists, block, split, FIRST, SECOND, ACTIVATION, WIDTHS, STEP, TAIL, NESTED,
-            VALUES, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M,
+            VALUES, AHEAD, FRAGMENTS, DTYPE, ASM, TILES, BLOCK_N, BLOCK_M, PARTS,
         )  # fmt: skip
 
 
@@ -408,7 +391,7 @@ def unpack(  # type: ignore[no-untyped-def]
                 if STEP > 0:
                     groups = groups_of(group, inputs, STEP)
                     for number in range(first, tl.minimum(last, full)):
-                        loads = words_of(words, shorts, start, rows, inputs, number, base, BITS, BLOCK_N)
+                        loads = words_of(words, shorts, start, rows, inputs, number, base, BITS, BLOCK_N, 1)
                         for part in tl.static_range(128 // STEP):
                             k = 128 * number + STEP * part + tl.arange(0, STEP)
                             weight = part_of(
@@ -433,7 +416,7 @@ def unpack(  # type: ignore[no-untyped-def]
                 for number in range(first, last):
                     weight = walked(
                         words, shorts, start, rows, inputs, number, base, values, state_bits, bits_of(KIND), VALUES,
-                        False, False, DTYPE, ASM, BLOCK_N,
+                        False, False, DTYPE, ASM, BLOCK_N, 1,
                     )  # fmt: skip
                     weight = (weight.to(tl.float32) * scale[:, None]).to(DTYPE)
                     k = 128 * number + tl.arange(0, 128)

@@ -28,7 +28,8 @@ class Settings:
 
     sort: rows are sorted by expert, else a program takes one row; persistent: programs for each multiprocessor, which
     share all the work by bytes, 0 for a program an item; tiles: of K of matrices with grids, loaded and multiplied
-    before the next are waited for.
+    before the next are waited for; parts: of K within a program, a tile at a time, each by warps of its own, whose sums
+    meet at the end.
     """
 
     sort: bool
@@ -39,6 +40,7 @@ class Settings:
     splits: int = 1
     persistent: int = 0
     tiles: int = 1
+    parts: int = 1
 
     def __post_init__(self) -> None:
         if self.block_m < LEAST_ROWS or self.block_n % FRAGMENT:
@@ -49,15 +51,21 @@ class Settings:
         """Whether what look-ups of trellis codes need is brought ahead, through shared memory."""
         return self.stages > 3
 
+    def fits(self, inputs: int) -> bool:
+        """Whether so many inputs can be cut so: parts take whole tiles, in every split as many."""
+        return self.parts == 1 or inputs % (TILE * self.splits * self.parts) == 0
+
     def smaller(self) -> Settings | None:
         """Settings that need less shared memory, None where there are none: fewer stages, then fewer tiles
-        a step, then fewer rows."""
+        a step, then fewer rows, then fewer parts."""
         if self.stages > 2:
             return replace(self, stages=max(2, self.stages // 2))
         if self.tiles > 1:
             return replace(self, tiles=self.tiles // 2)
         if self.block_n > FRAGMENT:
             return replace(self, block_n=self.block_n // 2, warps=max(1, self.warps // 2))
+        if self.parts > 1:
+            return replace(self, parts=self.parts // 2, warps=max(1, self.warps // 2))
         return None
 
 
@@ -123,13 +131,21 @@ def _splits(shape: Shape, active: int, block_n: int) -> int:
 def candidates(shape: Shape) -> list[Settings]:
     """Blocks that `--tune` tries first, each a program of its own to compile."""
     average = shape.pairs / max(1, min(shape.experts, shape.pairs))
-    return [
+    blocks = [
         replace(usual(shape), block_n=block_n, block_m=block_m, warps=warps, stages=stages, tiles=tiles)
         for block_n, warps in ((16, 1), (32, 1), (32, 2), (64, 1), (64, 2), (64, 4), (128, 4), (128, 8))
         for block_m in (8, 16, 32, 64, 128)
         for stages, tiles in (((4, 1), (6, 1), (3, 2), (2, 4)) if block_m <= 16 else ((3, 1),))
         if average / 2 < block_m <= max(16, 2 * average) or block_m == usual(shape).block_m
     ]
+    parted = [
+        replace(usual(shape), block_n=block_n, warps=parts, parts=parts, stages=stages)
+        for block_n in (16, 32)
+        for parts in (2, 4, 8)
+        for stages in (3, 4)
+        if usual(shape).block_m == LEAST_ROWS
+    ]
+    return [*blocks, *(one for one in parted if one.fits(shape.inputs))]
 
 
 def variants(shape: Shape, best: Settings) -> list[Settings]:
@@ -142,6 +158,7 @@ def variants(shape: Shape, best: Settings) -> list[Settings]:
         if splits <= most
         for sort in sorts
         for persistent in (0, 1, 2, 4)
+        if replace(best, splits=splits).fits(shape.inputs)
     ]
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from moeq_kernels import trellis
-from moeq_kernels.gpu.codes import inputs_of, together
+from moeq_kernels.gpu.codes import inputs_at, inputs_of, together
 from moeq_kernels.gpu.strips import FIRST_KIND
 from moeq_kernels.widths import TRELLIS_BITS
 
@@ -204,21 +204,21 @@ def four_tiles(  # type: ignore[no-untyped-def]
 def walked(  # type: ignore[no-untyped-def]
     words, shorts, start, rows, inputs, block, base, values, state_bits, BITS: tl.constexpr, VALUES: tl.constexpr,
     AHEAD: tl.constexpr,
-    WHOLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr,
+    WHOLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Values [N, 128] of a block of tiles in units of 1/32, rows from `start` on; WHOLE: it has 8 tiles; values: of
-    `values_for`.
+    """Values [N, 128] of a block of tiles in units of 1/32, or [PARTS, N, 128] of so many, rows from `start` on; WHOLE:
+    it has 8 tiles; values: of `values_for`.
 
     float32 where they are computed: what rounds them, exactly, comes after they were brought into their places.
     """
-    lane = tl.arange(0, BLOCK_N * 8)  # a thread has four tiles: [N / 16, r, q, tile]
-    strip = start // 16 + lane // 128
+    lane = tl.arange(0, BLOCK_N * 8 * PARTS)  # a thread has four tiles: [N / 16, part, r, q, tile]
+    strip = start // 16 + lane // (128 * PARTS)
     r, q, tile = lane // 16 % 8, lane // 4 % 4, lane % 4
     along = (inputs + 15) // 16
     strips = (rows + 15) // 16
     every = tl.cast(strips, tl.int64) * along * 16
     columns = 8 if WHOLE else tl.minimum(along - 8 * block, 8)
-    at = tl.cast(strip, tl.int64) * (along * 16) + 128 * block
+    at = tl.cast(strip, tl.int64) * (along * 16) + 128 * (block + lane // 128 % PARTS)
     here = strip < strips
     there = here if WHOLE else here & (tile < columns)
     then = here if WHOLE else here & (tile + 4 < columns)
@@ -243,26 +243,29 @@ def walked(  # type: ignore[no-untyped-def]
     # 16 rows: 2 * 8; 128 inputs: 2 * 4 tiles, 2 * 4 * 2
     if are_near(VALUES, BITS):
         made = looked_up(values, made, VALUES, BITS, DTYPE)
-        made = tl.permute(tl.reshape(made, (BLOCK_N // 16, 8, 4, 4, 2, 2, 2, 2)), (0, 6, 1, 5, 3, 4, 2, 7))
+        made = tl.permute(tl.reshape(made, (BLOCK_N // 16, PARTS, 8, 4, 4, 2, 2, 2, 2)), (1, 0, 7, 2, 6, 4, 5, 3, 8))
     else:
-        made = tl.permute(tl.reshape(made, (BLOCK_N // 16, 8, 4, 4, 2, 2, 2, 2)), (0, 7, 1, 6, 3, 4, 2, 5))
-    return tl.reshape(made, (BLOCK_N, 128))
+        made = tl.permute(tl.reshape(made, (BLOCK_N // 16, PARTS, 8, 4, 4, 2, 2, 2, 2)), (1, 0, 8, 2, 7, 4, 5, 3, 6))
+    if PARTS == 1:
+        return tl.reshape(made, (BLOCK_N, 128))
+    else:
+        return tl.reshape(made, (PARTS, BLOCK_N, 128))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def walked_product(  # type: ignore[no-untyped-def]
     words, shorts, x, token, exists, start, rows, inputs, block, base, values, state_bits, BITS: tl.constexpr,
     VALUES: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The product of a block of tiles before its rows' scales, float32 [N, M]."""
+    """The product of a block of tiles before its rows' scales, float32 [N, M]; of PARTS blocks, [PARTS, N, M]."""
     value = walked(
         words, shorts, start, rows, inputs, block, base, values, state_bits, BITS, VALUES, AHEAD, WHOLE, DTYPE, ASM,
-        BLOCK_N
+        BLOCK_N, PARTS
     )  # fmt: skip
-    k = 128 * block + tl.arange(0, 128)
     if WHOLE:
-        some = tl.load(x + token[None, :] + k[:, None], mask=exists[None, :], other=0.0).to(DTYPE)
+        some = inputs_at(x, token, exists, 128 * block, 128, DTYPE, PARTS)
     else:
+        k = 128 * block + tl.arange(0, 128)
         some = inputs_of(x, k, k < inputs, token, exists, DTYPE)
     return tl.dot(together(value, ASM).to(DTYPE), some, input_precision="ieee")

@@ -8,14 +8,14 @@ import triton.language as tl
 
 from moeq_kernels.gpu.codes import joined, loaded
 from moeq_kernels.gpu.kernel import TritonLinear
-from moeq_kernels.gpu.programs import stretch
+from moeq_kernels.gpu.work import stretch
 from moeq_kernels.names import interpreted
 
 
 @triton.jit
 def stored(words, shorts, out, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     flat, two = tl.arange(0, 128), tl.arange(0, 64)
-    loads = loaded(words, shorts, 0, flat, flat < 128, two, two < 64, 128, 0, 128, BITS, True)
+    loads = loaded(words, shorts, 0, flat, flat < 128, 0, two, two < 64, 128, 0, 128, BITS, True)
     made = joined(loads, None, None, 0, 128, BITS, DTYPE, False, ASM)
     made = tl.permute(tl.reshape(made, (1, 8, 4, 2, 2, 8, 2)), (0, 3, 1, 5, 4, 2, 6))
     at = tl.arange(0, 16)[:, None] * 128 + tl.arange(0, 128)[None, :]

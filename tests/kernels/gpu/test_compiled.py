@@ -54,6 +54,8 @@ kinds = dict(
 )
 single = dict(experts=1, slots=1, each=1) | (dict(rows=1) if shape == "one row" else {}) if how == "one" else {}
 BLOCK_N, BLOCK_M, WARPS = 64, 16 if how == "sorted" else 8, 2
+if "parts" in shape:
+    BLOCK_N, WARPS = 32, int(shape[0])
 TAIL, STAGES = shape in ("tail", "deep tail"), 6 if shape == "deep tail" else 3
 
 
@@ -74,19 +76,20 @@ def compiled(function, kinds, **fixed):
 
 common = dict(
     WIDTHS=sum(1 << (kind_of(int(w[1:])) if w[0] in "tcm" else int(w)) for w in widths), NESTED=shape == "nested",
-    TILES=2 if shape == "steps" else 1,
     AHEAD=True, VALUES={"c": -1, "m": 0}.get(widths[0][0], 8),  # c2: trellis codes of 2 bits, values computed; t2: near
     FRAGMENTS=True, ASM=True, BLOCK_N=BLOCK_N,
     DTYPE={"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}[dtype],
 )
+PARTS = int(shape[0]) if "parts" in shape else 1
 made = compiled(
     programs.grouped, kinds, FIRST=0, SECOND=1 if shape == "tail" else -1, ACTIVATION="silu" if shape == "tail" else "",
     ROUTING=how, OWNERS=128, STEP=step, TAIL=TAIL, PERSISTENT=shape == "persistent", BLOCK_M=BLOCK_M,
+    TILES=2 if shape == "steps" else 1, PARTS=PARTS,
     **common,
 )
 assert dtype == "fp32" or "wgmma" in made.asm["ptx"] or "mma.sync" in made.asm["ptx"], "tensor cores"
-if shape == "count":
-    print(instructions(made) * 32 * WARPS / (BLOCK_N * 128))
+if shape.endswith("count"):
+    print(instructions(made) * 32 * WARPS / (BLOCK_N * 128 * PARTS))
 else:
     compiled(sums.sort_rows, kinds, BLOCK=64, EVERY=64)
     compiled(sums.weighted_sum, kinds | {"rows": "*fp32"}, BLOCK=256)
@@ -164,7 +167,7 @@ LONG = [
     ("2+3+4", "fp16", "sorted", "128", "persistent", "90"), ("1+8", "bf16", "sorted", "0", "tail", "90"),
     ("t1+t2+t4", "fp16", "sorted", "128", "persistent", "90"), ("c1+c2+c3+c4", "bf16", "rows", "0", "tail", "80"),
     ("2+3+4", "bf16", "rows", "32", "nested", "90"), ("5+6+7", "fp16", "rows", "64", "tail", "80"),
-    ("2+4", "bf16", "rows", "128", "steps", "90"),
+    ("2+4", "bf16", "rows", "128", "steps", "90"), ("2+t2+16", "bf16", "rows", "128", "4 parts", "90"),
 ]  # fmt: skip
 MOST = {
     "1": 3.2,
@@ -217,14 +220,15 @@ def test_what_is_no_number_stays_so(name: str, server: ForkServer, tmp_path: Pat
 
 
 @pytest.mark.cases(1)
+@pytest.mark.parametrize("shape", ["count", "4 parts count"])
 @pytest.mark.parametrize("bits", MOST)
-def test_few_instructions_a_code(bits: str, server: ForkServer, tmp_path: Path) -> None:
+def test_few_instructions_a_code(bits: str, shape: str, server: ForkServer, tmp_path: Path) -> None:
     """In the machine code of the decode form: at 60 % of an H200's memory 2 bits leave room for three, 4 for six.
 
-    Trellis codes take more: two columns' values from shared memory take three, five of a look-up in memory are its
-    address and itself, seven of a computed value are arithmetic.
+    No more where four parts of the inputs have a warp each. Trellis codes take more: two columns' values from shared
+    memory take three, five of a look-up in memory are its address and itself, seven of a computed value are arithmetic.
     """
-    assert float(compiled((bits, "bf16", "rows", "128", "count", "90"), server, tmp_path)) <= MOST[bits]
+    assert float(compiled((bits, "bf16", "rows", "128", shape, "90"), server, tmp_path)) <= MOST[bits]
 
 
 @pytest.mark.cases(0)

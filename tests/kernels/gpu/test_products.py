@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.gpu.packed_matrices import Maker, Matrix, exact
+from packed_layers import trellis_of
 from second_device import CPU, DEVICE, SecondDevice
 
 from moeq_kernels.description import DOWN, LayerOfExperts
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:Runt
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 ROWS = Settings(sort=False, block_n=64, block_m=8)
 BLOCKS = Settings(sort=True, block_n=64, block_m=16)
+PARTS = Settings(sort=False, block_n=32, block_m=8, warps=2, parts=2)
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
@@ -65,6 +67,7 @@ def test_a_matrix_alone(place: str, bits: int, group: int, symmetric: bool, nest
     maker = Maker(bits, place)
     for inputs, dtype, settings in (
         (256, torch.float16, BLOCKS), (200, torch.float32, ROWS), (384, torch.bfloat16, BLOCKS),
+        (256, torch.float32, PARTS),
     ):  # fmt: skip
         matrix, bias = maker.packed(40, inputs, bits, group, symmetric, nested), maker.rows(40)
         linear = TritonKernel().linear(matrix, bias)
@@ -428,6 +431,35 @@ def test_several_tiles_a_step_store_the_same(place: str, splits: int, dtype: tor
         assert torch.equal(prepared(layer, replace(alone, tiles=tiles))(rows, index, weights), wanted)
 
 
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(("splits", "parts", "tiles", "persistent"), [(1, 4, 1, 0), (2, 2, 1, 3), (1, 2, 4, 0)])
+def test_parts_of_inputs_within_a_program(place: str, splits: int, parts: int, tiles: int, persistent: int) -> None:
+    """Each by warps of its own: two matrices in one loop and apart, grids, trellis codes and dense ones, with biases; a
+    step with fewer tiles than it could have."""
+    maker, inputs = Maker(17, place), 512
+    kinds = ((2, 2, 128), (3, 4, 32), (16, 1, 128))
+    walked = trellis_of(32, inputs, 2, 10).map(lambda part: part.to(place))
+    layer = layer_of([
+        {"gate_proj": maker.rows(32, inputs) if bits == 16 else maker.packed(32, inputs, bits, group),
+         "up_proj": maker.packed(32, inputs, other, group) if bits < 16 else walked, DOWN: maker.rows(inputs, 32)}
+        for bits, other, group in kinds
+    ])  # fmt: skip
+    layer = replace(layer, biases=[{"up_proj": maker.rows(32)} for _ in kinds])
+    rows, weights = maker.rows(2, inputs), maker.rows(2, 3).abs()
+    index = torch.tensor([[0, 1, 2], [2, 1, 0]], device=place)
+    alone = Settings(sort=False, block_n=32, block_m=8)
+    made = prepared(layer, alone)
+    made.settings = replace(alone, parts=parts, tiles=tiles, warps=parts, persistent=persistent), alone
+    assert error(made(rows, index, weights), reference(layer, rows, index, weights)) < TOLERANCES[torch.float32]
+    linear = TritonKernel().linear(layer.matrices[0]["up_proj"])
+    linear.settings = replace(made.settings[0], splits=splits)
+    wanted = rows.double() @ exact(layer.matrices[0]["up_proj"]).T
+    assert error(linear(rows), wanted) < TOLERANCES[torch.float32]
+    linear.settings = replace(linear.settings, splits=3)
+    with pytest.raises(ValueError, match=f"512 inputs have no 3 splits of {parts} parts of whole tiles"):
+        linear(rows)
+
+
 def test_persistent_programs_share_work_by_bytes(place: str) -> None:
     """Every item once, in order; no program reads more than its part and one item."""
     from kernels.gpu.numbers_kernel import stretches
@@ -558,6 +590,13 @@ def test_settings_by_shape_and_from_a_tuned_table(tmp_path: object, monkeypatch:
     assert settings.tuned("NVIDIA H200").settings == {shape.key: other, "another": again, "a third": other}
     assert {one.persistent for one in variants(shape, other)} == {0, 1, 2, 4}
     assert {one.tiles for one in candidates(shape)} == {1, 2, 4}
+    assert {one.parts for one in candidates(shape)} == {1, 2, 4, 8}
+    assert {one.parts for one in candidates(replace(shape, inputs=768))} == {1, 2}, "of 6 tiles"
+    assert {one.parts for one in candidates(replace(shape, pairs=128 * 32))} == {1}
+    parted = Settings(sort=False, block_n=16, block_m=8, warps=2, stages=2, parts=2)
+    assert parted.smaller() == replace(parted, warps=1, parts=1)
+    one = replace(shape, two=False, inputs=1536)
+    assert {some.splits for some in variants(one, replace(parted, parts=4))} == {1}, "12 tiles: no half has 4 parts"
     with pytest.raises(ValueError, match="blocks of 32 x 1 "):
         Settings(sort=True, block_n=32, block_m=1)
 

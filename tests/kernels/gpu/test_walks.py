@@ -51,6 +51,9 @@ def test_every_value_is_exact(place: str, bits: int, state_bits: int) -> None:
     which = torch.zeros(1, dtype=torch.int32, device=place)
     assert torch.equal(linear.stack.unpacked(0, which, torch.float32)[0], matrix.dequantize())
     assert same(linear.matrix(), matrix)
+    even = walks(place, 40, 256, bits, state_bits)
+    found = columns(TritonKernel().linear(even), 256, place, replace(settings, parts=2))
+    assert torch.equal(found, even.dequantize())
 
 
 @pytest.mark.cases(0)
