@@ -16,7 +16,8 @@ rate reads the same experts in 16 bits, which no product of 16 bits can beat.
 
 Prefill: many rows an expert, fused, unpacked first, and 16 bits throughout.
 
---ahead: so many processes compile the layers' programs first, beside each other; nothing of it is timed.
+--ahead: so many processes compile the layers' programs first, beside each other; nothing of it is timed. With --tune
+they compile what is tried, too, in half of --tune-seconds at most.
 
 --tune first writes moeq_kernels/gpu/tuned/DEVICE.json: what was fastest for these shapes, in --tune-seconds, and the
 rows an expert from which on unpacking pays. Figures are written to --json after every part. --interpret
@@ -31,18 +32,20 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 
 import figures
 from gpu_layers import MODELS, TINY, Bench, Model, copies_of  # first: before torch and Triton
-from gpu_tuning import rows_to_unpack, tune
+from gpu_tuning import Launch, rows_to_unpack, share, tune
 
 import torch  # isort: skip
 from torch import Tensor  # isort: skip
 
 from moeq_kernels.gpu.kernel import Stack, TritonLayer, sort_by_expert  # isort: skip
-from moeq_kernels.gpu.settings import Settings, Shape, write  # isort: skip
+from moeq_kernels.gpu.settings import Settings, write  # isort: skip
 from moeq_kernels.gpu.stored import Stored  # isort: skip
 from moeq_kernels.gpu.unpacked import grouped_product  # isort: skip
 from moeq_kernels.widths import Encoding
@@ -188,25 +191,28 @@ def table1(bench: Bench, results: figures.Figures, experts: int, inputs: int, ro
         results.add(f"Table 1, int{bits} over 16 bits, geometric mean", statistics.geometric_mean(ratios), **goal)
 
 
-def shapes(
-    bench: Bench, models: Sequence[Model], batches: Sequence[int]
-) -> Iterator[tuple[Shape, Callable[[Settings], float]]]:
+def launches(bench: Bench, models: Sequence[Model], batches: Sequence[int]) -> list[Launch]:
     """Both launches of a layer by batch, model and width, and the time of the layer with settings for that one."""
-    for tokens in batches:
-        for model in models:
-            for bits, state_bits in (*(([2], 0), ([4], 0), ([3], 0), ([2, 4], 0)), *WALKS[:3]):
-                layers = copies_of(bench, bench.layer(model, bits, state_bits), model)
-                for slots, rows, inputs in (((0, 1), model.inner, model.hidden), ((2,), model.hidden, model.inner)):
-                    shape = Shape(
-                        experts=model.experts, rows=rows, inputs=inputs, widths=layers[0].stack.stored.widths(slots),
-                        pairs=tokens * model.each, two=len(slots) > 1,
-                    )  # fmt: skip
-                    yield (
-                        shape,
-                        lambda one, layers=layers, model=model, tokens=tokens, two=shape.two: with_settings(
-                            bench, layers, model, tokens, (one, None) if two else (None, one)
-                        ),
-                    )
+
+    @lru_cache(1)
+    def made(model: Model, bits: tuple[int, ...], state_bits: int) -> list[TritonLayer]:
+        return copies_of(bench, bench.layer(model, bits, state_bits), model)
+
+    def seconds(kind: tuple[Model, tuple[int, ...], int], tokens: int, last: bool, one: Settings) -> float:
+        return with_settings(bench, made(*kind), kind[0], tokens, (None, one) if last else (one, None))
+
+    kinds = [(tuple(bits), state_bits) for bits, state_bits in (*((bits, 0) for bits in GRIDS), *WALKS[:3])]
+    stacks = {
+        (model, *kind): bench.layer(replace(model, experts=len(kind[0])), *kind).stack
+        for model in models
+        for kind in kinds
+    }
+    found: list[Launch] = []
+    for tokens, (kind, stack), last in itertools.product(batches, stacks.items(), (False, True)):
+        shape = stack.shape((2,) if last else (0, 1), tokens * kind[0].each)
+        shape = replace(shape, experts=kind[0].experts)
+        found.append((shape, partial(seconds, kind, tokens, last)))
+    return found
 
 
 def with_settings(
@@ -263,22 +269,22 @@ def prefill(bench: Bench, results: figures.Figures, models: Sequence[Model], tun
         results.add("rows an expert from which on unpacking is faster", found or math.nan, digits=0)
 
 
-def compile_share(bench: Bench, models: Sequence[Model], batches: Sequence[int], share: str) -> None:
-    """Call the layers of decode once; share: "1/12" the second, the 14th.. of them."""
-    number, of = map(int, share.split("/"))
+def compile_share(bench: Bench, models: Sequence[Model], batches: Sequence[int], number: int, of: int) -> None:
+    """Call one of so many parts of the layers of decode once."""
     layers = itertools.product(models, [*((bits, 0) for bits in GRIDS), *WALKS])
     for model, (bits, state_bits) in itertools.islice(layers, number, None, of):
         layer = bench.layer(model, bits, state_bits)
         for tokens in batches:
             hidden = torch.zeros(tokens, model.hidden, device=bench.device, dtype=torch.bfloat16)
             layer(hidden, bench.routing(model, tokens), torch.ones(tokens, model.each, device=bench.device))
-    torch.cuda.synchronize()
+    if not bench.interpreted:
+        torch.cuda.synchronize()
 
 
-def compile_ahead(processes: int) -> None:
-    """Such processes for all of them; what one cannot do is found again where it is timed."""
-    given = [sys.executable, *sys.argv]
-    running = [subprocess.Popen([*given, "--share", f"{one}/{processes}"]) for one in range(processes)]
+def compile_ahead(what: str, processes: int) -> None:
+    """Processes that do a share each; what one cannot do is found again where it is timed."""
+    given = [sys.executable, *sys.argv, "--share"]
+    running = [subprocess.Popen([*given, f"{what}/{one}/{processes}"]) for one in range(processes)]
     for one in running:
         one.wait()
 
@@ -308,16 +314,18 @@ def main() -> int:
     models = [TINY] if options.interpret else [MODELS[name] for name in options.models]
     batches = [1, 2] if options.interpret else options.batches
     if options.share:
-        compile_share(bench, models, batches, options.share)
+        what, number, of = options.share.split("/")
+        if what == "tuned":
+            share(launches(bench, models, batches), int(number), int(of), options.tune_seconds / 2)
+        else:
+            compile_share(bench, models, batches, int(number), int(of))
         return 0
-    if options.ahead and not options.interpret:
-        compile_ahead(options.ahead)
     if options.tune:
-        tune(
-            None if options.interpret else torch.cuda.get_device_name(device),
-            shapes(bench, models, batches),
-            options.tune_seconds,
-        )
+        began = time.monotonic()
+        compile_ahead("tuned", options.ahead)
+        name = None if options.interpret else torch.cuda.get_device_name(device)
+        tune(name, launches(bench, models, batches), options.tune_seconds - (time.monotonic() - began))
+    compile_ahead("measured", options.ahead)
     results = figures.Figures(options)
     if options.interpret:
         results.left_out("every goal", "shapes are tiny and Triton's interpreter says nothing of speed")

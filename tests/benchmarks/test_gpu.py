@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import failures
@@ -15,7 +16,7 @@ import gpu_wheels
 import pytest
 
 from moeq_kernels.gpu import settings
-from moeq_kernels.gpu.settings import Settings, Shape, choose, usual
+from moeq_kernels.gpu.settings import Settings, Shape, candidates, choose, usual
 
 SHAPE = Shape(experts=8, rows=4096, inputs=14336, widths=1 << 4, pairs=2, two=False)
 
@@ -27,28 +28,52 @@ def pretended(one: Settings) -> float:
     return 1 + abs(one.block_n - 128) + one.block_m + abs(one.splits - 4) + abs(one.persistent - 2) + one.sort
 
 
+def fastest(measure: gpu_tuning.Measure) -> Settings:
+    search = gpu_tuning.Search(SHAPE, measure)
+    search.blocks()
+    return search.programs()
+
+
 def test_the_fastest_settings_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    found = gpu_tuning.fastest(SHAPE, pretended)
+    found = fastest(pretended)
     assert (found.block_n, found.block_m, found.splits, found.persistent, found.sort) == (128, 8, 4, 2, False)
     assert "out of resource: shared memory" in capsys.readouterr().out
-    slow_but_usual = gpu_tuning.fastest(SHAPE, lambda one: 1.0 + (one != usual(SHAPE)))
-    assert slow_but_usual == usual(SHAPE)
+    assert fastest(lambda one: 1.0 + (one != usual(SHAPE))) == usual(SHAPE)
 
 
-def test_a_table_is_written_shape_by_shape_and_read_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_written_launch_by_launch_and_read_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of every launch before the programs of one."""
     monkeypatch.setattr(settings, "TUNED", tmp_path)
     second = Shape(experts=8, rows=4096, inputs=14336, widths=1 << 2, pairs=2, two=False)
 
     def stopped(_: Settings) -> float:
-        assert choose(SHAPE, "NVIDIA H200").persistent == 2, "what was found is there already"
+        found = choose(SHAPE, "NVIDIA H200")
+        assert (found.block_n, found.splits, found.persistent) == (128, 4, 0), "what was found is there already"
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         gpu_tuning.tune("NVIDIA H200", [(SHAPE, pretended), (SHAPE, stopped), (second, stopped)], seconds=60)
-    assert choose(SHAPE, "NVIDIA H200") == gpu_tuning.fastest(SHAPE, pretended) != usual(SHAPE)
     assert choose(second, "NVIDIA H200") == usual(second)
+    found = gpu_tuning.tune("NVIDIA H200", [(SHAPE, pretended), (second, pretended)], seconds=60)
+    assert choose(SHAPE, "NVIDIA H200") == found[SHAPE.key] == fastest(pretended) != usual(SHAPE)
     assert choose(SHAPE, "NVIDIA H100 80GB HBM3") == usual(SHAPE)
     assert gpu_tuning.tune("NVIDIA H100 80GB HBM3", [(SHAPE, stopped)], seconds=-1) == {}
+
+
+def test_programs_are_compiled_in_shares() -> None:
+    """Each once, for launches that differ in sizes alone, by one of the processes; none when the time is over."""
+    called: list[tuple[int, Settings]] = []
+    shapes = SHAPE, replace(SHAPE, experts=128, inputs=2048, rows=768), replace(SHAPE, widths=1 << 2)
+    launches = [(one, lambda given, at=at: called.append((at, given)) or 1.0) for at, one in enumerate(shapes)]
+    for number in range(3):
+        gpu_tuning.share(launches, number, 3, seconds=60)
+    wanted = [{usual(one), *candidates(one)} for one in shapes]
+    assert {one for at, one in called if at == 0} == wanted[0]
+    assert {one for at, one in called if at == 1} == wanted[1] - wanted[0]
+    assert {one for at, one in called if at == 2} == wanted[2]
+    assert len(called) == len({*called})
+    gpu_tuning.share(launches, 0, 1, seconds=-1)
+    assert len(called) == len({*called})
 
 
 def test_from_how_many_rows_on_unpacking_is_faster() -> None:

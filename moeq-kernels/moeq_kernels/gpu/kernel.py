@@ -84,15 +84,18 @@ class Stack:
 
     def settings(self, slots: Sequence[int], pairs: int) -> Settings:
         """Settings of a launch, by its shape."""
-        rows, inputs = self.stored.shapes[slots[0]]
-        shape = Shape(
-            experts=self.experts, rows=rows, inputs=inputs, widths=self.stored.widths(slots), pairs=pairs,
-            two=len(slots) > 1, near=self.stored.values_near(2) > 0,
-        )  # fmt: skip
-        chosen = choose(shape, self.name)
+        chosen = choose(self.shape(slots, pairs), self.name)
         if self.stored.step(slots) < TILE:  # the parts of a tile are brought apart, each by code of its own
             chosen = replace(chosen, stages=min(chosen.stages, 3))
         return chosen
+
+    def shape(self, slots: Sequence[int], pairs: int) -> Shape:
+        """What settings of a launch depend on."""
+        rows, inputs = self.stored.shapes[slots[0]]
+        return Shape(
+            experts=self.experts, rows=rows, inputs=inputs, widths=self.stored.widths(slots), pairs=pairs,
+            two=len(slots) > 1, near=self.stored.values_near(2) > 0,
+        )  # fmt: skip
 
     @property
     def name(self) -> str | None:
@@ -152,6 +155,7 @@ class Stack:
         grid: tuple[int, ...] = (settings.persistent * self.multiprocessors,)
         if not settings.persistent:
             blocks = pairs if how == "rows" else pairs // settings.block_m + min(owners, pairs)
+            owners = 1 if how == "rows" else owners  # a program is told its row: one for any number of them
             grid = (triton.cdiv(rows, settings.block_n), blocks, settings.splits)
         computed = x.dtype if not (interpreted() and x.dtype == torch.bfloat16) else torch.float32
         names = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

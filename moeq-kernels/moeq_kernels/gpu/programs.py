@@ -300,7 +300,7 @@ def one_item(  # type: ignore[no-untyped-def]
     tl.store(out + place[None, :] + n[:, None], result.to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit(do_not_specialize=["pairs", "splits"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["pairs", "experts", "splits"])  # type: ignore[untyped-decorator]
 def grouped(  # type: ignore[no-untyped-def]
     words, shorts, halves, dense, singles, table, grids, x, index, order, starts, costs, out, pairs, experts,
     slots, rows, inputs, x_step, each, splits, FIRST: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr,

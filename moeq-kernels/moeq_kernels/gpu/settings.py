@@ -136,7 +136,7 @@ def candidates(shape: Shape) -> list[Settings]:
         for block_n, warps in ((16, 1), (32, 1), (32, 2), (64, 1), (64, 2), (64, 4), (128, 4), (128, 8))
         for block_m in (8, 16, 32, 64, 128)
         for stages, tiles in (((4, 1), (6, 1), (3, 2), (2, 4)) if block_m <= 16 else ((3, 1),))
-        if average / 2 < block_m <= max(16, 2 * average) or block_m == usual(shape).block_m
+        if average / 2 < block_m <= 2 * average or block_m == usual(shape).block_m
     ]
     parted = [
         replace(usual(shape), block_n=block_n, warps=parts, parts=parts, stages=stages)
