@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from moeq.windows import fitted
 
 LINE_SECONDS = 15  # between two lines of progress where there is no terminal
 BAR, LEAST_BAR, BESIDE_BAR = 24, 4, 29  # columns of a terminal: of the longest bar, the shortest, the figures beside it
+Bar = Callable[[str, int], AbstractContextManager[Callable[[], None]]]  # `Reporter.bar`, or what stands for it
 
 
 class PlainConsole(Console):
@@ -57,6 +58,12 @@ class PlainConsole(Console):
         for text, style, control in super().render(renderable, options):
             shown = text if control else CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
             yield Segment(shown, style, control)
+
+
+@contextmanager
+def no_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """Where nobody looks: as `Reporter.bar`."""
+    yield lambda: None
 
 
 @dataclass

@@ -23,7 +23,7 @@ from moeq.evaluation.strided import read_text, score_text
 from moeq.evaluation.windows import too_long
 from moeq.models import hub
 from moeq.models.corpus import has_processor
-from moeq.progress import Reporter
+from moeq.progress import Bar, Reporter
 
 EARLIER = "of earlier results no logits are kept"
 
@@ -122,7 +122,7 @@ def _rows(
         _check_names(subjects, measured)
         for number, loadable, model in _by_base(subjects, settings):
             reporter.say(f"  {escape(loadable.name)}")
-            measured[number] = [_measure(asked, loadable, model, settings, manager, first)]
+            measured[number] = [_measure(asked, loadable, model, settings, manager, first, reporter.bar)]
             del model  # the next one may be of another base
             advance()
     rows = [row for number in sorted(measured) for row in measured[number]]
@@ -160,6 +160,7 @@ def _measure(
     settings: loaded.Settings,
     manager: Any,
     reference: Reference | None,
+    bar: Bar,
 ) -> document.Row:
     """One subject; reference: None where nothing is compared with what is measured first."""
     started = time.monotonic()
@@ -171,11 +172,11 @@ def _measure(
         window = min(WINDOW, lm.max_length) if asked.window is None else asked.window
         text = read_text(source, model.tokenizer, window, asked.stride)
         scorer = Scorer() if reference is None else reference.scorer(subject.name, text.tokens)
-        row["perplexity"] = score_text(lm, text, settings.batch_size, scorer)
+        row["perplexity"] = score_text(lm, text, settings.batch_size, scorer, bar)
         row["divergence"], row["not_compared"] = scorer.divergence(row["perplexity"]), scorer.missing
     if manager is not None:
         how: dict[str, Any] = {"limit": asked.limit, "num_fewshot": asked.num_fewshot, "model": subject.described()}
-        row["lm_eval"] = evaluate_tasks(lm, asked.task_names, manager, **how)
+        row["lm_eval"] = evaluate_tasks(lm, asked.task_names, manager, bar=bar, **how)
     if model.dynamic is not None:
         model.dynamic.close()
         row["dynamic"] = model.dynamic.summary()

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from moeq.bundled import bundled_path
 from moeq.errors import EvaluationError, MoeqError, missing
 from moeq.evaluation.results import kept, members, scores_of
 from moeq.models.messages import quiet_transformers
+from moeq.progress import Bar, no_bar
 
 BUNDLED_TASK = "moeq_continuation"
 GENERATED = 256  # tokens that lm-eval generates where a task names no limit
 BOOTSTRAP = 1000  # resamples, for the standard errors of metrics that have no formula
+KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")  # of requests
 
 
 def open_tasks(names: list[str], include_path: str | None) -> Any:
@@ -119,12 +121,13 @@ def evaluate_tasks(
     num_fewshot: int | Mapping[str, int] | None = None,
     chat_template: bool = False,
     model: dict[str, Any] | None = None,
+    bar: Bar = no_bar,
 ) -> dict[str, Any]:
     """What lm-eval finds of a model for it (see harness_models), in its own JSON form, samples included.
 
     num_fewshot: examples in the context, of tasks that do not set it to 0 themselves, or {task or group: examples};
-    chat_template: items are turns of a conversation; model: what stands in the configuration. The same evaluation gives
-    the same JSON. Raises EvaluationError when a task cannot be run.
+    chat_template: items are turns of a conversation; model: what stands in the configuration; bar: counts the answers
+    of every kind. The same evaluation gives the same JSON. Raises EvaluationError when a task cannot be run.
     """
     import lm_eval
     import lm_eval.evaluator
@@ -132,7 +135,7 @@ def evaluate_tasks(
     # these run git and pip, which takes half a second and complains on the user's terminal
     lm_eval.evaluator.get_git_commit_hash = lambda: None
     lm_eval.evaluator.add_env_info = lambda storage: None
-    with _lm_eval_errors(names), quiet_transformers():
+    with _lm_eval_errors(names), quiet_transformers(), _counted(lm, bar):
         results = lm_eval.simple_evaluate(
             model=lm,
             tasks=_with_examples(names, manager, num_fewshot) if isinstance(num_fewshot, Mapping) else names,
@@ -145,6 +148,40 @@ def evaluate_tasks(
             verbosity="ERROR",
         )
     return kept(results, model or {})
+
+
+@contextlib.contextmanager
+def _counted(lm: Any, bar: Bar) -> Iterator[None]:
+    """Show how many requests of a model were answered: it hands every answer to its cache, if it has one."""
+    from lm_eval.api.model import CacheHook
+
+    class Counting(CacheHook):  # type: ignore[misc]
+        def __init__(self, advance: Callable[[], None]) -> None:
+            super().__init__(None)
+            self.advance = advance
+
+        def add_partial(self, attr: str, req: Any, res: Any) -> None:
+            self.advance()
+
+    def counted(kind: str) -> Callable[..., Any]:
+        answers = getattr(lm, kind)
+
+        def answered(requests: list[Any], **options: Any) -> Any:
+            with bar(kind, len(requests)) as advance:
+                lm.cache_hook = Counting(advance)
+                return answers(requests, **options)
+
+        return answered
+
+    before = lm.cache_hook
+    for kind in KINDS:
+        setattr(lm, kind, counted(kind))
+    try:
+        yield
+    finally:
+        lm.cache_hook = before
+        for kind in KINDS:
+            delattr(lm, kind)
 
 
 def _countable(limit: int | None) -> int | None:

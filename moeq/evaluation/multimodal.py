@@ -198,7 +198,9 @@ class VisionLM(StaticLM, HFMultimodalLM):  # type: ignore[misc]
         with torch.no_grad():
             logits = self.model(input_ids=ids[None], **extra).logits[0, len(before) - 1 : -1]
         logprobs, wanted = logits.float().log_softmax(-1), ids[len(before) :]  # [N, V], [N]
-        return float(logprobs.gather(1, wanted[:, None]).sum()), bool((logprobs.argmax(-1) == wanted).all())
+        answer = float(logprobs.gather(1, wanted[:, None]).sum()), bool((logprobs.argmax(-1) == wanted).all())
+        self.cache_hook.add_partial("loglikelihood", request.args[:2], answer)
+        return answer
 
 
 def static_lm(model: Any, tokenizer: Any, processor: Any, **options: Any) -> StaticLM:

@@ -25,6 +25,7 @@ from moeq.evaluation.reference_logits import Key
 from moeq.evaluation.results import text_of_items
 from moeq.evaluation.windows import check_windows, too_long
 from moeq.models import corpus
+from moeq.progress import Bar, no_bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,20 +74,24 @@ def windows(tokens: Sequence[int], window: int, stride: int) -> Iterator[Window]
             done = end + 1
 
 
-def score_text(lm: StaticLM, text: Text, batch_size: BatchSize, scorer: Scorer | None = None) -> dict[str, Any]:
+def score_text(
+    lm: StaticLM, text: Text, batch_size: BatchSize, scorer: Scorer | None = None, bar: Bar = no_bar
+) -> dict[str, Any]:
     """Perplexity with its standard error, by domain and together, and the items that it is made of.
 
-    scorer: what sees the logits of every window of every document, for comparisons. Raises EvaluationError when windows
-    are longer than the model's positions or outputs are not finite.
+    scorer: what sees the logits of every window of every document, for comparisons; bar: counts windows. Raises
+    EvaluationError when windows are longer than the model's positions or outputs are not finite.
     """
     if text.window > lm.max_length:
         raise too_long(text.window, lm.max_length)
     cut = [list(windows(tokens, text.window, text.stride)) for tokens in text.documents]
     scorer, sums = scorer or Scorer(), [[(0.0, 0)] * len(own) for own in cut]
     scored = _by_context(lm, cut) if isinstance(lm, ContextAwareLM) else _in_batches(lm, cut, batch_size)
-    for (place, number), logits in scored:
-        targets = torch.tensor(cut[place][number][1])
-        sums[place][number] = float(scorer.score((place, number), logits, targets).sum()), len(targets)
+    with bar("text", sum(map(len, cut))) as advance:
+        for (place, number), logits in scored:
+            targets = torch.tensor(cut[place][number][1])
+            sums[place][number] = float(scorer.score((place, number), logits, targets).sum()), len(targets)
+            advance()
     check_finite(total for of_text in sums for total, _ in of_text)
     return _report(text, sums, isinstance(lm, ContextAwareLM))
 

@@ -130,6 +130,7 @@ class TextJudge:
             num_fewshot=section.num_fewshot,
             chat_template=section.chat_template,
             model={"model": name},
+            bar=context.reporter.bar,
         )
         return results, dict(lm.cut)
 

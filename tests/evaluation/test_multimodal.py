@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_bars import Bars
 from tiny_vision import save_image, vision_model, vision_processor
 
 from moeq import pipeline
@@ -72,8 +73,11 @@ def write_tasks(folder: Path, rows: list[dict[str, Any]], image: str = "doc_to_i
 def run_tasks(
     model: Any, processor: Any, names: list[str], manager: Any, batch_size: int
 ) -> dict[str, dict[str, float]]:
-    lm = static_lm(model, None, processor, batch_size=batch_size)
-    return task_scores(evaluate_tasks(lm, names, manager))
+    lm, bars = static_lm(model, None, processor, batch_size=batch_size), Bars()
+    scores = task_scores(evaluate_tasks(lm, names, manager, bar=bars))
+    assert all(total == counted > 0 for total, counted in bars.found.values())
+    assert ("generate_until" in bars.found) == ("said" in names)
+    return scores
 
 
 def plain_score(model: Any, processor: Any, image: Path, question: str, choice: str) -> float:

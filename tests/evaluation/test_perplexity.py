@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from counted_bars import Bars
 
 from moeq.errors import EvaluationError
 from moeq.evaluation.harness import evaluate_tasks, headline, open_tasks, task_scores
@@ -51,7 +52,11 @@ def test_a_local_task_runs(tiny_mixtral: Path, tmp_path: Path) -> None:
     source = open_source(str(tiny_mixtral))
     model, tokenizer = loading.load_model(source, torch.float32, CPU), loading.load_tokenizer(source)
     manager = open_tasks(["own_task"], str(tmp_path))
-    scores = task_scores(evaluate_tasks(StaticLM(model, tokenizer, batch_size=4), ["own_task"], manager))
+    lm, bars = StaticLM(model, tokenizer, batch_size=4), Bars()
+    found = evaluate_tasks(lm, ["own_task"], manager, bar=bars)
+    scores = task_scores(found)
+    assert bars.found == {"loglikelihood": (18, 18)}, "what there is to answer is counted"
+    assert evaluate_tasks(lm, ["own_task"], manager) == found, "without one, too, on the same model"
     assert scores["own_task"]["acc"] in {n / 6 for n in range(7)}
     mean, error = headline(scores)
     assert mean == scores["own_task"]["acc"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_bars import Bars
 
 from moeq.errors import EvaluationError, MissingError
 from moeq.evaluation.harness_models import StaticLM
@@ -38,9 +39,9 @@ def lm(tiny_mixtral: Path) -> StaticLM:
 def test_the_perplexity_is_that_of_plain_forward_passes(lm: StaticLM, batch_size: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     documents = tuple(tuple(torch.randint(3, 2048, (n,), generator=generator).tolist()) for n in (40, 7, 19))
-    found = score_text(
-        lm, Text(name="own", documents=documents, domains=("a", "b", "a"), window=16, stride=5), batch_size
-    )
+    text, bars = Text(name="own", documents=documents, domains=("a", "b", "a"), window=16, stride=5), Bars()
+    found = score_text(lm, text, batch_size, bar=bars)
+    assert bars.found == {"text": (9, 9)}
     total = 0.0
     for tokens in documents:
         done = 1
