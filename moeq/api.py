@@ -379,7 +379,6 @@ def convert(
     from moeq import conversion
     from moeq.progress import Reporter
 
-    reporter = Reporter(quiet=quiet) if verify else None
     return conversion.convert(
         path,
         runtime,
@@ -387,7 +386,8 @@ def convert(
         widen=widen,
         max_shard=shard,
         trust_remote_code=trust_remote_code,
-        verify=reporter,
+        verify=verify,
+        reporter=Reporter(quiet=quiet),
     )
 
 

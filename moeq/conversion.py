@@ -59,12 +59,13 @@ def convert(
     widen: bool = False,
     max_shard: int = SHARD,
     trust_remote_code: bool = False,
-    verify: Reporter | None = None,
+    verify: bool = False,
+    reporter: Reporter = QUIET,
 ) -> dict[str, Any]:
     """Write `checkpoint` to `out` for the runtime `name`, which appears when it is whole and right.
 
-    max_shard: bytes of a file of what is not packed; verify: where to tell what the runtime's own loader makes of it;
-    None: it is not loaded. Returns what was written. Raises EvaluationError where it loads wrongly or holds other
+    max_shard: bytes of a file of what is not packed; verify: whether the runtime's own loader is asked what it makes of
+    it. Returns what was written. Raises EvaluationError where it loads wrongly or holds other
     values, RecipeError for an unknown runtime or an `out` that is there, StorageError while another process writes it,
     ArtifactError for a directory that is no packed checkpoint of moeq's or of another tool's, FormatError for what the
     runtime would not load as it is meant.
@@ -79,9 +80,9 @@ def convert(
     if isinstance(source, Checkable):
         source.check()
     sides, origin = find_side_files(source.source.path, source.config, trust_remote_code), read_origin(checkpoint)
-    sums, statement = check_listed(checkpoint, verify)
+    sums, statement = check_listed(checkpoint, reporter)
     if sums is None and isinstance(source, NativeReader):  # whose manifest has digests of all tensors
-        check_native(checkpoint, QUIET if verify is None else verify, source.manifest)
+        check_native(checkpoint, reporter, source.manifest)
     lines = (left_drafts(source.source.drafts), _left_scales(source), sides.said(), origin.said(), _unlisted(sums))
     said = [line for line in lines if line is not None]
     model = _model(source, statement, origin)
@@ -93,6 +94,7 @@ def convert(
         model_name=model.name,
         converted=True,
         making=made,
+        bar=reporter.bar,
     )
     verdict = None
     with claimed(out):
@@ -102,9 +104,9 @@ def convert(
             if name == NATIVE:
                 card = model_card.render(read_manifest(unfinished), source.config, [], origin, converted=True)
                 write_text(unfinished / CARD, card)
-            if verify is not None:
+            if verify:
                 against = source if name == NATIVE else checkpoint
-                verdict = check_written(unfinished, verify, against=against, trust_remote_code=trust_remote_code)
+                verdict = check_written(unfinished, reporter, against=against, trust_remote_code=trust_remote_code)
     size = bytes_in(out)
     summary = {"for": name, "layers": len(source.layers), "bytes": size, "size": human_size(size), "path": str(out)}
     summary |= {"notes": said} if said else {}

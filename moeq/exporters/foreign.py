@@ -34,6 +34,7 @@ from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import describe
 from moeq.models.side_files import SOURCE_CARD, SideFiles, find_side_files
 from moeq.models.source import ModelSource, check_part
+from moeq.progress import Bar, no_bar
 from moeq.runtimes import Runtime
 from moeq.version import __version__
 from moeq_kernels.packed import PackedWeight, widened
@@ -51,7 +52,8 @@ Tensors = Callable[[str, PackedWeight | Tensor], Mapping[str, Tensor]]  # of a m
 class WriteOptions:
     """max_shard_bytes: of plain tensors; widen: whether what a target cannot read is stored in a wider symmetric grid
     of the same values; model_name: for the model card; converted: whether the source's own card goes along; settings:
-    the exporter's own keys, None: their defaults; making: what the provenance says, None: there is none."""
+    the exporter's own keys, None: their defaults; making: what the provenance says, None: there is none; bar: counts
+    the experts that were read."""
 
     max_shard_bytes: int = 5 * 10**9
     widen: bool = False
@@ -60,6 +62,7 @@ class WriteOptions:
     converted: bool = False
     settings: Any = None
     making: Making | None = None
+    bar: Bar = no_bar
 
 
 class Buffers:
@@ -82,7 +85,8 @@ class Buffers:
 class Draft:
     """An unfinished checkpoint. runtime: what is to load it; where: the file of every tensor; grids: of every packed
     module, by its name in memory; plain: modules of experts in full precision, by theirs; notes: lines on what is not
-    as it was in the checkpoint; biases: of the expert whose matrices come, {module: bias [N]}."""
+    as it was in the checkpoint; biases: of the expert whose matrices come, {module: bias [N]}; advance: is told of
+    every expert, once."""
 
     runtime: Runtime
     source: PackedSource
@@ -91,6 +95,7 @@ class Draft:
     model: nn.Module
     names: DiskNames
     sides: SideFiles
+    advance: Callable[[], None]
     where: dict[str, str] = field(default_factory=dict)
     grids: dict[str, Grid] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
@@ -101,6 +106,7 @@ class Draft:
     writing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     syncing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     unsynced: list[Future[None]] = field(default_factory=list)
+    told: set[tuple[str, int]] = field(default_factory=set)
 
     def restart(self) -> None:
         """Forget what was written."""
@@ -132,6 +138,9 @@ class Draft:
             if isinstance(matrix, PackedWeight) and not matrix.are_numbers():
                 where = f"{self.source.source.name}, {layer.name}, expert {expert}, {projection}"
                 raise ArtifactError("scales that are not finite", where=where, do="make the checkpoint again")
+        if (layer.name, expert) not in self.told:
+            self.told.add((layer.name, expert))
+            self.advance()
         return matrices, biases
 
     def matrices(
@@ -306,7 +315,8 @@ def drafting(runtime: Runtime, source: PackedSource, directory: Path, options: W
     sides = find_side_files(source.source.path, source.config, options.trust_remote_code)
     if options.settings is None and runtime.exporter.settings is not None:
         options = replace(options, settings=runtime.exporter.settings())
-    with filling(directory) as unfinished:
+    experts = sum(layer.num_experts for layer in source.layers)
+    with filling(directory) as unfinished, options.bar(f"for {runtime.name}", experts) as advance:
         draft = Draft(
             runtime=runtime,
             source=source,
@@ -315,6 +325,7 @@ def drafting(runtime: Runtime, source: PackedSource, directory: Path, options: W
             model=model,
             names=DiskNames(model),
             sides=sides,
+            advance=advance,
         )
         with draft.reading, draft.syncing, draft.writing:
             yield draft

@@ -273,6 +273,7 @@ def _write_format(context: Context, name: str, key: str, directory: Path) -> Non
         model_name=context.model.stamp.name,
         settings=_settings(context, name),
         making=making.of_run(context, name),
+        bar=context.reporter.bar,
     )
     native = NativeReader(context.directory("export"), recipe.trust_remote_code)
     for note in write(name, native, directory, options):

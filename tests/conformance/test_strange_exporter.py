@@ -39,7 +39,7 @@ context = Context(recipe=recipe, model_name=model, out=Path(out), reporter=quiet
 plan = make_plan(context, probe=False)
 pipeline.run(context)
 checkpoint = Path(out) / "checkpoint-strangers-runtime"
-copy = conversion.convert(Path(out) / "checkpoint", "strangers", Path(out) / "copy", verify=quiet)
+copy = conversion.convert(Path(out) / "checkpoint", "strangers", Path(out) / "copy", verify=True, reporter=quiet)
 seen = [inspection.inspect(path) for path in (Path(out), checkpoint, Path(out) / "copy")]
 print(json.dumps({
     "plan": next(stage.lasting for stage in plan.stages if stage.stage == "export"), "copy": copy, "inspect": seen,

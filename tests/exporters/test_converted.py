@@ -423,11 +423,10 @@ def test_patterns_outlive_what_auto_round_makes_of_them() -> None:
 def test_a_mixtral_is_loaded_by_auto_round_in_a_process_of_its_own(mixtral: Path, tmp_path: Path) -> None:
     pytest.importorskip("auto_round")
     from moeq.conversion import convert
-    from moeq.progress import Reporter
 
     source = MadeSource(mixtral, lambda layer, expert, part: 2 + expert % 3, group_size=32)
     write("native", source, tmp_path / "packed", WriteOptions())
-    found = convert(tmp_path / "packed", "auto-round", tmp_path / "out", verify=Reporter(quiet=True))
+    found = convert(tmp_path / "packed", "auto-round", tmp_path / "out", verify=True)
     assert found["verified_with"] == "auto-round"
 
 

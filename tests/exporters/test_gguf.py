@@ -607,7 +607,7 @@ def test_values_are_compared_where_no_loader_is_installed(
     wider = handmade.gptq_config(bits=8)
     handmade.write(model, tmp_path / "other", wider, handmade.gptq_parts, lambda *_: 8)
     changed(monkeypatch, EXPORTERS, "gguf", needs={"no_such_package": "pip install it"})
-    convert(tmp_path / "packed", "llama.cpp", tmp_path / "out", verify=Reporter())
+    convert(tmp_path / "packed", "llama.cpp", tmp_path / "out", verify=True, reporter=Reporter())
     said = " ".join(capsys.readouterr().err.split())
     assert "not verified: target transformers" in said
     assert "its values are those of packed" in said

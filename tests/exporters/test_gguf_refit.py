@@ -109,7 +109,7 @@ def test_converted_and_compared_with_what_it_was_made_of(
     native: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The usual loader computes the rounded values, which are held against the checkpoint's and the file's word."""
-    summary = convert(native, REFIT, tmp_path / "out", verify=Reporter())
+    summary = convert(native, REFIT, tmp_path / "out", verify=True, reporter=Reporter())
     assert any("rounded scales" in note for note in summary["notes"])
     assert summary["verified_with"] == "transformers"
     said = " ".join(capsys.readouterr().err.split())

@@ -25,7 +25,6 @@ from moeq.inspection import inspect
 from moeq.models import loading
 from moeq.models.experts import find_expert_layers, stacked_biases
 from moeq.models.source import open_source
-from moeq.progress import Reporter
 from moeq.runtimes import of_method
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import unpack
@@ -295,7 +294,7 @@ def test_experts_one_by_one_of_a_family_that_stores_stacks(family: str, tmp_path
                 assert torch.equal(matrix.dequantize(), wanted[layer.index, expert, name])
             assert set(biases) == (set(layer.projections) if layer.biased else set())
             assert all(torch.equal(bias, wanted[layer.index, expert, f"{name}.bias"]) for name, bias in biases.items())
-    convert(plain.path, "native", tmp_path / "native", verify=Reporter(quiet=True))
+    convert(plain.path, "native", tmp_path / "native", verify=True)
     declare(plain.path, handmade.compressed_config())  # by which alone is told who loads it
     source, taken_apart = open_source(str(plain.path)), family == "llama4_text"
     loader = compressed_tensors.loader_of(SimpleNamespace(source=source))

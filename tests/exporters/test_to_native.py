@@ -23,7 +23,6 @@ from moeq.exporters.packed_source import Matrices, PackedSource
 from moeq.exporters.readers import open_packed
 from moeq.exporters.readers.described import gguf_headers
 from moeq.models.experts import ExpertLayer
-from moeq.progress import Reporter
 from moeq.verification.manifest_files import check_native
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.widths import Encoding
@@ -110,7 +109,7 @@ def test_a_mix_with_zero_points_and_packed_modules_comes_back(runtime: str, mixt
         others=others,
     )
     write(runtime, source, tmp_path / "theirs", WriteOptions())
-    convert(tmp_path / "theirs", "native", tmp_path / "native", verify=Reporter(quiet=True))
+    convert(tmp_path / "theirs", "native", tmp_path / "native", verify=True)
     found = NativeReader(tmp_path / "native")
     same(source, found)
     assert {module.kind for module in found.manifest.others} == {"attention"}

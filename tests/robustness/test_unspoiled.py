@@ -312,12 +312,11 @@ def test_an_export_is_compared_with_what_it_was_made_of(
 
 def test_a_conversion_appears_when_it_is_right(finished_run: Path, tmp_path: Path, monkeypatch: Any) -> None:
     from moeq.exporters import dequantized
-    from moeq.progress import Reporter
 
     whole = dequantized.value_of
     monkeypatch.setattr(dequantized, "value_of", lambda *given: whole(*given) * 1.001)
     with pytest.raises(EvaluationError, match="its values differ"):
-        conversion.convert(finished_run / "checkpoint", "dequantized", tmp_path / "out", verify=Reporter(quiet=True))
+        conversion.convert(finished_run / "checkpoint", "dequantized", tmp_path / "out", verify=True)
     assert list(tmp_path.iterdir()) == []
 
 

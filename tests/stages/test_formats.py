@@ -269,7 +269,7 @@ def test_what_loads_wrongly_is_an_error(finished: Path, tmp_path: Path, monkeypa
     whole = dequantized.value_of
     monkeypatch.setattr(dequantized, "value_of", lambda *given: whole(*given).abs())
     with pytest.raises(EvaluationError, match="its values differ"):
-        conversion.convert(finished / "checkpoint", "dequantized", tmp_path / "out", verify=Reporter(quiet=True))
+        conversion.convert(finished / "checkpoint", "dequantized", tmp_path / "out", verify=True)
 
 
 def test_what_is_packed_beside_the_experts_is_compared_where_it_is_plain(finished: Path, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_gptq_of_gptqmodel_becomes_native(family: str, tmp_path: Path) -> None:
     """What the peer quantized, bit for bit, loads with moeq and has the values that the peer computes with."""
     model = handmade.model(tmp_path / "model", family)
     peers.run("gptqmodel", MAKER, "gptqmodel", model, tmp_path / "packed")
-    convert(tmp_path / "packed", "native", tmp_path / "native", verify=Reporter(quiet=True))
+    convert(tmp_path / "packed", "native", tmp_path / "native", verify=True)
     theirs, found = open_packed(tmp_path / "packed"), NativeReader(tmp_path / "native")
     for layer, other in zip(theirs.layers, found.layers, strict=True):
         for expert in range(layer.num_experts):
@@ -192,7 +192,7 @@ def test_awq_of_auto_round_in_gptqmodel(tmp_path: Path) -> None:
     sound(verdict)
     assert verdict.distance is not None
     assert 0.001 < verdict.distance.weights_error < 0.3
-    convert(config.parent, "native", tmp_path / "native", verify=Reporter(quiet=True))
+    convert(config.parent, "native", tmp_path / "native", verify=True)
     check_native(tmp_path / "native")
 
 
