@@ -15,7 +15,7 @@ SHA256SUMS                       of all files; README.md, the model card, which 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,8 +104,9 @@ class ExportInputs:
     coactivation: CoactivationTable | None = None
 
 
-def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
-    """Build the checkpoint directory; it replaces an older one only when it is whole."""
+def export(inputs: ExportInputs, directory: Path, advance: Callable[[], None]) -> PlacementManifest:
+    """Build the checkpoint directory; it replaces an older one only when it is whole. advance: is told of every layer
+    whose experts were hashed."""
     sides = find_side_files(inputs.source.path, inputs.source.config, inputs.trust_remote_code)
     with filling(directory) as unfinished:
         rest = set(inputs.source.tensors) - inputs.expert_keys - inputs.other_keys - scale_keys(inputs.source)
@@ -121,7 +122,7 @@ def export(inputs: ExportInputs, directory: Path) -> PlacementManifest:
         sides.copy(unfinished)
         if not inputs.own_code:
             write_text(unfinished / HOOK_FILE, HOOK_TEXT)
-        manifest = native_manifest(inputs, headers, sides)
+        manifest = native_manifest(inputs, headers, sides, advance)
         write_manifest(unfinished, manifest)
         if inputs.coactivation is not None:
             write_coactivation(unfinished, inputs.coactivation)
@@ -175,8 +176,13 @@ def listed_code(sides: SideFiles, own_code: bool) -> tuple[CodeFile, ...]:
     return (*hook, *own)
 
 
-def native_manifest(inputs: ExportInputs, headers: dict[str, TensorHeader], sides: SideFiles) -> PlacementManifest:
-    """The manifest of the tensors of all files."""
+def native_manifest(
+    inputs: ExportInputs,
+    headers: dict[str, TensorHeader],
+    sides: SideFiles,
+    advance: Callable[[], None] = lambda: None,
+) -> PlacementManifest:
+    """The manifest of the tensors of all files; advance: is told of every layer."""
     own, by_expert = inputs.assignment, dict[str, list[str]]()
     names = {layer.name for layer in inputs.layers}
     for key in headers:
@@ -185,7 +191,10 @@ def native_manifest(inputs: ExportInputs, headers: dict[str, TensorHeader], side
             by_expert.setdefault(prefix, []).append(key)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes most of the time, and lets the others run
         each = zip(inputs.layers, own.layers, inputs.top_k, strict=True)
-        layers = list(pool.map(lambda layer: _placed_layer(inputs, by_expert, headers, *layer), each))
+        layers = []
+        for layer in pool.map(lambda layer: _placed_layer(inputs, by_expert, headers, *layer), each):
+            layers.append(layer)
+            advance()
     others = () if inputs.others is None else tuple(_placed_modules(inputs.others, inputs.module_errors, headers))
     packed = {key for keys in by_expert.values() for key in keys}
     packed |= {f"{module.key_prefix}{stamp.name}" for module in others for stamp in module.tensors}

@@ -86,9 +86,8 @@ def run(context: Context) -> dict[str, Any]:
         coactivation=_coactivation(context),
     )
     target = context.directory("export")
-    with context.reporter.bar("export", 1) as advance:
-        manifest = export(inputs, target)
-        advance()
+    with context.reporter.bar("export", len(inputs.layers)) as advance:
+        manifest = export(inputs, target, advance)
     write_card(context, manifest)
     totals = manifest.totals.model_dump()
     del manifest  # 10 KB an expert, which verification reads for itself
