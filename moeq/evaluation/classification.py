@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from moeq.errors import EvaluationError
 from moeq.models.corpus import ImageSequences
 from moeq.models.streaming import StreamedModel
 from moeq.models.walk import Batch, walk
+from moeq.progress import Bar, no_bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,10 @@ def classify(
     device: torch.device,
     advance: Callable[[], None],
     streamed: StreamedModel | None = None,
+    bar: Bar = no_bar,
 ) -> Classified:
-    """Run all images through the model; `advance` is called once a batch, a streamed model is read once.
+    """Run all images through the model; `advance` is called once a batch, a streamed model is read once, whose layers
+    `bar` counts.
 
     Raises EvaluationError when the outputs are not finite.
     """
@@ -49,8 +53,9 @@ def classify(
         parts.append(output.logits.float().cpu())
         advance()
 
-    for _ in walk(model, (), images.batches(batch_size), device, streamed=streamed, finish=finish):
-        pass
+    with nullcontext() if streamed is None else streamed.counted(bar):
+        for _ in walk(model, (), images.batches(batch_size), device, streamed=streamed, finish=finish):
+            pass
     logits = torch.cat(parts)
     if not bool(torch.isfinite(logits).all()):
         raise EvaluationError("the model's outputs are not finite", do="use dtype: float32 or check the checkpoint")

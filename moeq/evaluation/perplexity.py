@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from moeq.models.corpus import Sequences
 from moeq.models.forward import ahead
 from moeq.models.streaming import StreamedModel
 from moeq.models.walk import Batch, walk
+from moeq.progress import Bar, no_bar
 
 
 def perplexity(
@@ -27,13 +29,15 @@ def perplexity(
     advance: Callable[[], None],
     streamed: StreamedModel | None = None,
     scorer: Scorer | None = None,
+    bar: Bar = no_bar,
 ) -> dict[str, Any]:
     """exp of the mean negative log-likelihood of every token but each sequence's first; pads do not count.
 
     Returns {"perplexity", "perplexity_stderr", "tokens", "by_domain": {domain: perplexity}}, the digest of the `text`
     as tokens, and the `items` that it is made of, as `strided.score_text` does: windows of `window` tokens that do not
-    overlap. `advance` is called once a batch; a streamed model is read once for all batches; scorer: what sees the
-    logits of every sequence, for comparisons. Raises EvaluationError when the model's outputs are not finite.
+    overlap. `advance` is called once a batch; a streamed model is read once for all batches, whose layers `bar` counts;
+    scorer: what sees the logits of every sequence, for comparisons. Raises EvaluationError when the model's outputs are
+    not finite.
     """
     scorer = scorer or Scorer()
     items = np.zeros((len(sequences), 2))
@@ -54,8 +58,9 @@ def perplexity(
             items[index] = float(scores.sum()), len(scores)
         advance()
 
-    for _ in walk(model, (), sequences.batches(batch_size), device, streamed=streamed, finish=finish):
-        pass
+    with nullcontext() if streamed is None else streamed.counted(bar):
+        for _ in walk(model, (), sequences.batches(batch_size), device, streamed=streamed, finish=finish):
+            pass
     if not np.isfinite(items).all():
         raise EvaluationError("the model's outputs are not finite", do="use dtype: float32 or check the checkpoint")
     order = {domain: number for number, domain in enumerate(dict.fromkeys(sequences.domains))}

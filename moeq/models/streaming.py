@@ -21,7 +21,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import share, share_copies, skeleton, tied
 from moeq.models.source import ModelSource
+from moeq.models.visits import visits
 from moeq.models.weights import WeightReader, owner
+from moeq.progress import Bar
 from moeq_kernels.freed import return_memory
 
 META = torch.device("meta")
@@ -75,6 +77,7 @@ class StreamedModel:
         self.overlay: Overlay | None = None
         self.block_overlay: Callable[[nn.Module, str], None] | None = None  # changes a block right after it was read
         self.loaded: set[str] = set()
+        self.entered: Callable[[], None] = lambda: None  # is called when all batches have come to a block
         self._pause: Callable[[str], None] | None = None
         self._block_set = frozenset(self.blocks)
         self.names: dict[str, list[str]] = {"": [], **{path: [] for path in self.blocks}}
@@ -190,6 +193,15 @@ class StreamedModel:
         for other in self.loaded - {block}:
             self.drop(other)
         self.load(block)
+        self.entered()
+
+    @contextmanager
+    def counted(self, bar: Bar) -> Iterator[None]:
+        """Show how many blocks batches that go together have come to."""
+        before = self.entered
+        with bar("layers", sum(visits(self.model, block) for block in self.blocks)) as self.entered:
+            yield
+        self.entered = before
 
     def drop(self, block: str) -> None:
         """Put a block's weights back on the meta device."""

@@ -82,7 +82,8 @@ class TextJudge:
         divergence: dict[str, Any] | None = None
         if self.sequences is not None and self.section is not None:
             scorer, device = self.reference.scorer(name, self.sizes["tokens"]), self.context.model.device
-            measured = perplexity(model, self.sequences, self.section.batch_size, device, advance, streamed, scorer)
+            batch, bar = self.section.batch_size, self.context.reporter.bar
+            measured = perplexity(model, self.sequences, batch, device, advance, streamed, scorer, bar)
             divergence = scorer.divergence(measured)
         results: dict[str, Any] | None = None
         cut: dict[str, int] = {}
@@ -148,7 +149,8 @@ class ImageJudge:
         self.wanted: Tensor | None = None
 
     def measure(self, name: str, model: Any, streamed: StreamedModel | None, advance: Callable[[], None]) -> Measured:
-        answers = classify(model, self.images, self.batch, self.context.model.device, advance, streamed=streamed)
+        device, bar = self.context.model.device, self.context.reporter.bar
+        answers = classify(model, self.images, self.batch, device, advance, streamed, bar)
         self.wanted = answers.logits if self.wanted is None else self.wanted
         figures = {
             "perplexity": None,

@@ -88,6 +88,7 @@ def _measure(
                 model.device,
                 advance,
                 model.streamed,
+                bar=context.reporter.bar,
             )["perplexity"]
     return perplexities
 

@@ -195,7 +195,13 @@ def _measure(context: Context, form: Form) -> dict[str, Any]:
         rounding = StaticInputs(streamed.model, streamed.blocks, form.rounded, form.scales)
     with rounding:
         return perplexity(
-            streamed.model, sequences, section.batch_size, context.model.device, lambda: None, streamed=streamed
+            streamed.model,
+            sequences,
+            section.batch_size,
+            context.model.device,
+            lambda: None,
+            streamed=streamed,
+            bar=context.reporter.bar,
         )
 
 

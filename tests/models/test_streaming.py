@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from counted_bars import Bars
 from family_models import save
 
 from moeq import pipeline
@@ -59,11 +60,14 @@ def test_a_walk_reads_the_disk_once_and_holds_one_block(tiny_qwen: Path) -> None
     assert not streamed.loaded
     assert streamed.bytes_read == sum(header.bytes for header in source.tensors.values())
     assert resident < streamed.bytes_read
+    bars = Bars(), Bars()
     scores = [
-        perplexity(model, ROWS, 1, CPU, lambda: None, streamed=one)
-        for model, one in ((streamed.model, streamed), (whole, None))
+        perplexity(model, ROWS, 1, CPU, lambda: None, streamed=one, bar=bar)
+        for model, one, bar in ((streamed.model, streamed, bars[0]), (whole, None, bars[1]))
     ]
     assert scores[0] == scores[1]
+    assert bars[0].found == {"layers": (len(streamed.blocks), len(streamed.blocks))}
+    assert not bars[1].found
 
 
 @pytest.mark.cases(1)
