@@ -104,7 +104,7 @@ class ExportInputs:
     coactivation: CoactivationTable | None = None
 
 
-def export(inputs: ExportInputs, directory: Path, advance: Callable[[], None]) -> PlacementManifest:
+def export(inputs: ExportInputs, directory: Path, advance: Callable[[], None] = lambda: None) -> PlacementManifest:
     """Build the checkpoint directory; it replaces an older one only when it is whole. advance: is told of every layer
     whose experts were hashed."""
     sides = find_side_files(inputs.source.path, inputs.source.config, inputs.trust_remote_code)
