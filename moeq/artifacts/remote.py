@@ -31,7 +31,7 @@ CACHE_BYTES = 8 << 30
 BLOCK_BYTES, LEAST_BLOCK_BYTES = 8 << 20, 16 << 10
 BLOCKS = 16  # that the cache holds at least: blocks are smaller where the cache is small
 AT_ONCE = 16  # requests
-ATTEMPTS, FIRST_WAIT, MOST_WAIT = 7, 0.05, 5.0  # of a request, and seconds between them, each twice the one before
+ATTEMPTS, FIRST_WAIT, MOST_WAIT = 8, 0.1, 5.0  # of a request, and seconds between them, each twice the one before
 FRESH_SECONDS = 10.0  # for which what is known of a file is not asked for again
 PREFIX = "remote-"
 

@@ -36,6 +36,7 @@ SMALL = (
     "assign={method: uniform, bits: 2}", "eval.compare=[]", "stream=always",
 )  # fmt: skip
 STAGES = ("profile", "losses", "assign", "quantize")
+FIRST_WAIT = remote.FIRST_WAIT  # before tests have it shorter
 
 
 @pytest.fixture(autouse=True)
@@ -149,12 +150,16 @@ def test_a_request_that_always_fails_is_an_error_of_one_line(sharded: Path, monk
     import fsspec
 
     source = open_source(f"file://{sharded}")
-    flaky(fsspec.filesystem("file"), monkeypatch, 1.0)
     header = next(iter(source.tensors.values()))
     store = store_of(source)
     store._blocks.clear()
-    with pytest.raises(StorageError, match=r"file:///.*: bytes 0 to \d+ cannot be read, 7 times: .*; check the netw"):
+    waited: list[float] = []
+    monkeypatch.setattr(remote, "FIRST_WAIT", FIRST_WAIT)
+    monkeypatch.setattr(remote.time, "sleep", waited.append)
+    flaky(fsspec.filesystem("file"), monkeypatch, 1.0)
+    with pytest.raises(StorageError, match=r"file:///.*: bytes 0 to \d+ cannot be read, 8 times: .*; check the netw"):
         RemoteTensor(header)[...]
+    assert [seconds for seconds in waited if seconds] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5]
 
 
 def test_what_is_prefetched_is_asked_for_once(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
