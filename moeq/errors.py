@@ -23,14 +23,17 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from os import PathLike
+from os.path import isdir
 
 from moeq_kernels.errors import ArtifactError as ArtifactError
 from moeq_kernels.errors import ModelError as ModelError
 from moeq_kernels.errors import MoeqError as MoeqError
 
 PATH_CHARACTERS = 400  # of a path in a message
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:)/+(.*)", re.DOTALL)  # with the slash that a path leaves of them
 
 
 class InternalError(MoeqError):
@@ -99,8 +102,18 @@ class PushError(MoeqError):
 
 def missing(path: str | PathLike[str], do: str, problem: str = "no such file or directory") -> MissingError:
     """The error for a path that is named and is not there; problem: what the system says of it."""
-    where = str(path)
+    where, address = str(path), address_of(path)
+    if address is not None:
+        where, problem, do = address, "an address, where a path is wanted", "give the path of a copy on this machine"
     return MissingError(problem, where=where[:PATH_CHARACTERS] + "..." * (len(where) > PATH_CHARACTERS), do=do)
+
+
+def address_of(path: str | PathLike[str]) -> str | None:
+    """The address, such as s3://BUCKET/FOLDER, that stands where a path should; None where a path does."""
+    found = ADDRESS.fullmatch(str(path))
+    if found is None or isdir(found[1]):
+        return None
+    return f"{found[1]}{'///' if found[1] == 'file:' else '//'}{found[2]}"
 
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.places import refuse_artifacts
+from moeq.artifacts.storage import check_no_address
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.benching.asked import Asked
 from moeq.bounded import is_hub_id, is_utf8
@@ -60,7 +61,8 @@ def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
 
 
 def _check_writable_name(out: Path) -> None:
-    """StorageError for a name that no file of tensors or tables can be written to by."""
+    """StorageError for a name that no file of tensors or tables can be written to by, and for an address."""
+    check_no_address(out)
     if not is_utf8(out):
         raise StorageError("its name is no UTF-8", where=str(out), do="choose another --out, or rename it")
 

@@ -21,7 +21,7 @@ from typing import IO, Any, BinaryIO
 
 from moeq.artifacts.digests import Hashing, digest_of_file, linking, remember
 from moeq.artifacts.reading import read_json_file
-from moeq.artifacts.storage import storage_errors
+from moeq.artifacts.storage import check_no_address, storage_errors
 from moeq.errors import ArtifactError, MoeqError, StorageError
 from moeq.scratch import LOCK
 
@@ -42,7 +42,8 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path) -> Path:
-    """Create a directory and its parents; StorageError where that is impossible."""
+    """Create a directory and its parents; StorageError where that is impossible, and for an address."""
+    check_no_address(path)
     with storage_errors(path, "create the directory"):
         path.mkdir(parents=True, exist_ok=True)
     return path

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moeq.errors import StorageError
+from moeq.errors import StorageError, address_of
 
 _ADVICE = {
     errno.ENOSPC: "free some space or choose another place",
@@ -17,6 +17,13 @@ _ADVICE = {
     errno.EACCES: "check the permissions or choose another place",
     errno.EPERM: "check the permissions or choose another place",
 }
+
+
+def check_no_address(path: Path) -> None:
+    """StorageError for an address, which would be a folder of that name here."""
+    if (address := address_of(path)) is not None:
+        do = "give a path; `mirror` keeps a copy of a run at an address"
+        raise StorageError("an address, and files are written to paths alone", where=address, do=do)
 
 
 @contextmanager

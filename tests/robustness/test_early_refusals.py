@@ -86,6 +86,7 @@ def of_a_run(*more: Case, dense: bool = False) -> list[Case]:
         ((*BUNDLED, "--set", "threads=99999999999"), 2, "threads is 99999999999; give 4096 or less"),
         ((*BUNDLED, "--set", "assign.code_bits=-1"), 2, "code_bits"),
         ((*BUNDLED, "--out", "file.txt"), 8, "file.txt: is a file"),
+        ((*BUNDLED, "--out", "s3://a/b"), 8, "s3://a/b: an address, and files are written to paths alone; give a path"),
         ((*BUNDLED, "--out", "\udcff"), 8, "its name is no UTF-8; choose another --out"),
         *more,
     ]
@@ -102,6 +103,7 @@ EVERY = of_a_run(NO_TEXT, NO_EVALUATION, NO_TASKS, NO_HARDWARE)
 TWO_RUNS: Case = (("run", "--out", "other"), 2, "two runs: run and --out other; give one of them")
 NO_TEXT_FILE: Case = (("model", "--text", "no.txt"), 13, "no.txt: no such file or directory")
 WITHOUT_RECIPE: list[Case] = [
+    (("az://a/b",), 13, "az://a/b: an address, where a path is wanted; give the path of a copy on this machine"),
     (("./nowhere",), 13, "./nowhere: no such file or directory"),
     (("--model", "run"), 2, "run: this is a run, no model; its recipe is run/recipe.yaml; `moeq run run` goes"),
     (("model", *BUNDLED), 2, "two models: model and --model bundled:tiny-mixtral"),
@@ -295,6 +297,7 @@ REFUSED: dict[str, list[Case]] = {
     ],
     "generate": [
         (("nowhere", "hi"), 13, "nowhere: no such file or directory"),
+        (("file:///a/b", "hi"), 13, "file:///a/b: an address, where a path is wanted"),
         (("file.txt", "hi"), 3, "file.txt: not a directory; give RUN/checkpoint of a moeq run"),
         (("empty", "hi"), 3, "no config.json"),
         (("model", "hi", "--device", "gpu"), 2, "--device: unknown device 'gpu'"),
