@@ -92,7 +92,7 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
         note = "edited by hand, kept" if edited else "unchanged, skipped"
         context.reporter.say(f"[dim]{stage.name:9} {note}[/dim]")
         record = read_record(directory, stage.name)
-        return Outcome(stage=stage.name, skipped=True, seconds=0.0, record=record, edited=tuple(edited))
+        return _outcome(context, stage, record, edited)
     for what in damage(directory, stage.name, stage.editable):
         context.reporter.say(f"  [yellow]{stage.name}: {escape(what)}; made again[/yellow]")
     context.reporter.say(f"[bold]{stage.name}[/bold]")
@@ -131,7 +131,18 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
     gc.collect()  # models refer to themselves
     return_memory()
     context.reporter.say(f"[green]{stage.name:9} done[/green] in {human_seconds(seconds)}")
-    return Outcome(stage=stage.name, skipped=False, seconds=seconds, record=record, edited=tuple(edited))
+    return _outcome(context, stage, record, edited, seconds)
+
+
+def _outcome(
+    context: Context, stage: Stage, record: StageRecord, edited: Sequence[str], seconds: float | None = None
+) -> Outcome:
+    """What happened to a stage, which was skipped without seconds; of files that were edited by hand the summary is
+    theirs, not of those that it wrote."""
+    if edited and stage.edited is not None:
+        record = record.model_copy(update={"summary": stage.edited(context)})
+    skipped = seconds is None
+    return Outcome(stage=stage.name, skipped=skipped, seconds=seconds or 0.0, record=record, edited=tuple(edited))
 
 
 def _is_current(context: Context, stage: Stage, key: str, edited: frozenset[str] = frozenset()) -> bool:

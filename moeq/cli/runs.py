@@ -22,8 +22,8 @@ def run(asked: BuildOptions) -> None:
     from moeq.cli import gates
 
     made = api.run_in(context, force=asked.force)
-    unedited = [outcome.record.summary for outcome in made.stages if not outcome.edited]
-    loading = next(({"loads_in": one["loads_in"]} for one in unedited if "loads_in" in one), {})
+    told = [outcome.record.summary for outcome in made.stages]
+    loading = next(({"loads_in": one["loads_in"]} for one in told if "loads_in" in one), {})
     finished = {
         "stages": [terminal.outcome_json(outcome) for outcome in made.stages],
         "table": made.table,

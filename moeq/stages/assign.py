@@ -63,12 +63,16 @@ def run(context: Context) -> dict[str, Any]:
     remark = inputs.config.allocator.remark
     if remark is not None and (said := remark(inputs, assignment)) is not None:
         context.reporter.say(escape(f"  {said}"))
-    directory = make_directory(context.directory("assign"))
-    write_assignment(directory / NAME, assignment)
+    write_assignment(make_directory(context.directory("assign")) / NAME, assignment)
     _write_sensitivities(context, inputs)
+    return summary(context, inputs, assignment, timed)
+
+
+def summary(context: Context, inputs: AssignInputs, assignment: Assignment, timed: dict[str, Any]) -> dict[str, Any]:
+    """Sizes, widths, objective beside the optimum, latency and where it loads; timed: of a speed that was asked for."""
     scored = report.score(inputs, assignment).as_json()
-    summary = summarize(context, assignment) | scored | latency_summary(context, inputs, assignment) | timed
-    return summary | {"loads_in": where_it_loads(context, assignment, inputs)}
+    found = summarize(context, assignment) | scored | latency_summary(context, inputs, assignment) | timed
+    return found | {"loads_in": where_it_loads(context, assignment, inputs)}
 
 
 def sensitivities(context: Context) -> SensitivityTable:

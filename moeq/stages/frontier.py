@@ -1,8 +1,9 @@
-"""What other methods and targets would make of a run's measurements: objectives against bytes, prices of targets."""
+"""What is told of a run's measurements on demand: objectives against bytes of other methods, prices of targets, and
+what an assignment comes to that was edited by hand."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
 
@@ -11,10 +12,11 @@ from rich.markup import escape
 from moeq.artifacts.files import make_directory, write_json, write_text
 from moeq.artifacts.targets import refuse_codes, targets
 from moeq.assigners import report
+from moeq.recipe import BUDGETS
 from moeq.registry import ALLOCATORS
 from moeq.reporting.frontier import frontier_svg
 from moeq.stages import loading
-from moeq.stages.assign import decide, inputs_of, load
+from moeq.stages.assign import decide, inputs_of, load, summary
 from moeq.stages.context import Context
 
 NAME, PLOT = "frontier.json", "frontier.svg"  # beside the assignment
@@ -51,3 +53,10 @@ def prices(context: Context) -> list[dict[str, Any]]:
     found = {price.target: price for price in report.prices(inputs, load(context), read, loading.seen_by(context))}
     found |= {name: report.Price(target=name, refusal="; ".join(why)) for name, why in refused.items() if why}
     return [asdict(found[name]) for name in refused]
+
+
+def edited(context: Context) -> dict[str, Any]:
+    """The summary of an assignment that was edited by hand, which no budget limits: the optimum is of its bytes."""
+    inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
+    free = inputs.config.model_copy(update=dict.fromkeys(BUDGETS))
+    return summary(context, replace(inputs, config=free), load(context), {})

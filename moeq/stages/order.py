@@ -46,9 +46,9 @@ class Stage:
     revision: raised when the same inputs give other results, so that older artifacts are made again; text: parts of
     the corpus that it reads; computes: whether dtype and device decide its digits; check: finds what would make it fail
     later; intact: whether what it wrote outside its own directory is still there; apart: files outside its digest;
-    editable: files that people may change by hand, and accept: raises what is wrong with them; progress: patterns of
-    files that it goes on with when it was broken off; glances: stages of whose artifacts it reads none of the weights;
-    needs: what it takes in memory, on the disk and in time, from sizes alone.
+    editable: files that people may change by hand, accept: raises what is wrong with them, and edited: their summary;
+    progress: patterns of files that it goes on with when it was broken off; glances: stages of whose artifacts it reads
+    none of the weights; needs: what it takes in memory, on the disk and in time, from sizes alone.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Stage:
     apart: frozenset[str] = frozenset()
     editable: frozenset[str] = frozenset()
     accept: Callable[[Context], object] | None = None
+    edited: Callable[[Context], dict[str, Any]] | None = None
     progress: Callable[[Context], Sequence[str]] = lambda _: NO_PROGRESS
     glances: frozenset[str] = frozenset()
 
@@ -173,6 +174,7 @@ STAGES = (
         apart=frozenset({SENSITIVITIES, frontier.NAME, frontier.PLOT}),
         editable=EDITABLE["assign"],
         accept=assign.load,
+        edited=frontier.edited,
     ),
     Stage(
         name="quantize",

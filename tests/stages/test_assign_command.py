@@ -19,7 +19,7 @@ from moeq.artifacts import sealed
 from moeq.artifacts.effects import read_effects
 from moeq.artifacts.sensitivities import COLUMNS_KEY, MODEL_KEY, columns_digest, read_sensitivities, write_sensitivities
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
-from moeq.artifacts.stage import current_digest
+from moeq.artifacts.stage import current_digest, read_record
 from moeq.errors import ArtifactError, AssignmentError, EstimateError, FormatError, RecipeError
 from moeq.inspection import inspect
 from moeq.progress import Reporter
@@ -377,6 +377,11 @@ def test_codes_of_another_assignment_than_lies_there_are_refused(finished: Conte
     edited = next(expert for expert in data["layers"][0]["experts"] if expert["bits"] in (1, 2, 3, 4))
     edited["bits"] = 3 if edited["bits"] != 3 else 2
     path.write_text(json.dumps(data), "utf-8")
+    told, decided = pipeline.run_alone(context, "assign"), read_record(out / "assign", "assign").summary
+    assert told.edited == ("assignment.json",)
+    assert told.record.summary["expert_bytes"] == assign.summarize(context, assign.load(context))["expert_bytes"]
+    assert told.record.summary["expert_bytes"] != decided["expert_bytes"]
+    assert told.record.summary["optimum"] != decided["optimum"]
     for stage, made, by in (("export", "quantize", "quantize"), ("eval", "checkpoint", "export")):
         with pytest.raises(ArtifactError, match=f"{made}: made of another assign/ than lies there.*`moeq {by}` again"):
             pipeline.run_alone(context, stage)
