@@ -60,7 +60,7 @@ def the_readers_code() -> str:
     return block.text
 
 
-def test_the_documented_reader_places_every_expert_and_reads_it(native: Path) -> None:
+def test_the_documented_reader_places_every_expert_and_reads_it(native: Path, tmp_path: Path) -> None:
     text = the_readers_code()
     assert len(text.splitlines()) <= 60
     assert "moeq" not in text
@@ -79,6 +79,11 @@ def test_the_documented_reader_places_every_expert_and_reads_it(native: Path) ->
             for name, weight in reader.expert(layer, expert)[0].items():
                 wanted = weight.dequantize() if isinstance(weight, PackedWeight) else weight.float()
                 assert torch.equal(matrices[name].values(), wanted), (layer.name, expert, name)
+    gone = {"name": "moe", "hidden_size": 64, "intermediate_size": 64, "experts": [{"tier": "ndp", "replicas": []}]}
+    (tmp_path / "placement.json").write_text(json.dumps({"layers": [gone]}), "utf-8")
+    assert found["place"](tmp_path, {}) == {"moe": [{}]}  # of a dropped expert nothing is stored
+    with pytest.raises(NotImplementedError, match="no grids"):
+        found["Matrix"]({"codes": None, "scales": None}, 2, 64, {"group_size": -1, "state_bits": 8}).values()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
