@@ -12,7 +12,7 @@ import copy
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from importlib import import_module
@@ -83,10 +83,12 @@ class Registry:
     def blaming(self, name: str, at: Callable[[], str], expected: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Raise what another's member raises as one error that names its package; at: where it failed.
 
-        Errors of moeq, those of its own members, and those that callers expect stay as they are.
+        Errors of moeq, those of its own members, and those that callers expect stay as they are. What another's prints
+        goes to standard error: standard output is that of the command, such as its JSON.
         """
         try:
-            yield
+            with nullcontext() if name in self.own else redirect_stdout(sys.stderr):
+                yield
         except MoeqError:
             raise
         except expected:
@@ -149,7 +151,8 @@ class Registry:
 
     def _other(self, entry: EntryPoint) -> Any:
         try:
-            member = entry.load()
+            with redirect_stdout(sys.stderr):
+                member = entry.load()
         except (Exception, SystemExit) as error:  # whatever another's module does, this program goes on
             return _broken(entry, f"{type(error).__name__}: {error}")
         base: Any = _class(self.base)
@@ -166,11 +169,9 @@ class Registry:
         return member
 
     def _guarded(self, name: str, function: Callable[..., Any], kind: str | None) -> Callable[..., Any]:
-        """What it prints goes to standard error: standard output is that of the command, such as its JSON."""
-
         @wraps(function)
         def guarded(*arguments: Any, **named: Any) -> Any:
-            with self.blaming(name, lambda: f"{function.__name__}()"), redirect_stdout(sys.stderr):
+            with self.blaming(name, lambda: f"{function.__name__}()"):
                 result = function(*arguments, **named)
                 result = list(result) if isinstance(result, Iterator) else result
                 if kind is not None and not isinstance(result, _class(kind)):

@@ -83,9 +83,11 @@ def _is_read(declared: Mapping[str, Any]) -> bool:
     exporter = of_method(str(declared.get("quant_method", "unknown")))
     if exporter is None or exporter.layout is None:
         return exporter is not None and exporter.opened is not None
+    refuses = (ValueError, KeyError, TypeError, AttributeError)
     try:
-        exporter.layout(declared)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        with EXPORTERS.blaming(exporter.name, lambda: "layout()", refuses):
+            exporter.layout(declared)
+    except refuses:
         return False
     return True
 

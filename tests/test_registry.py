@@ -142,6 +142,8 @@ UNRULY = """
 import sys
 from moeq.assigners.allocator import Allocator
 
+print("imported")
+
 
 def nothing(inputs):
     print("on its way")
@@ -167,5 +169,9 @@ def test_what_leaves_returns_nothing_or_prints_is_told_of_its_package(
             ALLOCATORS.get("nothing").assign(None)
         with pytest.raises(AssignmentError, match=r"strangers 1\.0: .*'leaves' failed at leaves\(\) \(SystemExit: 0\)"):
             ALLOCATORS.get("leaves").assign(None)
+        with ALLOCATORS.blaming("leaves", str):  # as quantizers and layouts are called
+            print("called")
+        with ALLOCATORS.blaming("uniform", str):
+            print("moeq's own")
     said = capsys.readouterr()
-    assert (said.out, said.err) == ("", "on its way\n")
+    assert (said.out, said.err) == ("moeq's own\n", "imported\non its way\ncalled\n")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from moeq.exporters.exporter import Exporter
@@ -43,8 +41,8 @@ class BlamedLayout:
         return f"{what} of {kind.__module__}.{kind.__qualname__}"
 
     def _asked(self, name: str, gives: tuple[type, ...], says: tuple[type[Exception], ...], *given: Any) -> Any:
-        """What a function gives, one of some classes; says: what it may raise. Prints go to standard error."""
-        with EXPORTERS.blaming(self._name, lambda: self._at(f"{name}()"), says), redirect_stdout(sys.stderr):
+        """What a function gives, one of some classes; says: what it may raise."""
+        with EXPORTERS.blaming(self._name, lambda: self._at(f"{name}()"), says):
             found = getattr(self._layout, name)(*given)
             if not isinstance(found, gives):
                 raise TypeError(f"it returns a {type(found).__name__}, no {gives[0].__name__}")
