@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moeq.artifacts.assignment import Assignment, read_assignment
+from moeq.artifacts.assignment import EDITED, Assignment, read_assignment
 from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.reading import read_json_file
 from moeq.artifacts.run import RECIPE_COPY
@@ -45,15 +45,17 @@ ASSIGNMENT_KEYS = {"method", "layers", "group_size"}  # of an assignment, not of
 class Subject:
     """One row of the comparison: what is loaded, and what is then done to it.
 
-    run: the run that it belongs to; assignment: of the run, None for the original; exported: the run's own, whose
-    experts may have been refined; checkpoint: packed, as exported; context: experts placed and quantized by context;
-    dynamic: experts that change between two precisions as the workload asks for it.
+    run: the run that it belongs to; assignment: of the run, None for the original; edited: it is another than what was
+    decided; exported: the run's own, whose experts may have been refined; checkpoint: packed, as exported; context:
+    experts placed and quantized by context; dynamic: experts that change between two precisions as the workload asks
+    for it.
     """
 
     name: str
     source: ModelSource
     run: Context | None = None
     assignment: Assignment | None = None
+    edited: bool = False
     exported: bool = False
     checkpoint: Path | None = None
     context: ContextOptions | None = None
@@ -83,7 +85,8 @@ class Subject:
             described["assignment"] = {"name": self.assignment.name, "method": self.assignment.method}
         if self.run is not None and self.context is None:
             called = ORIGINAL if self.assignment is None else self.assignment.name
-            described["label"] = labels(self.run.recipe).get(called)
+            label = labels(self.run.recipe).get(called)
+            described["label"] = f"{label}, edited {EDITED}" if self.edited and label is not None else label
         if self.context is not None:
             described["context_aware"] = self.context.model_dump(mode="json")
         if self.dynamic is not None:
@@ -212,7 +215,8 @@ def _of_json(path: Path, runs: dict[Path, Context], trust: bool) -> list[Subject
     run = _run(folder, runs, trust)
     assignment = read_assignment(path)
     shown = f"{run.out.name}:{assignment.name}"
-    return [Subject(name=shown, source=run.model.source, run=run, assignment=assignment)]
+    edited = assign.is_edited(run, path)
+    return [Subject(name=shown, source=run.model.source, run=run, assignment=assignment, edited=edited)]
 
 
 def _run(folder: Path, runs: dict[Path, Context], trust: bool) -> Context:
@@ -240,5 +244,6 @@ def _of_run(run: Context, name: str | None) -> list[Subject]:
         exported = wanted == own and (run.recipe.quantize.trains or is_quantized)
         if exported and run.recipe.quantize.trains:
             check_codes(run, QUANTIZED)
-        subjects.append(Subject(name=shown, source=run.model.source, run=run, assignment=assignment, exported=exported))
+        made = Subject(name=shown, source=run.model.source, run=run, assignment=assignment, exported=exported)
+        subjects.append(replace(made, edited=wanted == own and assign.is_edited(run)))
     return subjects

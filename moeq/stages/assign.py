@@ -28,10 +28,9 @@ from moeq.artifacts.assignment import (
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import canonical_json, make_directory
 from moeq.artifacts.profile import ExpertProfile
-from moeq.artifacts.run import EDITABLE
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
-from moeq.artifacts.stage import edited_files, read_record
+from moeq.artifacts.stage import RECORD, read_record
 from moeq.artifacts.targets import MIXED, granularity_within, loaded_by, refuse_codes, target_of
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs, Loaded
@@ -382,9 +381,11 @@ def load(context: Context) -> Assignment:
     return assignment
 
 
-def is_edited(context: Context) -> bool:
-    """Whether the assignment was changed by hand after it had been decided."""
-    return bool(edited_files(context.directory("assign"), "assign", EDITABLE["assign"]))
+def is_edited(context: Context, path: Path | None = None) -> bool:
+    """Whether an assignment, the run's own or that of a file, is another than what was decided."""
+    directory = context.directory("assign")
+    decided = read_record(directory, "assign").files if (directory / RECORD).is_file() else {}
+    return NAME not in decided or digest_of_file(path or directory / NAME) != decided[NAME].sha256
 
 
 def _check_choice(context: Context, layer: ExpertLayer, choice: ExpertChoice, where: str) -> None:

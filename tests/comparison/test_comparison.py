@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from moeq.artifacts.assignment import EDITED
 from moeq.cli import app
 from moeq.comparison import loaded
 from moeq.comparison.eval_options import EvalOptions
@@ -107,6 +108,20 @@ def test_assignments_of_a_run_are_called_as_people_do(
     print_comparison(compared)
     shown = capsys.readouterr().out
     assert "made:run: 1 expert in FP16 + prefix-split, 2.5 code bits" in " ".join(shown.split())
+
+
+def test_an_assignment_that_was_edited_is_not_called_what_its_method_found(run: Path, tmp_path: Path) -> None:
+    """As the final table of a run says it."""
+    copy = shutil.copytree(run, tmp_path / "made")
+    own, saved = copy / "assign" / "assignment.json", copy / "saved.json"
+    called = lambda word: open_subjects([str(word)], [], trust=False)[-1].described()["label"]  # noqa: E731
+    decided = shutil.copy(own, saved)
+    own.write_text(own.read_text("utf-8") + "\n", "utf-8")
+    label = "1 expert in FP16 + prefix-split, 2.5 code bits"
+    assert called(saved) == label
+    assert [called(word) for word in (copy, f"{copy}:run", own)] == [f"{label}, edited {EDITED}"] * 3
+    assert called(f"{copy}:uniform-2") == "uniform 2-bit"
+    assert called(shutil.copy(own, decided)) == f"{label}, edited {EDITED}"
 
 
 def test_sizes_stand_beside_what_they_cost(
