@@ -304,6 +304,12 @@ def test_experts_one_by_one_of_a_family_that_stores_stacks(family: str, tmp_path
             loading.load_model(source, torch.float32, torch.device("cpu"))
     declare(plain.path, handmade.gptq_config(**own))
     if layers[0].biased:
+        stack = {f"{layers[0].name}.down_proj_bias": torch.zeros(layers[0].num_experts, 64)}
+        save_file(tensors | stack, plain.path / "model.safetensors", {"format": "pt"})
+        for reads in (inspect, open_packed):
+            with pytest.raises(ArtifactError, match=r"down_proj_bias holds the biases of all experts, whose"):
+                reads(plain.path).check()
+        save_file(tensors, plain.path / "model.safetensors", {"format": "pt"})
         change(plain.path, lambda tensors: tensors.pop(f"{layers[0].name}.2.up_proj.bias"))
         with pytest.raises(ArtifactError, match="expert 2, up_proj: its bias is missing"):
             open_packed(plain.path).check()  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ N output rows, K inputs, G groups of inputs, b bits.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ PATTERN_CHARACTERS = 10_000
 CHECKED = "every packed matrix has the parts, shapes and types that config.json says; `moeq verify` compares all"
 WHOLE, PACKED = "weight", "weight_packed"  # tensors of a module that is not packed, and of one that is
 FLOATS = ("F16", "BF16", "F32")  # types of scales
+_OF_EXPERT, _BIASES = re.compile(r"(.+)\.\d+\.[^.]+"), "_proj_bias"  # one's matrix; a stack of all experts' biases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,8 @@ class Layout(Protocol):
 
 
 def packed_modules(source: ModelSource, layout: Layout | None) -> dict[str, dict[str, TensorHeader]]:
-    """{packed module on disk: {part: header}}; ArtifactError for one whose weight is there as it was, too."""
+    """{packed module on disk: {part: header}}; ArtifactError for one whose weight is there as it was, too, and for an
+    expert whose biases lie in a stack of all experts'."""
     if layout is None:
         return {}
     anchor, there = f".{layout.anchor}", source.tensors
@@ -102,6 +105,11 @@ def packed_modules(source: ModelSource, layout: Layout | None) -> dict[str, dict
             what = f"{name}.{WHOLE} lies beside {name}.{beside}: nothing says which of the two counts"
             do = "remove one of them, or make or download the checkpoint again"
             raise ArtifactError(what, where=str(whole.file), do=do)
+    apart = {found[1] for name in modules if (found := _OF_EXPERT.fullmatch(name)) is not None}
+    stack = next((key for key in there if key.endswith(_BIASES) and key.rpartition(".")[0] in apart), None)
+    if stack is not None:
+        what = f"{stack} holds the biases of all experts, whose matrices are packed one by one"
+        raise ArtifactError(what, where=str(there[stack].file), do="give the original model to quantize it")
     return modules
 
 
