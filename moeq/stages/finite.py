@@ -81,7 +81,13 @@ def may_overflow(context: Context, last: ExpertLayer) -> bool:
     model = context.model.module
     weights: list[torch.Tensor] = [weight for weight in model.parameters() if weight.device.type != "meta"]
     weights += stacked_weights(model, last, slice(None)).values()
-    return any(bool((weight.abs() > LARGE).any()) for weight in weights if weight.numel())
+    return any(_beyond(weight) for weight in weights if weight.numel())
+
+
+def _beyond(weight: torch.Tensor) -> bool:
+    """Whether some weights are above LARGE, or are no numbers; nothing as large as they are is made for it."""
+    least, most = weight.aminmax()
+    return not -LARGE <= float(least) <= float(most) <= LARGE
 
 
 def check_output(context: Context, sequences: Sequences) -> None:

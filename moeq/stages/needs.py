@@ -145,7 +145,8 @@ class Sizes:
         self.block_parameters = [_weights(skeleton.get_submodule(path)) for path in blocks]
         self.block_visits = [visits(skeleton, path) for path in blocks]
         weights = _weights(skeleton)
-        self.resident_parameters = weights - sum(self.block_parameters)
+        within = {weight for path in blocks for weight in skeleton.get_submodule(path).parameters()}
+        self.resident_parameters = weights - sum(weight.numel() for weight in within)  # blocks may share theirs
         again = self._visited(self.block_parameters) - sum(self.block_parameters)
         self.walked = self.disk + self.disk * again // weights
         self.residual_states = _residual_states(skeleton.config, self.block_visits)
@@ -155,9 +156,11 @@ class Sizes:
         embeddings: Any = None if self.images else skeleton.get_input_embeddings()  # type: ignore[operator]
         self.vocabulary = context.model.image_task.labels if embeddings is None else int(embeddings.weight.shape[0])
         width = self.dtype.itemsize
-        self.whole = (sum(self.block_parameters) + self.resident_parameters) * width
+        self.whole = weights * width
         self.resident, self.largest_block = self.resident_parameters * width, max(self.block_parameters) * width
         self.token = self.geometry.hidden_size * width  # bytes of one hidden state
+        in_place = not (self.gpu or self.casts or self.images or self.source.is_remote)
+        self.mapped = _words(skeleton) * width if in_place else 0
 
     def _visited(self, numbers: Sequence[int]) -> int:
         """A sum over decoder blocks in which each counts as often as a token goes through it."""
@@ -235,12 +238,17 @@ class Sizes:
     # --- memory --------------------------------------------------------------------------------------------------
 
     def model(self) -> Moment:
-        """What a stage holds of the model before it reads a block."""
-        return {"resident weights": self.resident} if self.streams else {"model": self.whole}
+        """What a stage holds of the model before it reads a block; `words` beside it where logits are asked for."""
+        held = {"resident weights": self.resident} if self.streams else {"model": self.whole}
+        return {what: size - self.mapped for what, size in held.items()}
+
+    def words(self) -> Moment:
+        """Embeddings and head that lie in the mapped file: read where logits are made, else a few rows of them."""
+        return {"embeddings and head": self.mapped}
 
     def loading(self) -> Moment:
         """The model, or its next block, while it is being read."""
-        read = self.largest_block if self.streams else self.whole
+        read = self.largest_block if self.streams else self.whole - self.mapped
         stacked = 2 * self.largest.num_experts * self.largest.parameters_per_expert * self.dtype.itemsize / 3
         stacked += read if self.casts else 0
         if self.streams:
@@ -332,6 +340,12 @@ def _residual_states(config: Any, visits: Sequence[int]) -> int:
         return 0
     looped = sum(times > 1 for times in visits)
     return SUMMED + 2 * -(-int(text.num_hidden_layers) // each) + (MESSAGES + looped // each if looped else 0)
+
+
+def _words(model: Any) -> int:
+    """Number of weights of a model's embeddings and head, in which the words of its vocabulary are."""
+    parts = (model.get_input_embeddings(), model.get_output_embeddings())
+    return sum(weight.numel() for weight in {part.weight for part in parts if part is not None})
 
 
 def _weights(module: nn.Module) -> int:

@@ -87,11 +87,13 @@ def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
         **sizes.tables(),
     }
     loaded: Moment = {}
+    held = {**sizes.held(), **sizes.words()}
     swapped = {"weights that were replaced": replaced}
     module = {"one module, dequantized": sizes.others.unpacked(width)}
-    moments: list[Moment] = [{**sizes.loading(), **once}, {**sizes.held(), **swapped, **module, **once}]
+    moments: list[Moment] = [{**sizes.loading(), **once}, {**held, **swapped, **module, **once}]
     if sizes.streams:
-        loaded, swapped = sizes.model(), {"stopped texts": 0 if text is None else text.tokens * 2 * sizes.token}
+        loaded = {**sizes.model(), **sizes.words()}
+        swapped = {"stopped texts": 0 if text is None else text.tokens * 2 * sizes.token}
         reading = {"being read": 0.1 * sizes.placed[0]}
         moments = [{**sizes.loading(), **swapped, **module, **once}, {**loaded, **exported, **reading, **once}]
     for part in (CHECKED, *given):
@@ -101,7 +103,7 @@ def _moments(sizes: Sizes, given: Sequence[Text]) -> Sequence[Moment]:
             some, scored = slice_bytes(part.length, sizes.vocabulary), TOKEN_BYTES * part.tokens
             logits = {"logits": all_logits * width, "logits in float64": some, "scored tokens": scored}
         running = {**sizes.running(part.batch_tokens), **logits, **once}
-        moments += [{**sizes.held(), **swapped, **running}, {**loaded, **exported, **running}]
+        moments += [{**held, **swapped, **running}, {**loaded, **exported, **running}]
         moments += following.moments(sizes, {**loaded, **running})
     return moments
 

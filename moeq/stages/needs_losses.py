@@ -259,7 +259,7 @@ def _layer_effects_batches(sizes: Sizes, section: LayerEffectsSection) -> tuple[
     groups = min(batches, -(-there * states // max(memory, states)))
     numbers = COMPARED * sizes.vocabulary * 4 + sizes.vocabulary * sizes.dtype.itemsize
     held = {"outputs that are compared": tokens * numbers, "hidden states of layers' changes": there * states / groups}
-    return batches, tokens, groups, {**sizes.held(), **held, **sizes.running(tokens)}
+    return batches, tokens, groups, {**sizes.held(), **sizes.words(), **held, **sizes.running(tokens)}
 
 
 def effect_openers(sizes: Sizes, section: LayerEffectsSection | ExpertEffectsSection) -> Openers | None:
@@ -330,4 +330,4 @@ def _expert_effects_batches(sizes: Sizes, section: ExpertEffectsSection) -> tupl
     _, batches, tokens = _compared(sizes, section.sequences, kept)
     numbers = COMPARED * sizes.vocabulary * 4 + (sizes.vocabulary + kept) * sizes.dtype.itemsize
     held = {"outputs that are compared": tokens * numbers}
-    return batches, tokens, {**sizes.held(), **held, **sizes.running(tokens)}
+    return batches, tokens, {**sizes.held(), **sizes.words(), **held, **sizes.running(tokens)}

@@ -48,6 +48,7 @@ def moment(sizes: Sizes, section: TuneSection) -> Moment:
     here = min(section.batch_size, sequences_at_once(sizes, memory, length))
     return {
         **sizes.model(),
+        **sizes.words(),
         "units of codes": UNIT_BYTES * sizes.expert_parameters,
         "scales in training": STATE * sizes.scales(),
         "gradients of a layer": 2

@@ -32,7 +32,7 @@ from moeq.models.walk import LayerInputs
 from moeq.quantizers.layer_data import heldout_stride
 from moeq.stages import workers
 from moeq.stages.context import Context
-from moeq.stages.finite import check_output, may_overflow, naming_the_file, say_left_out_of
+from moeq.stages.finite import TRIED_TOKENS, check_output, may_overflow, naming_the_file, say_left_out_of
 from moeq.stages.needs import CAPTURED, LIBRARY, STATES, Moment, Needs, Rates, Sizes
 from moeq.stages.recorder import Recorder
 
@@ -278,6 +278,9 @@ def needs(sizes: Sizes) -> Needs:
         {**sizes.loading(), **sizes.stopped(2, 1), **tables},
         {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens), **tables},
     ]
+    if not sizes.streams and not sizes.images:
+        tried = TRIED_TOKENS * sizes.vocabulary * (sizes.dtype.itemsize + 12)
+        walking.append({**sizes.held(), "logits": tried, **tables})
     if opened is not None:  # whose models are theirs
         walking = [{**(moment if sizes.gpu else tables), **opened.held} for moment in walking]
     moments: list[Moment] = [read, *walking]

@@ -148,6 +148,26 @@ def test_a_gpu_holds_what_computes_and_the_machine_the_rest(tiny_mixtral: Path, 
         assert not gpu & {"program", "text", "headers", "loss table and profile"}
 
 
+def test_words_that_lie_in_the_file_count_where_logits_are_made(tiny_mixtral: Path, tmp_path: Path) -> None:
+    """Of a model that is nearly all embeddings twice what profile and assign take was foretold."""
+
+    def of(*overrides: str) -> dict[str, dict[str, int]]:
+        recipe = load_recipe(None, [*SMALL, "losses.layer_effects={}", *overrides])
+        context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path).given()
+        needed = add_up(Sizes(context))
+        return {need.stage: need.ram_terms for need in needed} | {"": {"whole": Sizes(context).whole}}
+
+    config = json.loads((tiny_mixtral / "config.json").read_text("utf-8"))
+    words = 2 * config["vocab_size"] * config["hidden_size"] * 4
+    in_place, cast = of(), of("dtype=bfloat16")
+    assert in_place["assign"]["model"] == in_place[""]["whole"] - words
+    assert cast["assign"]["model"] == cast[""]["whole"]
+    assert of("stream=always")["estimate"]["resident weights"] < words
+    assert {stage: "embeddings and head" in terms for stage, terms in in_place.items()} == {
+        stage: stage in ("losses", "eval") for stage in in_place
+    }
+
+
 def test_a_packed_head_counts_where_it_is_held_against_the_original(tiny_mixtral: Path, tmp_path: Path) -> None:
     """Its values and the original's beside the codes; what is compared is so a block at a time."""
     context = Context(recipe=load_recipe(None, [*SMALL, "others.head=8"]), model_name=str(tiny_mixtral), out=tmp_path)

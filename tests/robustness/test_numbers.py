@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -131,16 +132,24 @@ def test_weights_that_overflow_are_named_at_profile(
     assert not any((out / stage).exists() for stage in ("profile", "losses", "checkpoint"))
 
 
-@pytest.mark.parametrize(("ends", "code"), [(r"^model\.norm\.weight$", QUANTIZATION), ("nothing", 0)])
+@pytest.mark.parametrize(
+    ("ends", "factor", "code"),
+    [
+        (r"^model\.norm\.weight$", 1e36, QUANTIZATION),
+        (r"^model\.norm\.weight$", math.nan, QUANTIZATION),
+        ("nothing", 1.0, 0),
+    ],
+)
 def test_a_norm_that_overflows_is_named_in_a_streamed_model_too(
-    moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path, ends: str, code: int
+    moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path, ends: str, factor: float, code: int
 ) -> None:
-    model = changed(models, times(ends, 1e36))
+    model = changed(models, times(ends, factor))
     options = ["--model", model, "--out", tmp_path / "out", "--quiet", "--set", "stream=always"]
     finished = moeq.run("profile", recipe, *options)
     assert finished.code == code, finished.stderr
     if code:
-        assert_refused(finished, code, "model.norm.weight: weights of up to 1e+36", "as seen in the model's output")
+        why = "weights are not finite" if math.isnan(factor) else "weights of up to 1e+36"
+        assert_refused(finished, code, f"model.norm.weight: {why}", "as seen in the model's output")
 
 
 def test_a_model_of_zeros_is_named_at_profile(moeq: ForkServer, recipe: Path, models: Models, tmp_path: Path) -> None:
