@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,12 +104,14 @@ def walk(
     finish: Callable[[Batch, Any], None] | None = None,
     blocks: Sequence[str] = (),
     left: Callable[[str], None] | None = None,
+    hidden: bool = True,
 ) -> Iterator[LayerInputs]:
     """Yield the inputs of every MoE layer in turn, over all batches.
 
     streamed: the blocks of this model are read when all batches have come to them, once for each visit; a layer's
     weights are there while its inputs are out. A caller that keeps neither inputs nor views of weights holds one layer
-    of both, and of a loop what its layers were given before. finish: called with each batch's output; without it the
+    of both, and of a loop what its layers were given before; hidden: False for who needs the routing alone: hidden
+    states come as [T, 0]. finish: called with each batch's output; without it the
     walk ends after the last layer. blocks: paths of decoder layers; `left` is called with each when all batches have
     come to its end for the last time, while its weights are there. Raises ModelError when layers do not run in the
     order in which they were found, and NotFiniteError when an expert's weights, or every token's activations, are not.
@@ -147,8 +149,11 @@ def walk(
             if here is None or here not in layers[done:]:
                 raise out_of_turn(layers[min(done, len(layers) - 1)].name if layers else "the model")
             check_weights(model, here)
-            given.setdefault(here.index, []).append(gather(here, [seen for _, seen in events], batches))
-            del events  # which would else lie beside the next layer's
+            inputs = gather(here, [seen for _, seen in events], batches)
+            if not hidden:
+                inputs = replace(inputs, hidden=inputs.hidden.new_empty(len(inputs.hidden), 0))
+            given.setdefault(here.index, []).append(inputs)
+            del events, inputs  # which would else lie beside the next layer's
             if len(given[here.index]) == here.visits:
                 if here != layers[done]:
                     raise out_of_turn(layers[done].name)

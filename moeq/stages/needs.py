@@ -259,14 +259,14 @@ class Sizes:
         """The model, or its resident parts and a block."""
         return {**self.model(), **({"decoder block": self.largest_block} if self.streams else {})}
 
-    def stopped(self, copies: float, inputs: float = 0) -> Moment:
+    def stopped(self, copies: float, inputs: float = 0, *, kept: bool = True) -> Moment:
         """All batches stopped in a layer, with hidden states of every token, and copies of what goes into the layer;
-        with what the layers of a loop were given at earlier visits, and those joined."""
+        with what the layers of a loop were given at earlier visits, and those joined; kept: hidden states, too."""
         tokens, beside = self.calibration.tokens, 12 * self.geometry.top_k + 16
         earlier = sum(layer.visits - 1 for layer in self.layers)
-        inputs = max(inputs, 1 + self.most_visits) if inputs > 1 and earlier else inputs
+        inputs = max(inputs, 1 + self.most_visits) if inputs > 1 and earlier and kept else inputs
         captured = tokens * (inputs * self.token + beside) if inputs else 0
-        captured += tokens * earlier * (self.token + beside)
+        captured += tokens * earlier * (kept * self.token + beside)
         copies += copies / STATES * self.residual_states
         return {"stopped batches": tokens * copies * self.token, "inputs of a layer": captured}
 

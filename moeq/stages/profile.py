@@ -164,7 +164,7 @@ def count_part(context: Context, sequences: Sequences, advance: Callable[[], Non
     counts, scores, top_k, left_out, tried = [], [], [], [], False
     batches = sequences.batches(context.recipe.corpus.batch_size)
     with naming_the_file(context):
-        for inputs in context.model.walk(batches):
+        for inputs in context.model.walk(batches, hidden=False):
             left_out.append((inputs.left_out, inputs.left_out + len(inputs.hidden)))
             layer_counts, layer_scores = count_routing(inputs, len(sequences), prefill)
             counts.append(layer_counts)
@@ -245,7 +245,7 @@ TRACE_HEADER, TRACE_LAYER = 1_000, 110  # bytes of the trace beside its tokens
 def openers(sizes: Sizes, batches: int) -> workers.Openers | None:
     """Workers among which the text is divided; None: the run itself counts."""
     text = sizes.calibration
-    walk = {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens)}
+    walk = {**sizes.held(), **sizes.stopped(STATES, CAPTURED, kept=False), **sizes.running(text.batch_tokens)}
     model = max(sum(walk.values()), sum(sizes.loading().values()))
     return workers.Openers.of(sizes.recipe, sizes.device, batches, model)
 
@@ -275,8 +275,8 @@ def needs(sizes: Sizes) -> Needs:
         return LIBRARY / 3 + TOKENIZING * sum(there) + sizes.reading(rates, disk, first=True) + walk
 
     walking: list[Moment] = [
-        {**sizes.loading(), **sizes.stopped(2, 1), **tables},
-        {**sizes.held(), **sizes.stopped(STATES, CAPTURED), **sizes.running(text.batch_tokens), **tables},
+        {**sizes.loading(), **sizes.stopped(2, 1, kept=False), **tables},
+        {**sizes.held(), **sizes.stopped(STATES, CAPTURED, kept=False), **sizes.running(text.batch_tokens), **tables},
     ]
     if not sizes.streams and not sizes.images:
         tried = TRIED_TOKENS * sizes.vocabulary * (sizes.dtype.itemsize + 12)

@@ -140,6 +140,12 @@ def test_a_looped_layer_comes_out_once_with_all_that_it_was_given(tmp_path: Path
             counts, _ = count_routing(inputs, 3, torch.tensor([4, 4, 4]))
             assert counts.sum(2).tolist() == [[8 * layer.visits, 2 * layer.visits * (n - 4)] for n in (9, 16, 12)]
         assert left == [f"model.layers.{index}" for index in range(4)]
+    whole, routing = (list(walk(model, layers, rows.batches(2), CPU, hidden=hidden)) for hidden in (True, False))
+    for inputs, alone in zip(whole, routing, strict=True):
+        assert torch.equal(inputs.experts, alone.experts)
+        assert torch.equal(inputs.weights, alone.weights)
+        assert alone.hidden.shape == (len(inputs.hidden), 0)
+        assert alone.hidden.untyped_storage().nbytes() == 0
     inside = ("model.layers.1.", "model.layers.2.")  # what is read a second time
     read = [header.bytes * (1 + key.startswith(inside)) for key, header in source.tensors.items()]
     assert streamed.bytes_read == sum(read)

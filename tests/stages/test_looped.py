@@ -115,6 +115,8 @@ def test_a_plan_counts_what_is_held_read_and_computed_at_every_visit(looped: Pat
     tokens, each = 8 * 32, 40 * 4 + 2 * 12 + 16  # hidden states, experts and their weights, sequence and position
     held = [sizes.stopped(2, 1)["inputs of a layer"] for sizes in (one, other)]
     assert held == [VISITS * tokens * each, tokens * each]
+    routing = one.stopped(2, 1, kept=False)["inputs of a layer"]  # of which profile counts, and keeps no hidden states
+    assert routing == VISITS * tokens * each - (VISITS - 1) * tokens * 40 * 4
     assert (one.layer_tokens, other.layer_tokens) == (VISITS * tokens, tokens)
 
 
