@@ -150,6 +150,7 @@ class Mirror:
         with self._reporter.bar("from the mirror", len(wanted) + len(replicas)) as advance:
             self._all((*wanted, *replicas), lambda name: self._bring(name, folders), advance)
         for folder in folders:
+            (self.out / folder).unlink(missing_ok=True)  # a link that leads to nothing
             (self.out / f"{folder}{PARTIAL}").rename(self.out / folder)
         self._reporter.say(f"  {len(wanted) + len(replicas)} files from {escape(self.url)}")
 

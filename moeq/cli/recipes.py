@@ -41,6 +41,8 @@ class InitOptions(BuildOptions):
 @takes_options("quantizer", "refine", "tune", "format", "for_")
 def init(asked: InitOptions) -> None:
     """Write a commented recipe: a preset with a model and other options put in place, to go on with in an editor."""
+    from moeq.models.declared import refuse_quantized
+    from moeq.models.source import check_there
     from moeq.starting import RUNS, check_no_run, short_name
 
     out = asked.out or Path("recipe.yaml")
@@ -54,6 +56,7 @@ def init(asked: InitOptions) -> None:
     model = asked.named_model
     if model is not None:
         check_no_run(model)
+        refuse_quantized(check_there(model), model)
     text = _recipe_text(asked, model)
     if out == STANDARD_OUTPUT:
         show({"text": text}, lambda _: print(text, end=""), json=asked.json)

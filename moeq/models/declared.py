@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from moeq.errors import ModelError
-from moeq.models.source import ModelSource
+from moeq.models.source import CONFIG, ModelSource
+from moeq.runtimes import to_convert
 from moeq_kernels.widths import METHOD, PARTS
 
 DEQUANTIZED = ("fp8", "mxfp4")  # quant_method of what is dequantized while it is loaded
@@ -18,6 +20,16 @@ FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # types of we
 def quantization_of(config: dict[str, Any]) -> dict[str, Any]:
     """The quantization that a config.json declares, for the whole or for its language model; empty when none."""
     return dict(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {})
+
+
+def refuse_quantized(config: dict[str, Any], path: object) -> None:
+    """ModelError for the config.json of a model that is quantized already, but in a format that is dequantized while
+    it is loaded."""
+    declared = quantization_of(config)
+    method = declared.get("quant_method", "unknown")
+    if declared and method not in DEQUANTIZED:
+        do = f"give the original checkpoint; {to_convert(path, declared, 'dequantized', 'a plain one')}"
+        raise ModelError(f"already quantized ({method})", where=str(Path(str(path)) / CONFIG), do=do)
 
 
 def is_native(config: dict[str, Any]) -> bool:

@@ -27,7 +27,15 @@ from moeq.artifacts.reading import read_json_file
 from moeq.errors import ModelError, RecipeError
 from moeq.models import half_products
 from moeq.models.configuration import check_top_k, read_settings
-from moeq.models.declared import DEQUANTIZED, PACKED, is_dequantized, is_native, main_dtype, quantization_of, scale_keys
+from moeq.models.declared import (
+    PACKED,
+    is_dequantized,
+    is_native,
+    main_dtype,
+    quantization_of,
+    refuse_quantized,
+    scale_keys,
+)
 from moeq.models.drafts import draft_keys
 from moeq.models.experts import SUPPORTED, ExpertLayer, find_expert_layers
 from moeq.models.forward import takes_images
@@ -164,11 +172,8 @@ def skeleton(
     dequantized while loading.
     """
     half_products.use_for(dtype)
-    where, declared = source.path / CONFIG, quantization_of(source.config)
-    method = declared.get("quant_method", "unknown")
-    if declared and not packed and method not in DEQUANTIZED:
-        do = f"give the original checkpoint; {to_convert(source.path, declared, 'dequantized', 'a plain one')}"
-        raise ModelError(f"already quantized ({method})", where=str(where), do=do)
+    if not packed:
+        refuse_quantized(source.config, source.path)
     config = load_config(source, trust_remote_code)
     for part in (config, config.get_text_config()):
         if getattr(part, "quantization_config", None) is not None:
@@ -176,7 +181,7 @@ def skeleton(
     kind = model_class(source, config, trust_remote_code)
     options = {"trust_remote_code": trust_remote_code} if kind in AUTOS else {}
     make = kind.from_config if kind in AUTOS else kind._from_config
-    with asking_transformers("build it", where, SUPPORTED), without_weights():
+    with asking_transformers("build it", source.path / CONFIG, SUPPORTED), without_weights():
         return make(config, dtype=dtype, **options).eval()  # type: ignore[no-any-return]
 
 

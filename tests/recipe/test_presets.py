@@ -138,8 +138,11 @@ def test_init_prints_and_fits_lengths(tmp_path: Path, monkeypatch: pytest.Monkey
     whole = CliRunner().invoke(app, ["init", "model", "--out", "-", "--json"])
     assert json.loads(whole.stdout) == {"schema_version": 1, "text": done.stdout}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    packed = {"model_type": "mixtral", "quantization_config": {"quant_method": "moeq"}}
+    (model / "config.json").write_text(json.dumps(packed), "utf-8")
     for words, refusal in (
         (["init", "nowhere.yaml"], "is a recipe"),
+        (["init", "model"], "model/config.json: already quantized (moeq); give the original checkpoint; moeq convert"),
         (["init", "./nowhere"], "no such file or directory"),
         (["init", "--out", "recipe"], "--out recipe: is no name of a recipe; end its name in .yaml"),
         (["recipe", "nowhere"], "is no recipe"),
