@@ -32,6 +32,7 @@ COUNTS = (
 WIDTHS = ("hidden_size", "d_model", "n_embd"), ("moe_latent_size", "moe_hidden_size")  # a model's; its experts'
 LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
 EMBEDDINGS, VOCABULARY = "embed_tokens.weight", ("vocab_size",)
+INNER = ("moe_intermediate_size",)  # of experts alone; intermediate_size may be that of dense layers
 DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")  # of encoder-decoders
 REMEDY = "check that the directory is a complete transformers checkpoint"
 
@@ -114,16 +115,21 @@ def stored_layers(shapes: Mapping[str, Shape], config: Mapping[str, Any], where:
 
 
 def checked_layers(shapes: Mapping[str, Shape], config: Mapping[str, Any], where: str) -> list[StoredLayer]:
-    """As `stored_layers`; ModelError also where a configuration states another vocabulary or more layers than there
-    are: sizes that names and shapes tell of every family."""
+    """As `stored_layers`; ModelError also where a configuration states another vocabulary, another size within experts
+    or more layers than there are: sizes that names and shapes tell of every family."""
     layers = stored_layers(shapes, config, where)
-    words = stated(config, VOCABULARY)
+    words, inner = stated(config, VOCABULARY), stated(config, INNER)
     counts = [count for key in LAYERS if (count := stated(config, (key,))) is not None]
     numbers = [int(number[1]) for key in shapes if (number := LAYER.search(key)) is not None and not _left_alone(key)]
     wrong = [
         f"{key} is {list(shape)}, the configuration wants {words} rows"
         for key, shape in shapes.items()
         if words is not None and key.endswith(EMBEDDINGS) and not _left_alone(key) and shape[0] != words
+    ]
+    wrong += [
+        f"{layer.name} holds experts of {layer.intermediate_size} inner rows, the configuration wants {inner}"
+        for layer in layers
+        if inner not in (None, layer.intermediate_size)
     ]
     if counts and numbers and max(numbers) + 1 < min(counts):
         wrong.append(f"the layers end with {max(numbers)}, the configuration wants {min(counts)} of them")

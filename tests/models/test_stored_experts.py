@@ -88,6 +88,9 @@ def test_layers_and_vocabulary_are_those_of_the_configuration(config: dict[str, 
         checked(num_hidden_layers=3)
     with pytest.raises(ModelError, match=rf"embed_tokens.weight is \[7, {H}\], the configuration wants 8 rows"):
         checked(vocab_size=8)
+    assert checked(moe_intermediate_size=INNER, intermediate_size=INNER + 2) == 1
+    with pytest.raises(ModelError, match=rf"experts of {INNER} inner rows, the configuration wants 5"):
+        checked(moe_intermediate_size=5)
 
 
 def test_the_part_of_the_language_model() -> None:
