@@ -48,6 +48,7 @@ from moeq.stages.run_directory import (
     record_of,
     write_recipe,
 )
+from moeq.stages.workers import threads_of
 from moeq.tables import human_seconds
 from moeq_kernels.freed import return_memory
 
@@ -234,7 +235,7 @@ def run(context: Context, names: tuple[str, ...] = tuple(BY_NAME), *, force: boo
     finished before stays.
     """
     stages = [BY_NAME[name] for name in names if name != REPARAM or context.folds]
-    with _threads(context), _directory(context, stages, force) as collected:
+    with threads_of(context.recipe), _directory(context, stages, force) as collected:
         for stage in stages:
             collected.add(run_stage(context.given() if stage.name == REPARAM else context, stage, force=force))
     return collected.outcomes
@@ -244,7 +245,7 @@ def run_alone(context: Context, name: str, *, force: bool = False) -> Outcome:
     """Run one stage on the artifacts that are there; ArtifactError when one it needs is missing or of another model."""
     stage = BY_NAME[name]
     context = context.given() if name == REPARAM else context
-    with _threads(context), _directory(context, [stage], force, alone=True) as collected:
+    with threads_of(context.recipe), _directory(context, [stage], force, alone=True) as collected:
         collected.add(run_stage(context, stage, force=force))
     return collected.outcomes[0]
 
@@ -254,23 +255,12 @@ def looking(context: Context, name: str) -> Iterator[None]:
     """The locked run directory for who only looks at what a stage and those before it made."""
     stage = BY_NAME[name]
     _check_directory(context)
-    with _threads(context):
+    with threads_of(context.recipe):
         _prepare(context, [stage])
         _check_needed(context, stage)
         read_record(context.finished(name), name)
         with locked(context.out):
             yield
-
-
-@contextmanager
-def _threads(context: Context) -> Iterator[None]:
-    """As many threads of torch as the recipe says; then as many as before, for whoever calls from Python."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(context.recipe.threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass

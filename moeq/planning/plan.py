@@ -17,6 +17,7 @@ from moeq.planning.result import Machine, Need, Plan, Shortage
 from moeq.stages.context import Context
 from moeq.stages.needs import LEVERS, ON_DEVICE, Moment, Needs, Rates, Sizes
 from moeq.stages.order import STAGES, Stage
+from moeq.stages.workers import threads_of
 from moeq.tables import human_bytes
 
 MIB = 2**20
@@ -49,8 +50,9 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
     context.text.check([part for part in ("calibration", "evaluation") if context.text.lies_here(part)])
     fetched = sum(sizes.source.to_fetch.values())
     there = machine(context.out, sizes.device, context.store, offline.cache_folder() if fetched else None)
-    rates = measure(sizes, context.out) if probe and not dense else None
-    needs = add_up(sizes, stages, rates, elsewhere=there.store_disk is not None)
+    with threads_of(context.recipe):  # as the run has them
+        rates = measure(sizes, context.out) if probe and not dense else None
+        needs = add_up(sizes, stages, rates, elsewhere=there.store_disk is not None)
     return Plan(
         recipe=context.recipe.name,
         model=_describe(sizes),

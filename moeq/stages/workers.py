@@ -34,6 +34,17 @@ MEMORY_SHARE = 0.8  # of the machine's memory
 PRELOAD = (__name__, "moeq.models.kinds", "numba")
 
 
+@contextmanager
+def threads_of(recipe: Recipe) -> Iterator[None]:
+    """As many threads of torch as the recipe says; then as many as before, for whoever calls from Python."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(recipe.threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def worker_threads(recipe: Recipe) -> int:
     """Threads of one worker: those of the recipe, else one, however many workers there are."""
     return recipe.threads or 1

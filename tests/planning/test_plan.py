@@ -10,6 +10,7 @@ from typing import Any
 
 import family_models
 import pytest
+import torch
 from models.hub_server import serving
 from rich.console import Console
 from strangers import changed
@@ -50,6 +51,17 @@ def context_of(model: Path, tmp_path: Path, *overrides: str) -> Context:
 def pretend(monkeypatch: pytest.MonkeyPatch, **limits: int | None) -> None:
     there = {"ram": 1 << 50, "gpu": None, "disk": 1 << 50, "disk_path": "/data"} | limits
     monkeypatch.setattr(plan_module, "machine", lambda *_: Machine(**there))  # type: ignore[arg-type]
+
+
+def test_a_plan_measures_with_the_recipes_threads(
+    tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves the process those that it had; the run has them, and what it needs hangs on them."""
+    before, seen = torch.get_num_threads(), []
+    for name, told in (("measure", None), ("add_up", ())):
+        monkeypatch.setattr(plan_module, name, lambda *_, told=told, **__: seen.append(torch.get_num_threads()) or told)
+    make_plan(context_of(tiny_mixtral, tmp_path, f"threads={before + 2}"), probe=True)
+    assert (seen, torch.get_num_threads()) == ([before + 2] * 2, before)
 
 
 def need(stage: str, ram: int = 1, gpu: int = 0, size: int = 0, temporary: int = 0) -> Need:
