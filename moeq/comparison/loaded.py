@@ -132,7 +132,7 @@ def check(subject: Subject, trust_remote_code: bool = False) -> None:
     else:
         reader = _reader(subject)
         layers, widths = reader.layers, CheckpointReplicas(reader).widths()
-    check_replicas(subject.context, layers[0].num_experts, widths, where)
+    check_replicas(subject.context, layers[0].num_experts, widths, where, of_run=subject.run is not None)
 
 
 def _runtime(loaded: Loaded, subject: Subject, options: ContextOptions) -> ContextAwareModel:

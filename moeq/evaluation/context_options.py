@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from moeq.errors import EvaluationError
+from moeq.folders import as_word
 from moeq.recipe import Rational
 from moeq.recipe.earlier import CODE_BITS, EARLIER
 from moeq.recipe.one_line import OneLine
@@ -94,8 +95,10 @@ def of_result(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "name": f"{row['name']} {NOT_COUNTED}", "of": {**of, "context_aware": options}}
 
 
-def check_replicas(options: ContextOptions, experts: int, there: frozenset[int], where: str) -> None:
-    """EvaluationError when a budget is missing, or its replicas are."""
+def check_replicas(
+    options: ContextOptions, experts: int, there: frozenset[int], where: str, *, of_run: bool = False
+) -> None:
+    """EvaluationError when a budget is missing, or its replicas are, there: of a run, or of a checkpoint."""
     if options.gpu_experts > experts:
         raise EvaluationError(
             f"gpu_experts is {options.gpu_experts}, a layer has {experts} experts", where=where, do="lower gpu_experts"
@@ -106,11 +109,12 @@ def check_replicas(options: ContextOptions, experts: int, there: frozenset[int],
         )
     missing = sorted(options.needed_widths(experts) - there)
     if missing:
-        raise EvaluationError(
-            f"holds no replicas of every expert at {', '.join(map(str, missing))} bits, which {options.label} needs",
-            where=where,
-            do="give the run, or export it with quantize.replicas: all",
-        )
+        do = "give the run, or export it with quantize.replicas: all"
+        if of_run:
+            bits = ",".join(map(str, sorted({*there, *missing} - {FULL})))
+            do = f"run `moeq run {as_word(where)} --set {as_word(f'losses.bits=[{bits}]')}`, which makes them"
+        what = f"holds no replicas of every expert at {', '.join(map(str, missing))} bits, which {options.label} needs"
+        raise EvaluationError(what, where=where, do=do)
 
 
 def chooser(options: ContextOptions, losses: np.ndarray | None) -> Callable[[RoutingCounts], np.ndarray]:

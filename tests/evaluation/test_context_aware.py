@@ -385,6 +385,8 @@ def test_options_that_cannot_be() -> None:
     narrow = frozenset({2, 16})
     with pytest.raises(EvaluationError, match="no replicas of every expert at 1, 3, 4 bits"):
         check_replicas(ContextOptions.parse("code_bits=2"), 8, narrow, "here")
+    with pytest.raises(EvaluationError, match=r"; run `moeq run a/run --set 'losses\.bits=\[1,2,3,4\]'`, which makes"):
+        check_replicas(ContextOptions.parse("code_bits=2"), 8, narrow, "a/run", of_run=True)
     check_replicas(ContextOptions.parse("code_bits=2,selector=false"), 8, narrow, "here")
     with pytest.raises(EvaluationError, match="gpu_experts is 9, a layer has 8"):
         check_replicas(ContextOptions(gpu_experts=9), 8, narrow, "here")
