@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moeq.errors import EvaluationError
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.models.declared import is_dequantized
-from moeq.models.loading import load_config
+from moeq.models.forward import takes_images, vocabulary
+from moeq.models.loading import describe, load_config
 from moeq.models.source import ModelSource, open_source
 from moeq.models.streaming import StreamedModel
 from moeq.numerics.divergence import kl_divergence
@@ -43,6 +45,25 @@ class Distance:
     files: int
     notes: tuple[str, ...]
     problems: tuple[str, ...]
+
+
+def check_alike(name: str, packed: PackedSource, trust_remote_code: bool) -> None:
+    """EvaluationError for a model whose layers, experts or vocabulary are of other sizes than a checkpoint's."""
+    theirs, own = (_sizes(source, trust_remote_code) for source in (open_source(name), packed.source))
+    wrong = next((what for what in own if theirs.get(what) != own[what]), None)
+    if wrong is not None:
+        what = f"another model: {wrong} {theirs.get(wrong)}, of the checkpoint {own[wrong]}"
+        raise EvaluationError(what, where=name, do="give the model that it was made of")
+
+
+def _sizes(source: ModelSource, trust_remote_code: bool) -> dict[str, str]:
+    model, layers = describe(source, trust_remote_code, packed=True, experts=False)
+    shapes = {f"{', '.join(layer.projections)}: {layer.hidden_size} x {layer.intermediate_size}" for layer in layers}
+    return {
+        "MoE layers": str(len(layers)),
+        "experts a layer": "/".join(map(str, sorted({layer.num_experts for layer in layers}))),
+        "experts of": "; ".join(sorted(shapes)),
+    } | ({} if takes_images(model) else {"words": str(vocabulary(model))})
 
 
 def compare_with(

@@ -32,7 +32,7 @@ from moeq.models.streaming import StreamedModel
 from moeq.progress import Reporter
 from moeq.runtimes import NATIVE, named, of_method
 from moeq.verification import launch
-from moeq.verification.against import Distance, compare_with, first_of
+from moeq.verification.against import Distance, check_alike, compare_with, first_of
 from moeq.verification.logits import compare_logits
 from moeq.verification.manifest_files import check_native
 from moeq.verification.reference import after_experts, relative, run_alone, run_recorded, streamed
@@ -134,6 +134,8 @@ def verify(path: Path, options: Options, reporter: Reporter, made_of: PackedSour
     if not path.exists():
         raise missing(path, "give a checkpoint's directory")
     packed = open_packed(path, trust_remote_code=options.trust_remote_code, as_values=True)
+    if options.against is not None:
+        check_alike(options.against, packed, options.trust_remote_code)
     method = format_of(packed.source)
     request = _request(path, packed, method, options)
     with launch.started(request, options.python) as process:

@@ -19,6 +19,7 @@ from family_models import save
 from fork_server import ForkServer
 from safetensors.torch import load_file, save_file
 from strangers import changed
+from tiny_models import save_tiny
 from torch import nn
 
 from moeq import pipeline
@@ -307,6 +308,17 @@ def test_against_finds_swapped_experts(gptq: Path, tmp_path: Path, monkeypatch: 
     assert [problem.split(":")[0] for problem in named] == [
         f"model.layers.0.mlp.experts, expert {expert}, gate_proj, model.safetensors" for expert in (0, 1)
     ]
+
+
+def test_another_model_is_refused_before_anything_is_loaded(gptq: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    words = save_tiny(tmp_path / "words", "mixtral", vocab_size=2000)
+    for path, other, why in (
+        (gptq / "packed", tiny_mixtral, "another model: "),
+        (tiny_mixtral, gptq / "packed", "another model: "),
+        (tiny_mixtral, words, "another model: words 2000, of the checkpoint 2048; give the model that it was made of"),
+    ):
+        with pytest.raises(EvaluationError, match=f"{other}: {why}"):
+            check(path, against=str(other))
 
 
 def test_what_is_not_there(gptq: Path, tmp_path: Path) -> None:
