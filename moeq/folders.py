@@ -10,6 +10,7 @@ from moeq.errors import ArtifactError
 RECIPE_COPY = "recipe.yaml"  # in a run's directory
 CHECKPOINT = "checkpoint"  # what a run exports
 CONFIG = "config.json"  # of a model
+GGUF = "model.gguf"  # in a checkpoint for llama.cpp
 
 
 def as_word(path: Path | str) -> str:

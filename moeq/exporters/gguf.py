@@ -11,12 +11,13 @@ from typing import Any
 
 from moeq.artifacts.targets import Grid, Target, loadable_grid, widest_of
 from moeq.exporters.exporter import TRANSFORMERS, Exporter, ExportSizes, Loader, later
+from moeq.folders import GGUF
 from moeq.numerics.ggml_types import LENGTHS, NEAREST, NEAREST_BYTES, NEAREST_LENGTHS, RUNS, TYPES
 from moeq_kernels.iq_types import stored_bits
 from moeq_kernels.widths import FULL
 
 VERSION = "0.19.0"
-FILE = "model.gguf"
+FILE = GGUF
 STACKS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 REFIT = "llama.cpp-refit"
 ERRORS = "moeq.refit."  # before a tensor's name: a key of the relative error that rounding its scales made, by expert
