@@ -8,6 +8,7 @@ from typing import Any
 from moeq.folders import as_word
 from moeq.models.side_files import HOOK_FILE
 from moeq.recipe.labels import labels
+from moeq.runtimes import runtimes
 from moeq.stages import estimate, evaluate, export
 from moeq.stages import non_experts as others
 from moeq.stages.context import Context
@@ -75,6 +76,7 @@ def next_steps(context: Context) -> dict[str, str]:
     made = {
         f"check {name}": f"moeq verify {as_word(export.format_directory(context.out, name))}{trust}"
         for name in context.recipe.export.formats
+        if any(loader.load is not None for loader in runtimes()[name].exporter.loaders)  # else nothing here runs it
     }
     elsewhere = {"elsewhere": f"moeq convert {there} --to dequantized --out {plain}{trust}"}
     bits = context.recipe.assign.bits_per_weight

@@ -270,7 +270,7 @@ MODELS: dict[str, tuple[Callable[[Models], Path], str]] = {
     "missing shard": (_missing_shard, "shard is missing"),
     "shard lacks a tensor": (_lacking_tensor, "tensor model.norm.weight is not in the shard"),
     "no weights": (_missing_weights, "neither model.safetensors nor model.safetensors.index.json; download"),
-    "weights of llama.cpp's": (_gguf, "no safetensors weights, but model.gguf; run it with llama.cpp; moeq convert"),
+    "weights of llama.cpp's": (_gguf, "no safetensors weights, but model.gguf; run it with llama.cpp; `moeq convert"),
     "weights by another name": (_another_name, "gptq_model-4bit-128g.safetensors; if it holds all weights, call it"),
     "index of no use": (_bad_index, "not a weight index"),
     "one expert missing": (_index_without_an_expert, "expert tensors hold"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import peers
@@ -19,6 +20,7 @@ from moeq import conversion, pipeline, results
 from moeq.artifacts.sums import write_sums
 from moeq.errors import ArtifactError, EvaluationError, FormatError, RecipeError
 from moeq.exporters import dequantized
+from moeq.exporters.exporter import Loader
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.readers import open_packed
 from moeq.inspection import inspect
@@ -30,6 +32,7 @@ from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.registry import Registry
 from moeq.runtime.checkpoint import load_checkpoint
+from moeq.runtimes import runtimes
 from moeq.stages import export
 from moeq.stages.context import Context
 from moeq.stages.export import format_directory
@@ -129,7 +132,9 @@ def test_damage_is_named(finished: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_format_is_written_once_and_again_when_it_is_damaged(model: Path, tmp_path: Path) -> None:
+def test_a_format_is_written_once_and_again_when_it_is_damaged(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes = (
         "others.head=null",
         "losses.bits=[2, 3, 4]",
@@ -157,6 +162,10 @@ def test_a_format_is_written_once_and_again_when_it_is_damaged(model: Path, tmp_
     assert [what for what in steps if what.startswith("check ")] == ["check it", "check auto-round", "check gptqmodel"]
     assert steps["check gptqmodel"] == f"moeq verify {paths['checkpoint for gptqmodel']}"
     assert "elsewhere" not in steps, "it has been written for others"
+    there = runtimes()
+    apart = replace(there["gptqmodel"].exporter, loaders=(Loader(name="gptqmodel", packages={}, load=None),))
+    monkeypatch.setattr(results, "runtimes", lambda: there | {"gptqmodel": replace(there["gptqmodel"], exporter=apart)})
+    assert "check gptqmodel" not in results.next_steps(again), "which nothing here runs"
     conversion.convert(tmp_path / "checkpoint", "gptqmodel", tmp_path / "converted")
     native = contents(format_directory(tmp_path, "gptqmodel"))
     converted = contents(tmp_path / "converted")
