@@ -376,7 +376,8 @@ def _read_headers(path: Path, remote: Mapping[str, Path]) -> dict[str, TensorHea
                 do = f"if it holds all weights, call it {SINGLE}" if len(others) == 1 else f"download {INDEX}"
                 raise ModelError(f"neither {SINGLE} nor {INDEX}, but {others[0]}", where=str(path), do=do)
             if (path / GGUF).is_file():
-                do = f"run it with llama.cpp; `moeq convert {as_word(path)} --to native --out OTHER` makes one that loads here"
+                here = f"moeq convert {as_word(path)} --to native --out OTHER"
+                do = f"run it with llama.cpp; `{here}` makes one that loads here"
                 raise ModelError(f"no safetensors weights, but {GGUF}", where=str(path), do=do)
             do = f"download the weights; {CONFIG} alone is what `moeq families` and `moeq estimate --model` read"
             raise ModelError(f"no safetensors weights, neither {SINGLE} nor {INDEX}", where=str(path), do=do)

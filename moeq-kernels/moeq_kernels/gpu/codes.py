@@ -307,7 +307,7 @@ def nothing(BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr): 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def whole(total, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def summed(total, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum of the parts' totals."""
     if PARTS == 1:
         return total

@@ -19,10 +19,10 @@ from moeq_kernels.gpu.codes import (
     inputs_of,
     nothing,
     part_of,
+    summed,
     tile,
     uneven,
     weights_of,
-    whole,
     words_of,
 )
 from moeq_kernels.gpu.grid import only, scale_of
@@ -85,7 +85,7 @@ def grid_product(  # type: ignore[no-untyped-def]
                     groups, factor, zero_factor, zero_shift, BITS, STEP, DTYPE, NESTED, ASM, BLOCK_N, BLOCK_M,
                     PARTS,
                 )  # fmt: skip
-    total = whole(total, PARTS)
+    total = summed(total, PARTS)
     if TAIL or STEP == 0:  # of the last tile alone nothing is brought ahead
         n = start + tl.arange(0, BLOCK_N)
         for number in tl.range(tl.maximum(first, full), last, num_stages=None if STEP == 0 else 1):
@@ -111,7 +111,7 @@ def trellis_product(  # type: ignore[no-untyped-def]
             words, shorts, x, token, exists, start, rows, inputs, number, base, values, state_bits, BITS, VALUES, AHEAD,
             True, DTYPE, ASM, BLOCK_N, PARTS,
         )  # fmt: skip
-    total = whole(total, PARTS)
+    total = summed(total, PARTS)
     if TAIL:
         for number in tl.range(tl.maximum(first, full), last, num_stages=1):
             total += walked_product(
@@ -205,7 +205,7 @@ def both_at_once(  # type: ignore[no-untyped-def]
                             zero_bits2, groups2, factor2, zero_factor2, zero_shift2, BITS, STEP, DTYPE, NESTED, ASM,
                             BLOCK_N, BLOCK_M, PARTS,
                         )  # fmt: skip
-    total, total2 = whole(total, PARTS), whole(total2, PARTS)
+    total, total2 = summed(total, PARTS), summed(total2, PARTS)
     n = start + tl.arange(0, BLOCK_N)
     if (bias >= 0) & (first == 0):
         total += tl.load(singles + bias + n, mask=n < rows, other=0.0)[:, None]
