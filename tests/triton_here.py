@@ -13,6 +13,7 @@ import torch
 WRITTEN_IN_TRITON = (
     "moeq_kernels.gpu.codes",
     "moeq_kernels.gpu.grid",
+    "moeq_kernels.gpu.parts",
     "moeq_kernels.gpu.programs",
     "moeq_kernels.gpu.sums",
     "moeq_kernels.gpu.version_programs",

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,11 +110,11 @@ def walk(
 
     streamed: the blocks of this model are read when all batches have come to them, once for each visit; a layer's
     weights are there while its inputs are out. A caller that keeps neither inputs nor views of weights holds one layer
-    of both, and of a loop what its layers were given before; hidden: False for who needs the routing alone: hidden
-    states come as [T, 0]. finish: called with each batch's output; without it the
-    walk ends after the last layer. blocks: paths of decoder layers; `left` is called with each when all batches have
-    come to its end for the last time, while its weights are there. Raises ModelError when layers do not run in the
-    order in which they were found, and NotFiniteError when an expert's weights, or every token's activations, are not.
+    of both, and of a loop what its layers were given before; hidden: False for who needs the routing alone, as in
+    `gather`. finish: called with each batch's output; without it the walk ends after the last layer. blocks: paths of
+    decoder layers; `left` is called with each when all batches have come to its end for the last time, while its
+    weights are there. Raises ModelError when layers do not run in the order in which they were found, and
+    NotFiniteError when an expert's weights, or every token's activations, are not.
     """
     main = getcurrent()
 
@@ -149,11 +149,8 @@ def walk(
             if here is None or here not in layers[done:]:
                 raise out_of_turn(layers[min(done, len(layers) - 1)].name if layers else "the model")
             check_weights(model, here)
-            inputs = gather(here, [seen for _, seen in events], batches)
-            if not hidden:
-                inputs = replace(inputs, hidden=inputs.hidden.new_empty(len(inputs.hidden), 0))
-            given.setdefault(here.index, []).append(inputs)
-            del events, inputs  # which would else lie beside the next layer's
+            given.setdefault(here.index, []).append(gather(here, [seen for _, seen in events], batches, hidden))
+            del events  # which would else lie beside the next layer's
             if len(given[here.index]) == here.visits:
                 if here != layers[done]:
                     raise out_of_turn(layers[done].name)
@@ -242,11 +239,13 @@ def run_batch(
         finish(batch, output)
 
 
-def gather(layer: ExpertLayer, captured: Sequence[Sequence[Tensor]], batches: Sequence[Batch]) -> LayerInputs:
+def gather(
+    layer: ExpertLayer, captured: Sequence[Sequence[Tensor]], batches: Sequence[Batch], kept: bool = True
+) -> LayerInputs:
     """Join the routing [B * S, ...] of every batch, and take the pads, and what is not finite, out.
 
-    Raises ModelError where the experts do not see one row a token, NotFiniteError and AllZeroError where no token has
-    activations.
+    kept: whether hidden states are, else they come as [T, 0]. Raises ModelError where the experts do not see one row a
+    token, NotFiniteError and AllZeroError where no token has activations.
     """
     parts: list[tuple[Tensor, ...]] = []
     for (hidden, experts, weights), batch in zip(captured, batches, strict=True):
@@ -274,7 +273,7 @@ def gather(layer: ExpertLayer, captured: Sequence[Sequence[Tensor]], batches: Se
         sequence, position = sequence[finite.cpu()], position[finite.cpu()]
     return LayerInputs(
         layer=layer,
-        hidden=hidden,
+        hidden=hidden if kept else hidden.new_empty(len(hidden), 0),
         experts=experts.long(),
         weights=weights.float(),
         sequence=sequence,

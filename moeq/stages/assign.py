@@ -124,11 +124,9 @@ def _check_gpu_experts(context: Context, section: AssignSection) -> None:
     target, count = target_of(section.target), section.gpu_experts
     mixes = any(0 < count < layer.num_experts for layer in context.model.layers) and {*section.named()} != {FULL}
     if mixes and target.granularity in ("layer", "model"):
-        raise FormatError(
-            f"gpu_experts is {count}, which mixes 16 bits with others; {MIXED[target.granularity]}",
-            where=f"target {target.name}",
-            do="set assign.gpu_experts: 0, or target: native",
-        )
+        what = f"gpu_experts is {count}, which mixes 16 bits with others; {MIXED[target.granularity]}"
+        do = "set assign.gpu_experts: 0, or target: native"
+        raise FormatError(what, where=f"target {target.name}", do=do)
 
 
 def _check_section(context: Context, section: AssignSection, name: str) -> None:

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from moeq_kernels.gpu.grid import grid_of, least, scale_of, zero_of
+from moeq_kernels.gpu.parts import nothing, places
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -257,17 +258,6 @@ def together(value, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def places(EACH: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of what lies in PARTS tiles of BLOCK_N rows, EACH in 16 rows: its tile and where in it. Warps hold 16 rows of one
-    tile each, so that a part of K has warps of its own."""
-    if PARTS == 1:
-        return 0, tl.arange(0, BLOCK_N // 16 * EACH)
-    else:
-        every = tl.arange(0, BLOCK_N // 16 * EACH * PARTS)
-        return every // EACH % PARTS, every // (EACH * PARTS) * EACH + every % EACH
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def words_of(  # type: ignore[no-untyped-def]
     words, shorts, start, rows, inputs, number, base, BITS: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr
 ):
@@ -295,24 +285,6 @@ def inputs_at(x, token, exists, first, STEP: tl.constexpr, DTYPE: tl.constexpr, 
         k = 128 * tl.arange(0, PARTS)[:, None] + k[None, :]
         at = token[None, None, :] + k[:, :, None]
         return tl.load(x + at, mask=exists[None, None, :], other=0.0).to(DTYPE)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def nothing(BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A total to begin with, float32 [N, M] or [PARTS, N, M]."""
-    if PARTS == 1:
-        return tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        return tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def summed(total, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of the parts' totals."""
-    if PARTS == 1:
-        return total
-    else:
-        return tl.sum(total, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -13,19 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moeq_kernels.gpu.codes import (
-    activated,
-    inputs_at,
-    inputs_of,
-    nothing,
-    part_of,
-    summed,
-    tile,
-    uneven,
-    weights_of,
-    words_of,
-)
+from moeq_kernels.gpu.codes import activated, inputs_at, inputs_of, part_of, tile, uneven, weights_of, words_of
 from moeq_kernels.gpu.grid import only, scale_of
+from moeq_kernels.gpu.parts import nothing, summed
 from moeq_kernels.gpu.strips import FIRST_KIND
 from moeq_kernels.gpu.sums import expert_of
 from moeq_kernels.gpu.swizzle import TILE
