@@ -110,11 +110,11 @@ def walk(
 
     streamed: the blocks of this model are read when all batches have come to them, once for each visit; a layer's
     weights are there while its inputs are out. A caller that keeps neither inputs nor views of weights holds one layer
-    of both, and of a loop what its layers were given before; hidden: False for who needs the routing alone, as in
-    `gather`. finish: called with each batch's output; without it the walk ends after the last layer. blocks: paths of
-    decoder layers; `left` is called with each when all batches have come to its end for the last time, while its
-    weights are there. Raises ModelError when layers do not run in the order in which they were found, and
-    NotFiniteError when an expert's weights, or every token's activations, are not.
+    of both, and of a loop what its layers were given before; hidden: whether `gather` keeps hidden states. finish:
+    called with each batch's output; without it the walk ends after the last layer. blocks: paths of decoder layers;
+    `left` is called with each when all batches have come to its end for the last time, while its weights are there.
+    Raises ModelError when layers do not run in the order in which they were found, and NotFiniteError when an expert's
+    weights, or every token's activations, are not.
     """
     main = getcurrent()
 
@@ -133,9 +133,8 @@ def walk(
             stack.callback(model.get_submodule(block).register_forward_hook(lambda *_, at=block: leave(at)).remove)
         if streamed is not None:
             stack.enter_context(streamed.lockstep(main.switch))
-        done = 0
         given: dict[int, list[LayerInputs]] = {}  # of every layer that is not done yet, at each of its visits
-        ended = Counter[str]()
+        done, ended = 0, Counter[str]()
         while finish is not None or done < len(layers):
             events = go_on(runs, streamed)
             if done == len(layers) and all(run.dead for run in runs):
