@@ -66,9 +66,8 @@ def convert(
 
     max_shard: bytes of a file of what is not packed; verify: whether the runtime's own loader is asked what it makes of
     it. Returns what was written. Raises EvaluationError where it loads wrongly or holds other values, RecipeError for
-    an unknown runtime or an `out` that is there, StorageError while another process writes it, ArtifactError for a
-    directory that is no packed checkpoint of moeq's or of another tool's, FormatError for what the runtime would not
-    load as it is meant.
+    an unknown runtime or an `out` that is there, StorageError while another process writes it, ArtifactError for what
+    is no packed checkpoint of moeq's or another tool's, FormatError for what the runtime would not load as it is meant.
     """
     name = named(name, convertible(), "--to")
     check_absent(out)

@@ -108,13 +108,13 @@ def walk(
 ) -> Iterator[LayerInputs]:
     """Yield the inputs of every MoE layer in turn, over all batches.
 
-    streamed: the blocks of this model are read when all batches have come to them, once for each visit; a layer's
-    weights are there while its inputs are out. A caller that keeps neither inputs nor views of weights holds one layer
-    of both, and of a loop what its layers were given before; hidden: whether `gather` keeps hidden states. finish:
-    called with each batch's output; without it the walk ends after the last layer. blocks: paths of decoder layers;
-    `left` is called with each when all batches have come to its end for the last time, while its weights are there.
-    Raises ModelError when layers do not run in the order in which they were found, and NotFiniteError when an expert's
-    weights, or every token's activations, are not.
+    streamed: its blocks are read when all batches have come to them, once a visit; a layer's weights are there while
+    its inputs are out. A caller that keeps neither inputs nor views of weights holds one layer of both, and of a loop
+    what its layers were given before; hidden: whether `gather` keeps hidden states. finish: called with every output;
+    without it the walk ends after the last layer. blocks: paths of decoder layers; `left` is called with each when all
+    batches have come to its end for the last time, while its weights are there. Raises ModelError when layers run in
+    another order than they were found in, and NotFiniteError when an expert's weights, or every token's activations,
+    are not.
     """
     main = getcurrent()
 
