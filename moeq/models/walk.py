@@ -112,9 +112,8 @@ def walk(
     its inputs are out. A caller that keeps neither inputs nor views of weights holds one layer of both, and of a loop
     what its layers were given before; hidden: whether `gather` keeps hidden states. finish: called with every output;
     without it the walk ends after the last layer. blocks: paths of decoder layers; `left` is called with each when all
-    batches have come to its end for the last time, while its weights are there. Raises ModelError when layers run in
-    another order than they were found in, and NotFiniteError when an expert's weights, or every token's activations,
-    are not.
+    batches have left it for the last time, while its weights are there. Raises ModelError when layers run in another
+    order than found, and NotFiniteError when an expert's weights, or every token's activations, are not.
     """
     main = getcurrent()
 
