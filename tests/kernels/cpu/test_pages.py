@@ -68,6 +68,11 @@ def test_what_a_long_prompt_takes_comes_in_huge_pages() -> None:
     given = routed(tokens, experts, top_k, hidden, torch.bfloat16)
     least = tokens * hidden * 4 * 2 + tokens * top_k * (inner * 4 + hidden * 2)  # bytes: rows and sums as float32, ...
     layer(*given)
-    before = new_pages()
-    layer(*given)
-    assert new_pages() - before < least / 4096 / 4
+
+    def taken() -> int:
+        before = new_pages()
+        layer(*given)
+        return new_pages() - before
+
+    # of three calls: beside other tests the system may have none left for a moment
+    assert min(taken() for _ in range(3)) < least / 4096 / 4
