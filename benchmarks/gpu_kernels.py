@@ -277,8 +277,7 @@ def compile_share(bench: Bench, models: Sequence[Model], batches: Sequence[int],
         for tokens in batches:
             hidden = torch.zeros(tokens, model.hidden, device=bench.device, dtype=torch.bfloat16)
             layer(hidden, bench.routing(model, tokens), torch.ones(tokens, model.each, device=bench.device))
-    if not bench.interpreted:
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
 
 
 def compile_ahead(what: str, processes: int) -> None:
@@ -320,12 +319,13 @@ def main() -> int:
         else:
             compile_share(bench, models, batches, int(number), int(of))
         return 0
+    ahead = 0 if options.interpret else options.ahead  # nothing is compiled there
     if options.tune:
         began = time.monotonic()
-        compile_ahead("tuned", options.ahead)
+        compile_ahead("tuned", ahead)
         name = None if options.interpret else torch.cuda.get_device_name(device)
         tune(name, launches(bench, models, batches), options.tune_seconds - (time.monotonic() - began))
-    compile_ahead("measured", options.ahead)
+    compile_ahead("measured", ahead)
     results = figures.Figures(options)
     if options.interpret:
         results.left_out("every goal", "shapes are tiny and Triton's interpreter says nothing of speed")

@@ -244,6 +244,8 @@ def _of_run(run: Context, name: str | None) -> list[Subject]:
         exported = wanted == own and (run.recipe.quantize.trains or is_quantized)
         if exported and run.recipe.quantize.trains:
             check_codes(run, QUANTIZED)
-        made = Subject(name=shown, source=run.model.source, run=run, assignment=assignment, exported=exported)
-        subjects.append(replace(made, edited=wanted == own and assign.is_edited(run)))
+        edited, source = wanted == own and assign.is_edited(run), run.model.source
+        subjects.append(
+            Subject(name=shown, source=source, run=run, assignment=assignment, exported=exported, edited=edited)
+        )
     return subjects

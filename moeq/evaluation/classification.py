@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn import functional
 from moeq.errors import EvaluationError
 from moeq.models.corpus import ImageSequences
 from moeq.models.streaming import StreamedModel
-from moeq.models.walk import Batch, walk
+from moeq.models.walk import Batch, run_all
 from moeq.progress import Bar, no_bar
 
 
@@ -53,9 +52,7 @@ def classify(
         parts.append(output.logits.float().cpu())
         advance()
 
-    with nullcontext() if streamed is None else streamed.counted(bar):
-        for _ in walk(model, (), images.batches(batch_size), device, streamed=streamed, finish=finish):
-            pass
+    run_all(model, images.batches(batch_size), device, finish, streamed, bar)
     logits = torch.cat(parts)
     if not bool(torch.isfinite(logits).all()):
         raise EvaluationError("the model's outputs are not finite", do="use dtype: float32 or check the checkpoint")

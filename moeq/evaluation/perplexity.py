@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from moeq.evaluation.results import text_of_items
 from moeq.models.corpus import Sequences
 from moeq.models.forward import ahead
 from moeq.models.streaming import StreamedModel
-from moeq.models.walk import Batch, walk
+from moeq.models.walk import Batch, run_all
 from moeq.progress import Bar, no_bar
 
 
@@ -58,9 +57,7 @@ def perplexity(
             items[index] = float(scores.sum()), len(scores)
         advance()
 
-    with nullcontext() if streamed is None else streamed.counted(bar):
-        for _ in walk(model, (), sequences.batches(batch_size), device, streamed=streamed, finish=finish):
-            pass
+    run_all(model, sequences.batches(batch_size), device, finish, streamed, bar)
     if not np.isfinite(items).all():
         raise EvaluationError("the model's outputs are not finite", do="use dtype: float32 or check the checkpoint")
     order = {domain: number for number, domain in enumerate(dict.fromkeys(sequences.domains))}

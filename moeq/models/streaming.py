@@ -199,9 +199,11 @@ class StreamedModel:
     def counted(self, bar: Bar) -> Iterator[None]:
         """Show how many blocks batches that go together have come to."""
         before = self.entered
-        with bar("layers", sum(visits(self.model, block) for block in self.blocks)) as self.entered:
-            yield
-        self.entered = before
+        try:
+            with bar("layers", sum(visits(self.model, block) for block in self.blocks)) as self.entered:
+                yield
+        finally:
+            self.entered = before
 
     def drop(self, block: str) -> None:
         """Put a block's weights back on the meta device."""

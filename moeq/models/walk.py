@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from moeq.models.visits import visits
 
 if TYPE_CHECKING:
     from moeq.models.streaming import StreamedModel
+    from moeq.progress import Bar
 
 LARGEST_PRODUCT = 1e18  # of an expert's matrices' largest weights: squares of its outputs then come near 1e38
 
@@ -154,6 +155,20 @@ def walk(
                     raise out_of_turn(layers[done].name)
                 yield _joined(given.pop(here.index))
                 done += 1
+
+
+def run_all(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    device: torch.device,
+    finish: Callable[[Batch, Any], None],
+    streamed: StreamedModel | None,
+    bar: Bar,
+) -> None:
+    """Run all batches through the model, as `walk` does; bar: counts the layers of a streamed one."""
+    with nullcontext() if streamed is None else streamed.counted(bar):
+        for _ in walk(model, (), batches, device, streamed=streamed, finish=finish):
+            pass
 
 
 def _layer_of(events: Sequence[Any]) -> ExpertLayer | None:
