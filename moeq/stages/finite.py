@@ -86,7 +86,7 @@ def may_overflow(context: Context, last: ExpertLayer) -> bool:
 
 def _beyond(weight: torch.Tensor) -> bool:
     """Whether some weights are above LARGE, or are no numbers; nothing as large as they are is made for it."""
-    least, most = weight.aminmax()
+    least, most = weight.detach().aminmax()
     return not -LARGE <= float(least) <= float(most) <= LARGE
 
 
