@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from moeq_kernels import grids, trellis
-from moeq_kernels.cpu.codes import CODES, LANES, UNIT, least_unit
-from moeq_kernels.cpu.kept_code import compiler
+from moeq_kernels.cpu.codes import CODES, LANES, UNIT, field, least_unit, slot_of
+from moeq_kernels.cpu.kept_code import compiler, internal
 from moeq_kernels.cpu.walks import MIDDLE, name_of
 from moeq_kernels.description import Matrix
 from moeq_kernels.packed import PackedWeight
@@ -28,7 +28,7 @@ from moeq_kernels.widths import NESTED_BITS, Encoding, group_count, resolved_gro
 
 ALIGNED = 64  # bytes, of every block
 DENSE = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_compile = compiler()
+_compile, _field = compiler(), internal()(field)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,14 +153,7 @@ class Shape:
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _low(plane, pair):  # type: ignore[no-untyped-def]
-    """The lowest bit of a pair's code within each half of its word, as `codes.field`."""
-    place = pair % (16 // plane)
-    return (place // 2 + place % 2 * (8 // plane)) * plane
-
-
-@_compile  # type: ignore[untyped-decorator]
-def _to_words(codes, bits, planes, inputs, group, unit, words, stride):  # type: ignore[no-untyped-def]
+def _to_words(codes, bits, planes, slot, inputs, group, unit, words, stride):  # type: ignore[no-untyped-def]
     """Bit streams [N, B] into words [blocks * stride] of uint32, which are 0 before; group: inputs of a full one."""
     per_unit, most = unit * bits // 32, (bits + 14) // 8
     number = len(planes)
@@ -171,9 +164,8 @@ def _to_words(codes, bits, planes, inputs, group, unit, words, stride):  # type:
         above -= plane
         left[which], mask[which] = above, (1 << plane) - 1
         for offset in range(unit):
-            place = offset >> 1
-            word[which, offset] = base + place // (16 // plane) * 16
-            shift[which, offset] = _low(plane, place) + 16 * (offset & 1)
+            of_plane, low = _field(plane, slot, offset >> 1)
+            word[which, offset], shift[which, offset] = base + of_plane * 16, low + 16 * (offset & 1)
         base += unit * plane // 32 * 16
     for row in range(codes.shape[0]):
         stream = codes[row]
@@ -195,7 +187,7 @@ def _to_words(codes, bits, planes, inputs, group, unit, words, stride):  # type:
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _from_words(words, bits, planes, inputs, group, unit, codes, stride):  # type: ignore[no-untyped-def]
+def _from_words(words, bits, planes, slot, inputs, group, unit, codes, stride):  # type: ignore[no-untyped-def]
     """The inverse: codes [N, B] are zeros before."""
     per_unit = unit * bits // 32
     for row in range(codes.shape[0]):
@@ -209,7 +201,7 @@ def _from_words(words, bits, planes, inputs, group, unit, codes, stride):  # typ
                     code, left, base = np.uint32(0), bits, at
                     for plane in planes:
                         left -= plane
-                        word, low = (offset >> 1) // (16 // plane), _low(plane, offset >> 1)
+                        word, low = _field(plane, slot, offset >> 1)
                         value = words[base + word * 16 + lane] >> np.uint32(low + 16 * (offset & 1))
                         code |= (value & np.uint32((1 << plane) - 1)) << np.uint32(left)
                         base += unit * plane // 32 * 16
@@ -300,9 +292,9 @@ def undo(shape: Shape, held: Tensor) -> Matrix:
     )
 
 
-def _how(shape: Shape) -> tuple[tuple[int, ...], int, int, int]:
-    """Planes, inputs, inputs of a full group and of a unit."""
-    return shape.planes, shape.inputs, shape.group_inputs, shape.unit
+def _how(shape: Shape) -> tuple[tuple[int, ...], int, int, int, int]:
+    """Planes, bits of a slot, inputs, inputs of a full group and of a unit."""
+    return shape.planes, slot_of(sum(shape.planes)), shape.inputs, shape.group_inputs, shape.unit
 
 
 def _by_block(values: Tensor, shape: Shape) -> Tensor:

@@ -75,7 +75,7 @@ def _routed(static, index, rows):  # type: ignore[no-untyped-def]
 @_compile  # type: ignore[untyped-decorator]
 def _planned(static, which, order, tiles, tiled, threads):  # type: ignore[no-untyped-def]
     """A stage's plan, see `schedule.plan`, after which space for its layout and sums, and its counters."""
-    table, functions, layouts, _, _, _, _, inputs, outputs = bound(static + WORD * (HOW + which * BOUND))
+    table, functions, layouts, _, _, _, inputs, outputs = bound(static + WORD * (HOW + which * BOUND))
     item = item_of(which > 0, order.shape[0], tiled, threads, inputs, outputs, int64s(static, HOW))
     starts, words, sums, items, nbytes, complete = plan(tiles, table, functions, layouts, which > 0, item)
     space = zero_uint32s(words), zero_float32s(sums), zero_int64s(4 * LINE)

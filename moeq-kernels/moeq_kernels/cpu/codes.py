@@ -1,12 +1,15 @@
 """How codes become values: the plug-in of the kernels. What is beside it (layout, schedule, reading) is shared.
 
 A matrix lies in blocks of LANES rows; a lane is a row. Its codes come in words of 32 bits a lane, each half of a word
-for one input of a pair. Codes of b bits are split into planes of 1, 2, 4, 8 or 16 bits, the high bits first: 3 bits
-are a plane of 2 and one of 1. A word of a plane of p bits holds 16/p pairs, those with even numbers from the low bits
-of each half on, the others from its middle on, so that a byte mask takes four inputs, the same of every plane:
+for one input of a pair. A word has slots of s bits, the power of two that holds a code; pairs with even numbers have
+those from the low bits of each half on, the others those from its middle on, so that a byte mask takes four inputs:
 
-    p = 4:   31..28 27..24 23..20 19..16   15..12 11..8 7..4 3..0
+    s = 4:   31..28 27..24 23..20 19..16   15..12 11..8 7..4 3..0
     input:     7      3      5      1        6     2     4    0
+
+Codes of 3, 5, 6 or 7 bits are split into planes of 4, 2 and 1 bits, the high bits first, and as many words as fill the
+slots of one word of a plane of p bits, s/p, share it: the first has the low p bits of every slot. So one shift for each
+plane puts a whole word of codes together, see `Affine._joined`.
 
 What a register of words becomes is a vector of `start + step * code`: an affine grid's codes are ORed into the mantissa
 of 1.0 (start 1, step 2**-b), which takes two instructions; scale and zero point come in once a group.
@@ -57,10 +60,16 @@ class Codes(Protocol):
         """Codes of the inputs 4*at + (0, 2, 1, 3) as four bytes a lane, the first in the low ones."""
 
 
-def field(plane: int, at: int) -> tuple[int, int]:
-    """Which word of a plane holds pair `at`, and the lowest bit of its code within each half."""
-    word, place = divmod(at, 16 // plane)
-    return word, (place // 2 + place % 2 * (8 // plane)) * plane
+def slot_of(bits: int) -> int:
+    """Bits of the slot of a code, or of each half of a float32."""
+    return int(min(16, 1 << (bits - 1).bit_length()))
+
+
+def field(plane: int, slot: int, at: int) -> tuple[int, int]:
+    """Which word of a plane holds pair `at`, and its lowest bit within each half; compiled, too."""
+    number, place = at // (16 // slot), at % (16 // slot)
+    word, part = number // (slot // plane), number % (slot // plane)
+    return word, (place // 2 + place % 2 * (8 // slot)) * slot + part * plane
 
 
 @dataclass(frozen=True)
@@ -87,37 +96,39 @@ class Affine:
     def pair(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int) -> Value:
         if self.bits > BF16_MANTISSA:
             return self._converted(lanes, words[0], at)
-        taken, top = None, BF16_MANTISSA
-        for plane, of_plane in zip(self.planes, words, strict=True):
-            word, low = field(plane, at)
-            top -= plane
-            mask = ((1 << plane) - 1) << top
-            part = lanes.masked(lanes.shifted(of_plane[word], low - top), mask | mask << 16)
-            taken = part if taken is None else lanes.either(taken, part)
+        joined, low = self._joined(lanes, words, at)
+        top = BF16_MANTISSA - self.bits
+        taken = lanes.masked(lanes.shifted(joined, low - top), 0x00010001 * (self.largest << top))
         return lanes.with_bits(taken, 0x3F803F80)
 
     def single(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int, half: int) -> Value:
-        taken, top = None, FLOAT_MANTISSA
-        for plane, of_plane in zip(self.planes, words, strict=True):
-            word, low = field(plane, at)
-            top -= plane
-            shifted = lanes.shifted(of_plane[word], low + 16 * half - top)
-            part = lanes.masked(shifted, ((1 << plane) - 1) << top)
-            taken = part if taken is None else lanes.either(taken, part)
+        joined, low = self._joined(lanes, words, at)
+        top = FLOAT_MANTISSA - self.bits
+        taken = lanes.masked(lanes.shifted(joined, low + 16 * half - top), self.largest << top)
         return lanes.as_floats(lanes.with_bits(taken, 0x3F800000))
 
     def quad(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int) -> Value:
-        taken, top = None, self.bits
+        joined, low = self._joined(lanes, words, 2 * at)
+        return lanes.masked(lanes.shifted(joined, low), 0x01010101 * self.largest)
+
+    def _joined(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int) -> tuple[Value, int]:
+        """The word of codes of pair `at`, put together of its planes, and its lowest bit in each half; what else
+        is in a slot may be anything. All pairs of a word have the same, which is computed once."""
+        slot, top, first, joined = slot_of(self.bits), self.bits, 0, None
         for plane, of_plane in zip(self.planes, words, strict=True):
-            word, low = field(plane, 2 * at)
-            top -= plane
-            part = lanes.masked(lanes.shifted(of_plane[word], low - top), 0x01010101 * (((1 << plane) - 1) << top))
-            taken = part if taken is None else lanes.either(taken, part)
-        return taken
+            word, low = field(plane, slot, at)
+            part, top = low % slot, top - plane
+            if joined is None:  # the codes begin where the first plane need not be moved, if they can
+                first, joined = max(0, part - top), of_plane[word]
+                joined = lanes.shifted(joined, part - top - first)
+            else:
+                mask = sum(((1 << (first + top + plane)) - 1) << place for place in range(0, 32, slot))
+                joined = lanes.mixed(mask, lanes.shifted(of_plane[word], part - top - first), joined)
+        return joined, low - part + first
 
     def _converted(self, lanes: Lanes, words: Sequence[Value], at: int) -> Value:
         """8 bits as whole numbers, which bf16 holds up to 256: the upper half of the float32."""
-        word, low = field(self.planes[0], at)
+        word, low = field(self.bits, self.bits, at)
         first, second = (
             lanes.as_words(lanes.to_floats(lanes.masked(lanes.shifted(words[word], low + 16 * half), 255)))
             for half in (0, 1)

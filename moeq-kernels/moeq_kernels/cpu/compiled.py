@@ -121,11 +121,11 @@ def call(work: Callable[..., int]) -> Callable[..., int]:
 def _vectors(text: str) -> Callable[..., None]:
     def block(  # type: ignore[no-untyped-def]
         codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,
-        group_inputs, activations, sums, out, out_stride, ahead, scale_step, zero_step, zero_start,
+        group_inputs, activations, sums, out, out_stride, scale_step, zero_step, zero_start,
     ):  # fmt: skip
         given = (
             codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,
-            group_inputs, activations, sums, out, out_stride, ahead, scale_step, zero_step, zero_start,
+            group_inputs, activations, sums, out, out_stride, scale_step, zero_step, zero_start,
         )  # fmt: skip
         _block(text, given)
 

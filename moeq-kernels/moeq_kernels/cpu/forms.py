@@ -21,9 +21,7 @@ class Form:
     activations from which on AMX's tiles multiply, 0 for none: fewer are multiplied by the fastest of the same vectors;
     features: LLVM's names of what the CPU must have; rows: of activations that one pass over the codes is compiled for
     (more need more registers than there are); prefill: rows of an expert from which it is unpacked and multiplied by
-    torch instead, unless it has been measured; ahead: bytes of packed matrices that are asked for before they are
-    needed (half of 8 KiB cost 5 % with AVX-512, none half the speed; twice the 2 KiB of AVX2's pairs of bytes cost 10 %
-    on a Zen 3).
+    torch instead, unless it has been measured.
     """
 
     name: str
@@ -36,7 +34,6 @@ class Form:
     features: tuple[str, ...] = ()
     rows: tuple[int, ...] = (1, 2, 4, 8, 16)
     prefill: int = 64
-    ahead: int = 1 << 13
 
     @property
     def int8(self) -> bool:
@@ -139,7 +136,6 @@ FORMS = {  # the fastest first (on Zen: see `forms`), and last those that round 
             features=("avx2", "fma", "f16c"),
             rows=(1, 2, 4, 8, 16),
             prefill=256,
-            ahead=1 << 11,
         ),
         Form(name="avx2", lanes=8, panels=2, features=("avx2", "fma", "f16c"), rows=(1, 2, 4, 8, 16), prefill=256),
         Form(name="neon", lanes=4, features=("neon",), rows=(1, 2, 4)),
@@ -161,7 +157,6 @@ FORMS = {  # the fastest first (on Zen: see `forms`), and last those that round 
             features=("avx2", "fma", "f16c"),
             rows=(1, 2, 4, 8, 16),
             prefill=4096,
-            ahead=1 << 11,
         ),
     )
 }

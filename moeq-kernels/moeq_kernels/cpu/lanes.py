@@ -119,6 +119,10 @@ class Lanes:
     def either(self, words: Value, others: Value) -> Value:
         return self.builder.or_(words, others)
 
+    def mixed(self, mask: int, words: Value, others: Value) -> Value:
+        """The bits of words where the mask has ones, those of others where it has none."""
+        return self.either(self.masked(words, mask), self.masked(others, ~mask & 0xFFFFFFFF))
+
     def as_floats(self, words: Value) -> Value:
         """The same bits."""
         return self.builder.bitcast(words, self.float_type)
@@ -264,9 +268,9 @@ class Lanes:
         """Nothing that was loaded before is kept for what comes after; not an instruction."""
         self.builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
 
-    def prefetch(self, address: Value, offset: int) -> None:
-        """Have a line come into the cache; an address where nothing lies does no harm."""
-        place, last = self._pointer(address, offset, I8), [ir.Constant(I32, value) for value in (0, 3, 1)]
+    def prefetch(self, address: Value, offset: int, level: int = 1) -> None:
+        """Have a line come into a level of the cache; an address where nothing lies does no harm."""
+        place, last = self._pointer(address, offset, I8), [ir.Constant(I32, value) for value in (0, 4 - level, 1)]
         module, kind = self.builder.module, ir.FunctionType(ir.VoidType(), [place.type, I32, I32, I32])
         name = "llvm.prefetch.p0"
         self.builder.call(module.globals.get(name) or ir.Function(module, kind, name), [place, *last])

@@ -154,7 +154,7 @@ class Matrices:
             [
                 self.table.ctypes.data, *self.table.shape[:2], functions.ctypes.data, *functions.shape,
                 layouts.ctypes.data, self.grids.ctypes.data, self.biases.ctypes.data, len(self.biases),
-                self.held.data_ptr(), form.ahead, self.inputs, self.rows,
+                self.held.data_ptr(), self.inputs, self.rows,
             ],
             np.int64,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
 from moeq_kernels.cpu.emit import LINE_BYTES
-from moeq_kernels.cpu.lanes import I64
+from moeq_kernels.cpu.lanes import I64, Lanes
 
 HUGE_PAGE = 1 << 21  # bytes
 MUCH_BYTES = 1 << 21  # of an array, from which on it is asked for in huge pages
@@ -145,18 +145,21 @@ def address_of(typing: Any, array: Any) -> Any:
     return types.int64(array), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def ask_for(typing: Any, address: Any) -> Any:
-    """Have the cache line of an address come; one where nothing lies does no harm."""
+def asking(level: int) -> Any:
+    """Have the cache line of an address come into a level of the cache; one where nothing lies does no harm."""
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
-        place, whole = builder.inttoptr(given[0], ir.IntType(8).as_pointer()), ir.IntType(32)
-        kind, name = ir.FunctionType(ir.VoidType(), [place.type, whole, whole, whole]), "llvm.prefetch.p0"
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        builder.call(function, [place, *(ir.Constant(whole, value) for value in (0, 3, 1))])
-        return context.get_dummy_value()
+    @intrinsic  # type: ignore[untyped-decorator]
+    def ask(typing: Any, address: Any) -> Any:
+        def code(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[Value]) -> Value:
+            Lanes(builder, 1).prefetch(given[0], 0, level)
+            return context.get_dummy_value()
 
-    return types.void(types.int64), code
+        return types.void(types.int64), code
+
+    return ask
+
+
+ask_for = asking(1)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -13,7 +13,7 @@ from llvmlite import ir
 from llvmlite.ir import Value
 
 from moeq_kernels.cpu.codes import LANES
-from moeq_kernels.cpu.emit import ARGUMENTS, LINE_BYTES, WORD_BYTES, Blocks, Number, Spec
+from moeq_kernels.cpu.emit import ARGUMENTS, WORD_BYTES, Blocks, Number, Spec
 from moeq_kernels.cpu.lanes import I64
 
 SIDE = 4  # rows at a time whose sums in float32 registers hold
@@ -52,11 +52,9 @@ class Panels(Blocks):
             self._clear(self.sums, totals * self.kinds)
             self._ask_for_grids(group, width)
             with self._times(self._units_of(group)):
-                ahead = self._ahead(width)
+                self._ask_for_codes(width)
                 with self._times(ir.Constant(I64, width)) as block:
                     moved = builder.mul(block.get(), self.stride)
-                    for line in range(0, self._unit_bytes, LINE_BYTES):
-                        self.lanes.prefetch(builder.add(ahead, moved), line)
                     sums = self._of(self.rows * self.row_bytes * self.kinds, block.get())
                     self._multiply_codes(builder.add(self.at.get(), moved), builder.add(self.sums, sums))
                 self._next_unit()

@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moeq_kernels.cpu.codes import CODES, LANES
+from moeq_kernels.cpu.codes import CODES, LANES, field, slot_of
 from moeq_kernels.cpu.kept_code import internal
 from moeq_kernels.cpu.memory import bits_of, byte_at, float_at, float_of, put_float, put_short, short_at, word_at
 from moeq_kernels.cpu.walks import Walk
 from moeq_kernels.cpu.walks import table as values_by_state
 
 _compile = internal()
+_field = _compile(field)
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -34,14 +35,14 @@ def _bf16(value):  # type: ignore[no-untyped-def]
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _codes(at, planes, unit, codes):  # type: ignore[no-untyped-def]
+def _codes(at, planes, slot, unit, codes):  # type: ignore[no-untyped-def]
     """The codes of one unit, [unit, 16] uint32."""
     codes[:] = 0
     for plane in planes:
         mask = np.uint32((1 << plane) - 1)
         for k in range(unit):
-            word, place = divmod(k >> 1, 16 // plane)
-            shift = np.uint32((place // 2 + place % 2 * (8 // plane)) * plane + 16 * (k & 1))
+            word, low = _field(plane, slot, k >> 1)
+            shift = np.uint32(low + 16 * (k & 1))
             for lane in range(LANES):
                 part = (word_at(at + (word * LANES + lane) * 4) >> shift) & mask
                 codes[k, lane] = codes[k, lane] << np.uint32(plane) | part
@@ -71,13 +72,13 @@ def _walked(at, bits, state_bits, table, unit, codes):  # type: ignore[no-untype
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _values(at, planes, unit, dense, walk, table, scale, zero, codes, values):  # type: ignore[no-untyped-def]
+def _values(at, planes, slot, unit, dense, walk, table, scale, zero, codes, values):  # type: ignore[no-untyped-def]
     """The values of one unit, [unit, 16] float32; dense: 0 for codes of a grid, else as in DENSE; walk: bits of a state
     of trellis codes with their table, or 0."""
     if walk:
         _walked(at, planes[0], walk, table, unit, codes)
     else:
-        _codes(at, planes, unit, codes)
+        _codes(at, planes, slot, unit, codes)
     for k in range(unit):
         for lane in range(LANES):
             code = codes[k, lane]
@@ -103,7 +104,8 @@ DENSE = {"bfloat16": 16, "float16": 17, "float32": 32}
 
 def blocks(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
     """The code of a spec; arguments of what it gives: as `emit.ARGUMENTS`."""
-    planes, dense, short = CODES[codes].planes, DENSE.get(codes, 0), dtype == "bfloat16"
+    planes, slot = CODES[codes].planes, slot_of(sum(CODES[codes].planes))
+    dense, short = DENSE.get(codes, 0), dtype == "bfloat16"
     unit_bytes = unit * sum(planes) // 32 * LANES * 4
     kind = CODES[codes]
     walk = kind.state_bits if isinstance(kind, Walk) else 0
@@ -111,7 +113,7 @@ def blocks(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
 
     def multiply(  # type: ignore[no-untyped-def]
         codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,
-        group_inputs, activations, sums, out, out_stride, ahead, scale_step, zero_step, zero_start,
+        group_inputs, activations, sums, out, out_stride, scale_step, zero_step, zero_start,
     ):  # fmt: skip
         numbers, values = np.empty((unit, LANES), np.uint32), np.empty((unit, LANES), np.float32)
         scale, zero = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
@@ -124,7 +126,7 @@ def blocks(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
                     _grid(scales + block * stride + 2 * LANES * group, own + zero_stride * group, scale_step, zero_step,
                           zero_start, scale, zero)  # fmt: skip
                 for _ in range(last_units if group == groups - 1 else units):
-                    _values(at, planes, unit, dense, walk, table, scale, zero, numbers, values)
+                    _values(at, planes, slot, unit, dense, walk, table, scale, zero, numbers, values)
                     for row in range(rows):
                         for k in range(unit):
                             activation = float_at(given + (k * rows + row) * 4)
@@ -138,7 +140,7 @@ def blocks(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
 
     def unpack(  # type: ignore[no-untyped-def]
         codes, scales, zeros, zero_stride, blocks, stride, following, groups, units, last_units,
-        group_inputs, activations, sums, out, out_stride, ahead, scale_step, zero_step, zero_start,
+        group_inputs, activations, sums, out, out_stride, scale_step, zero_step, zero_start,
     ):  # fmt: skip
         numbers, values = np.empty((unit, LANES), np.uint32), np.empty((unit, LANES), np.float32)
         scale, zero = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
@@ -150,7 +152,7 @@ def blocks(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
                           zero_start, scale, zero)  # fmt: skip
                 to = out + group * group_inputs * out_stride + block * LANES * (2 if short else 4)
                 for _ in range(last_units if group == groups - 1 else units):
-                    _values(at, planes, unit, dense, walk, table, scale, zero, numbers, values)
+                    _values(at, planes, slot, unit, dense, walk, table, scale, zero, numbers, values)
                     for k in range(unit):
                         for lane in range(LANES):
                             if short:

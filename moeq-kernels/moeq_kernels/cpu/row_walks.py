@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from moeq_kernels import trellis
 from moeq_kernels.cpu import lookups
 from moeq_kernels.cpu.codes import CODES, LANES, UNIT
-from moeq_kernels.cpu.emit import ARGUMENTS, LINE_BYTES, WORD_BYTES, Blocks, Number, Spec
+from moeq_kernels.cpu.emit import ARGUMENTS, WORD_BYTES, Blocks, Number, Spec
 from moeq_kernels.cpu.forms import AVX2_LANES, FORMS
 from moeq_kernels.cpu.lanes import I8, I16, I32, I64
 from moeq_kernels.cpu.walks import MIDDLE, Walk, table
@@ -85,9 +85,7 @@ class RowWalks(Blocks):
         """A unit of one part's rows."""
         lanes, steps, given = self.lanes, self.steps, self.given.get()
         if not part:
-            ahead = self._ahead(1)
-            for line in range(0, self._unit_bytes, LINE_BYTES):
-                lanes.prefetch(ahead, line)
+            self._ask_for_codes(1)
         words = self._words(self.at.get(), part)
         for number in range(UNIT // steps):
             tile, first = divmod(number * steps, trellis.TILE)

@@ -38,7 +38,7 @@ from moeq_kernels.cpu.columns import (
     ZEROS_AT,
 )  # fmt: skip
 from moeq_kernels.cpu.compiled import call_block
-from moeq_kernels.cpu.emit import LINE_BYTES, TOGETHER
+from moeq_kernels.cpu.emit import AHEAD, LINE_BYTES, TOGETHER
 from moeq_kernels.cpu.finish import PRODUCTS, finish
 from moeq_kernels.cpu.kept_code import internal
 from moeq_kernels.cpu.memory import (
@@ -158,7 +158,7 @@ def _ask_for_first(stage, item):  # type: ignore[no-untyped-def]
     """What blocks do not ask for ahead, the first lines of the first of them."""
     for block in range(item[2], min(item[2] + MOST_TOGETHER, item[3])):
         at = _place(stage, item[0], ZERO, block)
-        for line in range(0, stage[7] // MOST_TOGETHER, LINE_BYTES):
+        for line in range(0, AHEAD // MOST_TOGETHER, LINE_BYTES):
             ask_for(at + line)
 
 
@@ -166,7 +166,7 @@ def _ask_for_first(stage, item):  # type: ignore[no-untyped-def]
 def _multiply(stage, item, following, functions, grids, layout, sums, products, end, weights, per_token, out, biased):  # type: ignore[no-untyped-def]
     """One item: tiles from item[0] to item[1], blocks from item[2] to item[3]; following: address of what is read
     after it; products: [C, size * 16 * blocks and more]."""
-    table, tiles, _, starts, _, _, base, ahead = stage
+    table, tiles, _, starts, _, _, base = stage
     begin, first, matrices = item[0], item[2], table.shape[1]
     width = (item[3] - first) * LANES
     while begin < item[1]:
@@ -192,7 +192,7 @@ def _multiply(stage, item, following, functions, grids, layout, sums, products, 
                     (
                         at, at + how[SCALES_AT], zeros, how[ZERO_STRIDE], count, how[STRIDE], after, how[GROUPS],
                         how[UNITS], how[LAST_UNITS], how[GROUP], address_of(layout) + starts[tile, which, 0] * 4,
-                        address_of(sums) + starts[tile, which, 1] * 4, address_of(products[which]), width * 4, ahead,
+                        address_of(sums) + starts[tile, which, 1] * 4, address_of(products[which]), width * 4,
                         grid[0], grid[1], grid[2],
                     ),
                 )  # fmt: skip
@@ -212,19 +212,19 @@ def _wait(counter, wanted):  # type: ignore[no-untyped-def]
 
 NUMBERS, UNPACKING = 24, 25  # that describe a stage, and the unpacking of a matrix
 NEXT = 23  # of those of a stage: where those of the one after it lie, or 0
-BOUND = 14  # those of a stage's matrices and a form, which do not change from call to call, and some of them
-BOUND_EXPERTS, BOUND_MATRICES, BOUND_SIZES, BOUND_INPUTS, BOUND_ROWS = 1, 2, 5, 12, 13
+BOUND = 13  # those of a stage's matrices and a form, which do not change from call to call, and some of them
+BOUND_EXPERTS, BOUND_MATRICES, BOUND_SIZES, BOUND_INPUTS, BOUND_ROWS = 1, 2, 5, 11, 12
 
 
 @_compile  # type: ignore[untyped-decorator]
 def bound(address):  # type: ignore[no-untyped-def]
     """What the numbers of `Matrices.bound` at an address say: table, functions, layouts, grids, biases, address of the
-    buffer, bytes that are asked for ahead, inputs, and rows of the matrices."""
+    buffer, inputs, and rows of the matrices."""
     n = int64s(address, BOUND)
     return (
         int64s(n[0], (n[1], n[2], COLUMNS)), int64s(n[3], (n[4], n[5])),
         int64s(n[6], (n[4], n[5])), float32s(n[7], (n[1], n[2], 3)), float32s(n[8], n[9]),
-        n[10], n[11], n[12], n[13],
+        n[10], n[11], n[12],
     )  # fmt: skip
 
 
@@ -265,18 +265,17 @@ def _work(address):  # type: ignore[no-untyped-def]
     done, by whomever.
 
     stage: (table [E, C, COLUMNS], tiles [S, 5], order [P], starts [S, C, 2] of each tile in layout and sums, rows of
-    order for one of source or 0 where source is in order, layouts as in `plan`, address of the buffer, bytes that are
-    asked for ahead);
+    order for one of source or 0 where source is in order, layouts as in `plan`, address of the buffer);
     counters: int64, 0, four of them each on a line of its own; source: [R, K] float32; layout: uint32; items [I, 4];
     functions: addresses [slots, sizes]; grids: [E, C, 3]; end: what is done with the products; weights [P] float32 of T
     tokens, per_token each; out: [C, R, N].
     """
     n = int64s(address, NUMBERS)
-    table, functions, layouts, grids, biased, base, ahead, inputs, _ = bound(n[0])
+    table, functions, layouts, grids, biased, base, inputs, _ = bound(n[0])
     tiles, matrices = n[2], table.shape[1]
     stage = (
         table, int64s(n[1], (tiles, 5)), int64s(n[3], n[4]), int64s(n[5], (tiles, matrices, 2)), n[6],
-        layouts, base, ahead,
+        layouts, base,
     )  # fmt: skip
     first, source, layout, sums = n[7], float32s(n[8], (n[9], inputs)), uint32s(n[10], n[11]), float32s(n[12], n[13])
     items, end, weights, per_token = int64s(n[14], (n[15], 4)), n[16], float32s(n[17], n[18]), n[19]
@@ -355,7 +354,7 @@ def alone(address):  # type: ignore[no-untyped-def]
     step, place, size, short, source, into, count = (
         n[LINE], n[LINE + 2], n[LINE + 3], n[LINE + 4], n[LINE + 5], n[LINE + 6], n[LINE + 7]
     )  # fmt: skip
-    table, functions, layouts, grids, biased, base, ahead, inputs, outputs = bound(n[LINE + 1])
+    table, functions, layouts, grids, biased, base, inputs, outputs = bound(n[LINE + 1])
     how = table[0, 0]
     high = (how[ROWS] + LANES - 1) // LANES
     first = add_at(address, step)
@@ -364,7 +363,7 @@ def alone(address):  # type: ignore[no-untyped-def]
     tiles = zero_int64s((1, 5))
     tiles[0, COUNT], tiles[0, SIZE], tiles[0, PLACE] = count, size, place
     starts, item = zero_int64s((1, 1, 2)), new_int64s(4)
-    stage = (table, tiles, tiles[0], starts, ZERO, layouts, base, ahead)
+    stage = (table, tiles, tiles[0], starts, ZERO, layouts, base)
     item[0], item[1], item[2], item[3] = 0, 1, first, min(first + step, high)
     _ask_for_first(stage, item)
     given = floats_at(source, count, inputs, short)
@@ -403,7 +402,7 @@ def unpack(address):  # type: ignore[no-untyped-def]
             function,
             (
                 at, at + how[SCALES_AT], zeros, how[ZERO_STRIDE], 1, how[STRIDE], at, how[GROUPS], how[UNITS],
-                how[LAST_UNITS], how[GROUP], 0, 0, to, n[23], 0, grid[0], grid[1], grid[2],
+                how[LAST_UNITS], how[GROUP], 0, 0, to, n[23], grid[0], grid[1], grid[2],
             ),
         )  # fmt: skip
         add_at(address + 64, 1)

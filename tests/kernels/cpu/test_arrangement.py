@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 from packed_layers import layer_of, matrix_of
 
 from moeq_kernels.cpu.arrangement import Shape, arrange, undo
-from moeq_kernels.cpu.codes import CODES, field
+from moeq_kernels.cpu.codes import CODES, PLANES, field, slot_of
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.description import DOWN, Matrix
 from moeq_kernels.packed import PackedWeight
@@ -82,10 +82,24 @@ def test_pairs_lie_as_drawn() -> None:
     arrange(matrix, shape, held)
     first = int(held.view(torch.int32)[0]) & 0xFFFFFFFF
     codes = [int(byte) >> 4 * half & 15 for byte in matrix.codes[0, :4].tolist() for half in (0, 1)]  # type: ignore[union-attr]
-    places = [(field(4, k // 2)[1] + 16 * (k % 2)) for k in range(8)]
+    places = [(field(4, 4, k // 2)[1] + 16 * (k % 2)) for k in range(8)]
     assert places == [0, 16, 8, 24, 4, 20, 12, 28]
     assert [first >> place & 15 for place in places] == codes
     assert CODES["3"].planes == (2, 1)
+
+
+@pytest.mark.parametrize("bits", PLANES)
+def test_one_shift_a_plane_puts_a_word_of_codes_together(bits: int) -> None:
+    """Planes fill their words, and all codes of a word have those of a plane at one distance in one word."""
+    slot, pairs = slot_of(bits), 16
+    for plane in PLANES[bits]:
+        found = [field(plane, slot, pair) for pair in range(pairs)]
+        filled = [(word, low + bit) for word, low in found for bit in range(plane)]
+        assert sorted(filled) == [(word, bit) for word in range(plane) for bit in range(16)]
+        for first in range(0, pairs, 16 // slot):
+            of_word = found[first : first + 16 // slot]
+            assert len({(word, low % slot) for word, low in of_word}) == 1
+            assert [low // slot * slot for _, low in of_word] == [field(slot, slot, k)[1] for k in range(16 // slot)]
 
 
 @pytest.mark.full
