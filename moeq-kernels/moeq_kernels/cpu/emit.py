@@ -191,7 +191,7 @@ class Blocks:
 
         Activations that are whole numbers are summed as such, the bytes of each apart; sums are [G, 2, M]: their scale,
         and their sum times it."""
-        together = TOGETHER.get(self.spec.rows, 1) if self.form.slices else 1
+        together = TOGETHER.get(self.spec.rows, 1) if self.form.slices and not self.codes.crowded else 1
         self._each(self._multiply_blocks, LANES * WORD_BYTES, together)
 
     def _multiply_blocks(self, width: int) -> None:

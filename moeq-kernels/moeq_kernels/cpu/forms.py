@@ -171,7 +171,7 @@ def host_features() -> dict[str, bool]:
     return found | {"neon": platform.machine() in ("aarch64", "arm64")}
 
 
-def _is_zen() -> bool:
+def is_zen() -> bool:
     """Whether this is one of AMD's CPUs with vectors of 512 bits, whose dot products of bf16 are as fast as those of
     bytes; Intel's take four times as long."""
     from llvmlite import binding
@@ -183,6 +183,6 @@ def forms(*, int8: bool = False) -> list[str]:
     """Names of the forms that run on this machine, those expected to be fastest first; int8: those that round
     activations instead of those that do not."""
     found = [form for form in FORMS.values() if form.int8 == int8 and form.runs_here()]
-    if _is_zen():
+    if is_zen():
         found.sort(key=lambda form: (-form.lanes, not form.pairs))
     return [form.name for form in found]

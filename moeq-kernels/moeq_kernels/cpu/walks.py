@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from moeq_kernels import trellis
 from moeq_kernels.cpu import lookups
-from moeq_kernels.cpu.forms import AVX2_LANES, host_features
+from moeq_kernels.cpu.forms import AVX2_LANES, host_features, is_zen
 from moeq_kernels.cpu.lanes import Lanes
 from moeq_kernels.trellis_tables import table as trained_table
 from moeq_kernels.widths import STATE_BITS, TRELLIS_BITS
@@ -104,6 +104,12 @@ class Walk:
         """Whether vectors of so many lanes look values up in registers."""
         return self.state_bits <= LOOKED_UP and lanes == 16 and host_features().get("avx512vbmi", False)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether registers hold tables of more than 2**8 values two at a time, as Zen's permutations take them, which
+        are as fast as those of one; Intel's take twice as long."""
+        return self.state_bits > 8 and is_zen() and self.in_registers(16)
+
     def _chunks(self, lanes: Lanes, words: Sequence[Sequence[Value]], tile: int, chunk: int) -> Value:
         """A chunk of a lane's bits of a tile and, below it, the one before."""
         own, last = tile * self.bits + chunk, tile * self.bits + self.bits - 1
@@ -180,7 +186,7 @@ class Walk:
             high = lanes.cut_bytes(given, [place + self.state_bits - 8 for place in lowest])
             tops += [lanes.top_bits(lanes.doubled_bytes(high))] if self.state_bits > 9 else []
             tops += [lanes.top_bits(high)]
-        if self.state_bits == 8:
+        if self.state_bits == 8 or self.crowded:
             found = [lanes.from_two(values[n], values[n + 1], low) for n in range(0, len(values), 2)]
         else:
             found = self._of_four(lanes, values, low, tops.pop(0))

@@ -372,7 +372,7 @@ def test_a_cpu_that_lacks_vectors_takes_a_form_it_has(
     if wanted != "plain" and wanted not in forms():
         pytest.skip(f"this CPU has no {wanted}")
     monkeypatch.setattr("moeq_kernels.cpu.forms.host_features", lambda: found)
-    monkeypatch.setattr("moeq_kernels.cpu.forms._is_zen", lambda: zen)
+    monkeypatch.setattr("moeq_kernels.cpu.forms.is_zen", lambda: zen)
     kernel = CpuKernel()
     assert kernel.form.name == wanted
     check(layer_of([4, 3], 96, 64), kernel, routed(1, 2, 2, 96, BF16))

@@ -7,10 +7,12 @@ import torch
 from cases import examples
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from numba.core.caching import NullCache
 from packed_layers import reference, routed, silu_gate, trellis_of, values
 
 from moeq_kernels import choice, measured, trellis
-from moeq_kernels.cpu.forms import AVX2_LANES, FORMS, forms
+from moeq_kernels.cpu import compiled, kept_code, walks
+from moeq_kernels.cpu.forms import AVX2_LANES, FORMS, forms, is_zen
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.cpu.layer import PackedLayer, PackedLinear
 from moeq_kernels.cpu.lookups import several
@@ -75,6 +77,20 @@ def test_float32_rows() -> None:
 def test_more_states_than_registers_hold(bits: int, state_bits: int) -> None:
     for form in {forms()[0], *({"avx2"} & set(forms()))}:
         check(trellis_of(17, 64, bits, state_bits), 2, form)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("state_bits", [9, 10])
+def test_the_other_way_to_look_up_in_registers(state_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of CPUs whose permutations of two registers take twice as long, on a Zen, and that of a Zen elsewhere."""
+    if not walks.Walk(2, state_bits).in_registers(16):
+        pytest.skip("this CPU has no VBMI")
+    other = not is_zen()
+    monkeypatch.setattr(walks, "is_zen", lambda: other)
+    monkeypatch.setattr(compiled, "_blocks", {})
+    monkeypatch.setattr(kept_code, "_kept", lambda function: NullCache())
+    assert walks.Walk(2, state_bits).crowded == other
+    check(trellis_of(33, 50, 2, state_bits), 1, "avx512_vnni")
 
 
 @pytest.mark.cases(1)
