@@ -11,6 +11,7 @@ import pytest
 import torch
 
 WRITTEN_IN_TRITON = (
+    "moeq_kernels.gpu.bits",
     "moeq_kernels.gpu.codes",
     "moeq_kernels.gpu.grid",
     "moeq_kernels.gpu.parts",

@@ -20,14 +20,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moeq_kernels.gpu.bits import at_bit, lowest_bit
 from moeq_kernels.gpu.grid import grid_of, least, scale_of, zero_of
 from moeq_kernels.gpu.parts import nothing, places
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def field(onto, word, CODE: tl.constexpr, PART: tl.constexpr, TO: tl.constexpr, BOTH: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`onto` with one code of a word (`swizzle.place`) at bit TO; BOTH: and the next, of the high half, at 16 + TO."""
-    FROM: tl.constexpr = PART * (CODE // 2) + 16 * (CODE % 2)
+def field(onto, word, FROM: tl.constexpr, PART: tl.constexpr, TO: tl.constexpr, BOTH: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`onto` with PART bits of a word, from FROM on, at bit TO; BOTH: and those of the high half at 16 + TO."""
     MASK: tl.constexpr = (2**PART - 1) << TO
     KEPT: tl.constexpr = MASK * 65537 if BOTH else MASK
     # a mask with the highest bit is a negative number
@@ -42,6 +42,21 @@ def field(onto, word, CODE: tl.constexpr, PART: tl.constexpr, TO: tl.constexpr, 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def merged(word20, word10, SECOND: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Eight codes of 3 bits, each in 4 bits of which the highest may be anything: planes 0, 1, 4, 5, .., or SECOND: 2,
+    3, 6, 7, .."""
+    LOWEST: tl.constexpr = 0x11111111
+    high = word20 >> 1 if SECOND else word20 << 1
+    low = word10 >> 1 if SECOND else word10
+    if ASM:  # one instruction: low where the mask has ones
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xD8;", "=r,r,r,r", [high, low, LOWEST], tl.int32, True, 1
+        )
+    else:
+        return (low & LOWEST) | (high & ~LOWEST)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def code_at(  # type: ignore[no-untyped-def]
     onto, loads, PLANE: tl.constexpr, BITS: tl.constexpr,
     LOW: tl.constexpr, BOTH: tl.constexpr, ASM: tl.constexpr,
@@ -49,15 +64,20 @@ def code_at(  # type: ignore[no-untyped-def]
     """`onto` with codes [N, C] of one plane, or of two, from bit LOW on; of the words that the width has."""
     word80, word81, word82, word83, word40, word41, word20, word10 = loads
     code = onto
-    if BITS & 8:
-        word = word80 if PLANE < 4 else (word81 if PLANE < 8 else (word82 if PLANE < 12 else word83))
-        code = field(code, word, PLANE % 4, 8, LOW, BOTH, ASM)
-    if BITS & 4:
-        code = field(code, word40 if PLANE < 8 else word41, PLANE % 8, 4, LOW + (BITS & 3), BOTH, ASM)
-    if BITS & 2:
-        code = field(code, word20, PLANE, 2, LOW + (BITS & 1), BOTH, ASM)
-    if BITS & 1:
-        code = field(code, word10, PLANE, 1, LOW, BOTH, ASM)
+    if BITS == 3:
+        word = merged(word20, word10, PLANE // 2 % 2 == 1, ASM)
+        code = field(code, word, at_bit(PLANE // 4 * 2 + PLANE % 2, 4), 3, LOW, BOTH, ASM)
+    else:
+        if BITS & 8:
+            word = word80 if PLANE < 4 else (word81 if PLANE < 8 else (word82 if PLANE < 12 else word83))
+            code = field(code, word, at_bit(PLANE % 4, 8), 8, LOW, BOTH, ASM)
+        if BITS & 4:
+            word = word40 if PLANE < 8 else word41
+            code = field(code, word, at_bit(PLANE % 8, 4), 4, LOW + (BITS & 3), BOTH, ASM)
+        if BITS & 2:
+            code = field(code, word20, at_bit(PLANE, 2), 2, LOW + (BITS & 1), BOTH, ASM)
+        if BITS & 1:
+            code = field(code, word10, at_bit(PLANE, 1), 1, LOW, BOTH, ASM)
     return code
 
 
@@ -110,11 +130,7 @@ def two_planes(  # type: ignore[no-untyped-def]
     else:
         MANTISSA: tl.constexpr = 10 if tl.float16 == DTYPE else 7
         BIAS: tl.constexpr = 15 if tl.float16 == DTYPE else 127
-        # a width of one part: as many codes from bit LEAST on as the mantissa has room for stay where they are
-        WITHIN: tl.constexpr = (MANTISSA - BITS - LEAST) // BITS + 1
-        ONE_PART: tl.constexpr = BITS == 1 or BITS == 2 or BITS == 4 or BITS == 8
-        NUMBER: tl.constexpr = PLANE // 2 % (16 // BITS)
-        TO: tl.constexpr = LEAST + BITS * (NUMBER % WITHIN) if ONE_PART else MANTISSA - BITS
+        TO: tl.constexpr = lowest_bit(PLANE, BITS, LEAST, MANTISSA)
         FACTOR: tl.constexpr = 2.0 ** (MANTISSA - TO)
         ONES: tl.constexpr = (BIAS << MANTISSA) * 65537
         both = code_at(
@@ -189,12 +205,12 @@ def loaded(  # type: ignore[no-untyped-def]
     if BITS & 1:
         if PAIRS:
             two = tl.load(words + start + done // 2 + pair_at, mask=pair_here, other=0)
-            first = (two & 255) | ((two & 65280) << 8)  # the odd codes to the high half
-            second = ((two >> 16) & 255) | ((two >> 8) & 16711680)
+            first = (two & 65535) | ((two << 14) & -65536)  # the odd codes to the high half
+            second = ((two >> 16) & 65535) | ((two >> 2) & -65536)
             word10 = tl.reshape(tl.join(first, second), at.shape)
         else:
             word10 = tl.load(shorts + 2 * start + done + at, mask=here, other=0).to(tl.int32)
-            word10 = (word10 & 255) | ((word10 & 65280) << 8)
+            word10 = (word10 & 65535) | ((word10 << 14) & -65536)
     return (word80, word81, word82, word83, word40, word41, word20, word10)
 
 
