@@ -239,8 +239,10 @@ class Blocks:
         the next one) into the second level of cache, and NEAR bytes into the first: all that is on its way would be
         much of what that holds. With 8 KiB into the first, a Zen 4 read 4 bits at .65 to .8 of this speed."""
         builder, lanes = self.builder, self.lanes
-        near = self._plus(self.at.get(), NEAR)
-        ahead, end = self._plus(self.at.get(), AHEAD // width), self.scales.get()
+        near, end = self._plus(self.at.get(), NEAR), self.scales.get()
+        reach, most = builder.sub(end, self.first.get()), ir.Constant(I64, AHEAD // width)
+        reach = builder.select(builder.icmp_unsigned("<", reach, most), reach, most)
+        ahead = builder.add(self.at.get(), reach)
         beyond = builder.icmp_unsigned(">=", ahead, end)
         ahead = builder.add(ahead, builder.select(beyond, builder.sub(self.next, end), ir.Constant(I64, 0)))
         for block in range(width):
