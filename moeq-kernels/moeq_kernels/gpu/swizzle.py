@@ -15,8 +15,8 @@ and 2j + 1 being inputs 16j + 2c and the next.
 In words the codes are in the interleaved order of paper 002 (section 3.4.3): of 4 bits [e0, e2, e4, e6, e1, e3, e5,
 e7], of other parts alike, even ones in the low half, odd ones in the high half. So one AND leaves two neighbours in the
 places of two float16. The 16 bits of a column in the part of 1 bit lie so that moved by 14, the odd ones come to the
-high half, and both halves have one bit for every second code of 2 bits where that has its lower one: [e0, e2, o0, o2,
-e4, e6, o4, o6, ..], so that words of 3 bits are put together eight codes at a time (`codes.merged`).
+high half, and both halves have one bit for every second code of 2 bits where that has its lower one: [e0, e2, e1, e3,
+e4, e6, e5, e7, ..], so that words of 3 bits are put together eight codes at a time (`codes.merged`).
 
 Letters: N rows, K inputs, C columns of a tile, q bits of a part.
 """
