@@ -33,9 +33,8 @@ BF16_MANTISSA, FLOAT_MANTISSA = 7, 23
 
 class Codes(Protocol):
     """One kind of codes. `planes`: bits of each, the high ones first; `affine`: whether groups have scales; `largest`:
-    of the numbers of `quad`; `walked`: whether words come with those of the lane before, as one plane more; `crowded`:
-    whether values need the registers that sums of several blocks would take; start and step: of the values that `pair`
-    and `single` give, by whether they are pairs of bf16."""
+    of the numbers of `quad`; `walked`: whether words come with those of the lane before, as one plane more; start and
+    step: of the values that `pair` and `single` give, by whether they are pairs of bf16."""
 
     @property
     def name(self) -> str: ...
@@ -47,8 +46,6 @@ class Codes(Protocol):
     def largest(self) -> int: ...
     @property
     def walked(self) -> bool: ...
-    @property
-    def crowded(self) -> bool: ...
 
     def values(self, pairs: bool) -> tuple[float, float]:
         """start and step."""
@@ -83,7 +80,6 @@ class Affine:
     planes: tuple[int, ...]
     affine: bool = True
     walked: bool = False
-    crowded: bool = False
 
     @property
     def name(self) -> str:
@@ -149,7 +145,6 @@ class Dense:
     affine: bool = False
     largest: int = 0
     walked: bool = False
-    crowded: bool = False
 
     def values(self, pairs: bool) -> tuple[float, float]:
         return 0.0, 1.0

@@ -17,12 +17,12 @@ from llvmlite import ir
 from llvmlite.ir import Value
 
 from moeq_kernels.cpu.codes import CODES, LANES, Codes
-from moeq_kernels.cpu.forms import FORMS, Form
+from moeq_kernels.cpu.forms import FORMS, Form, is_zen
 from moeq_kernels.cpu.lanes import F32, I8, I64, Lanes
 
 ACCUMULATORS = 16, 8  # sums side by side, so that no product waits for the last: of 16 lanes, and of fewer
 MOST_COPIES = 4  # of them for one row
-TOGETHER = {1: 4, 2: 2}  # blocks that are multiplied side by side, by rows: several places are read from in turn
+TOGETHER = {1: 4, 2: 2}  # blocks side by side, by rows: Intel's CPUs read several places in turn; a Zen 4 lost a fifth
 WORD_BYTES = 4
 LINE_BYTES = 64
 AHEAD, NEAR = 6 << 10, 1 << 9  # bytes of codes that are asked for before they are needed, see `_ask_for_codes`
@@ -191,7 +191,7 @@ class Blocks:
 
         Activations that are whole numbers are summed as such, the bytes of each apart; sums are [G, 2, M]: their scale,
         and their sum times it."""
-        together = TOGETHER.get(self.spec.rows, 1) if self.form.slices and not self.codes.crowded else 1
+        together = TOGETHER.get(self.spec.rows, 1) if self.form.slices and not is_zen() else 1
         self._each(self._multiply_blocks, LANES * WORD_BYTES, together)
 
     def _multiply_blocks(self, width: int) -> None:

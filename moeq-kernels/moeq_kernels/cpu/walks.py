@@ -105,10 +105,10 @@ class Walk:
         return self.state_bits <= LOOKED_UP and lanes == 16 and host_features().get("avx512vbmi", False)
 
     @property
-    def crowded(self) -> bool:
-        """Whether registers hold tables of more than 2**8 values two at a time, as Zen's permutations take them, which
-        are as fast as those of one; Intel's take twice as long."""
-        return self.state_bits > 8 and is_zen() and self.in_registers(16)
+    def in_pairs(self) -> bool:
+        """Whether tables in registers are looked up two at a time: on a Zen that is as fast as one, Intel's CPUs take
+        twice as long."""
+        return self.state_bits == 8 or is_zen()
 
     def _chunks(self, lanes: Lanes, words: Sequence[Sequence[Value]], tile: int, chunk: int) -> Value:
         """A chunk of a lane's bits of a tile and, below it, the one before."""
@@ -186,7 +186,7 @@ class Walk:
             high = lanes.cut_bytes(given, [place + self.state_bits - 8 for place in lowest])
             tops += [lanes.top_bits(lanes.doubled_bytes(high))] if self.state_bits > 9 else []
             tops += [lanes.top_bits(high)]
-        if self.state_bits == 8 or self.crowded:
+        if self.in_pairs:
             found = [lanes.from_two(values[n], values[n + 1], low) for n in range(0, len(values), 2)]
         else:
             found = self._of_four(lanes, values, low, tops.pop(0))

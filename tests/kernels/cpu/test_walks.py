@@ -89,7 +89,7 @@ def test_the_other_way_to_look_up_in_registers(state_bits: int, monkeypatch: pyt
     monkeypatch.setattr(walks, "is_zen", lambda: other)
     monkeypatch.setattr(compiled, "_blocks", {})
     monkeypatch.setattr(kept_code, "_kept", lambda function: NullCache())
-    assert walks.Walk(2, state_bits).crowded == other
+    assert walks.Walk(2, state_bits).in_pairs == other
     check(trellis_of(33, 50, 2, state_bits), 1, "avx512_vnni")
 
 
