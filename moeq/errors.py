@@ -116,6 +116,11 @@ def address_of(path: str | PathLike[str]) -> str | None:
     return f"{found[1]}{'///' if found[1] == 'file:' else '//'}{found[2]}"
 
 
+def as_named(path: str | PathLike[str]) -> str:
+    """A path as messages name it: an address with all of its slashes."""
+    return address_of(path) or str(path)
+
+
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
     """The first line of what an error of somebody else's says; of one that says nothing its type, or `otherwise`."""
     lines = str(error).strip().splitlines()

@@ -17,7 +17,7 @@ from typer import Argument, Option
 from typer.models import ParameterInfo
 
 from moeq.bundled.preset_files import DEFAULT, QUALITIES, chosen_preset, preset_names
-from moeq.errors import RecipeError
+from moeq.errors import RecipeError, as_named
 from moeq.folders import checkpoint_of, is_run
 from moeq.registry import QUANTIZERS
 from moeq.runtimes import NATIVE, named, runtimes, written
@@ -166,7 +166,7 @@ class RunOptions:
     def with_run(self, run: Path, **instead: Any) -> Self:
         """With --out of a run that was named; RecipeError where another is given."""
         if self.out is not None and self.out != run:
-            raise RecipeError(f"two runs: {run} and --out {self.out}", do="give one of them")
+            raise RecipeError(f"two runs: {as_named(run)} and --out {as_named(self.out)}", do="give one of them")
         return replace(self, out=run, **instead)
 
     def keys(self) -> dict[str, str]:

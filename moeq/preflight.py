@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.places import refuse_artifacts
+from moeq.artifacts.run import store_folder
 from moeq.artifacts.storage import check_no_address
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.benching.asked import Asked
@@ -42,6 +43,7 @@ def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
     StorageError for a run directory that is a file, or that no file of tensors or tables can be written to by its name.
     """
     _check_writable_name(out)
+    check_no_address(store_folder(recipe, out))
     config = check_there(model, recipe.revision)
     folds = command == "plan" and recipe.reparam is not None  # which may be all that is planned
     if command not in FOR_DENSE and not folds:
@@ -97,8 +99,11 @@ def check_dynamic(
     for name, given in (("--dynamic-log", log is not None), ("--watch", watch)):
         if given and text is None:
             raise RecipeError("no expert changes its precision", where=name, do="give --dynamic too")
-    if log is not None and (log.is_dir() or not log.absolute().parent.is_dir()):
-        raise RecipeError("is no file that can be written", where=f"--dynamic-log {log}", do="give a path in a folder")
+    if log is not None:
+        check_no_address(log)
+        if log.is_dir() or not log.absolute().parent.is_dir():
+            where = f"--dynamic-log {log}"
+            raise RecipeError("is no file that can be written", where=where, do="give a path in a folder")
     if text is None:
         return None
     options = DynamicOptions.parse(text)

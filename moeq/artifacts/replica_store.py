@@ -10,7 +10,7 @@ from moeq.artifacts.reading import NAME_BYTES
 from moeq.artifacts.replicas import REMEDY, SCHEMA_VERSION, SHORT
 from moeq.artifacts.run import RECIPE_COPY, STORE
 from moeq.artifacts.stage import check_schema_version
-from moeq.errors import ArtifactError
+from moeq.errors import ArtifactError, missing
 
 MARKER = "store.json"
 MARK = {"kind": "moeq replica store", "schema_version": SCHEMA_VERSION}
@@ -48,7 +48,8 @@ def is_marked(store: Path) -> bool:
 def check_store(store: Path) -> None:
     """ArtifactError when the folder is no store, a damaged one, or one of another schema version."""
     if not (path := store / MARKER).is_file():
-        raise ArtifactError("not a replica store", where=str(store), do="give the folder that runs used as their store")
+        do = "give the folder that runs used as their store"
+        raise ArtifactError("not a replica store", where=str(store), do=do) if store.exists() else missing(store, do)
     if not is_marked(store):
         raise ArtifactError("damaged", where=str(path), do=REMEDY)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moeq import preflight
 from moeq.artifacts.run import DIRECTORIES, RECIPE_COPY
+from moeq.artifacts.storage import check_no_address
 from moeq.comparison.eval_options import OF_SUBJECTS, OF_TASKS, OF_TEXT, EvalOptions
 from moeq.errors import EvaluationError, RecipeError, hint
 from moeq.evaluation.context_options import ContextOptions
@@ -47,8 +48,10 @@ def check(asked: EvalOptions) -> list[ContextOptions | DynamicOptions]:
     source = text_source(asked)
     if source is not None:
         preflight.check_texts(source)
-    if asked.out is not None and (asked.out.is_dir() or not asked.out.absolute().parent.is_dir()):
-        raise EvaluationError("is no file that can be written", where=str(asked.out), do="give a path in a folder")
+    if asked.out is not None:
+        check_no_address(asked.out)
+        if asked.out.is_dir() or not asked.out.absolute().parent.is_dir():
+            raise EvaluationError("is no file that can be written", where=str(asked.out), do="give a path in a folder")
     for word in asked.recipe:
         _check_word(word)
     return [*contexts, *followed]

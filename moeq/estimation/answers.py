@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moeq.errors import EstimateError, RecipeError
+from moeq.errors import EstimateError, RecipeError, as_named
 from moeq.estimation import outputs, questions, tables
 from moeq.estimation.estimate_options import APART, EstimateOptions
 from moeq.estimation.questions import DEFAULT_CONTEXT, DEFAULT_GROUP, DEFAULT_HARDWARE, Question
@@ -41,7 +41,8 @@ def needs_a_run(asked: EstimateOptions) -> bool:
     path, apart = asked.recipe_path, asked.given(APART)
     if path is not None:
         if path.suffix not in RECIPES and (path.suffix == ".json" or not path.is_file()):
-            raise RecipeError("no recipe", where=str(path), do=f"give a YAML recipe, or a model as --model {path}")
+            named = as_named(path)
+            raise RecipeError("no recipe", where=named, do=f"give a YAML recipe, or a model as --model {named}")
         apart = [option for option in apart if asked.speed is None or option not in SEARCHES]
         if apart:
             what = f"{apart[0]} cannot go with a recipe"

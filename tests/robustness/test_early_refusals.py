@@ -88,6 +88,7 @@ def of_a_run(*more: Case, dense: bool = False) -> list[Case]:
         ((*BUNDLED, "--out", "file.txt"), 8, "file.txt: is a file"),
         ((*BUNDLED, "--out", "s3://a/b"), 8, "s3://a/b: an address, and files are written to paths alone; give a path"),
         ((*BUNDLED, "--out", "\udcff"), 8, "its name is no UTF-8; choose another --out"),
+        ((*BUNDLED, "--set", "store=s3://a/b"), 8, "s3://a/b: an address, and files are written to paths alone"),
         *more,
     ]
 
@@ -100,7 +101,10 @@ NO_TASKS: Case = (
 NO_HARDWARE: Case = ((*BUNDLED, "--set", "estimate.hardware=abacus"), 10, "unknown hardware 'abacus'")
 EVERY = of_a_run(NO_TEXT, NO_EVALUATION, NO_TASKS, NO_HARDWARE)
 
-TWO_RUNS: Case = (("run", "--out", "other"), 2, "two runs: run and --out other; give one of them")
+TWO_RUNS: list[Case] = [
+    (("run", "--out", "other"), 2, "two runs: run and --out other; give one of them"),
+    (("run", "--out", "s3://a/b"), 2, "two runs: run and --out s3://a/b; give one of them"),
+]
 NO_TEXT_FILE: Case = (("model", "--text", "no.txt"), 13, "no.txt: no such file or directory")
 WITHOUT_RECIPE: list[Case] = [
     (("az://a/b",), 13, "az://a/b: an address, where a path is wanted; give the path of a copy on this machine"),
@@ -119,8 +123,8 @@ WITHOUT_RECIPE: list[Case] = [
 ]
 
 REFUSED: dict[str, list[Case]] = {
-    "run": [*EVERY, *WITHOUT_RECIPE, TWO_RUNS],
-    "plan": [*EVERY, *WITHOUT_RECIPE, TWO_RUNS],
+    "run": [*EVERY, *WITHOUT_RECIPE, *TWO_RUNS],
+    "plan": [*EVERY, *WITHOUT_RECIPE, *TWO_RUNS],
     "init": [
         *(case for case in WITHOUT_RECIPE if case is not NO_TEXT_FILE and case[0][0] != "run/recipe.yaml"),
         (("broken.yaml",), 2, "broken.yaml: is a recipe"),
@@ -155,6 +159,7 @@ REFUSED: dict[str, list[Case]] = {
         ),
         (("--model", "mixtral-8x7b", "--hardware", "./no.yaml"), 13, "./no.yaml: no such file or directory"),
         (("--model", "nowhere-8x7b"), 10, "did you mean 'mixtral-8x7b'"),
+        (("az://a/b",), 2, "az://a/b: no recipe; give a YAML recipe, or a model as --model az://a/b"),
         (("--model", "mixtral-8x7b", "--hardware", "abacus"), 10, "unknown hardware 'abacus'"),
         (("--model", "mixtral-8x7b", "--grid", "in=many"), 2, "'many' is no whole number"),
         (("--model", "mixtral-8x7b", "--replicas", "1,x"), 2, "x"),
@@ -172,6 +177,7 @@ REFUSED: dict[str, list[Case]] = {
             "nowhere: no such file or directory; give a folder of task",
         ),
         (("--window", "3"), 2, "--window belongs to models, checkpoints and runs"),
+        (("model", "--out", "s3://a/r.json"), 8, "s3://a/r.json: an address, and files are written to paths alone"),
         (("model", "--text", "\udcff.txt"), 2, "its name is no UTF-8; rename it"),
         (("run", "--set", "seed=1"), 2, "--set belongs to a run's stage"),
         (("./nowhere",), 13, "./nowhere: no such file or directory"),
@@ -318,6 +324,7 @@ REFUSED: dict[str, list[Case]] = {
         (("--out", "empty"), 7, "not a run directory"),
         (("nowhere",), 13, "nowhere: no such file or directory"),
         (("--store", "empty"), 7, "empty"),
+        (("--store", "s3://a/b"), 13, "s3://a/b: an address, where a path is wanted"),
     ],
     "watch": [
         (("nowhere",), 13, "nowhere: no such file or directory"),
