@@ -116,4 +116,9 @@ class Start:
             for key, option in self.names.items():
                 if error.where == SET and error.what.startswith((f"{key} ", f"{key}:")):
                     raise RecipeError(f"{option}{error.what.removeprefix(key)}", do=error.do) from None
+            section = f"{error.what.partition(':')[0]}."
+            given = [key for key in (change.partition("=")[0].strip() for change in changes) if key.startswith(section)]
+            if error.where == SET and given and all(key in self.names for key in given):
+                where = ", ".join(self.names[key] for key in dict.fromkeys(given))
+                raise RecipeError(error.what, where=where, do=error.do) from None
             raise

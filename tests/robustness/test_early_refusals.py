@@ -147,6 +147,7 @@ REFUSED: dict[str, list[Case]] = {
         ((*BUNDLED, "--average-bits", "2"), 2, "give --bits, which counts all that is stored, or --code-bits"),
         ((*BUNDLED, "--code-bits", "2", "--size", "1GiB"), 2, "one budget is enough"),
         ((*BUNDLED, "--size", "5 parsecs"), 2, "unknown unit 'parsecs'"),
+        ((*BUNDLED, "--size", "1GiB", "--set", "quantize.replicas=all"), 2, "moeq: --size: assign: size is"),
         ((*BUNDLED, "--method", "magic"), 2, "magic"),
         ((*BUNDLED, "--target", "toaster"), 2, "toaster"),
     ),
