@@ -23,7 +23,7 @@ from moeq.artifacts.replicas import INDEX, LayerReplicas, ReplicaIndex
 from moeq.artifacts.run import DIRECTORIES, OLDER, RECIPE_COPY, STAGES, STORE, store_folder
 from moeq.artifacts.storage import storage_errors
 from moeq.errors import ArtifactError, RecipeError, missing
-from moeq.folders import bytes_in
+from moeq.folders import bytes_in, has_recipe
 from moeq.recipe import load_recipe
 
 SET = re.compile(r"[0-9a-f]{64}")
@@ -99,7 +99,7 @@ def _stores(runs: Sequence[Path], store: Path | None) -> list[Path]:
     for run in runs:
         if not run.exists():
             raise missing(run, "give the --out of a run")
-        if not (run / RECIPE_COPY).is_file():
+        if not has_recipe(run):
             raise ArtifactError("not a run directory", where=str(run), do="give the --out of a run")
         wanted = (_used_store(run), run.resolve() / STORE)
         stores += [folder for folder in wanted if (folder / replica_store.MARKER).is_file()]

@@ -26,13 +26,14 @@ import difflib
 import re
 from collections.abc import Iterable
 from os import PathLike
-from os.path import isdir
+from os.path import isdir, islink
 
 from moeq_kernels.errors import ArtifactError as ArtifactError
 from moeq_kernels.errors import ModelError as ModelError
 from moeq_kernels.errors import MoeqError as MoeqError
 
 PATH_CHARACTERS = 400  # of a path in a message
+NOWHERE = "a link that leads to nothing"
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:)/+(.*)", re.DOTALL)  # with the slash that a path leaves of them
 
 
@@ -105,6 +106,8 @@ def missing(path: str | PathLike[str], do: str, problem: str = "no such file or 
     where, address = str(path), address_of(path)
     if address is not None:
         where, problem, do = address, "an address, where a path is wanted", "give the path of a copy on this machine"
+    elif islink(path):
+        problem = NOWHERE
     return MissingError(problem, where=where[:PATH_CHARACTERS] + "..." * (len(where) > PATH_CHARACTERS), do=do)
 
 

@@ -18,13 +18,18 @@ def as_word(path: Path | str) -> str:
     return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
+def has_recipe(folder: Path) -> bool:
+    """Whether a run's recipe lies there, be it a link that leads to nothing, of which whoever reads it says so."""
+    return (folder / RECIPE_COPY).is_file() or (folder / RECIPE_COPY).is_symlink()
+
+
 def is_run(path: Path) -> bool:
     """Whether a run lies there, begun or ended; a model that has a recipe beside it is none."""
     try:
         folder = path.expanduser()
         if (folder / CONFIG).is_file():
             return False
-        return (folder / RECIPE_COPY).is_file() or (folder / CHECKPOINT / CONFIG).is_file()
+        return has_recipe(folder) or (folder / CHECKPOINT / CONFIG).is_file()
     except (OSError, RuntimeError):  # no name that can be looked up: whoever reads it says so
         return False
 

@@ -23,6 +23,7 @@ from moeq.artifacts.sums import SIGNATURE
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import is_trace, read_trace
 from moeq.errors import ArtifactError, ModelError
+from moeq.folders import has_recipe
 from moeq.integers.artifacts.integer import NAME as INTEGER
 from moeq.integers.artifacts.integer import SCHEMA as INTEGER_SCHEMA
 from moeq.models.configuration import check_top_k
@@ -51,17 +52,15 @@ class Stored:
 
 
 def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Describe a path; a checkpoint is checked byte for byte against its manifest.
-
-    Raises ArtifactError (or the error of the kind that it turns out to be) for what is damaged or unknown.
-    """
+    """Describe a path, a checkpoint checked byte for byte against its manifest; ArtifactError (or the error of the kind
+    that it turns out to be) for what is damaged or unknown."""
     check_folder(path)
     if path.is_dir():
         if (path / MANIFEST).is_file():
             return check_checkpoint(path, reporter)
         if (path / INTEGER).is_file() and (path / INTEGER_SCHEMA).is_file():
             return _integer(path)
-        if (path / "recipe.yaml").is_file():
+        if has_recipe(path):
             return _run_directory(path, reporter)
         if (path / replica_store.MARKER).is_file():
             return _store(path, reporter)

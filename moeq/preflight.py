@@ -204,7 +204,7 @@ def check_runtime(name: str | None) -> None:
 def check_absent(out: Path) -> None:
     """RecipeError where a directory that is to be written is there, StorageError for a name that is no UTF-8."""
     _check_writable_name(out)
-    if out.exists():
+    if out.exists() or out.is_symlink():
         raise RecipeError("is there already", where=str(out), do="choose another --out or remove it")
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_type_hints
 from rich.markup import escape
 
 from moeq.arguments import check
-from moeq.errors import RecipeError, hint
-from moeq.folders import RECIPE_COPY, is_run
+from moeq.errors import RecipeError, hint, missing
+from moeq.folders import RECIPE_COPY, has_recipe, is_run
 from moeq.options import BUNDLED_TEXT, BuildOptions, RunOptions
 from moeq.recipe import Recipe, Start, load_recipe
 from moeq.recipe.agreement import changes_of
@@ -73,12 +73,14 @@ def context_of(asked: RunOptions, command: str) -> Context:
     if path is None and model is not None:
         check_no_run(model)
         out = out or Path(RUNS) / short_name(model)
-    if path is None and asked.preset_name is None and out is not None and (out / RECIPE_COPY).is_file():
+    if path is None and asked.preset_name is None and out is not None and has_recipe(out):
         path = out / RECIPE_COPY
     start = start_of(asked, path, asked.preset_name, model)
     recipe = start.before_runtime(asked.for_)
     model = model or recipe.model
     if model is None and out is not None and is_run(out):
+        if not has_recipe(out):
+            raise missing(out / RECIPE_COPY, f"put it back; moeq {command} MODEL --out {out} begins with another")
         do = f"moeq {command} MODEL --preset {start.preset} --out OTHER starts another; without it this one goes on"
         raise RecipeError("this run has a recipe already", where=str(out), do=do)
     if model is None:

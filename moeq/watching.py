@@ -68,8 +68,9 @@ def look(out: Path, sizes: dict[str, int] | None = None) -> View:
     if not out.exists():
         raise missing(out, do="give the directory of a run")
     status = read_status(out)
-    if status is None and not (out / RECIPE_COPY).is_file():
-        raise ArtifactError("this is no run", where=str(out), do="give the directory of a run")
+    recipe, do = out / RECIPE_COPY, "give the directory of a run"
+    if status is None and not recipe.is_file():
+        raise missing(recipe, do) if recipe.is_symlink() else ArtifactError("this is no run", where=str(out), do=do)
     names = [name for name in STAGES if _is_there(_folder(out, name)) or (status and name in status.stages)]
     rows = tuple(_row(out, name, status) for name in names)
     return View(out=out, rows=rows, sizes=_sizes(out) if sizes is None else sizes, status=status)

@@ -24,7 +24,7 @@ from packaging.version import Version
 from typer.testing import CliRunner
 from update_lock import CUDA, EXTRAS, LOCKS, Pin, environments, parse, read
 
-from moeq.artifacts.files import building, claimed, held, locked, write_text
+from moeq.artifacts.files import building, claimed, held, locked, make_directory, write_text
 from moeq.bundled import bundled_path
 from moeq.cli import app
 from moeq.errors import EvaluationError, ModelError, MoeqError, StorageError
@@ -293,6 +293,9 @@ def test_what_is_written_goes_through_no_link(victim: Path, tmp_path: Path) -> N
     assert (tmp_path / "note.txt").read_text() == "ours"
     assert not (tmp_path / "note.txt").is_symlink()
     assert (tmp_path / "made" / "precious").read_text() == "ours"
+    (tmp_path / "cut").symlink_to("nothing")
+    with pytest.raises(StorageError, match=r"/cut: a link that leads to nothing; remove it, or make what it names"):
+        make_directory(tmp_path / "cut" / "deeper")
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os.path import exists
 from pathlib import Path
 
-from moeq.errors import StorageError, address_of
+from moeq.errors import NOWHERE, StorageError, address_of
 
 _ADVICE = {
     errno.ENOSPC: "free some space or choose another place",
@@ -33,6 +34,8 @@ def storage_errors(path: Path, doing: str = "write") -> Iterator[None]:
         yield
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "check the path or choose another place")
+        if isinstance(error, FileExistsError) and not exists(error.filename):
+            raise StorageError(NOWHERE, where=error.filename, do="remove it, or make what it names") from error
         where = str(_refused(error, path))
         raise StorageError(f"cannot {doing}: {error.strerror or error}", where=where, do=advice) from error
 

@@ -11,6 +11,7 @@ from moeq.comparison.eval_options import OF_SUBJECTS, OF_TASKS, OF_TEXT, EvalOpt
 from moeq.errors import EvaluationError, RecipeError, hint
 from moeq.evaluation.context_options import ContextOptions
 from moeq.evaluation.windows import check_windows
+from moeq.folders import has_recipe
 from moeq.models.source import check_there
 from moeq.options import OF_A_RUN
 from moeq.recipe import BUNDLED, Recipe, load_recipe
@@ -83,10 +84,10 @@ def _check_continues(model: str) -> None:
 def split_run(word: str) -> tuple[Path | None, str | None]:
     """The run that a word names, and the assignment behind its colon; None for what they are not."""
     folder, colon, name = word.rpartition(":")
-    if colon and (Path(folder).expanduser() / RECIPE_COPY).is_file():
+    if colon and has_recipe(Path(folder).expanduser()):
         return Path(folder).expanduser(), name
     path = Path(word).expanduser()
-    return (path, None) if (path / RECIPE_COPY).is_file() else (None, None)
+    return (path, None) if has_recipe(path) else (None, None)
 
 
 def assignments_of(recipe: Recipe, name: str | None, run: Path) -> list[str]:

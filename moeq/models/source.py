@@ -21,7 +21,7 @@ from moeq.artifacts.remote import RemoteFile, is_remote
 from moeq.artifacts.stage import ModelStamp
 from moeq.bounded import shortened
 from moeq.bundled import bundled_path
-from moeq.errors import ArtifactError, ModelError, missing
+from moeq.errors import NOWHERE, ArtifactError, ModelError, missing
 from moeq.folders import GGUF, as_word
 from moeq.models.configuration import check_config, check_counts, check_name, declared_beside, read_settings
 from moeq.models.drafts import draft_keys
@@ -190,7 +190,7 @@ def check_part(directory: Path, name: str) -> None:
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        what = f"a link that leads to nothing: {error.strerror}" if path.is_symlink() else f"{error.strerror}"
+        what = f"{NOWHERE}: {error.strerror}" if path.is_symlink() else f"{error.strerror}"
         raise ModelError(what, where=str(path), do="remove it, or download the file again") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise ModelError("no regular file but a pipe, a socket or a device", where=str(path), do="remove it")

@@ -60,6 +60,7 @@ json.dump(answers, open(results, "w"))
 COMMIT = "0" * 40
 TEXT, OTHER = (hashlib.sha256(text).hexdigest() for text in (b"text", b"{"))  # of file.txt and broken.json
 BUNDLED = ("--model", "bundled:tiny-mixtral")
+CUT = "cut/recipe.yaml: a link that leads to nothing"
 Case = tuple[tuple[str, ...], int, str]  # options, exit code, words of the line
 
 
@@ -88,6 +89,8 @@ def of_a_run(*more: Case, dense: bool = False) -> list[Case]:
         ((*BUNDLED, "--out", "file.txt"), 8, "file.txt: is a file"),
         ((*BUNDLED, "--out", "s3://a/b"), 8, "s3://a/b: an address, and files are written to paths alone; give a path"),
         ((*BUNDLED, "--out", "\udcff"), 8, "its name is no UTF-8; choose another --out"),
+        (("--out", "cut"), 13, CUT),
+        (("--out", "made-before"), 13, "made-before/recipe.yaml: no such file or directory; put it back; moeq "),
         ((*BUNDLED, "--set", "store=s3://a/b"), 8, "s3://a/b: an address, and files are written to paths alone"),
         *more,
     ]
@@ -219,6 +222,7 @@ REFUSED: dict[str, list[Case]] = {
         (("run", "--tensor-types", "k", "--placement-for", "sglang"), 2, "one is told at a time"),
         (("empty", "--tensor-types", "k"), 7, "empty: no assignment of widths"),
         (("run", "--placement-for", "llama.cpp", "--out", "new"), 2, "llama.cpp reads no file"),
+        (("cut",), 13, CUT),
         (("run", "--placement-for", "sglang", "--out", "new.pt"), 2, "from a file that ends in .json"),
         (("model", "--placement-for", "llama.cpp"), 7, "placement.json"),
     ],
@@ -236,6 +240,7 @@ REFUSED: dict[str, list[Case]] = {
         ),
         (("empty", "--to", "llama.cpp", "--out", "new"), 3, "no config.json"),
         (("model", "--to", "llama.cpp", "--out", "empty"), 2, "empty: is there already"),
+        (("model", "--to", "llama.cpp", "--out", "link"), 2, "link: is there already"),
         (("model", "--to", "llama.cpp", "--out", "\udcff"), 8, "its name is no UTF-8; choose another --out"),
     ],
     "verify": [
@@ -325,12 +330,15 @@ REFUSED: dict[str, list[Case]] = {
         (("--out", "empty"), 7, "not a run directory"),
         (("nowhere",), 13, "nowhere: no such file or directory"),
         (("--store", "empty"), 7, "empty"),
+        (("cut",), 13, CUT),
+        (("--store", "link"), 13, "link: a link that leads to nothing; give the folder that runs used"),
         (("--store", "s3://a/b"), 13, "s3://a/b: an address, where a path is wanted"),
     ],
     "watch": [
         (("nowhere",), 13, "nowhere: no such file or directory"),
         (("empty",), 7, "empty: this is no run; give the directory of a run"),
         (("file.txt",), 7, "file.txt: this is no run; give the directory of a run"),
+        (("cut",), 13, CUT),
     ],
 }
 MISSING = [
@@ -367,8 +375,11 @@ DRAWN = [("estimate", "kept/recipes/paper-000-figures.yaml", "--out", "page")]  
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what the cases name."""
     folder = tmp_path_factory.mktemp("early")
-    for name in ("empty", "run", "model"):
-        (folder / name).mkdir()
+    for name in ("empty", "run", "model", "cut", "made-before/checkpoint"):
+        (folder / name).mkdir(parents=True)
+    for link in ("link", "cut/recipe.yaml"):
+        (folder / link).symlink_to("nothing")
+    (folder / "made-before" / "checkpoint" / "config.json").write_text("{}", "utf-8")
     (folder / "run" / "recipe.yaml").write_text("model: bundled:tiny-mixtral\n", "utf-8")
     (folder / "model" / "config.json").write_text('{"model_type": "mixtral"}', "utf-8")
     (folder / "translator").mkdir()
