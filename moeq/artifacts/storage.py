@@ -34,7 +34,7 @@ def storage_errors(path: Path, doing: str = "write") -> Iterator[None]:
         yield
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "check the path or choose another place")
-        if isinstance(error, FileExistsError) and not exists(error.filename):
+        if isinstance(error, FileExistsError) and error.filename and not exists(error.filename):
             raise StorageError(NOWHERE, where=error.filename, do="remove it, or make what it names") from error
         where = str(_refused(error, path))
         raise StorageError(f"cannot {doing}: {error.strerror or error}", where=where, do=advice) from error

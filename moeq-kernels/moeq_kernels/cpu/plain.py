@@ -104,10 +104,9 @@ DENSE = {"bfloat16": 16, "float16": 17, "float32": 32}
 
 def blocks(codes: str, unit: int, rows: int, dtype: str) -> Callable[..., None]:
     """The code of a spec; arguments of what it gives: as `emit.ARGUMENTS`."""
-    planes, slot = CODES[codes].planes, slot_of(sum(CODES[codes].planes))
-    dense, short = DENSE.get(codes, 0), dtype == "bfloat16"
+    kind, dense, short = CODES[codes], DENSE.get(codes, 0), dtype == "bfloat16"
+    planes, slot = kind.planes, slot_of(sum(kind.planes))
     unit_bytes = unit * sum(planes) // 32 * LANES * 4
-    kind = CODES[codes]
     walk = kind.state_bits if isinstance(kind, Walk) else 0
     table = values_by_state(kind.bits, walk) if isinstance(kind, Walk) else np.zeros(1, np.uint8)
 
