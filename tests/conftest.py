@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import importlib.util
 import os
 import pickle
 import tempfile
@@ -40,7 +41,6 @@ from fork_server import LIBRARIES, MOEQ, ForkServer, shared, shared_folder, unsy
 from tiny_models import FULL, save_tiny
 
 from moeq.models.corpus import documents
-from moeq.reporting import atlas, maps
 from moeq.verification import launch, probe
 from moeq_kernels import names
 
@@ -188,6 +188,11 @@ def encoded_once() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def maps_once() -> Iterator[None]:
     """The same map is drawn once: reports of the same profile have a dozen, which take most of their time."""
+    if importlib.util.find_spec("pyarrow") is None:  # as on the machine of `make gpu`, where nothing draws a map
+        yield
+        return
+    from moeq.reporting import atlas, maps
+
     draw, known = atlas.ExpertMap.draw, {}
 
     def remembered(self: atlas.ExpertMap, room: int = maps.WHOLE) -> Any:

@@ -170,7 +170,6 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/k
 """
 
 
-@pytest.mark.full
 def test_kernels_tests_and_benchmark_are_found_without_the_large_wheels() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=gpu.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]

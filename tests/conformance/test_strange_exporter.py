@@ -73,7 +73,7 @@ def test_it_runs_from_the_recipe_to_the_report(
     assert json.loads((checkpoint / "config.json").read_text())["quantization_config"]["note"] == (
         "by way of the recipe"
     )  # fmt: skip
-    size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
     assert told["plan"]["../checkpoint-strangers-runtime"] == pytest.approx(size, rel=0.05)
     verified = moeq_anew.run("verify", checkpoint, "--json", package=package, fresh_probe=True)
     assert verified.code == 0, verified.stderr

@@ -43,8 +43,8 @@ def test_equal_to_the_dequantized_model(kind: str, dtype: torch.dtype, tmp_path:
         assert torch.equal(weights[name], weight), name
     with torch.no_grad():
         logits = wanted(input_ids=IDS).logits
-        assert torch.equal(whole(input_ids=IDS).logits, logits)
-        assert torch.equal(streamed.model(input_ids=IDS).logits, logits)
+        for model in (whole, streamed.model):  # mistral4's, loaded twice, differ by 5e-7 themselves on a Zen 4
+            torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=0, atol=1e-6)
     assert streamed.bytes_read == sum(header.bytes for header in packed.tensors.values())
     assert loading.source_dtype(packed) == torch.bfloat16
     assert loading.loaded_bytes(packed, dtype) == sum(w.numel() for w in wanted.state_dict().values()) * dtype.itemsize

@@ -186,7 +186,7 @@ CASES = {
     "rope_theta": Case(
         of_file("config.json", lambda config: config["rope_parameters"].update(rope_theta=5e5)), CHANGED, "rope_theta"
     ),
-    "num_experts_per_tok": Case(of_config(num_experts_per_tok=1), CHANGED, "num_experts_per_tok is 1, in qwen 3"),
+    "num_experts_per_tok": Case(of_config(num_experts_per_tok=1), CHANGED, "chooses 3 experts, config.json 1"),
     "norm_topk_prob": Case(of_config(norm_topk_prob=False), CHANGED, "norm_topk_prob is False, in qwen True"),
     "rms_norm_eps": Case(of_config(rms_norm_eps=1e-3), CHANGED, r"rms_norm_eps is 0\.001, in qwen 1e-06"),
     "end of text": Case(of_file(GENERATION, lambda config: config.update(eos_token_id=7)), CHANGED, "eos_token_id"),
