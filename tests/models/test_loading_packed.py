@@ -41,10 +41,12 @@ def test_equal_to_the_dequantized_model(kind: str, dtype: torch.dtype, tmp_path:
     for name, weight in wanted.state_dict().items():
         assert weights[name].dtype == weight.dtype
         assert torch.equal(weights[name], weight), name
+    for weight in wanted.parameters():  # from a file's pages to memory, as those that are dequantized: products of
+        weight.data = weight.data.clone()  # weights that begin elsewhere in a cache line may have other last bits
     with torch.no_grad():
         logits = wanted(input_ids=IDS).logits
-        for model in (whole, streamed.model):  # mistral4's, loaded twice, differ by 5e-7 themselves on a Zen 4
-            torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=0, atol=1e-6)
+        assert torch.equal(whole(input_ids=IDS).logits, logits)
+        assert torch.equal(streamed.model(input_ids=IDS).logits, logits)
     assert streamed.bytes_read == sum(header.bytes for header in packed.tensors.values())
     assert loading.source_dtype(packed) == torch.bfloat16
     assert loading.loaded_bytes(packed, dtype) == sum(w.numel() for w in wanted.state_dict().values()) * dtype.itemsize

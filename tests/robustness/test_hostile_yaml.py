@@ -47,7 +47,7 @@ RECIPES: dict[str, tuple[str | bytes, list[str]]] = {  # text, what the line say
     "a megabyte of text": (f"name: {'x' * 1_000_000}\n", ["line 1", "characters"]),
     "seed of 5,000 digits": (f"seed: {'9' * 5000}\n", ["line 1", "64 bits"]),
     "seed of 5,000 digits in quotes": (f"seed: '{'9' * 5000}'\n", ["line 1", "seed"]),
-    "seed of 400 digits in quotes": (f"seed: '{'9' * 400}'\n", ["seed", "9223372036854775807 or"]),
+    "seed of 400 digits in quotes": (f"seed: '{'9' * 400}'\n", ["seed", "give 9223372036854775807 or less"]),
     "seed of 65 bits": ("seed: 36893488147419103232\n", ["line 1", "64 bits"]),
     "hexadecimal": (f"seed: 0x{'f' * 5000}\n", ["line 1", "64 bits"]),
     "hexadecimal without digits": ("seed: 0x_\n", ["line 1", "64 bits"]),

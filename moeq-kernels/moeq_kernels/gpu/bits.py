@@ -21,7 +21,7 @@ def lowest_bit(plane: int, bits: int, least: int, mantissa: int) -> int:
     Of a width of one part, and of 3 bits as `codes.merged` has them, as many codes as the mantissa has room for stay
     where they are in a word that is moved for all of them."""
     if bits == 1:
-        return least + 4 * (plane // 4) % 8 + plane // 2 % 2
+        return least + int(at_bit(plane, 1)) % 8
     if bits in (2, 4, 8):
         return least + bits * (plane // 2 % (16 // bits) % ((mantissa - bits - least) // bits + 1))
     if bits == 3 and not least:
