@@ -35,7 +35,9 @@ from moeq_kernels.cpu.schedule import (
     HOW,
     HOW_DIVIDED,
     HOW_END,
+    HOW_MULTIPLE,
     HOW_SIZES,
+    HOW_TILES,
     HOW_WAKING,
     HOW_WHOLE,
     HOW_WORK,
@@ -48,11 +50,11 @@ from moeq_kernels.cpu.schedule import (
     bound,
     describe,
     floats_at,
-    item_of,
     plan,
     put,
 )
 from moeq_kernels.cpu.threads import ALONE, ALWAYS, WHERE_AWAKE, divide, threads_of
+from moeq_kernels.cpu.tiles import SIDE
 
 DONE, INCOMPLETE = 0, 1
 SHORT_HIDDEN, SHORT_WEIGHTS, SHORT_OUT = 1, 2, 4  # what is bf16, float32 else
@@ -75,9 +77,11 @@ def _routed(static, index, rows):  # type: ignore[no-untyped-def]
 @_compile  # type: ignore[untyped-decorator]
 def _planned(static, which, order, tiles, tiled, threads):  # type: ignore[no-untyped-def]
     """A stage's plan, see `schedule.plan`, after which space for its layout and sums, and its counters."""
-    table, functions, layouts, _, _, _, inputs, outputs = bound(static + WORD * (HOW + which * BOUND))
-    item = item_of(which > 0, order.shape[0], tiled, threads, inputs, outputs, int64s(static, HOW))
-    starts, words, sums, items, nbytes, complete = plan(tiles, table, functions, layouts, which > 0, item)
+    table, functions, layouts = bound(static + WORD * (HOW + which * BOUND))[:3]
+    how, pieces = int64s(static, HOW), ITEMS * threads if threads > 1 else 1
+    in_tiles = 0 < how[HOW_TILES] * max(1, tiled) <= order.shape[0]
+    multiple = SIDE if in_tiles else how[HOW_MULTIPLE]
+    starts, words, sums, items, nbytes, complete = plan(tiles, table, functions, layouts, which > 0, pieces, multiple)
     space = zero_uint32s(words), zero_float32s(sums), zero_int64s(4 * LINE)
     return starts, items, nbytes, complete, space
 

@@ -22,8 +22,7 @@ from moeq_kernels.cpu.lanes import F32, I8, I64, Lanes
 
 ACCUMULATORS = 16, 8  # sums side by side, so that no product waits for the last: of 16 lanes, and of fewer
 MOST_COPIES = 4  # of them for one row
-# blocks side by side, by rows: Intel's CPUs read several places in turn; a Zen 4 lost a fifth
-TOGETHER = {1: 4, 2: 2}
+TOGETHER = {1: 4, 2: 2}  # blocks side by side, by rows: Intel's CPUs read several places in turn; a Zen 4 lost a fifth
 WORD_BYTES = 4
 LINE_BYTES = 64
 AHEAD, AGAIN = 8 << 10, 4 << 10  # bytes of codes that are asked for before they are needed, see `_ask_for_codes`

@@ -23,7 +23,6 @@ from moeq_kernels.cpu.threads import team
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 from moeq_kernels.once import MAKING, made_once
 
-ITEM_BYTES = 1 << 19  # of packed matrices that a thread claims at once, fewer where they are used for many rows
 WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken
 DIVIDED_BYTES = 1 << 19  # the same for one matrix, below which even threads that are awake have no part: two of them
 # ran at 1.0 to 1.7 times the speed of one from there on, at 0.7 to 1.0 times with half of it and less
@@ -85,7 +84,7 @@ class _Statics:
         whole, work, end = self._how
         multiple = schedule.MOST_TOGETHER if form.vectors.slices else 1
         sizes = int(_sizes(form).ctypes.data)
-        how = sizes, whole, form.tiles, multiple, ITEM_BYTES, WAKING_BYTES, DIVIDED_BYTES, work, end
+        how = sizes, whole, form.tiles, multiple, WAKING_BYTES, DIVIDED_BYTES, work, end
         numbers = np.concatenate([how, *(stage.bound(form) for stage in self._stages)])
         return numbers, int(numbers.ctypes.data)
 

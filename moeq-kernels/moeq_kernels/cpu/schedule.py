@@ -56,19 +56,18 @@ from moeq_kernels.cpu.memory import (
     zero_int64s,
     zero_uint32s,
 )
-from moeq_kernels.cpu.tiles import SIDE
 
 MOST_ROWS = 32  # of a tile
 MOST_TOGETHER = max(TOGETHER.values())  # blocks
 MOST_BLOCKS = 16  # of an item, whose products stay in the first level of cache
-ITEMS = 4  # of a thread, at least, where there are many rows
-BF16_BYTES = 2
+ITEMS = 4  # of a thread, at least
+ROWS_AS_BYTES = 4  # rows that take as long to multiply as the matrix to read
 # numbers of a form: address of its rows, see `Form.rows`; rows from which on an expert is unpacked, and from which on
-# tiles multiply; blocks that items are a multiple of, and about how many bytes they have; bytes of matrices, and as
-# many again for four rows, from which on threads are woken, and from which on one matrix is shared out where they are
-# awake; the compiled code that threads do; and what is done with the products of the first stage
-(HOW_SIZES, HOW_WHOLE, HOW_TILES, HOW_MULTIPLE, HOW_ITEM_BYTES, HOW_WAKING, HOW_DIVIDED, HOW_WORK, HOW_END) = range(9)
-HOW = 9
+# tiles multiply; blocks that items are a multiple of; bytes of matrices, and as many again for four rows, from which on
+# threads are woken, and from which on one matrix is shared out where they are awake; the compiled code that threads do;
+# and what is done with the products of the first stage
+(HOW_SIZES, HOW_WHOLE, HOW_TILES, HOW_MULTIPLE, HOW_WAKING, HOW_DIVIDED, HOW_WORK, HOW_END) = range(8)
+HOW = 8
 PATIENCE = 1000  # looks at a counter before the core is given to another thread
 LINE = 8  # int64 of a cache line: every counter has its own
 ZERO = np.int64(0)  # for arguments: a plain number is a type of its own, for which all that takes it is compiled again
@@ -78,35 +77,21 @@ _compile = internal()
 
 
 @_compile  # type: ignore[untyped-decorator]
-def item_of(by_block, rows, experts, threads, inputs, outputs, how):  # type: ignore[no-untyped-def]
-    """About how many bytes of matrices an item has, what its blocks are a multiple of, and at most how many.
-
-    Tiles are as fast as bytes come, so that items need not be smaller for many rows; all blocks of an item share the
-    activations, and every thread has some items. how: [HOW] as `layer` makes it."""
-    each = rows / max(1, experts)  # rows of an expert that has some, in the mean, at most
-    if how[HOW_TILES] == 0 or each < how[HOW_TILES]:
-        return int(how[HOW_ITEM_BYTES] / max(1.0, each / 4)), how[HOW_MULTIPLE], MOST_BLOCKS
-    given = rows * inputs * BF16_BYTES if by_block else 0
-    blocks = outputs // LANES * (1 if by_block else experts)
-    most = blocks // (ITEMS * threads) if threads > 1 else MOST_BLOCKS
-    return max(how[HOW_ITEM_BYTES], given), SIDE, min(max(SIDE, most), MOST_BLOCKS)
-
-
-@_compile  # type: ignore[untyped-decorator]
-def plan(tiles, table, functions, layouts, by_block, item):  # type: ignore[no-untyped-def]
+def plan(tiles, table, functions, layouts, by_block, pieces, multiple):  # type: ignore[no-untyped-def]
     """How a stage goes: starts [S, C, 2] of each tile in layout and sums, the lengths of these, items [I, 4] of work,
     bytes of matrices that are read, and whether all functions that are needed are there. layouts: [slots, sizes]
     how activations are laid out, see `Form.layout`.
 
-    An item is some blocks, about so many bytes of matrices but not more than so many blocks, and a multiple of some
-    where there are as many, as `item` says: of one expert, or, by block, of all experts.
+    An item is some blocks of one expert, or, by block, of all experts: about one of so many pieces of all the work, but
+    a multiple of some blocks where there are as many, and not more than MOST_BLOCKS. Code comes into the cache with
+    every change of an expert's width or number of rows, so that few large items are fast: by block 16 at a time took
+    .83 of what one at a time did.
     """
-    item_bytes, multiple, most_blocks = item
     matrices = table.shape[1]
     starts = new_int64s((tiles.shape[0], matrices, 2))
-    layout, sums, nbytes, spans, blocks, block_bytes = 0, 0, 0, 0, 0, 0
+    layout, sums, nbytes, spans, blocks, all_work = 0, 0, 0, 0, 0, 0
     complete = True
-    cuts = new_int64s((tiles.shape[0], 4))  # first and last tile, blocks, blocks of an item
+    cuts = zero_int64s((tiles.shape[0], 4))  # first and last tile, blocks, and work of a block or blocks of an item
     for tile in range(tiles.shape[0]):
         expert, size = tiles[tile, EXPERT], tiles[tile, SIZE]
         of_expert, high = 0, 0
@@ -122,18 +107,20 @@ def plan(tiles, table, functions, layouts, by_block, item):  # type: ignore[no-u
             of_expert += how[STRIDE]
             high = max(high, (how[ROWS] + LANES - 1) // LANES)
             complete = complete and functions[how[SLOT], tiles[tile, PLACE]] != 0
-        if tile and tiles[tile - 1, EXPERT] == expert:
-            cuts[spans - 1, 1] = tile + 1
-            continue
-        blocks, block_bytes, nbytes = max(blocks, high), block_bytes + of_expert, nbytes + of_expert * high
-        cuts[spans, 0], cuts[spans, 1], cuts[spans, 2], cuts[spans, 3] = tile, tile + 1, high, item_bytes // of_expert
-        spans += 1
+        work = of_expert * (ROWS_AS_BYTES + tiles[tile, COUNT])
+        all_work += work * high
+        if tile == 0 or tiles[tile - 1, EXPERT] != expert:
+            blocks, nbytes, spans = max(blocks, high), nbytes + of_expert * high, spans + 1
+            cuts[spans - 1, 0], cuts[spans - 1, 2] = tile, high
+        cuts[spans - 1, 1] = tile + 1
+        cuts[spans - 1, 3] += work
     if by_block and spans:
-        cuts[0, 1], cuts[0, 2], cuts[0, 3] = tiles.shape[0], blocks, item_bytes // block_bytes
+        cuts[0, 1], cuts[0, 2], cuts[0, 3] = tiles.shape[0], blocks, all_work // blocks
         spans = 1
     count = 0
     for span in range(spans):
-        cuts[span, 3] = min(max(1, cuts[span, 3] // multiple), most_blocks // multiple) * multiple
+        step = all_work // pieces // cuts[span, 3] // multiple
+        cuts[span, 3] = min(max(1, step), MOST_BLOCKS // multiple) * multiple
         count += -(-cuts[span, 2] // cuts[span, 3])
     items = new_int64s((count, 4))
     number = 0

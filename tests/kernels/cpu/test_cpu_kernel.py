@@ -173,7 +173,6 @@ def spinning(request: pytest.FixtureRequest, teams: None, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("spinning")
 def test_what_comes_out_does_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moeq_kernels.cpu.layer.WAKING_BYTES", 0)
-    monkeypatch.setattr("moeq_kernels.cpu.layer.ITEM_BYTES", 1)
     prepared, given = CpuKernel().layer(layer_of(MIXED, 96, 64)), routed(9, 5, 3, 96, BF16)
     results = []
     for count in (1, 3):
