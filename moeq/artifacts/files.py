@@ -54,6 +54,7 @@ def write_atomically(path: Path, write: Callable[[Path], str | None]) -> None:
 
     A writer that gives back the SHA-256 of what it wrote saves the next one who wants to know it a reading.
     """
+    check_no_address(path)  # whose parent may be a scheme alone, as that of s3://FILE
     make_directory(path.parent)
     partial = path.with_name(path.name + PARTIAL)
     with storage_errors(path):

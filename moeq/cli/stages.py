@@ -45,6 +45,7 @@ class ProfileOptions(StageOptions):
 @takes_options("device", "workers")
 def profile(asked: ProfileOptions) -> None:
     """Count what the routers choose on calibration text."""
+    from moeq.artifacts.storage import check_no_address
     from moeq.starting import context_of
 
     if asked.imatrix is None:
@@ -52,12 +53,15 @@ def profile(asked: ProfileOptions) -> None:
         return
     if asked.imatrix.exists():
         raise RecipeError("is there already", where=f"--imatrix {asked.imatrix}", do="name another, or remove it")
+    check_no_address(asked.imatrix)
     context = context_of(asked, "profile")
     from moeq import pipeline, terminal
+    from moeq.artifacts.files import make_directory
     from moeq.exporters.imatrix import check
     from moeq.stages.imatrix import write
 
     check(context.model.skeleton.config)
+    make_directory(asked.imatrix.parent)  # before minutes are spent on what cannot be kept
     outcome = terminal.outcome_json(pipeline.run_alone(context, "profile"))
     outcome["imatrix"] = write(context, asked.imatrix)
 
@@ -251,10 +255,14 @@ class ReportOptions(StageOptions):
 @takes_options()
 def report(asked: ReportOptions) -> None:
     """Write the HTML report."""
+    from moeq.artifacts.storage import check_no_address
     from moeq.starting import context_of
 
     if asked.analysis is not None and asked.maps is not None:
         raise RecipeError("--analysis goes without --maps", do="give one of them")
+    for folder in (asked.analysis, asked.maps):
+        if folder is not None:
+            check_no_address(folder)
     context = context_of(asked, "report")
     from moeq import pipeline, terminal
 
@@ -263,10 +271,13 @@ def report(asked: ReportOptions) -> None:
 
         show(write(context, asked.analysis), terminal.print_summary, json=asked.json, quiet=asked.quiet)
         return
+    from moeq.artifacts.files import make_directory
     from moeq.cli import gates
     from moeq.stages.gates import verdicts
     from moeq.stages.report import write_maps
 
+    if asked.maps is not None:
+        make_directory(asked.maps)  # before minutes are spent on what cannot be kept
     outcome = pipeline.run_alone(context, "report")
     maps = {} if asked.maps is None else {"maps": [str(path) for path in write_maps(context, asked.maps)]}
     judged = verdicts(context)

@@ -162,10 +162,11 @@ def _texts(statement: Statement, recipe: Recipe, given: Sequence[str], where: Pa
         if name not in given:
             what = "missing: it was calibrated on this dataset"
             raise CorpusError(what, where=shown(name), do="allow it by --text and this name")
-    paths = [Path(name).expanduser().absolute() for name in given if name not in (BUNDLED, DIGITS, *hub)]
-    for path in paths:
+    named = {name: Path(name).expanduser().absolute() for name in given if name not in (BUNDLED, DIGITS, *hub)}
+    for name, path in named.items():
         if not path.exists():
-            raise missing(path, "give what it was calibrated on")
+            raise missing(name, "give what it was calibrated on")
+    paths = [*named.values()]
     wanted = [(name, digests) for name, digests in sources if name not in (BUNDLED, DIGITS, *hub)]
     sets = {name: path for name, digests in wanted for path in paths if not digests.sha256 and path.name == name}
     rest = [path for path in paths if path not in sets.values()]

@@ -101,7 +101,7 @@ def started(request: Request, python: str | None) -> Iterator[subprocess.Popen[b
                     env=_environment(request.packages) | dict(request.environment),
                 )
             except FileNotFoundError:
-                raise missing(f"--python {python}", "give a Python interpreter") from None
+                raise missing(python or sys.executable, "give a Python interpreter to --python") from None
             except OSError as error:
                 raise RecipeError(
                     f"cannot be run ({error.strerror})", where=f"--python {python}", do="give a Python interpreter"

@@ -108,6 +108,7 @@ TWO_RUNS: list[Case] = [
     (("run", "--out", "other"), 2, "two runs: run and --out other; give one of them"),
     (("run", "--out", "s3://a/b"), 2, "two runs: run and --out s3://a/b; give one of them"),
 ]
+WRITTEN = "an address, and files are written to paths alone"
 NO_TEXT_FILE: Case = (("model", "--text", "no.txt"), 13, "no.txt: no such file or directory")
 WITHOUT_RECIPE: list[Case] = [
     (("az://a/b",), 13, "az://a/b: an address, where a path is wanted; give the path of a copy on this machine"),
@@ -133,6 +134,7 @@ REFUSED: dict[str, list[Case]] = {
         (("broken.yaml",), 2, "broken.yaml: is a recipe"),
         (("model", "--out", "file.txt"), 2, "--out file.txt: is no name of a recipe; end its name in .yaml"),
         (("model", "--out", "broken.yaml"), 2, "broken.yaml: is there already"),
+        (("model", "--out", "s3://a.yaml"), 8, f"s3://a.yaml: {WRITTEN}"),
     ],
     "recipe": [
         (("no.yaml",), 13, "no.yaml: no such file or directory"),
@@ -142,7 +144,11 @@ REFUSED: dict[str, list[Case]] = {
         (("--set", "losses.bites=3"), 2, "did you mean 'bits'"),
     ],
     "reparam": of_a_run(NO_TEXT, dense=True),
-    "profile": of_a_run(NO_TEXT, ((*BUNDLED, "--imatrix", "file.txt"), 2, "--imatrix file.txt: is there already")),
+    "profile": of_a_run(
+        NO_TEXT,
+        ((*BUNDLED, "--imatrix", "file.txt"), 2, "--imatrix file.txt: is there already"),
+        ((*BUNDLED, "--imatrix", "s3://a"), 8, f"s3://a: {WRITTEN}"),
+    ),
     "losses": of_a_run(NO_TEXT),
     "assign": of_a_run(
         NO_HARDWARE,
@@ -208,7 +214,9 @@ REFUSED: dict[str, list[Case]] = {
         (("run", "--context-aware", "gpu_experts=x"), 2, "gpu_experts"),
     ],
     "report": of_a_run(
-        (("--out", "run", "--maps", "x", "--analysis", "y"), 2, "--analysis goes without --maps"), dense=True
+        (("--out", "run", "--maps", "x", "--analysis", "y"), 2, "--analysis goes without --maps"),
+        *((("--out", "run", option, "s3://a/b"), 8, f"s3://a/b: {WRITTEN}") for option in ("--maps", "--analysis")),
+        dense=True,
     ),
     "inspect": [
         (("nowhere",), 13, "nowhere: no such file or directory"),
@@ -270,7 +278,8 @@ REFUSED: dict[str, list[Case]] = {
             "hub:org/data@1:a:train': missing: it was calibrated on this dataset; allow",
         ),
         (("made/whole", "--model", "small"), 4, f"missing: it was calibrated on it, SHA-256 {TEXT}; give it by --text"),
-        (("made/whole", "--model", "small", "--text", "no.txt"), 13, "no.txt: no such file or directory"),
+        (("made/whole", "--model", "small", "--text", "no.txt"), 13, "moeq: no.txt: no such file or directory"),
+        (("made/whole", "--model", "small", "--text", "s3://a/b"), 13, "s3://a/b: an address, where a path is wanted"),
         (
             ("made/whole", "--model", "small", "--text", "broken.json"),
             4,

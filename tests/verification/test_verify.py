@@ -356,8 +356,9 @@ def test_an_export_whose_target_is_not_installed_says_so(
 
 @pytest.mark.fresh_process
 def test_an_interpreter_that_is_none(gptq: Path) -> None:
-    with pytest.raises(MissingError, match=r"--python /no/python: no such file"):
-        check(gptq / "packed", python="/no/python")
+    for named, said in (("/no/python", "no such file.*--python"), ("s3://a/python", "an address, where a path is")):
+        with pytest.raises(MissingError, match=f"^{named}: {said}"):
+            check(gptq / "packed", python=named)
 
 
 @pytest.mark.fresh_process
