@@ -21,7 +21,7 @@ from moeq.artifacts import replica_store, replicas
 from moeq.artifacts.files import BEGUN, PARTIAL, held, locked
 from moeq.artifacts.replicas import INDEX, LayerReplicas, ReplicaIndex
 from moeq.artifacts.run import DIRECTORIES, OLDER, RECIPE_COPY, STAGES, STORE, store_folder
-from moeq.artifacts.storage import storage_errors
+from moeq.artifacts.storage import check_links, storage_errors
 from moeq.errors import ArtifactError, RecipeError, missing
 from moeq.folders import bytes_in, has_recipe
 from moeq.recipe import load_recipe
@@ -60,7 +60,7 @@ def collect(runs: Sequence[Path], store: Path | None, *, dry_run: bool) -> dict[
 
     runs: run directories; store: a store that several runs share. Raises RecipeError when neither is given,
     ArtifactError for a folder that is no run or no store or whose index cannot be read, and StorageError while a run
-    is going on in one of the run directories.
+    is going on in one of the run directories, and where a store is a link that leads to nothing.
     """
     if not runs and store is None:
         raise RecipeError("nothing to clean", do="give a RUN or --store DIR")
@@ -102,6 +102,7 @@ def _stores(runs: Sequence[Path], store: Path | None) -> list[Path]:
         if not has_recipe(run):
             raise ArtifactError("not a run directory", where=str(run), do="give the --out of a run")
         wanted = (_used_store(run), run.resolve() / STORE)
+        check_links(wanted[1])
         stores += [folder for folder in wanted if (folder / replica_store.MARKER).is_file()]
     for folder in stores:
         replica_store.check_store(folder)
@@ -110,7 +111,9 @@ def _stores(runs: Sequence[Path], store: Path | None) -> list[Path]:
 
 def _used_store(run: Path) -> Path:
     """The store that a run's recipe names."""
-    return store_folder(load_recipe(run / RECIPE_COPY), run).resolve()
+    folder = store_folder(load_recipe(run / RECIPE_COPY), run)
+    check_links(folder)
+    return folder.resolve()
 
 
 def _clean_store(store: Path, indices: Sequence[ReplicaIndex], sweep: _Sweep) -> None:

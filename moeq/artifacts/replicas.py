@@ -29,6 +29,7 @@ from moeq.artifacts.digests import digest_of_chunks, digest_of_part, file_key, r
 from moeq.artifacts.files import held, write_json, write_text
 from moeq.artifacts.reading import PlainName, TensorHeader, parse_json, read_json_file, safetensors_header
 from moeq.artifacts.stage import Frozen, check_schema_version, read_model
+from moeq.artifacts.storage import check_links
 from moeq.artifacts.tensor_files import dtype_name, layout_of, stored_chunks, tensor_bytes, write_in_chunks
 from moeq.errors import ArtifactError
 from moeq_kernels.widths import CODEBOOKS, PARTS, Encoding
@@ -396,9 +397,13 @@ def _entries(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any
 
 
 def _read_header(path: Path) -> tuple[dict[str, TensorHeader], dict[str, str]]:
-    """Tensors and metadata of a safetensors file; ArtifactError when it is missing, cut off or damaged."""
+    """Tensors and metadata of a safetensors file; ArtifactError when it is missing, cut off or damaged.
+
+    StorageError where a link on the way to it leads to nothing.
+    """
     try:
         return safetensors_header(path)
     except (OSError, ValueError) as error:
+        check_links(path.parent)  # the store, or what lies in it
         what = "no such file" if isinstance(error, FileNotFoundError) else f"damaged ({error})"
         raise ArtifactError(what, where=str(path), do=REMEDY) from None

@@ -27,6 +27,17 @@ def check_no_address(path: Path) -> None:
         raise StorageError("an address, and files are written to paths alone", where=address, do=do)
 
 
+def check_links(folder: Path) -> None:
+    """StorageError for a link that leads to nothing, where a folder should lie or above it."""
+    for part in (folder, *folder.parents):
+        if part.is_symlink() and not part.exists():
+            raise _dangling(part)
+
+
+def _dangling(link: Path | str) -> StorageError:
+    return StorageError(NOWHERE, where=str(link), do="remove it, or make what it names")
+
+
 @contextmanager
 def storage_errors(path: Path, doing: str = "write") -> Iterator[None]:
     """Turn an OSError into a StorageError that names what to do and the path, or what lies below it and is refused."""
@@ -35,7 +46,7 @@ def storage_errors(path: Path, doing: str = "write") -> Iterator[None]:
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "check the path or choose another place")
         if isinstance(error, FileExistsError) and error.filename and not exists(error.filename):
-            raise StorageError(NOWHERE, where=error.filename, do="remove it, or make what it names") from error
+            raise _dangling(error.filename) from error
         where = str(_refused(error, path))
         raise StorageError(f"cannot {doing}: {error.strerror or error}", where=where, do=advice) from error
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from moeq.artifacts import replica_store, replicas
 from moeq.artifacts.replicas import LayerReplicas, add_replicas, add_rows, drop_replicas, layer_file, read_rows
-from moeq.errors import ArtifactError
+from moeq.errors import ArtifactError, StorageError
 from moeq_kernels.packed import PackedWeight, packed_shapes
 from moeq_kernels.widths import Encoding
 
@@ -111,6 +111,16 @@ def test_a_file_that_cannot_be_read_is_named_and_replaced(tmp_path: Path, damage
         LayerReplicas(tmp_path, 0)
     add_replicas(tmp_path, 0, {name("gptq", 2): weights(2)})
     assert path.read_bytes() == whole
+
+
+def test_a_link_that_leads_to_nothing_is_named_where_the_store_should_be(tmp_path: Path) -> None:
+    """To run `moeq losses` again, as for a file that is missing, would be refused."""
+    (tmp_path / "store").symlink_to("nothing")
+    with pytest.raises(StorageError, match="store: a link that leads to nothing; remove it, or make what it names"):
+        LayerReplicas(tmp_path / "store" / ("0" * 64), 0)
+    (tmp_path / "layer-000.safetensors").symlink_to("nothing")
+    with pytest.raises(ArtifactError, match=r"layer-000.safetensors: no such file; run `moeq losses` again"):
+        LayerReplicas(tmp_path, 0)  # which writes another in its place
 
 
 def test_other_digests_and_missing_entries_are_refused(tmp_path: Path) -> None:

@@ -341,6 +341,7 @@ REFUSED: dict[str, list[Case]] = {
         (("--store", "empty"), 7, "empty"),
         (("cut",), 13, CUT),
         (("--store", "link"), 13, "link: a link that leads to nothing; give the folder that runs used"),
+        (("moved",), 8, "moved/store: a link that leads to nothing; remove it, or make what it names"),
         (("--store", "s3://a/b"), 13, "s3://a/b: an address, where a path is wanted"),
     ],
     "watch": [
@@ -384,12 +385,13 @@ DRAWN = [("estimate", "kept/recipes/paper-000-figures.yaml", "--out", "page")]  
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what the cases name."""
     folder = tmp_path_factory.mktemp("early")
-    for name in ("empty", "run", "model", "cut", "made-before/checkpoint"):
+    for name in ("empty", "run", "model", "cut", "moved", "made-before/checkpoint"):
         (folder / name).mkdir(parents=True)
-    for link in ("link", "cut/recipe.yaml"):
+    for link in ("link", "cut/recipe.yaml", "moved/store"):
         (folder / link).symlink_to("nothing")
     (folder / "made-before" / "checkpoint" / "config.json").write_text("{}", "utf-8")
-    (folder / "run" / "recipe.yaml").write_text("model: bundled:tiny-mixtral\n", "utf-8")
+    for name in ("run", "moved"):
+        (folder / name / "recipe.yaml").write_text("model: bundled:tiny-mixtral\n", "utf-8")
     (folder / "model" / "config.json").write_text('{"model_type": "mixtral"}', "utf-8")
     (folder / "translator").mkdir()
     described = {"model_type": "nllb-moe", "is_encoder_decoder": True}
