@@ -43,7 +43,6 @@ from moeq.preflight import check_absent
 from moeq.progress import Reporter
 from moeq.runtimes import NATIVE, named, runtimes, written
 from moeq.stages import model_card
-from moeq.tables import human_size
 from moeq.verification.manifest_files import QUIET, check_native
 from moeq.verification.written import check_written
 from moeq_kernels.widths import METHOD
@@ -106,8 +105,7 @@ def convert(
             if verify:
                 against = source if name == NATIVE else checkpoint
                 verdict = check_written(unfinished, reporter, against=against, trust_remote_code=trust_remote_code)
-    size = bytes_in(out)
-    summary = {"for": name, "layers": len(source.layers), "bytes": size, "size": human_size(size), "path": str(out)}
+    summary = {"for": name, "layers": len(source.layers), "bytes": bytes_in(out), "path": str(out)}
     summary |= {"notes": said} if said else {}
     verified = {} if verdict is None else {"verified_with": verdict.target, "logits_error": verdict.logits_error}
     return summary | verified | {"loads_in": {name: None}}
