@@ -90,7 +90,7 @@ def compute_type(name: str, wanted: str, device: torch.device) -> torch.dtype:
 def load_subject(
     name: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, reporter: Reporter
 ) -> Subject:
-    """Load a packed or a dense checkpoint; ModelError for one that another tool packed, or that makes no text.
+    """Load a packed or a dense checkpoint; ModelError for one in another packed format, or that makes no text.
 
     Files of a packed one that changed since they were written are refused.
     """
@@ -99,7 +99,7 @@ def load_subject(
     method = declared.get("quant_method")
     packed = method == METHOD
     if method is not None and not packed and not is_dequantized(source):
-        what = f"packed by another tool ({method})"
+        what = f"packed in another format than moeq's own ({method})"
         do = f"give a checkpoint of moeq, or a dense one: {to_convert(source.path, declared, NATIVE, OWN)}"
         raise ModelError(what, where=str(source.path), do=do)
     check_makes_text(source, trust_remote_code)

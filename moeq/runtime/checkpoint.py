@@ -81,7 +81,7 @@ def load_checkpoint(
     if method != METHOD:
         what, do = "not exported by moeq: nothing in it is packed", "load it with transformers, or pack it"
         if method is not None:
-            what = f"not exported by moeq, but packed by another tool ({method})"
+            what = f"packed in another format than moeq's own ({method})"
             do = to_convert(path, declared, NATIVE, OWN)
         raise ArtifactError(what, where=str(path / "config.json"), do=do)
     choice.named()  # before anything is read

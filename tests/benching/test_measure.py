@@ -349,15 +349,16 @@ def test_what_cannot_be_benched_is_refused(packed_run: Path, tiny_mixtral: Path,
         (foreign / file.name).write_bytes(file.read_bytes())
     config = json.loads((foreign / "config.json").read_text())
     four = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    other = "packed in another format than moeq's own"
     (foreign / "config.json").write_text(json.dumps(config | four))
-    with pytest.raises(ModelError, match=r"packed by another tool \(gptq\).*moeq convert \S+ --to native"):
+    with pytest.raises(ModelError, match=rf"{other} \(gptq\).*moeq convert \S+ --to native"):
         moeq.bench(foreign, **SHORT)
-    with pytest.raises(ArtifactError, match=r"packed by another tool \(gptq\); moeq convert \S+ --to native"):
+    with pytest.raises(ArtifactError, match=rf"{other} \(gptq\); moeq convert \S+ --to native"):
         moeq.load(foreign)
     int8 = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": {}}}
     for declared in ({"quant_method": "hqq"}, {"quant_method": "gptq", "checkpoint_format": "marlin"}, int8):
         (foreign / "config.json").write_text(json.dumps(config | {"quantization_config": declared}))
-        refused = rf"packed by another tool \({declared['quant_method']}\); .*moeq does not read this format"
+        refused = rf"{other} \({declared['quant_method']}\); .*moeq does not read this format"
         for refuses in (lambda: moeq.bench(foreign, **SHORT), lambda: moeq.load(foreign)):
             with pytest.raises(MoeqError, match=refused):
                 refuses()
