@@ -95,10 +95,10 @@ class EvalOptions(RunOptions):
 
 
 def count(name: str, given: Any, *words: str) -> Any:
-    """A number of at least 1, or one of the words; RecipeError for anything else."""
+    """A number from 1 of nine digits at most, or one of the words; RecipeError for anything else."""
     if given in words:
         return given
     text = str(given)
     if not (is_number(text) and int(text) >= 1):
-        raise RecipeError(f"{name} {given}", do=f"give {', or '.join(('a number of at least 1', *words))}")
+        raise RecipeError(f"{name} {given}", do=f"give {', or '.join(('a number from 1 to 999999999', *words))}")
     return int(text)

@@ -31,6 +31,7 @@ MEASURES = tuple(LENGTHS)
 NEEDED = ("policy", "batch")
 SETTINGS = ("input_tokens", "output_tokens", "geometry", "bits", "gpu_experts", "context")
 MOST_BYTES = 16 << 20
+DIGITS = 9  # of a whole number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +137,10 @@ def _whole(values: Mapping[str, str], name: str, least: int, where: str) -> int 
     text = values.get(name)
     if not text:
         return None
-    if not (is_number(text) and int(text) >= least):
-        raise EstimateError(f"{name} is {text!r}", where=where, do=f"give a whole number from {least}")
+    if not (is_number(text, DIGITS) and int(text) >= least):
+        raise EstimateError(
+            f"{name} is {text!r}", where=where, do=f"give a whole number from {least} to {10**DIGITS - 1}"
+        )
     return int(text)
 
 

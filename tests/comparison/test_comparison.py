@@ -410,7 +410,7 @@ def test_what_cannot_be_compared_is_one_line(run: Path, tiny_mixtral: Path, tmp_
         ([tiny_mixtral], {"tasks": "made_choice", "limit": 0}, "--limit 0; give a whole number from 1"),
         ([tiny_mixtral], {"tasks": "made_choice", "limit": 0.5}, "--limit 0.5; give a whole number from 1"),
         ([tiny_mixtral], {"tasks": "made_choice", "num_fewshot": -1}, "--num-fewshot -1; give a whole number from 0"),
-        ([tiny_mixtral], {"batch_size": "many"}, "give a number of at least 1, or auto"),
+        ([tiny_mixtral], {"batch_size": "many"}, "give a number from 1 to 999999999, or auto"),
         ([tiny_mixtral], {"out": tmp_path}, "is no file that can be written"),
     ):
         with pytest.raises(MoeqError, match=message.replace("(", r"\(")) as caught:

@@ -215,7 +215,11 @@ def test_a_good_file_is_read(tmp_path: Path):
         ("policy,batch\nmonde_opt,1", "no measured column"),
         (f"{HEADER}\nmonde_opts{GOOD[9:]}", "row 2: unknown policy 'monde_opts'; did you mean 'monde_opt'?"),
         (f"{HEADER}\n{GOOD}\n{GOOD},7", "row 3: 10 cells for 9 columns"),
-        (f"{HEADER}\n{GOOD.replace(',1,', ',0,', 1)}", "row 2: batch is '0'; give a whole number from 1"),
+        (
+            f"{HEADER}\n{GOOD.replace(',1,', ',9999999999,', 1)}",
+            "row 2: batch is '9999999999'; give a whole number from 1 to 999999999",
+        ),
+        (f"{HEADER}\n{GOOD.replace(',1,', ',0,', 1)}", "row 2: batch is '0'; give a whole number from 1 to"),
         (f"{HEADER}\n{GOOD.replace(',1,', ',,', 1)}", "row 2: batch is empty"),
         (f"{HEADER}\n{GOOD.replace('0.02', '-1')}", "row 2: decode_seconds_per_token is '-1'"),
         (f"{HEADER}\n{GOOD.replace('0.02', 'nan')}", "row 2: decode_seconds_per_token is 'nan'"),
