@@ -32,7 +32,12 @@ COUNTS = (
 WIDTHS = ("hidden_size", "d_model", "n_embd"), ("moe_latent_size", "moe_hidden_size")  # a model's; its experts'
 LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
 EMBEDDINGS, VOCABULARY = "embed_tokens.weight", ("vocab_size",)
-INNER = ("moe_intermediate_size",)  # of experts alone; intermediate_size may be that of dense layers
+INNER, DENSE_TOO = ("moe_intermediate_size",), ("intermediate_size",)  # within experts; or within dense layers
+OF_EXPERTS = {  # families that know no other: intermediate_size is of their experts
+    "aria_text", "flex_olmo", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "hunyuan_v1_moe", "jamba", "jetmoe", "llama4_text", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral",
+    "olmoe", "openai_privacy_filter", "phimoe",
+}  # fmt: skip
 DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")  # of encoder-decoders
 REMEDY = "check that the directory is a complete transformers checkpoint"
 
@@ -119,6 +124,8 @@ def checked_layers(shapes: Mapping[str, Shape], config: Mapping[str, Any], where
     or more layers than there are: sizes that names and shapes tell of every family."""
     layers = stored_layers(shapes, config, where)
     words, inner = stated(config, VOCABULARY), stated(config, INNER)
+    if inner is None and text_config(config).get("model_type") in OF_EXPERTS:
+        inner = stated(config, DENSE_TOO)
     counts = [count for key in LAYERS if (count := stated(config, (key,))) is not None]
     numbers = [int(number[1]) for key in shapes if (number := LAYER.search(key)) is not None and not _left_alone(key)]
     wrong = [

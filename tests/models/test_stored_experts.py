@@ -78,7 +78,7 @@ def test_layers_and_vocabulary_are_those_of_the_configuration(config: dict[str, 
     experts = layer("model.layers.1.mlp.experts")
     more = {"model.embed_tokens.weight": (7, H), "audio_tower.embed_tokens.weight": (9, H), "vision.layers.8.a": (2,)}
 
-    def checked(**stated: int) -> int:
+    def checked(**stated: int | str) -> int:
         told = text | {"vocab_size": 7, "num_hidden_layers": 2} | stated
         return len(checked_layers(experts | more, config | told if text is config else {"text_config": told}, "here"))
 
@@ -88,9 +88,12 @@ def test_layers_and_vocabulary_are_those_of_the_configuration(config: dict[str, 
         checked(num_hidden_layers=3)
     with pytest.raises(ModelError, match=rf"embed_tokens.weight is \[7, {H}\], the configuration wants 8 rows"):
         checked(vocab_size=8)
-    assert checked(moe_intermediate_size=INNER, intermediate_size=INNER + 2) == 1
+    assert checked(moe_intermediate_size=INNER, intermediate_size=INNER + 2, model_type="mixtral") == 1
+    assert checked(intermediate_size=INNER + 2, model_type="qwen3_moe") == 1
     with pytest.raises(ModelError, match=rf"experts of {INNER} inner rows, the configuration wants 5"):
         checked(moe_intermediate_size=5)
+    with pytest.raises(ModelError, match=rf"experts of {INNER} inner rows, the configuration wants 5"):
+        checked(model_type="mixtral", intermediate_size=5)
 
 
 def test_the_part_of_the_language_model() -> None:
