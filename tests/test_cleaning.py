@@ -126,6 +126,10 @@ def test_runs_whose_stores_are_links_to_one_folder_keep_both(tiny_mixtral: Path,
         assert cleaning.collect(given, None, dry_run=False)["freed"] == []
     assert all(map(losses.is_intact, runs))
     assert {load_recipe(one.out / "recipe.yaml").store for one in runs} == {str(shared)}
+    (tmp_path / "third").mkdir()
+    (tmp_path / "third" / "store").symlink_to("nothing")
+    run(tiny_mixtral, tmp_path / "third", stages=("profile",))
+    assert load_recipe(tmp_path / "third" / "recipe.yaml").store is None
 
 
 def test_a_run_that_was_moved_keeps_its_replicas_in_a_shared_store(tiny_mixtral: Path, tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ def recipe_data(context: Context) -> dict[str, Any]:
     before = _recipe_before(context.out)
     data = context.recipe.model_dump(mode="json") | {"model": absolute(context.model_name)}
     data["revision"] = context.model.source.revision or data["revision"]
-    data["store"] = None if context.owns_store else str(context.store.resolve())
+    if context.store.exists() or not context.store.is_symlink():  # not what a link names that leads to nothing
+        data["store"] = None if context.owns_store else str(context.store.resolve())
     if context.model.takes_images:
         data["corpus"]["source"] = absolute(data["corpus"]["source"])
         data["eval"]["perplexity"] = None
