@@ -32,16 +32,13 @@ from typing import TypeVar
 import figures
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor, nn
 
 from moeq_kernels import measured
-from moeq_kernels.cpu.compiled import entry
 from moeq_kernels.cpu.forms import forms
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.cpu.layer import PackedLayer
-from moeq_kernels.cpu.memory import add_at, asking, int64s
-from moeq_kernels.cpu.threads import together
+from moeq_kernels.cpu.reading import read
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 from moeq_kernels.packed import PackedWeight, packed_shapes
 from moeq_kernels.packing import packed_row_bytes
@@ -60,10 +57,7 @@ WALKED_WIDTHS, STATE_GOALS = (1, 2, 3, 4), {8: 2.0, 10: 1.5}  # trellis codes, b
 CALLS = 8  # of a turn with one matrix
 ROW_SECONDS, FEWEST = 2.0, 3  # a row of a table ends after so long, where it has so many rounds
 LONG_EXPERTS, LONG_TOP_K, LONG_ROWS = 4, 2, (128, 512, 2048)  # of an expert
-PIECE, PAGE, AHEAD = 1 << 14, 1 << 7, 6 << 10  # words that a thread claims, and asks for; bytes ahead
-LINE = 8  # words of a cache line
 Name = TypeVar("Name")
-ask_for = asking(2)  # read so, a Zen 4 gives 8 % more than with 8 KiB ahead into the first level of cache
 
 
 def huge(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -98,31 +92,6 @@ def gate(parts: dict[str, Tensor]) -> Tensor:
     return nn.functional.silu(parts["gate_proj"]) * parts["up_proj"]
 
 
-@njit(nogil=True, cache=True, fastmath=True)
-def total(words):  # type: ignore[no-untyped-def]
-    result = np.int64(0)
-    for k in range(words.shape[0]):
-        result += words[k]
-    return result
-
-
-def read(address):  # type: ignore[no-untyped-def]
-    """One thread's part of reading all words, which are asked for ahead of reading them. The numbers: a counter on a
-    line of its own, addresses of words and of sums, how many words there are."""
-    numbers = int64s(address, LINE + 3)
-    words = int64s(numbers[LINE], numbers[LINE + 2])
-    result = np.int64(0)
-    while True:
-        first = add_at(address, PIECE)
-        if first >= words.shape[0]:
-            break
-        for begin in range(first, min(first + PIECE, words.shape[0]), PAGE):
-            for line in range(0, 8 * PAGE, 64):
-                ask_for(numbers[LINE] + 8 * begin + AHEAD + line)
-            result += total(words[begin : begin + PAGE])
-    add_at(numbers[LINE + 1], result)
-
-
 @dataclass
 class Bandwidth:
     """Reads a large buffer with all threads: bytes a second."""
@@ -134,10 +103,9 @@ class Bandwidth:
         return cls(np.ones(size // 8, np.int64))
 
     def __call__(self) -> float:
-        sums, numbers = np.zeros(1, np.int64), np.zeros(LINE + 3, np.int64)
-        numbers[LINE:] = self.words.ctypes.data, sums.ctypes.data, len(self.words)
-        rate = self.words.nbytes / seconds(partial(together, entry(read), numbers), 1)
-        if sums[0] != len(self.words):
+        sums: list[int] = []
+        rate = self.words.nbytes / seconds(lambda: sums.append(read(self.words)), 1)
+        if sums != [len(self.words)]:
             raise RuntimeError(f"{sums[0]} of {len(self.words)} words were read")
         return rate
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 LEAST_BYTES, CACHES = 256 << 20, 4  # of the buffer: never smaller, and so many times the last cache
@@ -15,18 +16,23 @@ CACHE_FILES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def read_bandwidth(device: torch.device) -> dict[str, Any]:
-    """Bytes a second of a streaming read by all threads (the fastest of torch's reductions, its best run), on CUDA of a
-    copy, whose reads and writes both count."""
+    """Bytes a second of a streaming read by all threads (the fastest of torch's reductions and the kernels' own reading
+    loop, its best run, in huge pages as packed matrices are), on CUDA of a copy, whose reads and writes both count."""
     size = max(LEAST_BYTES, CACHES * last_cache_bytes())
     if device.type == "cuda":
         source = torch.ones(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         seconds, how = _best(lambda: target.copy_(source), device), "a copy, bytes read and written"
         return {"bytes_per_second": 2 * size / seconds, "buffer_bytes": size, "how": how}
-    buffer = torch.ones(size // 4)
+    from moeq_kernels.cpu.reading import read
+
+    floats = np.ones(size // 4, np.float32)
+    words, buffer = floats.view(np.int64), torch.from_numpy(floats)
     square = buffer.view(1 << 10, -1)
-    reads: tuple[Callable[[], object], ...] = (lambda: square.sum(1), lambda: torch.dot(buffer, buffer))
-    seconds = min(_best(read, device) for read in reads)
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: square.sum(1), lambda: torch.dot(buffer, buffer), lambda: read(words),
+    )  # fmt: skip
+    seconds = min(_best(one, device) for one in reads)
     threads = torch.get_num_threads()
     how = f"a streaming read, {threads} threads" if threads > 1 else "a streaming read, one thread"
     return {"bytes_per_second": buffer.nbytes / seconds, "buffer_bytes": buffer.nbytes, "how": how}
