@@ -38,7 +38,7 @@ from moeq_kernels import measured
 from moeq_kernels.cpu.forms import forms
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.cpu.layer import PackedLayer
-from moeq_kernels.cpu.reading import read
+from moeq_kernels.cpu.reading import total
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 from moeq_kernels.packed import PackedWeight, packed_shapes
 from moeq_kernels.packing import packed_row_bytes
@@ -104,7 +104,7 @@ class Bandwidth:
 
     def __call__(self) -> float:
         sums: list[int] = []
-        rate = self.words.nbytes / seconds(lambda: sums.append(read(self.words)), 1)
+        rate = self.words.nbytes / seconds(lambda: sums.append(total(self.words)), 1)
         if sums != [len(self.words)]:
             raise RuntimeError(f"{sums[0]} of {len(self.words)} words were read")
         return rate

@@ -24,13 +24,13 @@ def read_bandwidth(device: torch.device) -> dict[str, Any]:
         target = torch.empty_like(source)
         seconds, how = _best(lambda: target.copy_(source), device), "a copy, bytes read and written"
         return {"bytes_per_second": 2 * size / seconds, "buffer_bytes": size, "how": how}
-    from moeq_kernels.cpu.reading import read
+    from moeq_kernels.cpu.reading import total
 
     floats = np.ones(size // 4, np.float32)
     words, buffer = floats.view(np.int64), torch.from_numpy(floats)
     square = buffer.view(1 << 10, -1)
     reads: tuple[Callable[[], object], ...] = (
-        lambda: square.sum(1), lambda: torch.dot(buffer, buffer), lambda: read(words),
+        lambda: square.sum(1), lambda: torch.dot(buffer, buffer), lambda: total(words),
     )  # fmt: skip
     seconds = min(_best(one, device) for one in reads)
     threads = torch.get_num_threads()

@@ -17,7 +17,7 @@ _compile = internal()
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _total(words):  # type: ignore[no-untyped-def]
+def _sum(words):  # type: ignore[no-untyped-def]
     result = np.int64(0)
     for k in range(words.shape[0]):
         result += words[k]
@@ -37,12 +37,12 @@ def _read(address):  # type: ignore[no-untyped-def]
         for begin in range(first, min(first + PIECE, words.shape[0]), PAGE):
             for line in range(0, 8 * PAGE, 64):
                 _ask_for(numbers[LINE] + 8 * begin + AHEAD + line)
-            result += _total(words[begin : begin + PAGE])
+            result += _sum(words[begin : begin + PAGE])
     add_at(numbers[LINE + 1], result)
 
 
-def read(words: NDArray[np.int64]) -> int:
-    """Read all words, [n] one after the other in memory, with as many threads as torch has; their sum, which shows that
+def total(words: NDArray[np.int64]) -> int:
+    """The sum of all words, [n] one after the other in memory, read with as many threads as torch has: it shows that
     each was read."""
     sums, numbers = np.zeros(1, np.int64), np.zeros(LINE + 3, np.int64)
     numbers[LINE:] = words.ctypes.data, sums.ctypes.data, len(words)
