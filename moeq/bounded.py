@@ -32,6 +32,8 @@ SCALAR_TAGS = {f"{CORE}{name}" for name in ("null", "bool", "int", "float")}
 CONTAINER_TAGS = {None, f"{CORE}map", f"{CORE}seq"}
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser, ten times as fast, where PyYAML has it
 _NO_KEY = object()
+DIGITS = 9  # of a whole number that is given, at most
+LARGEST = 10**DIGITS - 1
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
@@ -40,7 +42,7 @@ def is_utf8(name: object) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in str(name))
 
 
-def is_number(text: str, digits: int = 9) -> bool:
+def is_number(text: str, digits: int = DIGITS) -> bool:
     """Whether a text is a whole number of so many decimal digits at most: other scripts' are none that int() takes."""
     return text.isascii() and text.isdigit() and len(text) <= digits
 

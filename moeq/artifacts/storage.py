@@ -30,8 +30,13 @@ def check_no_address(path: Path) -> None:
 def check_links(folder: Path) -> None:
     """StorageError for a link that leads to nothing, where a folder should lie or above it."""
     for part in (folder, *folder.parents):
-        if part.is_symlink() and not part.exists():
+        if is_dangling(part):
             raise _dangling(part)
+
+
+def is_dangling(path: Path) -> bool:
+    """Whether a path is a link that leads to nothing."""
+    return path.is_symlink() and not path.exists()
 
 
 def _dangling(link: Path | str) -> StorageError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument
 
-from moeq.bounded import is_number
+from moeq.bounded import LARGEST, is_number
 from moeq.errors import RecipeError
 from moeq.options import RunOptions, option
 
@@ -100,5 +100,5 @@ def count(name: str, given: Any, *words: str) -> Any:
         return given
     text = str(given)
     if not (is_number(text) and int(text) >= 1):
-        raise RecipeError(f"{name} {given}", do=f"give {', or '.join(('a number from 1 to 999999999', *words))}")
+        raise RecipeError(f"{name} {given}", do=f"give {', or '.join((f'a number from 1 to {LARGEST}', *words))}")
     return int(text)

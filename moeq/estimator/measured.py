@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeq.artifacts.reading import read_bounded
-from moeq.bounded import is_number
+from moeq.bounded import LARGEST, is_number
 from moeq.errors import EstimateError, hint
 from moeq.estimator.policies import by_label
 from moeq.registry import POLICIES
@@ -31,7 +31,6 @@ MEASURES = tuple(LENGTHS)
 NEEDED = ("policy", "batch")
 SETTINGS = ("input_tokens", "output_tokens", "geometry", "bits", "gpu_experts", "context")
 MOST_BYTES = 16 << 20
-DIGITS = 9  # of a whole number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +136,9 @@ def _whole(values: Mapping[str, str], name: str, least: int, where: str) -> int 
     text = values.get(name)
     if not text:
         return None
-    if not (is_number(text, DIGITS) and int(text) >= least):
-        raise EstimateError(
-            f"{name} is {text!r}", where=where, do=f"give a whole number from {least} to {10**DIGITS - 1}"
-        )
+    if not (is_number(text) and int(text) >= least):
+        do = f"give a whole number from {least} to {LARGEST}"
+        raise EstimateError(f"{name} is {text!r}", where=where, do=do)
     return int(text)
 
 

@@ -14,6 +14,7 @@ from moeq.artifacts.mirror import Mirror
 from moeq.artifacts.places import ELSEWHERE
 from moeq.artifacts.run import EDITABLE, RECIPE_COPY, STAGES
 from moeq.artifacts.stage import QUANTIZED, StageRecord, current_digest, read_record
+from moeq.artifacts.storage import is_dangling
 from moeq.errors import ArtifactError, RecipeError
 from moeq.estimator import own_hardware
 from moeq.models.corpus import BUNDLED, DIGITS, Source, pinned
@@ -103,7 +104,7 @@ def recipe_data(context: Context) -> dict[str, Any]:
     before = _recipe_before(context.out)
     data = context.recipe.model_dump(mode="json") | {"model": absolute(context.model_name)}
     data["revision"] = context.model.source.revision or data["revision"]
-    if context.store.exists() or not context.store.is_symlink():  # not what a link names that leads to nothing
+    if not is_dangling(context.store):
         data["store"] = None if context.owns_store else str(context.store.resolve())
     if context.model.takes_images:
         data["corpus"]["source"] = absolute(data["corpus"]["source"])

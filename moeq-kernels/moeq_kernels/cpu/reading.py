@@ -6,12 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeq_kernels.cpu.compiled import entry
+from moeq_kernels.cpu.emit import LINE_BYTES
 from moeq_kernels.cpu.kept_code import internal
 from moeq_kernels.cpu.memory import add_at, asking, int64s
+from moeq_kernels.cpu.schedule import LINE
 from moeq_kernels.cpu.threads import together
 
 PIECE, PAGE, AHEAD = 1 << 14, 1 << 7, 6 << 10  # words that a thread claims, and asks for; bytes ahead
-LINE = 8  # words of a cache line
 _ask_for = asking(2)  # read so, a Zen 4 gives 8 % more than with 8 KiB ahead into the first level of cache
 _compile = internal()
 
@@ -35,7 +36,7 @@ def _read(address):  # type: ignore[no-untyped-def]
         if first >= words.shape[0]:
             break
         for begin in range(first, min(first + PIECE, words.shape[0]), PAGE):
-            for line in range(0, 8 * PAGE, 64):
+            for line in range(0, 8 * PAGE, LINE_BYTES):
                 _ask_for(numbers[LINE] + 8 * begin + AHEAD + line)
             result += _sum(words[begin : begin + PAGE])
     add_at(numbers[LINE + 1], result)
