@@ -23,7 +23,7 @@ from moeq_kernels.cpu.memory import (
     zero_int64s,
     zero_uint32s,
 )
-from moeq_kernels.cpu.routing import route
+from moeq_kernels.cpu.routing import by_code, route
 from moeq_kernels.cpu.schedule import (
     ALONE_NUMBERS,
     BOUND,
@@ -64,14 +64,14 @@ _compile = internal()
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _routed(static, index, rows):  # type: ignore[no-untyped-def]
-    """Rows sorted by expert: order [P], tiles [S, 5], and how many experts these are of; index: address of experts
-    [P]."""
+def _routed(static, index, rows, last):  # type: ignore[no-untyped-def]
+    """Rows sorted by expert: order [P], tiles [S, 5] sorted by the last stage's code, and how many experts these are
+    of; index: address of experts [P]."""
     how, of_stage = int64s(static, HOW), int64s(static + WORD * HOW, BOUND)
     order, starts = new_int64s(rows), new_int64s(of_stage[BOUND_EXPERTS] + 1)
     tiles, sizes = new_int64s((rows, 5)), int64s(how[HOW_SIZES], of_stage[BOUND_SIZES])
     count, tiled = route(int64s(index, rows), starts, sizes, how[HOW_WHOLE], order, tiles)
-    return order, tiles[:count], tiled
+    return order, by_code(tiles[:count], bound(static + WORD * (HOW + last * BOUND))[0]), tiled
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -96,7 +96,7 @@ def experts(static, hidden, tokens, index, top_k, weights, out, short, team):  #
     """The weighted sum over each token's experts: hidden [T, K], index int64 [T, k], weights [T, k] and out [T, N] lie
     at addresses; short: which of them are bf16, SHORT_*. Experts that are to be unpacked add nothing."""
     how, rows, threads = int64s(static, HOW), tokens * top_k, threads_of(team)
-    order, tiles, tiled = _routed(static, index, rows)
+    order, tiles, tiled = _routed(static, index, rows, ZERO + 1)
     starts, items, nbytes, complete, space = _planned(static, ZERO, order, tiles, tiled, threads)
     starts_down, items_down, more, complete_down, space_down = _planned(static, ZERO + 1, order, tiles, tiled, threads)
     if not (complete and complete_down):
@@ -149,7 +149,7 @@ def many(static, source, count, short, index, out, team):  # type: ignore[no-unt
 def _multiplied(static, given, index, rows, per_row, into, team):  # type: ignore[no-untyped-def]
     """As `products`, of arrays."""
     how, first = int64s(static, HOW), static + WORD * HOW
-    order, tiles, tiled = _routed(static, index, rows)
+    order, tiles, tiled = _routed(static, index, rows, ZERO)
     starts, items, nbytes, complete, space = _planned(static, ZERO, order, tiles, tiled, threads_of(team))
     if not complete:
         return INCOMPLETE

@@ -1,14 +1,15 @@
-"""Tokens sorted by expert and cut into tiles, compiled.
+"""Tokens sorted by expert and cut into tiles, and these sorted by the code that multiplies them; compiled.
 
 Letters as in `schedule`.
 """
 
 from __future__ import annotations
 
-from moeq_kernels.cpu.columns import COUNT, EXPERT, FIRST, PLACE, SIZE
-from moeq_kernels.cpu.kept_code import compiler
+from moeq_kernels.cpu.columns import COUNT, EXPERT, FIRST, PLACE, SIZE, SLOT
+from moeq_kernels.cpu.kept_code import compiler, internal
+from moeq_kernels.cpu.memory import new_int64s
 
-_compile = compiler()
+_compile, _inner = compiler(), internal()
 
 
 @_compile  # type: ignore[untyped-decorator]
@@ -49,3 +50,22 @@ def route(index, starts, sizes, whole, order, tiles):  # type: ignore[no-untyped
             first += count
             number += 1
     return number, tiled
+
+
+@_inner  # type: ignore[untyped-decorator]
+def by_code(tiles, table):  # type: ignore[no-untyped-def]
+    """Tiles [S, 5] of a stage's table with those one after the other whose experts' first matrix one piece of code
+    multiplies, experts of each in order: where an item is few blocks of all experts, as on many cores, code that comes
+    into the cache is used for several. Items of one block took .91 of the time in layers of two and three widths."""
+    codes = 1
+    for tile in range(tiles.shape[0]):
+        codes = max(codes, table[tiles[tile, EXPERT], 0, SLOT] + 1)
+    if codes == 1:
+        return tiles
+    found, number = new_int64s(tiles.shape), 0
+    for code in range(codes):
+        for tile in range(tiles.shape[0]):
+            if table[tiles[tile, EXPERT], 0, SLOT] == code:
+                found[number] = tiles[tile]
+                number += 1
+    return found

@@ -5,7 +5,8 @@ A call has one or two stages, each of the same two steps: rows of activations ar
 up). Items are claimed with an atomic counter, so that cores are busy to the end whatever widths the experts have,
 and a thread that comes late or never costs nothing: a step ends when its items are done, not when threads arrive.
 
-What comes out does not depend on the number of threads: every number is computed by one thread, experts in order.
+What comes out does not depend on the number of threads: every number is computed by one thread, experts in
+the order of `routing.by_code`.
 
 Letters: T tokens, k experts a token, P = T*k rows, E experts, A experts with rows, S tiles (rows of one expert that one
 pass multiplies), C matrices of an expert, N output rows, K inputs.

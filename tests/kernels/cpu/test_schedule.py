@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from packed_layers import layer_of
 
-from moeq_kernels.cpu.columns import COUNT, EXPERT, LANES, PLACE, ROWS, SIZE, STRIDE
+from moeq_kernels.cpu.columns import COUNT, EXPERT, FIRST, LANES, PLACE, ROWS, SIZE, SLOT, STRIDE
 from moeq_kernels.cpu.forms import FORMS
 from moeq_kernels.cpu.kernel import CpuKernel
+from moeq_kernels.cpu.routing import by_code
 from moeq_kernels.cpu.schedule import MOST_BLOCKS, ROWS_AS_BYTES, plan
 
 
@@ -41,3 +42,24 @@ def test_items_hold_about_equal_parts_of_the_work(by_block: bool) -> None:
         assert (done == 1).all()
         few = len(tiles) * blocks / MOST_BLOCKS
         assert len(items) <= few + 2 * pieces or multiple > 1
+
+
+@numba.njit
+def sorted_tiles(tiles, table):  # type: ignore[no-untyped-def]
+    return by_code(tiles, table)
+
+
+def test_experts_of_one_code_follow_each_other() -> None:
+    """In order, with all their tiles; tiles of one code stay as they are."""
+    widths = [4, 2, 3, 2, 4, 4, 3, 2]
+    table = CpuKernel("plain").layer(layer_of(widths, 64, 64)).second.table
+    tiles = np.zeros((9, 5), np.int64)
+    tiles[:, EXPERT], tiles[:, FIRST] = (0, 1, 2, 2, 3, 4, 5, 6, 7), np.arange(9)
+    made = sorted_tiles(tiles, table)
+    by_width = {width: [expert for expert, own in enumerate(widths) if own == width] for width in set(widths)}
+    experts = sorted(by_width.values(), key=lambda some: table[some[0], 0, SLOT])
+    assert list(dict.fromkeys(made[:, EXPERT])) == [expert for some in experts for expert in some]
+    assert sorted(map(tuple, made)) == sorted(map(tuple, tiles))
+    assert list(made[made[:, EXPERT] == 2, FIRST]) == [2, 3]
+    alike = tiles[[0, 5, 6]]
+    assert (sorted_tiles(alike[:2], table) == alike[:2]).all()

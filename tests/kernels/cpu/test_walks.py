@@ -30,13 +30,13 @@ def check(matrix: PackedWeight, count: int, form: str, dtype: torch.dtype = BF16
     """Multiplied, and unpacked and multiplied, are what float64 gives but for the last rounding."""
     rows = torch.randn(count, matrix.inputs, generator=torch.Generator().manual_seed(count)).to(dtype)
     wanted = rows.double() @ values(matrix).T
-    close = wanted.abs() * (2.0**-8 if dtype == BF16 else 0) + 3e-6 * wanted.abs().max() + 1e-30
+    last, least = 2.0**-8 if dtype == BF16 else 0, 3e-6 * wanted.abs().max() + 1e-30
     found = CpuKernel(form, measured.NEVER).linear(matrix)(rows).double()
-    assert ((found - wanted).abs() <= close).all()
+    assert ((found - wanted).abs() <= wanted.abs() * last + least).all()
     unpacked = CpuKernel(form, 1).linear(matrix)(rows).double()
     kept = dtype if FORMS[form].unpacks_bf16 else torch.float32
     rounded = rows.double() @ matrix.dequantize(kept).double().T
-    assert ((unpacked - rounded).abs() <= close).all()
+    assert ((unpacked - rounded).abs() <= rounded.abs() * last + least).all()
 
 
 def layer_of_walks(widths: list[object], state_bits: int) -> LayerOfExperts:
