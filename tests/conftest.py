@@ -56,6 +56,8 @@ LONGEST_FIRST = (  # so that no process is left with one of them at the end
     "stages/test_refine.py", "runtime/test_hook.py", "numerics/test_gptq.py", "verification/test_tampering.py",
     "verification/test_verify.py",
 )  # fmt: skip
+GPUS = ("kernels/gpu", "runtime/test_dynamic_on_gpu.py")  # tests of a GPU where there is one, with those marked cuda
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}  # of processes that tests start
 PROBE = Path(probe.__file__)
 LONG_SEARCH = 0.03  # seconds
 shared_folder()  # of fork servers: before pytest-xdist starts the workers, which share them
@@ -89,9 +91,22 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     global probes_apart
     probes_apart = item.get_closest_marker("fresh_process") is not None
-    result = yield
+    with _machine_of(item):
+        result = yield
     _freeze_where_it_pays()
     return result
+
+
+@contextmanager
+def _machine_of(item: pytest.Item) -> Iterator[None]:
+    """Tests that are not of a GPU see none: `device: auto`, of which most of them are, is the CPU everywhere."""
+    place = item.path.relative_to(Path(__file__).parent).as_posix()
+    if item.get_closest_marker("cuda") or place.startswith(GPUS) or not torch.cuda.is_available():
+        yield
+        return
+    none = patch.multiple(torch.cuda, is_available=lambda: False, device_count=lambda: 0)
+    with none, patch.dict(os.environ, HIDDEN):
+        yield
 
 
 def _time_searches(phase: str, info: dict[str, int]) -> None:

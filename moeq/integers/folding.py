@@ -125,8 +125,9 @@ def apply_folds(model: nn.Module, folds: Iterable[FoldedNorm], wanted: Callable[
                 _set(model, consumer.bias, shifted)
 
 
-def gain_router_biases(model: Any) -> list[str]:
-    """Give every router a bias of zeros, where the configuration has a key for it that is off; returns their names.
+def gain_router_biases(model: Any, device: torch.device) -> list[str]:
+    """Give every router a bias of zeros on a device, where the configuration has a key for it that is off; returns
+    their names.
 
     So that a shift of what a norm gives can be taken back in routers, too: the family has biases there, the checkpoint
     does without.
@@ -137,7 +138,7 @@ def gain_router_biases(model: Any) -> list[str]:
     for name, module in model.named_modules():
         parts = name.split(".")
         if isinstance(module, nn.Linear) and module.bias is None and {"router", "routers"} & set(parts[-2:]):
-            module.bias = nn.Parameter(torch.zeros(module.out_features), requires_grad=False)
+            module.bias = nn.Parameter(torch.zeros(module.out_features, device=device), requires_grad=False)
             biases.append(f"{name}.bias")
     return biases
 

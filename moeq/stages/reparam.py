@@ -72,7 +72,7 @@ def run(context: Context) -> dict[str, Any]:
         batches = [one for batch in batches for one in without_pads(batch)]
     with naming_the_file(context), context.reporter.bar("reparam", 3 * len(context.model.described[1])) as advance:
         streamed = context.model.in_float32()
-        gained = gain_router_biases(streamed.model) if section.bias == "auto" else []
+        gained = gain_router_biases(streamed.model, streamed.device) if section.bias == "auto" else []
         edges = find_edges(streamed.model, streamed.layers, streamed.blocks, _calls(streamed, batches))
         chosen, left = choose(edges, section.norms, streamed)
         before, ranges, largest = _calibrate(context, section, streamed, chosen, batches, advance)

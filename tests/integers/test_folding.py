@@ -109,7 +109,7 @@ def test_a_mixture_of_vision_experts_takes_zero_points_everywhere(kind: str, dty
     """Routers gain biases where they have none, and every task's router is a consumer."""
     model = made(kind)
     images = pixels(model, 12)
-    gained = gain_router_biases(model)
+    gained = gain_router_biases(model, torch.device("cpu"))
     assert gained == (["blocks.1.moe.router.bias"] if kind == "moe" else [])
     tasks = range(model.config.num_tasks)
     edges = edges_of(model, *(lambda task=task: model(images, task=task) for task in tasks))
