@@ -10,8 +10,9 @@ from typing import Any
 from rich.markup import escape
 
 from moeq.artifacts.files import make_directory, write_json, write_text
-from moeq.artifacts.targets import refuse_codes, targets
+from moeq.artifacts.targets import Target, refuse_codes, targets
 from moeq.assigners import report
+from moeq.errors import FormatError
 from moeq.recipe import BUDGETS
 from moeq.registry import ALLOCATORS
 from moeq.reporting.frontier import frontier_svg
@@ -46,13 +47,23 @@ def frontier(context: Context) -> dict[str, Any]:
 
 def prices(context: Context) -> list[dict[str, Any]]:
     """What every target's restriction costs in objective, on the budget of the recipe's assignment; nothing is known of
-    one that reads no codes of the kind that was measured."""
+    one that does not load the model at any widths, or reads no codes of the kind that was measured."""
     inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
-    refused = {name: refuse_codes(target, context.recipe.losses.encoding) for name, target in targets().items()}
+    refused = {name: _never(context, target) for name, target in targets().items()}
     read = [name for name, why in refused.items() if why is None]
     found = {price.target: price for price in report.prices(inputs, load(context), read, loading.seen_by(context))}
-    found |= {name: report.Price(target=name, refusal="; ".join(why)) for name, why in refused.items() if why}
+    found |= {name: report.Price(target=name, refusal=why) for name, why in refused.items() if why}
     return [asdict(found[name]) for name in refused]
+
+
+def _never(context: Context, target: Target) -> str | None:
+    """Why a target loads nothing of what was measured, whatever its widths; None where it may."""
+    try:
+        loading.check_family(context, target.name)
+    except FormatError as error:
+        return str(error)
+    codes = refuse_codes(target, context.recipe.losses.encoding)
+    return None if codes is None else "; ".join(codes)
 
 
 def edited(context: Context) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import family_models
 import pytest
 import yaml
 
@@ -22,6 +23,7 @@ from moeq.recipe import AssignSection, load_recipe
 from moeq.stages import assign, export, frontier
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_weights, total_bytes, total_loaded_bytes
+from moeq.stages.loading import where_it_loads
 
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=48", "losses.methods=[rtn]", "eval.compare=[]",
@@ -141,6 +143,20 @@ def test_a_matrix_that_no_block_fits_takes_a_width_that_one_does(tmp_path: Path)
     )
     with pytest.raises(BudgetError, match=r"3\.2 bits a weight cannot be met; the least possible is 3\.875"):
         assign.check(replace(context, recipe=wide))
+
+
+def test_a_runtime_that_does_not_load_the_model_has_no_price(tmp_path: Path) -> None:
+    """Other runtimes read no experts with biases, whatever their widths; that is said, no lack of budget."""
+    model = str(family_models.save("gpt_oss", tmp_path / "model"))
+    recipe = load_recipe(None, [*SMALL[:-1], "assign={method: optimal, quantizer: rtn, bits_per_weight: 8}"])
+    context = Context(recipe=recipe, model_name=model, out=tmp_path / "run", reporter=Reporter(quiet=True))
+    pipeline.run(context, ("profile", "losses", "assign"))
+    prices = {price["target"]: price for price in frontier.prices(context)}
+    assert prices["native"]["ratio"] == 1
+    loads = where_it_loads(context, assign.load(context))
+    for name, why in loads.items():
+        assert why is None or (why["reason"] in prices[name]["refusal"] and prices[name]["ratio"] is None), name
+    assert "auto-round" in {name for name, why in loads.items() if why is not None and "has biases" in why["reason"]}
 
 
 @pytest.mark.cases(2)
