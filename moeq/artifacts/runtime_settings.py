@@ -61,7 +61,7 @@ def settings_for(
 
     Codes, grids and placements that it loads nowhere give way whatever the recipe says, unless their keys are among
     `fixed`, which were said beside it, and so does the runtime that the recipe was for. RecipeError for such codes that
-    are fixed.
+    are fixed, and for another runtime that is.
 
     layers: the model's MoE layers, where it is known; said: keys of the recipe that stay as they are, such as
     losses.symmetric; None: all that were given; room: bits a weight of the experts that a budget of bytes leaves. What
@@ -79,6 +79,9 @@ def settings_for(
         asked, why = runtime(asked.target.rounded), f"loses less in the same bytes than {name}, which rounds no scale"
     else:
         why = "assigns what it loads"
+    if "assign.target" in fixed and recipe.assign.target not in (None, name, asked.name):
+        what = f"{recipe.assign.target} says otherwise than --for {name}"
+        raise RecipeError(what, where="assign.target", do="give one of them")
     settings = [Setting(key="assign.target", value=asked.name, why=why)]
     others = [one for one in recipe.export.formats if one == asked.name or one != recipe.assign.target]
     formats = [*others, *({asked.name} - {NATIVE, *others})]

@@ -274,6 +274,17 @@ def test_the_option_changes_the_recipe_and_tells_it(tmp_path: Path, capsys: pyte
         assert words in told
 
 
+def test_two_runtimes_on_a_command_line_have_to_agree(tmp_path: Path) -> None:
+    """Of --target, or --set, and --for neither is taken silently; which target of llama.cpp may be said."""
+    made = {"model": "bundled:tiny-mixtral", "out": tmp_path / "run"}
+    for name in ("llama.cpp", "llama.cpp-refit"):
+        asked = StageOptions(**made, set_=[f"assign.target={name}"], for_="llama.cpp")
+        assert context_of(asked, "plan").recipe.assign.target == name
+    other = StageOptions(**made, set_=["assign.target=gptqmodel"], for_="auto-round")
+    with pytest.raises(RecipeError, match=r"assign\.target: gptqmodel says otherwise than --for auto-round"):
+        context_of(other, "plan")
+
+
 @pytest.mark.parametrize("options", [{"for_": "vllm"}, {"set_": ["assign.target=vllm"]}], ids=["option", "target"])
 def test_a_grid_may_be_asked_for_beside_codes_that_give_way(options: dict[str, Any], tmp_path: Path) -> None:
     """The default preset makes trellis codes, which have no symmetric grids, and the runtime reads none."""
