@@ -65,7 +65,11 @@ class AssignSection(Section):
     expert_bytes: Bytes | None = Field(
         None, description="a budget: bytes of all experts, with scales, zero points and experts in full precision"
     )
-    size: Bytes | None = Field(None, description="a budget: bytes of the whole checkpoint, every file of its directory")
+    size: Bytes | None = Field(
+        None,
+        description="a budget: bytes of the whole checkpoint, every file of its directory: of the native one, or of "
+        "one for a target that has blocks of its own",
+    )
     widths: list[BitsOrFull] | None = Field(None, description="widths to choose from; none: losses.bits")
     drop: bool | None = Field(
         None,

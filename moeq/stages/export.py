@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from moeq.stages.context import Context
 from moeq.stages.loading import where_it_loads
 from moeq.stages.needs import APART, Moment, Needs, Rates, Sizes
 from moeq.stages.replicas import first_made_by, load_losses
+from moeq.stages.target_sizes import beyond_size
 from moeq.verification.reference import GROUP_BYTES
 from moeq.verification.written import check_written
 from moeq_kernels.freed import return_memory
@@ -275,7 +277,7 @@ def _write_format(context: Context, name: str, key: str, directory: Path) -> Non
         bar=context.reporter.bar,
     )
     native = NativeReader(context.directory("export"), recipe.trust_remote_code)
-    for note in write(name, native, directory, options):
+    for note in chain(write(name, native, directory, options), beyond_size(context, directory)):
         context.reporter.say(f"  {escape(note)}")
     if recipe.export.verify:
         _check_written(context, directory, native)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.assignment import DROPPED, FULL
 from moeq.artifacts.targets import Target, target_of
+from moeq.folders import bytes_in
 from moeq.recipe import AssignSection
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import loaded_bytes
+from moeq.tables import human_size
 
 Matrices = Sequence[Mapping[str, Mapping[int, int]]]
 
@@ -57,3 +60,11 @@ def _beside(context: Context, config: AssignSection, matrices: Matrices) -> dict
         for layer, own in zip(context.model.layers, matrices, strict=True)
     )
     return {"other_bytes": size.other_bytes, "record_bytes": records}
+
+
+def beyond_size(context: Context, directory: Path) -> Iterator[str]:
+    """What is told of a checkpoint for a runtime that takes more than `size`, which limits another."""
+    section = context.recipe.assign
+    limited = "checkpoint" if target_of(section.target).block_bytes is None else f"checkpoint-{section.target}"
+    if section.size is not None and (there := bytes_in(directory)) > section.size:
+        yield f"takes {human_size(there)}: assign.size, {human_size(section.size)}, limits {limited}, not this"

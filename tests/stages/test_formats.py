@@ -113,6 +113,14 @@ def test_the_reader_gives_what_the_runtime_computes_with(finished: Path) -> None
     assert "model.layers.0.block_sparse_moe.gate.weight" in rest
 
 
+def test_a_checkpoint_beyond_the_size_is_told(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A size limits the native one alone, and values that are not packed never keep to it."""
+    chosen = "assign={method: optimal, quantizer: rtn, size: 1200KiB}"
+    context = context_of(model, tmp_path, chosen, "export={formats: [dequantized], verify: false}")
+    pipeline.run(replace(context, reporter=Reporter()), STAGES)
+    assert ": assign.size, 1.18 MiB, limits checkpoint, not this" in capsys.readouterr().err
+
+
 def test_damage_is_named(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "checkpoint", tmp_path / "broken")
     placed = json.loads((tmp_path / "broken" / "placement.json").read_text("utf-8"))
