@@ -91,7 +91,7 @@ def caption(
 
     exported = f"* exported, edited {EDITED}" if edited else "* exported"
     others = f" but {human_size(replicas)} of other replicas, which only the whole has" if replicas else ""
-    whole = ", everything else packed alike in all rows but the original" if _others_packed(rows) else ""
+    whole = ", everything else stored alike in all rows but the original" if _others_differ(rows) else ""
     errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
     accuracy = f" acc: accuracy, standard error {100 * max(errors):.1f} points." if errors else ""
     of = "this model" if estimated["geometry_is_the_models"] else f"{estimated['geometry']} with this bit mix"
@@ -121,8 +121,8 @@ def _table(rows: Sequence[dict[str, Any]], shown: Sequence[Column]) -> Table:
     return made
 
 
-def _others_packed(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether more than the experts was packed: the rest of the checkpoint has not one size."""
+def _others_differ(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether the rest of the checkpoint has not one size: packed, too, or dequantized where the original has FP8."""
     known = [row["total_bytes"] - row["expert_bytes"] for row in rows if row["total_bytes"] is not None]
     return len(known) == len(rows) and len(set(known)) > 1
 

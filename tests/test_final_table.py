@@ -110,6 +110,9 @@ def test_other_replicas_are_said_where_there_are_some() -> None:
     """The bits of all tensors are without them, the whole checkpoint has them."""
     rows = [row("a", "uniform 2-bit")]
     assert "all bits: of all tensors; scales" in final_table.caption(rows, ESTIMATED, 80)
+    assert "alike" not in final_table.caption(rows, ESTIMATED, 80)
+    original = row("original", "as trained", total_bytes=2 * rows[0]["total_bytes"])  # or half: of FP8, dequantized
+    assert "everything else stored alike" in final_table.caption([original, *rows], ESTIMATED, 80)
     told = final_table.caption(rows, ESTIMATED, 80, 422_400)
     assert "all bits: of all tensors but 413 KiB of other replicas, which only the whole has; scales" in told
 
