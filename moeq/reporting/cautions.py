@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow.compute
 
+from moeq.artifacts.evaluation import EvalRow
 from moeq.artifacts.losses import WHOLE
 from moeq.reporting import atlas, formats
 from moeq.reporting.html import Raw, Section, element, items, join, paragraph
@@ -76,18 +77,25 @@ def _quality(inputs: ReportInputs) -> Iterator[str]:
 
 def _better(inputs: ReportInputs) -> str | None:
     """What people read for a variant that beats the exported one in size and quality; None where none does."""
-    costs = {row.name: row.logit_error if inputs.classifies else row.perplexity for row in inputs.evaluation.rows}
     own = inputs.exported
-    if own is None or (own_cost := costs[own.name]) is None:
+    if own is None or not (costs := _costs(inputs, own)):
         return None
     for row in inputs.evaluation.rows:
-        cost = costs[row.name]
-        if row.assignment is None or row is own or cost is None:
+        theirs = _costs(inputs, row)
+        if row.assignment is None or row is own or len(theirs) != len(costs):
             continue
-        no_worse = row.expert_bytes <= own.expert_bytes and cost <= own_cost
-        if no_worse and (row.expert_bytes < own.expert_bytes or cost < own_cost):
+        pairs = list(zip((row.expert_bytes, *theirs), (own.expert_bytes, *costs), strict=True))
+        if all(other <= mine for other, mine in pairs) and any(other < mine for other, mine in pairs):
             return inputs.label(row.name)
     return None
+
+
+def _costs(inputs: ReportInputs, row: EvalRow) -> list[float]:
+    """What is known of what a row loses: perplexity and KL, of which one by itself may fall by chance, or of images the
+    error of its logits."""
+    kl = None if row.divergence is None else row.divergence.kl
+    known = (row.logit_error,) if inputs.classifies else (row.perplexity, kl)
+    return [cost for cost in known if cost is not None]
 
 
 def _calibration(inputs: ReportInputs) -> Iterator[str]:

@@ -29,6 +29,7 @@ from moeq.assigners.report import THIS, UNIFORM, Point
 from moeq.papers import CONTEXT_AWARE, named
 from moeq.recipe import domain_names
 from moeq.reporting.atlas import atlas, own_widths
+from moeq.reporting.cautions import cautions
 from moeq.reporting.inputs import Loads, Refined, ReportInputs, TradeOff
 from moeq.reporting.names import LayerNames, layer_names
 from moeq.reporting.page import render
@@ -393,6 +394,17 @@ def test_warnings_are_listed_and_none_is_said(make: Make, with_rows: Make) -> No
     better = rows[2].model_copy(update={"expert_bytes": rows[1].expert_bytes, "perplexity": 31.0})
     text = parsed(render(with_rows(inputs, [rows[0], rows[1], better]))).text
     assert "The exported checkpoint is dominated: uniform-4 is no larger and no worse." in text
+
+
+def test_a_variant_of_a_lower_perplexity_and_a_higher_kl_is_no_better(make: Make, with_rows: Make) -> None:
+    """A perplexity may fall by chance: 2 bits were said to be no worse than 3 that came far closer to the original."""
+    inputs = make()
+    first, own, other = inputs.evaluation.rows[:3]
+    own = own.model_copy(update={"divergence": divergence_of(0.05)})
+    for kl, worse in ((0.051, False), (0.05, True)):
+        changed = {"expert_bytes": own.expert_bytes, "perplexity": 31.0, "divergence": divergence_of(kl)}
+        shown = with_rows(inputs, [first, own, other.model_copy(update=changed)])
+        assert ("is dominated: uniform-4" in str(cautions(shown).parts)) == worse
 
 
 def test_papers_and_words_are_explained_where_they_first_stand(page: str) -> None:
