@@ -67,6 +67,10 @@ class Limit:
         """Cost of all experts at each width, [W]."""
         return np.asarray(self.counts @ self.costs)
 
+    def widest(self) -> int:
+        """The place of the widest that it pays for, of all experts."""
+        return int(np.flatnonzero(self.uniform() <= self.total)[-1])
+
     def by_layer(self) -> list[int]:
         """`total` cut into layers in proportion to what their experts cost at the widest."""
         weights = [int(count * cost) for count, cost in zip(self.counts, self.costs.max(1), strict=True)]
@@ -156,6 +160,21 @@ def limit_of(
     inputs = inputs if config.size is None else inputs.in_the_checkpoint()
     fixed = gpu_bytes(inputs, hot) + (inputs.other_bytes if config.size is not None else 0)
     return byte_limit(inputs, widths, hot, whole, fixed, granularity)
+
+
+def next_wider(inputs: AssignInputs, assignment: Assignment) -> str | None:
+    """What is said of one width for all experts that are decided: how wide a budget of bytes has it, and what the next
+    one would take; None where there is none, or something else than this budget keeps it down."""
+    limit = limit_of(inputs, choices(inputs), assignment.hot())
+    taken = limit.widest()
+    given = {width for _, width in decided(assignment.expert_widths(), assignment.hot())}
+    if limit.unit != "bytes" or taken + 1 == len(limit.widths) or given != {limit.widths[taken]}:
+        return None
+    weights = sum(int(count) * inputs.weights_of(layer) for layer, count in enumerate(limit.counts))
+    bits = 8 * int(limit.uniform()[taken + 1]) / max(1, weights)
+    own, wider = limit.widths[taken], limit.widths[taken + 1]
+    said = f"{own} {'bit' if own == 1 else 'bits'} within the budget; {wider} take {bits:.4g} a weight"
+    return f"{inputs.config.method}: {said}"
 
 
 def _counts(hot: Sequence[np.ndarray]) -> np.ndarray:

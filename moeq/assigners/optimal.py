@@ -25,7 +25,7 @@ from moeq.artifacts.targets import OF_MATRICES, Granularity, granularity_within,
 from moeq.assigners import dropping, latency, sensitivity
 from moeq.assigners.allocator import Allocator, Widths
 from moeq.assigners.inputs import AssignInputs, build, expert_widths, hot_masks
-from moeq.assigners.limits import Limit, byte_limit, choices, gpu_bytes, limit_of, stand_ins
+from moeq.assigners.limits import Limit, byte_limit, choices, gpu_bytes, limit_of, next_wider, stand_ins
 from moeq.assigners.sensitivity import matrix_tables, tables
 from moeq.errors import AssignmentError, BudgetError, FormatError
 from moeq.numerics import knapsack, two_limits
@@ -52,6 +52,12 @@ def assign(inputs: AssignInputs) -> Assignment:
     granularity = granularity_within(target, inputs.config.granularity)
     limit = latency.limited(inputs, limit_of(inputs, choices(inputs), hot, granularity), hot)
     return build(inputs, optimum(inputs, limit, hot, granularity, inputs.config.scope or "model").bits, hot)
+
+
+def remark(inputs: AssignInputs, assignment: Assignment) -> str | None:
+    """What the next wider one would take, where a target has one width for the whole model."""
+    granularity = granularity_within(target_of(inputs.config.target), inputs.config.granularity)
+    return next_wider(inputs, assignment) if granularity == "model" else None
 
 
 def optimum(
@@ -260,6 +266,7 @@ ALLOCATOR = Allocator(
     reads=("widths", "scope", "granularity", "ndp_latency_ms", "speed", "drop"),
     implied={"scope": "model", "drop": False},
     within_target=True,
+    remark=remark,
     trials=lambda *_: (),
     at_bytes=_at_bytes,
 )

@@ -8,7 +8,7 @@ from pydantic import Field
 from moeq.artifacts.assignment import Assignment
 from moeq.assigners.allocator import Allocator
 from moeq.assigners.inputs import AssignInputs, build, hot_masks
-from moeq.assigners.limits import Limit, choices, limit_of
+from moeq.assigners.limits import choices, limit_of, next_wider
 from moeq.recipe import BitsOrFull, MethodSettings
 
 
@@ -31,27 +31,13 @@ def assign(inputs: AssignInputs) -> Assignment:
     bits: int | None = inputs.settings(UniformSettings).bits
     if bits is None:
         limit = limit_of(inputs, choices(inputs), hot)
-        bits = limit.widths[_widest(limit)]
+        bits = limit.widths[limit.widest()]
     return build(inputs, [np.full(len(mask), bits) for mask in hot], hot)
 
 
 def remark(inputs: AssignInputs, assignment: Assignment) -> str | None:
     """What the next wider one would take, where a budget decided the width."""
-    if inputs.settings(UniformSettings).bits is not None:
-        return None
-    limit = limit_of(inputs, choices(inputs))
-    taken = _widest(limit)
-    if taken + 1 == len(limit.widths):
-        return None
-    weights = sum(int(count) * inputs.weights_of(layer) for layer, count in enumerate(limit.counts))
-    bits = 8 * int(limit.uniform()[taken + 1]) / max(1, weights)
-    widest, wider = limit.widths[taken], limit.widths[taken + 1]
-    return f"uniform: {widest} {'bit' if widest == 1 else 'bits'} within the budget; {wider} take {bits:.4g} a weight"
-
-
-def _widest(limit: Limit) -> int:
-    """The place of the widest one that a limit pays for."""
-    return int(np.flatnonzero(limit.uniform() <= limit.total)[-1])
+    return None if inputs.settings(UniformSettings).bits is not None else next_wider(inputs, assignment)
 
 
 ALLOCATOR = Allocator(

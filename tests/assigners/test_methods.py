@@ -17,7 +17,7 @@ from random_inputs import BITS, expert_bytes, inputs_of, least_bytes, with_optio
 
 from moeq.artifacts.losses import SCHEMA, LossTable
 from moeq.artifacts.targets import refusal, targets
-from moeq.assigners import assign, mopeq, report, uniform
+from moeq.assigners import assign, mopeq, optimal, report, uniform
 from moeq.assigners.inputs import AssignInputs
 from moeq.assigners.online import decide
 from moeq.assigners.sensitivity import columns, objective, tables
@@ -179,7 +179,7 @@ def test_what_a_target_never_loads_is_said_before_the_budget() -> None:
         assert said in str(price.refusal)
 
 
-def test_uniform_says_what_the_next_wider_width_takes() -> None:
+def test_one_width_for_all_says_what_the_next_wider_takes() -> None:
     inputs = inputs_of(13, 2, 8, method="uniform", bits=2)
     assert uniform.remark(inputs, assign(inputs)) is None  # the width was asked for
     widths = inputs.measured()
@@ -190,6 +190,11 @@ def test_uniform_says_what_the_next_wider_width_takes() -> None:
     )
     widest = with_options(inputs, method="uniform", expert_bytes=10 * size * max(widths))
     assert uniform.remark(widest, assign(widest)) is None
+    of_model = with_options(replace(inputs, symmetric=True), method="optimal", expert_bytes=size, target="transformers")
+    said = optimal.remark(of_model, assign(of_model)) or ""  # of a budget that is met well below what was asked for
+    assert said.startswith(f"optimal: {widths[1]} bits within the budget; {widths[2]} take ")
+    mixed = with_options(inputs, method="optimal", expert_bytes=size)
+    assert optimal.remark(mixed, assign(mixed)) is None
 
 
 def test_frontier_marks_what_is_dominated() -> None:
