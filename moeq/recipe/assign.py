@@ -34,7 +34,8 @@ DEFAULT_METHOD, DEFAULT_BITS_PER_WEIGHT, DEFAULT_QUANTIZER = "optimal", 2.25, "g
 UNLIMITED_BITS = 17  # a weight: what a speed alone leaves
 BUDGETS = ("bits_per_weight", "code_bits", "expert_bytes", "size")  # how much may be spent
 MOST_BITS = 32  # that a weight takes in any checkpoint
-SHARED = (*BUDGETS, "widths", "drop", "scope", "granularity", "ndp_latency_ms", "speed", "trace", "trace_samples")
+TIMES = ("ndp_latency_ms", "speed")  # how long it may take, one of them
+SHARED = (*BUDGETS, "widths", "drop", "scope", "granularity", *TIMES, "trace", "trace_samples")
 
 
 class MethodSettings(Section):
@@ -202,7 +203,7 @@ class AssignSection(Section):
             check_named("widths", self.widths)
         if self.loss_weighting == "effect" and self.layer_weighting is not None:
             raise ValueError("loss_weighting effect compares layers by itself: it goes without layer_weighting")
-        for key in ("ndp_latency_ms", "speed"):
+        for key in TIMES:
             if getattr(self, key) is not None and self.scope == "layer":
                 raise ValueError(f"{key} is one limit for all layers: it needs scope model")
         if self.ndp_latency_ms is not None and self.speed is not None:

@@ -13,7 +13,7 @@ from moeq.arguments import checked
 from moeq.bounded import Yaml, YamlError, parse_yaml, read_yaml, shortened, shown
 from moeq.bundled.preset_files import preset_of
 from moeq.errors import RecipeError, hint, missing
-from moeq.recipe.assign import budget_keys, owners
+from moeq.recipe.assign import TIMES, budget_keys, owners
 from moeq.recipe.choices import BEST
 from moeq.recipe.earlier import RECORDED, as_called_today, key_now, read_earlier
 from moeq.recipe.recipe import Recipe
@@ -109,7 +109,8 @@ def _place(path: Path | None) -> str:
 
 
 def _drop_replaced(data: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Nulls for what overrides take the place of in `assign`: other budgets, and keys that a method does not read."""
+    """Nulls for what overrides take the place of in `assign`: other budgets, the other limit of time, and keys that a
+    method does not read."""
     section, method = data.get("assign"), None
     if not isinstance(section, dict):
         return
@@ -122,10 +123,9 @@ def _drop_replaced(data: dict[str, Any], overrides: Sequence[str]) -> None:
     given -= {key for key in given if section.get(key) is None}  # what is null takes no place
     if "method" in given:
         method = section["method"]
-    budgets = budget_keys()
     for key in set(section) - given:
         of_another = method in ALLOCATORS.names() and owners(key) and method not in owners(key)
-        if of_another or (key in budgets and given & set(budgets)):
+        if of_another or any(key in alike and given & {*alike} for alike in (budget_keys(), TIMES)):
             section[key] = None
 
 

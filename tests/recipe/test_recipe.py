@@ -141,6 +141,17 @@ def test_a_budget_that_is_null_takes_no_place(null: str) -> None:
     assert (section.expert_bytes, section.bits_per_weight) == (2000000, None)
 
 
+@pytest.mark.parametrize("key", ["ndp_latency_ms", "speed"])
+def test_a_limit_of_time_takes_the_others_place(key: str) -> None:
+    """As a budget does that of another: what an earlier command left in the recipe was no limit beside it."""
+    both = {"ndp_latency_ms": "speed", "speed": "ndp_latency_ms"}
+    section = load_recipe({"assign": {"bits_per_weight": 3, both[key]: 2.5}}, [f"assign.{key}=20"]).assign
+    assert getattr(section, both[key]) is None
+    assert getattr(section, key) is not None
+    with pytest.raises(RecipeError, match="each limit the time; give one of them"):
+        load_recipe({"assign": {"bits_per_weight": 3}}, ["assign.speed=20", "assign.ndp_latency_ms=2"])
+
+
 @pytest.mark.parametrize(
     ("assign", "entry", "budget"),
     [
