@@ -65,7 +65,7 @@ def inspect(path: Path, reporter: Reporter = QUIET, trust_remote_code: bool = Fa
         if (path / replica_store.MARKER).is_file():
             return _store(path, reporter)
         if (path / RECORD).is_file():
-            return _stage(path, reporter)
+            return _stage(path, reporter, trust_remote_code)
         if (path / "config.json").is_file():
             return _weights(path, reporter, trust_remote_code)
         raise ArtifactError("neither a checkpoint, a run, a stage nor a model", where=str(path), do="give another path")
@@ -268,9 +268,11 @@ def _store(path: Path, reporter: Reporter) -> dict[str, Any]:
     }
 
 
-def _stage(path: Path, reporter: Reporter) -> dict[str, Any]:
+def _stage(path: Path, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any]:
     record = read_record(path, path.name)
     edited = _checked_stage(path, record, reporter)
+    if for_runtime := _written_for(record):
+        return _weights(path, reporter, trust_remote_code) | for_runtime
     return {
         "kind": f"artifact of moeq {record.stage}",
         "model": record.model.name,
@@ -280,7 +282,6 @@ def _stage(path: Path, reporter: Reporter) -> dict[str, Any]:
         "summary": record.summary,
         "check": "every SHA-256 equals the record" + (f", but of {edited}, which was edited" if edited else ""),
         **_files(path, reporter),
-        **_written_for(record),
     }
 
 

@@ -84,8 +84,7 @@ def test_it_runs_from_the_recipe_to_the_report(
     assert (out / "copy" / SUMS).is_file()
     run, stage, copy = told["inspect"]
     assert run["checkpoint-strangers-runtime"] == stage["checked_files"]
-    assert stage["kind"] == "artifact of moeq export-strangers-runtime"
-    assert copy["kind"] == "packed checkpoint (the strangers' format)"
+    assert stage["kind"] == copy["kind"] == "packed checkpoint (the strangers' format)"
     assert "strangers-runtime" in told["prices"]
     page = next((out / "report").glob("*.html")).read_text("utf-8")
     assert "strangers" in page

@@ -224,9 +224,12 @@ def test_gguf_is_written_verified_and_planned(tmp_path: Path) -> None:
     foretold = export.needs(Sizes(context)).files
     assert foretold["../checkpoint-llama.cpp"] == pytest.approx((out / "model.gguf").stat().st_size, rel=0.15)
     described = inspect(out.rename(tmp_path / "moved"))
-    assert described["kind"] == "artifact of moeq export-llama.cpp"
+    assert (described["experts"], described["loads_in"]) == ("6 stacks of Q4_0", {"llama.cpp": None})
     (tmp_path / "moved" / "stage.json").unlink()
-    assert inspect(tmp_path / "moved")["experts"] == "6 stacks of Q4_0"
+    assert inspect(tmp_path / "moved") == described, "the same without the run's record, which convert writes none of"
+    (tmp_path / "moved" / "model.gguf").write_bytes(b"")
+    with pytest.raises(ArtifactError):
+        inspect(tmp_path / "moved")
 
 
 def test_what_gguf_cannot_carry_is_said_before_anything_runs(
