@@ -153,7 +153,7 @@ def check_checkpoint(directory: Path, reporter: Reporter = QUIET) -> dict[str, A
             [[expert.widths for expert in layer.experts] for layer in manifest.layers],
             **vars(manifest.encoding),
             layers=manifest.layers,
-            others=bool(manifest.others),
+            others=manifest.others,
         ),
     }
 

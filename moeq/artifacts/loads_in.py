@@ -6,19 +6,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
-from moeq.artifacts.targets import CODES, NESTED, Sized, Target, make_others, refusal, refuse_layers, targets
+from moeq.artifacts.targets import (
+    CODES,
+    NESTED,
+    Grid,
+    Sized,
+    Target,
+    make_others,
+    refusal,
+    refuse_layers,
+    refuse_matrix,
+    targets,
+)
 from moeq.errors import FormatError
 from moeq.runtimes import NATIVE
 from moeq_kernels.widths import Encoding, EncodingKeys
 
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Width
+    from moeq.artifacts.manifest import PlacedModule
 
 UNKNOWN = "no setting helps: it does not know this model"
 MANY = 9.0  # a price that is told as times the loss, not in percent
+TABLES = ("embeddings", "head")  # classes of modules that are vectors of words
 LoadsIn = dict[str, dict[str, Any] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A packed module beside the experts, of one of the classes of `others`."""
+
+    kind: str
+    rows: int
+    inputs: int
+    bits: int
+    encoding: Encoding
 
 
 def loads_in(
@@ -26,14 +51,14 @@ def loads_in(
     *,
     names: Sequence[str] = (),
     layers: Sequence[Sized] = (),
-    others: bool = False,
+    others: Sequence[Packed | PlacedModule] = (),
     check: Callable[[str], None] = lambda _: None,
     **encoding: Unpack[EncodingKeys],
 ) -> LoadsIn:
     """For widths of every layer's experts.
 
     layers: the model's, with the shapes of their matrices, or, where they are not known, the layers' names; others:
-    whether modules beside the experts are packed; check: FormatError where the model is none that a runtime knows;
+    the modules beside the experts that are packed; check: FormatError where the model is none that a runtime knows;
     encoding: `vars` of that of the codes.
     """
     own, found = Encoding(**encoding), LoadsIn()
@@ -52,10 +77,28 @@ def loads_in(
             reason, do = CODES[own.codes], make_others(target)
         elif reason is not None:
             reason = _short(target, widths, own.symmetric, own.nested) or reason.rpartition(": ")[2].partition(";")[0]
-        elif others and not target.others:
-            reason, do = "packed modules beside the experts", "run without `others`"
+        else:
+            reason, do = _in_the_way(target, others)
         found[name] = None if reason is None else {"reason": reason, "do": do, "price": None}
     return found
+
+
+def _in_the_way(target: Target, others: Sequence[Packed | PlacedModule]) -> tuple[str | None, str]:
+    """Why a runtime does not load what is packed beside the experts, None where it does, and what to do."""
+    if others and not target.others:
+        return "packed modules beside the experts", "run without `others`"
+    if not target.tables and any(module.kind in TABLES for module in others):
+        return "packed embeddings and heads", "leave embeddings and head out of `others`"
+    for one in others:
+        grid = Grid(rows=one.rows, inputs=one.inputs, bits=one.bits, **vars(one.encoding))
+        if (refused := refuse_matrix(target, grid)) is not None:
+            return f"{one.kind}: {refused[0].partition(';')[0]}", f"leave {one.kind} out of `others`"
+    return None, ""
+
+
+def by_widths(why: Mapping[str, Any]) -> bool:
+    """Whether a runtime that does not load an assignment may load another one."""
+    return why["do"] != UNKNOWN and "`others`" not in why["do"]
 
 
 def _unknown(check: Callable[[str], None], name: str) -> str | None:

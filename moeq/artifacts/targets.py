@@ -57,14 +57,14 @@ class Target:
     """What a runtime loads of a format.
 
     granularity: what shares one width; reads: where that comes from; multiple: of what a matrix's rows and inputs must
-    be; others: whether modules beside the experts may be packed; short_groups: whether a row's last group may be
-    shorter; groups: sizes of groups that it has kernels for, None: any; nested: whether codes may be the leading bits
-    of wider ones; codes: of what kinds; stacks: whether, where the experts of a layer share a width,
-    their matrices may differ; blocks: {(bits, symmetric): of what a row and its groups must be multiples}, where only
-    these grids have a type at all; block_bytes: what such a block takes, whatever its groups; runs: of what groups
-    alone must be multiples, where scales may be rounded to fit; rounded: the name of such a target beside one that
-    takes values as they are; proof: the test or source behind the row; called, snippet: the runtime in words and how
-    it loads, where they are not its exporter's.
+    be; others: whether modules beside the experts may be packed, tables: embeddings and heads, too; short_groups:
+    whether a row's last group may be shorter; groups: sizes of groups that it has kernels for, None: any; nested:
+    whether codes may be the leading bits of wider ones; codes: of what kinds; stacks: whether, where the experts of a
+    layer share a width, their matrices may differ; blocks: {(bits, symmetric): of what a row and its groups must be
+    multiples}, where only these grids have a type at all; block_bytes: what such a block takes, whatever its groups;
+    runs: of what groups alone must be multiples, where scales may be rounded to fit; rounded: the name of such a target
+    beside one that takes values as they are; proof: the test or source behind the row; called, snippet: the runtime in
+    words and how it loads, where they are not its exporter's.
     """
 
     name: str
@@ -74,6 +74,7 @@ class Target:
     reads: str
     multiple: int = 1
     others: bool = True
+    tables: bool = True
     short_groups: bool = False
     groups: tuple[int, ...] | None = None
     nested: bool = False

@@ -85,6 +85,7 @@ model = GPTQModel.load("THIS_DIRECTORY", dtype=torch.float16)  # bfloat16 would 
             widths=(2, 3, 4, 8, FULL),
             reads="dynamic rules, a pattern a layer and width; experts are unfused; zero points as gptq_v2 has them",
             multiple=32,
+            tables=False,
             short_groups=True,
             proof=f"tests/exporters/test_peers.py, gptqmodel {VERSION}",
         ),

@@ -6,13 +6,14 @@ from dataclasses import replace
 from functools import partial
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.loads_in import UNKNOWN, LoadsIn, loads_in
+from moeq.artifacts.loads_in import LoadsIn, Packed, by_widths, loads_in
 from moeq.artifacts.targets import Target, grids_of, refuse_stack
 from moeq.assigners import report
 from moeq.assigners.inputs import AssignInputs, Loaded
 from moeq.errors import FormatError, RecipeError
 from moeq.models.experts import ExpertLayer
 from moeq.runtimes import runtimes
+from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 from moeq.stages.target_sizes import sizes_of_target
 
@@ -28,11 +29,11 @@ def where_it_loads(context: Context, assignment: Assignment, inputs: AssignInput
         assignment.expert_widths(),
         **vars(assignment.encoding),
         layers=context.model.layers,
-        others=bool(context.recipe.others.widths()),
+        others=_packed_beside(context),
         check=partial(check_family, context),
     )
     experts = sum(layer.num_experts for layer in context.model.layers)
-    refused = [name for name, why in found.items() if why is not None and why["do"] != UNKNOWN]
+    refused = [name for name, why in found.items() if why is not None and by_widths(why)]
     if inputs is None or experts > PRICED or not refused:
         return found
     for price in report.prices(inputs, assignment, refused, seen_by(context)):
@@ -40,6 +41,15 @@ def where_it_loads(context: Context, assignment: Assignment, inputs: AssignInput
         if why is not None and price.refusal is None and price.ratio is not None:
             why["price"] = price.ratio - 1
     return found
+
+
+def _packed_beside(context: Context) -> list[Packed]:
+    """What the recipe packs beside the experts."""
+    hows = ((module, others.grid(context.recipe, module.kind)) for module in others.chosen(context))
+    return [
+        Packed(kind=module.kind, rows=module.rows, inputs=module.inputs, bits=how.bits, encoding=how.encoding)
+        for module, how in hows
+    ]
 
 
 def seen_by(context: Context) -> report.SeenBy:

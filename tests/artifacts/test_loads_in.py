@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeq.artifacts.loads_in import UNKNOWN, LoadsIn, line, loads_in, told
+from moeq.artifacts.loads_in import UNKNOWN, LoadsIn, Packed, line, loads_in, told
 from moeq.artifacts.targets import in_words
 from moeq.errors import FormatError
 from moeq.terminal import print_summary
@@ -21,6 +21,11 @@ class Layer:
         return 256, self.inputs
 
 
+def beside(kind: str, inputs: int = 256) -> Packed:
+    return Packed(kind=kind, rows=64, inputs=inputs, bits=4, encoding=Encoding(group_size=128, symmetric=True))
+
+
+PACKED = "packed modules beside the experts"
 VLLM = ("vllm", "vllm-cuda", "vllm-gptq", "humming")
 
 
@@ -57,7 +62,20 @@ def reasons(where: LoadsIn) -> dict[str, str]:
             dict.fromkeys(("transformers", *VLLM), "zero points")
             | {"llama.cpp": "4 bits with zero points of 256 inputs in groups of 128"},
         ),
-        ([[4, 4]], {"others": True}, dict.fromkeys(("transformers", *VLLM), "packed modules beside the experts")),
+        ([[4, 4]], {"others": [beside("attention")]}, dict.fromkeys(("transformers", *VLLM), PACKED)),
+        (
+            [[4, 4]],
+            {"others": [beside("attention"), beside("head")]},
+            dict.fromkeys(("transformers", *VLLM), PACKED)
+            | dict.fromkeys(("auto-round", "gptqmodel"), "packed embeddings and heads"),
+        ),
+        (
+            [[4, 4]],
+            {"others": [beside("dense", inputs=40)]},
+            dict.fromkeys(("transformers", *VLLM), PACKED)
+            | {"gptqmodel": "dense: 40 inputs", "auto-round": "dense: 40 inputs in groups of 128"}
+            | dict.fromkeys(("llama.cpp", "llama.cpp-refit"), "dense: 4 bits of 40 inputs in groups of 40"),
+        ),
         ([[4, 4]], {"group_size": 256}, dict.fromkeys(VLLM, "groups of 256")),
         ([[4, 4]], {"inputs": 40}, {}),
     ],
