@@ -11,6 +11,7 @@ from fractions import Fraction
 from itertools import product
 from typing import get_args
 
+from moeq.artifacts.loads_in import TABLES
 from moeq.artifacts.targets import CODES, FINENESS, Grid, Sized, Target, may_differ, refuse_matrix
 from moeq.errors import RecipeError
 from moeq.recipe import BUDGETS, SHARED, Bits, Recipe
@@ -311,7 +312,9 @@ def _placed(target: Target, recipe: Recipe) -> Iterator[Setting]:
     wanted = target.granularity if section.granularity is None or target.stacks else section.granularity
     if FINENESS.index(wanted) < FINENESS.index(target.granularity):
         yield Setting(key="assign.granularity", value="null", why=f"one width for a whole {target.granularity}")
-    for kind in () if target.others else recipe.others.widths():
+    for kind in recipe.others.widths():
+        if target.others and (target.tables or kind not in TABLES):
+            continue
         yield Setting(key=f"others.{kind}", value="null", why=f"{target.name} loads it in full precision only")
 
 

@@ -119,6 +119,8 @@ def test_what_is_given_stays_and_what_does_not_fit_goes() -> None:
     settings = {one.key: one.value for one in settings_for("transformers", recipe, said=())}
     assert settings["others.attention"] == "null"
     assert settings["assign.gpu_experts"] == "0"
+    packed = recipe_for("gptqmodel", "others={attention: 4, embeddings: 8, head: 4}")[0].others
+    assert packed.widths() == {"attention": 4}, "embeddings and heads it loads in full precision only"
     assert all(str(one).count("\n") == 0 and one.why for one in settings_for("transformers", recipe, said=()))
 
 
