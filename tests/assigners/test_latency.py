@@ -189,3 +189,4 @@ def test_an_unproven_optimum_says_how_far_it_may_be() -> None:
     open_ = report.Score(objective=1.01, optimum=1.01, proven=False, bound=1.0)
     assert open_.as_json()["gap_to_bound"] == pytest.approx(0.01)
     assert "bound" not in report.Score(objective=1.0, optimum=1.0, proven=True, bound=1.0).as_json()
+    assert report.Score(objective=1.0 + 2**-52, optimum=1.0, proven=True, bound=1.0).gap == 0.0, "as a run prints it"
