@@ -56,7 +56,8 @@ AUTOS = (
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is the GPU when there is one; ModelError for a GPU that is not there."""
+    """`auto` is the GPU when there is one; ModelError for a GPU that is not there, and for what is neither a CPU nor a
+    CUDA GPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -64,7 +65,9 @@ def resolve_device(device: str) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError:
-        raise ModelError("unknown device", where=f"device {device}", do="use auto, cpu or cuda") from None
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ModelError("unknown device", where=f"device {device}", do="use auto, cpu or cuda")
     if found.type == "cuda" and found.index is not None and found.index >= (count := torch.cuda.device_count()):
         what = f"no such GPU here: there {'is 1' if count == 1 else f'are {count}'}, numbered from 0"
         raise ModelError(what, where=f"device {device}", do="name one of them, or use device: cuda")

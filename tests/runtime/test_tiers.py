@@ -100,6 +100,9 @@ def test_a_tier_or_a_device_that_is_not_there_is_named(monkeypatch: pytest.Monke
         tier_devices({"vram": "cpu"})
     with pytest.raises(ModelError, match="cuda"):
         tier_devices({"gpu": "cuda"})
+    for device in ("meta", "mps", "gpu"):  # torch knows the first two
+        with pytest.raises(ModelError, match=f"^device {device}: unknown device; use auto, cpu or cuda"):
+            tier_devices({"ndp": device})
     assert set(tier_devices({}).values()) == {CPU}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for count, told in ((1, "there is 1"), (2, "there are 2")):
