@@ -74,6 +74,9 @@ def _refused(value: Any, hint: Any) -> str | None:
         return None if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)) else words
     if origin is Any or not isinstance(origin, type):
         return None
+    if issubclass(origin, Mapping) and isinstance(value, Mapping) and get_args(hint):
+        wanted = next(filter(None, (_refused(one, get_args(hint)[1]) for one in value.values())), None)
+        return wanted and f"a mapping, each value {wanted}"
     if not issubclass(origin, Sequence):
         return None if isinstance(value, origin) else f"a {origin.__name__.lower()}"
     return _refused_list(value, get_args(hint)[0] if get_args(hint) else Any)

@@ -48,8 +48,9 @@ def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
     folds = command == "plan" and recipe.reparam is not None  # which may be all that is planned
     if command not in FOR_DENSE and not folds:
         check_experts(config, model)
-    if out.exists() and not out.is_dir():
-        raise StorageError("is a file", where=str(out), do="choose another --out")
+    there = next((folder for folder in (out, *out.parents) if folder.exists()), out)
+    if there.exists() and not there.is_dir():
+        raise StorageError("is a file", where=str(there), do="choose another --out")
     section = recipe.eval
     if command in CALIBRATED:
         check_texts(recipe.corpus.source)

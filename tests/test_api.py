@@ -16,7 +16,7 @@ from fork_server import ForkServer
 
 import moeq
 from moeq import starting
-from moeq.errors import ArtifactError, MissingError, RecipeError
+from moeq.errors import ArtifactError, MissingError, RecipeError, StorageError
 
 MODEL = Path(moeq.__path__[0]) / "bundled" / "tiny-mixtral"
 KEYS = {
@@ -116,6 +116,17 @@ def test_the_command_line_gives_the_same(done: moeq.Run, request: pytest.Fixture
         (lambda out: moeq.evaluate(["a"]), RecipeError, r"what is \['a'\]; give text or a path"),
         (lambda out: moeq.evaluate("a", tasks=[1]), RecipeError, "tasks is .1.; give text or a list, each text"),
         (lambda out: moeq.evaluate("a", include_path=3), RecipeError, "include_path is 3; give text or a path$"),
+        (lambda out: moeq.evaluate("a", window="64"), RecipeError, "--window '64'; give a whole number from 2"),
+        (
+            lambda out: moeq.run({"losses": {"bits": (bits for bits in (2, 4))}}, out=out),
+            RecipeError,
+            "^recipe: losses.bits is <generator object .*; give a list$",
+        ),
+        (
+            lambda out: moeq.run("bundled:tiny-mixtral", out=Path(__file__) / "run" / "x"),
+            StorageError,
+            "test_api.py: is a file; choose another --out",
+        ),
         (lambda out: moeq.plan("a", probe="no"), RecipeError, "probe is 'no'; give true or false"),
         (lambda out: moeq.run("a", out=""), RecipeError, "out is empty; give a path, or leave it out"),
         (lambda out: moeq.run("a", out=out, for_=3), RecipeError, "for_ is 3; give text"),
@@ -132,6 +143,7 @@ def test_the_command_line_gives_the_same(done: moeq.Run, request: pytest.Fixture
             RecipeError,
             "placement is 'gpu'; give true or false or a mapping",
         ),
+        (lambda out: moeq.load("a", placement={"gpu": 0}), RecipeError, "'gpu': 0.*or a mapping, each value text$"),
         (lambda out: moeq.open_dynamic("a", 3), RecipeError, "settings is 3; give text"),
         (lambda out: moeq.open_dynamic("a", tokens=-1), RecipeError, "tokens is -1; give a whole number from 0 to"),
         (lambda out: moeq.open_dynamic("a", tokens=1.5), RecipeError, "tokens is 1.5; give a whole number from 0 to"),

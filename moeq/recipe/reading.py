@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,9 +35,20 @@ def load_recipe(given: str | Path | Mapping[str, Any] | None, overrides: str | S
     overrides = [overrides] if isinstance(overrides, str) else overrides
     given = Path(given) if isinstance(given, str) else given
     if isinstance(given, Mapping):
-        return _recipe_of(parse_yaml("{}"), "recipe", overrides, deepcopy(dict(given)))
+        return _recipe_of(parse_yaml("{}"), "recipe", overrides, _copied(given))
     read = parse_yaml("{}") if given is None else _read(given)
     return _recipe_of(read, _place(given), overrides)
+
+
+def _copied(value: Any, *path: str) -> Any:
+    """What keys hold, in mappings and lists that may be changed; RecipeError for what can be read only once."""
+    if isinstance(value, Mapping):
+        return {key: _copied(one, *path, str(key)) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_copied(one, *path, str(number)) for number, one in enumerate(value)]
+    if isinstance(value, Iterator):
+        raise RecipeError(f"{'.'.join(path)} is {shown(value)}", where="recipe", do="give a list")
+    return value
 
 
 def written_methods(path: Path, overrides: Sequence[str]) -> list[str] | None:
