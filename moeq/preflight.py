@@ -50,7 +50,8 @@ def check_run(recipe: Recipe, model: str, out: Path, command: str) -> None:
         check_experts(config, model)
     there = next((folder for folder in (out, *out.parents) if folder.exists()), out)
     if there.exists() and not there.is_dir():
-        raise StorageError("is a file", where=str(there), do="choose another --out")
+        what = "is a file" if there == out else f"{there} is a file"
+        raise StorageError(what, where=str(out), do="choose another --out")
     section = recipe.eval
     if command in CALIBRATED:
         check_texts(recipe.corpus.source)

@@ -125,7 +125,7 @@ def test_the_command_line_gives_the_same(done: moeq.Run, request: pytest.Fixture
         (
             lambda out: moeq.run("bundled:tiny-mixtral", out=Path(__file__) / "run" / "x"),
             StorageError,
-            "test_api.py: is a file; choose another --out",
+            "test_api.py/run/x: .*test_api.py is a file; choose another --out",
         ),
         (lambda out: moeq.plan("a", probe="no"), RecipeError, "probe is 'no'; give true or false"),
         (lambda out: moeq.run("a", out=""), RecipeError, "out is empty; give a path, or leave it out"),

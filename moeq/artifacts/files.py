@@ -21,7 +21,7 @@ from typing import IO, Any, BinaryIO
 
 from moeq.artifacts.digests import Hashing, digest_of_file, linking, remember
 from moeq.artifacts.reading import read_json_file
-from moeq.artifacts.storage import check_no_address, storage_errors
+from moeq.artifacts.storage import check_file, check_no_address, storage_errors
 from moeq.errors import ArtifactError, MoeqError, StorageError
 from moeq.scratch import LOCK
 
@@ -54,7 +54,7 @@ def write_atomically(path: Path, write: Callable[[Path], str | None]) -> None:
 
     A writer that gives back the SHA-256 of what it wrote saves the next one who wants to know it a reading.
     """
-    check_no_address(path)  # whose parent may be a scheme alone, as that of s3://FILE
+    check_file(path)  # the parent of an address may be a scheme alone, as that of s3://FILE
     make_directory(path.parent)
     partial = path.with_name(path.name + PARTIAL)
     with storage_errors(path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import readlink
 from os.path import exists
 from pathlib import Path
 
@@ -25,6 +26,14 @@ def check_no_address(path: Path) -> None:
     if (address := address_of(path)) is not None:
         do = "give a path; `mirror` keeps a copy of a run at an address"
         raise StorageError("an address, and files are written to paths alone", where=address, do=do)
+
+
+def check_file(path: Path) -> None:
+    """StorageError for an address, and for a device or a pipe, or a link to one: a file would take its place."""
+    check_no_address(path)
+    is_open = path.is_symlink() and readlink(path).startswith("/proc/")  # /dev/stdout, whatever it leads to today
+    if is_open or (path.exists() and not path.is_file() and not path.is_dir()):
+        raise StorageError("a device or a pipe, which a file would replace", where=str(path), do="give a file's path")
 
 
 def check_links(folder: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moeq import preflight
 from moeq.artifacts.run import DIRECTORIES, RECIPE_COPY
-from moeq.artifacts.storage import check_no_address
+from moeq.artifacts.storage import check_file
 from moeq.comparison.eval_options import OF_SUBJECTS, OF_TASKS, OF_TEXT, EvalOptions
 from moeq.errors import EvaluationError, RecipeError, hint
 from moeq.evaluation.context_options import ContextOptions
@@ -50,7 +50,7 @@ def check(asked: EvalOptions) -> list[ContextOptions | DynamicOptions]:
     if source is not None:
         preflight.check_texts(source)
     if asked.out is not None:
-        check_no_address(asked.out)
+        check_file(asked.out)
         if asked.out.is_dir() or not asked.out.absolute().parent.is_dir():
             raise EvaluationError("is no file that can be written", where=str(asked.out), do="give a path in a folder")
     for word in asked.recipe:

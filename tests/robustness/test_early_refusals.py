@@ -211,6 +211,7 @@ REFUSED: dict[str, list[Case]] = {
         (("run", "--batch-size", "some"), 2, "--batch-size some"),
         (("run", "--text", "no.txt"), 13, "no.txt: no such file or directory"),
         (("run", "--out", "empty"), 9, "is no file that can be written"),
+        (("run", "--out", "pipe"), 8, "pipe: a device or a pipe, which a file would replace; give a file's path"),
         (("run", "--context-aware", "gpu_experts=x"), 2, "gpu_experts"),
     ],
     "report": of_a_run(
@@ -349,6 +350,8 @@ REFUSED: dict[str, list[Case]] = {
         (("empty",), 7, "empty: this is no run; give the directory of a run"),
         (("file.txt",), 7, "file.txt: this is no run; give the directory of a run"),
         (("cut",), 13, CUT),
+        (("run", "--once", "--html", "pipe"), 8, "pipe: a device or a pipe, which a file would replace"),
+        (("run", "--once", "--html", "screen"), 8, "screen: a device or a pipe, which a file would replace"),
     ],
 }
 MISSING = [
@@ -389,6 +392,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir(parents=True)
     for link in ("link", "cut/recipe.yaml", "moved/store"):
         (folder / link).symlink_to("nothing")
+    os.mkfifo(folder / "pipe")
+    (folder / "screen").symlink_to("/proc/self/fd/1")
     (folder / "made-before" / "checkpoint" / "config.json").write_text("{}", "utf-8")
     for name in ("run", "moved"):
         (folder / name / "recipe.yaml").write_text("model: bundled:tiny-mixtral\n", "utf-8")
