@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_ar
 from typer import Argument, Option
 from typer.models import ParameterInfo
 
-from moeq.bounded import shown
 from moeq.bundled.preset_files import DEFAULT, QUALITIES, chosen_preset, preset_names
 from moeq.errors import RecipeError, as_named
 from moeq.folders import checkpoint_of, is_run
@@ -143,7 +142,7 @@ class RunOptions:
             if least is None or given is None:
                 continue
             if not isinstance(given, int) or isinstance(given, bool) or given < least:
-                raise RecipeError(f"{_flag(option)} {shown(given)}", do=f"give a whole number from {least}")
+                raise RecipeError(f"{_flag(option)} {given!r}", do=f"give a whole number from {least}")
 
     @property
     def recipe_path(self) -> Path | None:
