@@ -187,7 +187,8 @@ def page(view: View) -> str:
     sections.append(Section("disk", "On the disk", [table("Folders of the run.", ["folder", "size"], sizes)]))
     lead = [element("p", _text(lines(view)[0]).plain)]
     again = None if status is None else REFRESH_SECONDS
-    return document(f"{view.out.name} · moeq watch", view.out.name, lead, sections, refresh=again)
+    name = Path(os.path.abspath(view.out)).name  # which `.` has not
+    return document(f"{name} · moeq watch", name, lead, sections, refresh=again)
 
 
 def _counts(row: Row) -> str:

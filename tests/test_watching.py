@@ -74,7 +74,7 @@ def test_a_killed_run_is_over_whoever_has_the_number_of_its_process(
     zombie.wait()
 
 
-def test_a_page_is_read_again_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_page_is_read_again_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = page(view(tmp_path))
     assert '<meta http-equiv="refresh" content="5">' in written
     assert "org/&lt;model&gt;" in written
@@ -83,6 +83,8 @@ def test_a_page_is_read_again_while_the_run_goes_on(tmp_path: Path) -> None:
     ended = page(View(out=tmp_path, rows=(), sizes={}, status=None))
     assert "refresh" not in ended
     assert "nothing runs here" in ended
+    monkeypatch.chdir(tmp_path)
+    assert f"<h1>{tmp_path.name}</h1>" in page(view(Path()))
 
 
 @pytest.mark.full
