@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from os.path import abspath
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,40 @@ class Earlier:
     path: Path
 
 
+class _Opening:
+    """Subjects that are opened together: each run once, and what rows call the directories."""
+
+    def __init__(self, words: Sequence[str], trust: bool) -> None:
+        self.trust = trust
+        self._runs: dict[Path, Context] = {}
+        self._named = {_parts(split_run(word)[0] or _run_above(Path(word)) or Path(word)) for word in words}
+
+    def run(self, folder: Path) -> Context:
+        """A run; EvaluationError where its recipe names no model."""
+        key = folder.resolve()
+        if key not in self._runs:
+            recipe = load_recipe(folder / RECIPE_COPY, ["trust_remote_code=true"] if self.trust else [])
+            if recipe.model is None:
+                do = "give the model in the recipe"
+                raise EvaluationError("names no model", where=str(folder / RECIPE_COPY), do=do)
+            run = Context(recipe=recipe, model_name=recipe.model, out=folder, reporter=Reporter(quiet=True))
+            check_run(run)
+            self._runs[key] = run
+        return self._runs[key]
+
+    def name_of(self, folder: Path, length: int = 1) -> str:
+        """The last parts of a directory's path: so many, and more where others that are named end like that, too."""
+        own = _parts(folder)
+        while length < len(own) and any(other[-length:] == own[-length:] for other in self._named - {own}):
+            length += 1
+        return str(Path(*own[-length:]))
+
+
+def _parts(folder: Path) -> tuple[str, ...]:
+    """Of a directory's whole path, also of one that is named as . or .."""
+    return Path(abspath(folder.expanduser())).parts
+
+
 def open_subjects(words: Sequence[str], following: Sequence[Following], trust: bool) -> list[Subject | Earlier]:
     """The rows that the command line names, in order.
 
@@ -110,20 +145,20 @@ def open_subjects(words: Sequence[str], following: Sequence[Following], trust: b
     Raises EvaluationError for two rows of one name, and what opening a model, run or file raises.
     """
     rows: list[Subject | Earlier] = []
-    runs: dict[Path, Context] = {}
+    opening = _Opening(words, trust)
     for word in words:
-        opened = _opened(word, runs, trust)
+        opened = _opened(word, opening)
         rows += opened
         able = next((row for row in opened if isinstance(row, Subject) and (row.run or row.checkpoint)), None)
         if able is not None:
-            ables = [_packed(able, trust) if isinstance(options, DynamicOptions) else able for options in following]
+            ables = [_packed(able, opening) if isinstance(options, DynamicOptions) else able for options in following]
             pairs = zip(ables, following, strict=True)
-            rows += [_follows(one, options) for one, options in pairs if _may(rows, one, options)]
+            rows += [_follows(one, options, opening) for one, options in pairs if _may(rows, one, options)]
     subjects = [row for row in rows if isinstance(row, Subject)]
     for options in following:
         if not any(options in (subject.context, subject.dynamic) for subject in subjects):
             if isinstance(options, DynamicOptions):
-                _ = [_pair(_packed(subject, trust), options) for subject in subjects]  # says what the first one has
+                _ = [_pair(_packed(subject, opening), options) for subject in subjects]  # says what the first one has
             needed = "a run, or a checkpoint" if isinstance(options, ContextOptions) else "a run's checkpoint"
             do = f"{options.option} needs {needed} with them"
             without = (str(subject.run.out) for subject in subjects if subject.run is not None)
@@ -139,9 +174,9 @@ def check_once(names: Sequence[str], do: str) -> None:
         raise EvaluationError("is there twice", where=twice, do=do)
 
 
-def _follows(able: Subject, options: Following) -> Subject:
+def _follows(able: Subject, options: Following, opening: _Opening) -> Subject:
     """The row of a run or a checkpoint whose experts follow something."""
-    where = able.run.out.name if able.run is not None else able.name
+    where = opening.name_of(able.run.out) if able.run is not None else able.name
     if isinstance(options, DynamicOptions):
         pair = _pair(able, options)
         assert pair is not None, "only what is packed has a dynamic row"
@@ -163,18 +198,19 @@ def _may(rows: Sequence[Subject | Earlier], able: Subject, options: Following) -
     return able.run is None or not any(row.run is able.run for row in same)
 
 
-def _packed(subject: Subject, trust: bool) -> Subject:
+def _packed(subject: Subject, opening: _Opening) -> Subject:
     """A run's own checkpoint, called as the run, where it has exported one; else the subject as it is."""
     folder = None if subject.run is None else subject.run.out / CHECKPOINT
     if folder is None or not (folder / CONFIG).is_file():
         return subject
-    return replace(_of_checkpoint(open_source(str(folder), trust_remote_code=trust)), name=folder.parent.name)
+    source = open_source(str(folder), trust_remote_code=opening.trust)
+    return _of_checkpoint(source, opening.name_of(folder.parent))
 
 
-def _of_checkpoint(source: ModelSource) -> Subject:
+def _of_checkpoint(source: ModelSource, name: str) -> Subject:
     """A packed checkpoint as it was exported; ArtifactError where its files are others than it lists."""
     check_sums(source.path, cached=True)
-    return Subject(name=f"{source.path.resolve().parent.name}/{source.name}", source=source, checkpoint=source.path)
+    return Subject(name=name, source=source, checkpoint=source.path)
 
 
 def _pair(subject: Subject, options: DynamicOptions) -> tuple[int, int] | None:
@@ -184,20 +220,21 @@ def _pair(subject: Subject, options: DynamicOptions) -> tuple[int, int] | None:
     return options.pair(read_manifest(subject.checkpoint).widths_there, str(subject.checkpoint))
 
 
-def _opened(word: str, runs: dict[Path, Context], trust: bool) -> list[Subject | Earlier]:
+def _opened(word: str, opening: _Opening) -> list[Subject | Earlier]:
     path = Path(word).expanduser()
     if path.suffix == ".json" and path.is_file():
-        return _of_json(path, runs, trust)
+        return _of_json(path, opening)
     folder, name = split_run(word)
     if folder is not None:
-        return list(_of_run(_run(folder, runs, trust), name))
-    source = open_source(word, trust_remote_code=trust)
+        return list(_of_run(opening.run(folder), name, opening))
+    source = open_source(word, trust_remote_code=opening.trust)
+    is_here = path.is_dir()  # else it has an id, or an address
     if (source.config.get("quantization_config") or {}).get("quant_method") == METHOD:
-        return [_of_checkpoint(source)]
-    return [Subject(name=source.name, source=source)]
+        return [_of_checkpoint(source, opening.name_of(path, 2) if is_here else source.name)]
+    return [Subject(name=opening.name_of(path) if is_here else source.name, source=source)]
 
 
-def _of_json(path: Path, runs: dict[Path, Context], trust: bool) -> list[Subject | Earlier]:
+def _of_json(path: Path, opening: _Opening) -> list[Subject | Earlier]:
     """An assignment of the run whose folder it lies in, or earlier results."""
     try:
         data = read_json_file(path)
@@ -209,35 +246,29 @@ def _of_json(path: Path, runs: dict[Path, Context], trust: bool) -> list[Subject
         ) from None
     if not isinstance(data, dict) or not set(data) >= ASSIGNMENT_KEYS:
         return [Earlier(path=path)]
-    folder = next((parent for parent in path.resolve().parents if (parent / RECIPE_COPY).is_file()), None)
+    folder = _run_above(path)
     if folder is None:
         raise EvaluationError("an assignment outside of a run", where=str(path), do="put it into its run's directory")
-    run = _run(folder, runs, trust)
+    run = opening.run(folder)
     assignment = read_assignment(path)
-    shown = f"{run.out.name}:{assignment.name}"
+    shown = f"{opening.name_of(folder)}:{assignment.name}"
     edited = assign.is_edited(run, path)
     return [Subject(name=shown, source=run.model.source, run=run, assignment=assignment, edited=edited)]
 
 
-def _run(folder: Path, runs: dict[Path, Context], trust: bool) -> Context:
-    key = folder.resolve()
-    if key not in runs:
-        recipe = load_recipe(folder / RECIPE_COPY, ["trust_remote_code=true"] if trust else [])
-        if recipe.model is None:
-            raise EvaluationError("names no model", where=str(folder / RECIPE_COPY), do="give the model in the recipe")
-        run = Context(recipe=recipe, model_name=recipe.model, out=folder, reporter=Reporter(quiet=True))
-        check_run(run)
-        runs[key] = run
-    return runs[key]
+def _run_above(path: Path) -> Path | None:
+    """The run in whose folder an assignment's file lies."""
+    above = path.resolve().parents if path.suffix == ".json" else ()
+    return next((folder for folder in above if (folder / RECIPE_COPY).is_file()), None)
 
 
-def _of_run(run: Context, name: str | None) -> list[Subject]:
+def _of_run(run: Context, name: str | None, opening: _Opening) -> list[Subject]:
     """The run's own assignment, or one by its name, or all."""
     sections = {section.name: section for section in run.recipe.eval.compare}
-    own, subjects = run.recipe.name, []
+    own, called, subjects = run.recipe.name, opening.name_of(run.out), []
     is_quantized = (run.directory("quantize") / quantize.NAME).is_file()  # without training the store says the same
     for wanted in assignments_of(run.recipe, name, run.out):
-        shown = run.out.name if wanted == own and name is None else f"{run.out.name}:{wanted}"
+        shown = called if wanted == own and name is None else f"{called}:{wanted}"
         assignment = None
         if wanted != ORIGINAL:
             assignment = assign.load(run) if wanted == own else assign.make(run, sections[wanted], wanted)

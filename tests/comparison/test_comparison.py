@@ -124,6 +124,28 @@ def test_an_assignment_that_was_edited_is_not_called_what_its_method_found(run: 
     assert called(shutil.copy(own, decided)) == f"{label}, edited {EDITED}"
 
 
+def test_what_is_called_alike_is_told_apart_by_the_folders_above(
+    run: Path, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As runs that lie in folders of their own are called, and one that a command stands in."""
+    other = shutil.copytree(run, tmp_path / "b" / "made")
+    (tmp_path / "a").symlink_to(run.parent)
+    here = tmp_path / "a" / "made"
+
+    def names(*words: str | Path) -> list[str]:
+        return [row.name for row in open_subjects([*map(str, words)], [], False) if isinstance(row, Subject)]
+
+    assert names(here, f"{other}:original", other) == ["a/made", "b/made:original", "b/made"]
+    assert names(here, other / "assign" / "assignment.json") == ["a/made", "b/made:run"]
+    assert names(here / "checkpoint", other / "checkpoint") == ["a/made/checkpoint", "b/made/checkpoint"]
+    models = [shutil.copytree(tiny_mixtral, tmp_path / folder / "model") for folder in ("c", "d")]
+    assert names(*models, here) == ["c/model", "d/model", "made"]
+    monkeypatch.chdir(other)
+    assert names(".", ".:original", "checkpoint") == ["made", "made:original", "made/checkpoint"]
+    with pytest.raises(EvaluationError, match="made: is there twice"):
+        names(".", "../made")
+
+
 def test_sizes_stand_beside_what_they_cost(
     compared: dict[str, Any],
     run: Path,
