@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from moeq.arguments import checked
 from moeq.artifacts.run import STAGES
 from moeq.errors import RecipeError, hint
-from moeq.folders import checkpoint_of
+from moeq.folders import checkpoint_of, expanded
 from moeq.recipe import Recipe
 from moeq.runtimes import NATIVE, named, written
 from moeq.starting import Given, RunWords, Texts, begun, listed, path_of
@@ -420,7 +420,7 @@ def verify(
     preflight.check_loader(target)
     if against is not None:
         check_there(str(against))
-    trust = signing.Trust(public_key=path_of(public_key), roots=[Path(one) for one in listed(certificate_chain)])
+    trust = signing.Trust(public_key=path_of(public_key), roots=[expanded(one) for one in listed(certificate_chain)])
     wanted = bool(public_key or certificate_chain) if signature is None else signature
     signing.check_trust(path, trust, wanted=wanted)
     signed = signing.check_signature(path, trust) if wanted else None

@@ -8,12 +8,14 @@ from functools import cache, wraps
 from inspect import Parameter, signature
 from numbers import Real
 from os import PathLike, fspath
+from os.path import expanduser
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from moeq.bounded import shown
 from moeq.errors import RecipeError
+from moeq.folders import expanded
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -31,19 +33,22 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
 
 def checked(function: Callable[P, Result]) -> Callable[P, Result]:
     """A function that raises RecipeError for an argument of a type that it does not take, and for an empty path,
-    which would be the working directory; what else it does not take it refuses itself."""
+    which would be the working directory; what else it does not take it refuses itself. Paths may begin with ~."""
     form = signature(function)
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> Result:
-        for name, value in form.bind(*args, **kwargs).arguments.items():
+        bound = form.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
             parameter = form.parameters[name]
             several = parameter.kind is Parameter.VAR_POSITIONAL
             if parameter.kind is not Parameter.VAR_KEYWORD:
-                hint = _hint(str(parameter.annotation), function.__module__)
-                for one in value if several else (value,):
+                hint, given = _hint(str(parameter.annotation), function.__module__), value if several else (value,)
+                for one in given:
                     check(name, one, hint)
-        return function(*args, **kwargs)
+                found = tuple(_at_home(one, hint) for one in given)
+                bound.arguments[name] = found if several else found[0]
+        return function(*bound.args, **bound.kwargs)
 
     return called
 
@@ -56,6 +61,13 @@ def check(name: str, value: Any, hint: Any) -> None:
         raise RecipeError(f"{name} is {shown(value)}", do=f"give {do}")
     if Path in _alternatives(hint) and isinstance(value, str | PathLike) and not fspath(value):
         raise RecipeError(f"{name} is empty", do="give a path, or leave it out")
+
+
+def _at_home(value: Any, hint: Any) -> Any:
+    """A path with a home in place of its ~, which no shell has done."""
+    if Path not in _alternatives(hint) or not isinstance(value, str | PathLike):
+        return value
+    return expanduser(value) if isinstance(value, str) else expanded(value)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from os import PathLike
+from os.path import expanduser
 from pathlib import Path
 
 from moeq.errors import ArtifactError
@@ -18,6 +20,11 @@ def as_word(path: Path | str) -> str:
     return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
+def expanded(path: str | PathLike[str]) -> Path:
+    """A path with a home in place of its ~; as it is where nobody knows whose that would be."""
+    return Path(expanduser(path))
+
+
 def has_recipe(folder: Path) -> bool:
     """Whether a run's recipe lies there, be it a link that leads to nothing, of which whoever reads it says so."""
     return (folder / RECIPE_COPY).is_file() or (folder / RECIPE_COPY).is_symlink()
@@ -26,11 +33,11 @@ def has_recipe(folder: Path) -> bool:
 def is_run(path: Path) -> bool:
     """Whether a run lies there, begun or ended; a model that has a recipe beside it is none."""
     try:
-        folder = path.expanduser()
+        folder = expanded(path)
         if (folder / CONFIG).is_file():
             return False
         return has_recipe(folder) or (folder / CHECKPOINT / CONFIG).is_file()
-    except (OSError, RuntimeError):  # no name that can be looked up: whoever reads it says so
+    except OSError:  # no name that can be looked up: whoever reads it says so
         return False
 
 
@@ -39,7 +46,7 @@ def checkpoint_of(path: Path) -> Path:
     if not is_run(path):
         return path
     inner = path / CHECKPOINT
-    if not (inner.expanduser() / CONFIG).is_file():
+    if not (expanded(inner) / CONFIG).is_file():
         raise ArtifactError("this run has no checkpoint", where=str(path), do=f"go on with it: moeq run {path}")
     return inner
 

@@ -19,7 +19,7 @@ from moeq.benching.asked import Asked
 from moeq.bounded import is_hub_id, is_utf8
 from moeq.errors import ArtifactError, EvaluationError, ModelError, PushError, RecipeError, StorageError, missing
 from moeq.exporters.exporter import loaders
-from moeq.folders import CHECKPOINT, checkpoint_of, is_run
+from moeq.folders import CHECKPOINT, checkpoint_of, expanded, is_run
 from moeq.models import offline
 from moeq.models.declared import is_native
 from moeq.models.source import check_there
@@ -224,7 +224,7 @@ def check_temperature(temperature: float) -> None:
 
 def check_tasks(include_path: str | Path | None) -> None:
     """MissingError for a folder of tasks that is not there, EvaluationError for a file."""
-    folder = None if include_path is None else Path(include_path).expanduser()
+    folder = None if include_path is None else expanded(include_path)
     check_path(folder, TASKS_FOLDER)
     if folder is not None and not folder.is_dir():
         raise EvaluationError("not a directory", where=str(include_path), do=TASKS_FOLDER)
@@ -233,7 +233,7 @@ def check_tasks(include_path: str | Path | None) -> None:
 def check_texts(source: TextSource) -> None:
     """MissingError for a file of text or images that is not there; hub datasets are looked up when they are read."""
     for name in [one.path for one in each_source(source)]:
-        if name in (BUNDLED, DIGITS) or name.startswith(HUB) or Path(name).expanduser().exists():
+        if name in (BUNDLED, DIGITS) or name.startswith(HUB) or expanded(name).exists():
             continue
         raise missing(name, "give the path of a text file, or bundled")
 

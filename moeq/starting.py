@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from moeq.arguments import check
 from moeq.errors import RecipeError, hint, missing
-from moeq.folders import RECIPE_COPY, has_recipe, is_run
+from moeq.folders import RECIPE_COPY, expanded, has_recipe, is_run
 from moeq.options import BUNDLED_TEXT, BuildOptions, RunOptions
 from moeq.recipe import Recipe, Start, load_recipe
 from moeq.recipe.agreement import changes_of
@@ -51,7 +51,7 @@ def start_of(asked: RunOptions, path: Path | None, preset: str | None, model: st
 
 def short_name(model: str) -> str:
     """The last part of a model's name: of its directory or hub id, or behind bundled:."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     return (path.resolve() if path.is_dir() else Path(model.removeprefix("bundled:"))).name or "model"
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from moeq.errors import missing
 from moeq.exporters.exporter import Exporter
+from moeq.folders import expanded
 from moeq.models.source import BUNDLED, open_config
 from moeq.models.support import Answer, Support, answer, dense_types
 from moeq.runtimes import runtimes
@@ -16,7 +16,7 @@ from moeq.runtimes import runtimes
 
 def is_model(name: str) -> bool:
     """Whether a word names a model, a directory, a config.json or a hub id, rather than a family."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     try:
         there = path.is_dir() or path.is_file()
     except OSError:  # too long for a file
@@ -30,7 +30,7 @@ def of_model(name: str) -> dict[str, Any]:
 
     Of a hub id its config.json alone is asked for, which the hub's client keeps.
     """
-    if name.endswith(".json") and not Path(name).expanduser().is_file():
+    if name.endswith(".json") and not expanded(name).is_file():
         raise missing(name, "give a config.json, a model directory or a hub id")
     source = open_config(name)
     return {"model": source.name, **as_json(answer(source.config))}

@@ -15,7 +15,7 @@ import torch
 from fork_server import ForkServer
 
 import moeq
-from moeq import starting
+from moeq import cli, starting
 from moeq.errors import ArtifactError, MissingError, RecipeError, StorageError
 
 MODEL = Path(moeq.__path__[0]) / "bundled" / "tiny-mixtral"
@@ -49,6 +49,23 @@ def test_again_nothing_is_done_and_the_recipe_is_that_of_the_directory(done: moe
     assert again.recipe == done.recipe.model_copy(update={"model": str(tiny_mixtral)})
     assert all(outcome.skipped for outcome in again.stages)
     assert again.table == done.table
+
+
+def test_a_path_may_begin_with_a_home(done: moeq.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Python, and behind an option's equals sign, where shells leave it."""
+    monkeypatch.setenv("HOME", str(done.out.parent))
+    monkeypatch.chdir(tmp_path)
+    run = f"~/{done.out.name}"
+    assert moeq.run(out=run, quiet=True).report == done.report
+    assert moeq.inspect(Path(run))["kind"] == "moeq run"
+    for words in (
+        ("watch", "--once", f"--html={run}.html", done.out),
+        ("assign", f"--out={run}"),
+        ("gc", f"--out={run}"),
+    ):
+        cli.app([*map(str, words), "--quiet"], standalone_mode=False)
+    assert done.out.with_suffix(".html").is_file()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_stages_assignments_and_plans(done: moeq.Run, tiny_mixtral: Path, tmp_path: Path) -> None:
@@ -144,6 +161,12 @@ def test_the_command_line_gives_the_same(done: moeq.Run, request: pytest.Fixture
             "placement is 'gpu'; give true or false or a mapping",
         ),
         (lambda out: moeq.load("a", placement={"gpu": 0}), RecipeError, "'gpu': 0.*or a mapping, each value text$"),
+        (lambda out: moeq.load("~no-such-user/model"), MissingError, "^~no-such-user/model: no such file or directory"),
+        (
+            lambda out: moeq.open_dynamic("no/checkpoint"),
+            MissingError,
+            "^no/checkpoint: no such file or directory; give R",
+        ),
         (lambda out: moeq.open_dynamic("a", 3), RecipeError, "settings is 3; give text"),
         (lambda out: moeq.open_dynamic("a", tokens=-1), RecipeError, "tokens is -1; give a whole number from 0 to"),
         (lambda out: moeq.open_dynamic("a", tokens=1.5), RecipeError, "tokens is 1.5; give a whole number from 0 to"),

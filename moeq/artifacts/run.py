@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from moeq.folders import CHECKPOINT
+from moeq.folders import CHECKPOINT, expanded
 from moeq.folders import RECIPE_COPY as RECIPE_COPY
 from moeq.recipe import Recipe
 
@@ -32,4 +32,4 @@ OLDER = (".parts", "replicas")  # of losses: what schema version 1 kept in the s
 def store_folder(recipe: Recipe, out: Path) -> Path:
     """Where a run of this recipe in `out` keeps replicas."""
     chosen = recipe.store or os.environ.get(STORE_VARIABLE)
-    return Path(chosen).expanduser() if chosen else out / STORE
+    return expanded(chosen) if chosen else out / STORE

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from moeq.errors import RecipeError, hint, nearest
+from moeq.folders import expanded
 
 # typer has its own copy of click in newer versions: what both have is asked for by name
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -88,7 +90,9 @@ class Command(TyperCommand):
         try:
             if not ctx.resilient_parsing:  # a shell that completes
                 _check_empty(ctx, self.make_parser(ctx).parse_args([*args])[0])
-            return super().parse_args(ctx, args)
+            left = super().parse_args(ctx, args)
+            ctx.params |= {name: _at_home(value) for name, value in ctx.params.items()}
+            return left
         except UsageError as error:
             error.ctx = getattr(error, "ctx", None) or ctx  # type: ignore[attr-defined]
             raise
@@ -129,6 +133,13 @@ class Group(TyperGroup):
         rows = [(name, self.commands[name]) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, one.get_short_help_str(1000)) for name, one in rows if not one.hidden])
+
+
+def _at_home(value: Any) -> Any:
+    """Paths with a home in place of the ~ that a shell leaves behind `--out=`."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_at_home, value))
+    return expanded(value) if isinstance(value, Path) else value
 
 
 def _check_empty(context: Any, given: dict[str, Any]) -> None:

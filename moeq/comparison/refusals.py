@@ -11,7 +11,7 @@ from moeq.comparison.eval_options import OF_SUBJECTS, OF_TASKS, OF_TEXT, EvalOpt
 from moeq.errors import EvaluationError, RecipeError, hint
 from moeq.evaluation.context_options import ContextOptions
 from moeq.evaluation.windows import check_windows
-from moeq.folders import has_recipe
+from moeq.folders import expanded, has_recipe
 from moeq.models.source import check_there
 from moeq.options import OF_A_RUN
 from moeq.recipe import BUNDLED, Recipe, load_recipe
@@ -60,7 +60,7 @@ def check(asked: EvalOptions) -> list[ContextOptions | DynamicOptions]:
 
 def _check_word(word: str) -> None:
     """What is named must be there, a run's assignment in its recipe; a hub id is looked up later."""
-    path = Path(word).expanduser()
+    path = expanded(word)
     if path.suffix == ".json" and path.is_file():
         return
     folder, name = split_run(word)
@@ -84,9 +84,9 @@ def _check_continues(model: str) -> None:
 def split_run(word: str) -> tuple[Path | None, str | None]:
     """The run that a word names, and the assignment behind its colon; None for what they are not."""
     folder, colon, name = word.rpartition(":")
-    if colon and has_recipe(Path(folder).expanduser()):
-        return Path(folder).expanduser(), name
-    path = Path(word).expanduser()
+    if colon and has_recipe(expanded(folder)):
+        return expanded(folder), name
+    path = expanded(word)
     return (path, None) if has_recipe(path) else (None, None)
 
 

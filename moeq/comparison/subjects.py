@@ -25,7 +25,7 @@ from moeq.artifacts.sums import check_sums
 from moeq.comparison.refusals import assignments_of, split_run
 from moeq.errors import EvaluationError, ModelError
 from moeq.evaluation.context_options import ContextOptions
-from moeq.folders import CHECKPOINT, CONFIG, bytes_in
+from moeq.folders import CHECKPOINT, CONFIG, bytes_in, expanded
 from moeq.models.source import ModelSource, open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
@@ -133,7 +133,7 @@ class _Opening:
 
 def _parts(folder: Path) -> tuple[str, ...]:
     """Of a directory's whole path, also of one that is named as . or .."""
-    return Path(abspath(folder.expanduser())).parts
+    return Path(abspath(expanded(folder))).parts
 
 
 def open_subjects(words: Sequence[str], following: Sequence[Following], trust: bool) -> list[Subject | Earlier]:
@@ -221,7 +221,7 @@ def _pair(subject: Subject, options: DynamicOptions) -> tuple[int, int] | None:
 
 
 def _opened(word: str, opening: _Opening) -> list[Subject | Earlier]:
-    path = Path(word).expanduser()
+    path = expanded(word)
     if path.suffix == ".json" and path.is_file():
         return _of_json(path, opening)
     folder, name = split_run(word)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeq.bounded import is_number
 from moeq.errors import ArtifactError, EstimateError, QuantizationError, RecipeError, hint
+from moeq.folders import expanded
 
 if TYPE_CHECKING:
     from moeq.integers.hardware.design import Design, Device
@@ -132,9 +132,9 @@ def read_vision(name: str | None, *, trust_remote_code: bool = False) -> Subject
     if name is None:
         do = f"give --model {', '.join(KNOWN)}, a config.json or a model's directory"
         raise RecipeError("--kernels needs a vision transformer", where="estimate", do=do)
-    if name in KNOWN or not (Path(name).expanduser().exists() or "/" in name or name.startswith("bundled:")):
+    if name in KNOWN or not (expanded(name).exists() or "/" in name or name.startswith("bundled:")):
         return Subject(sizes=known(name))
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if (folder / MANIFEST).is_file():
         from moeq.integers.forward.saved import read
         from moeq.integers.hardware import from_program

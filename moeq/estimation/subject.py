@@ -16,6 +16,7 @@ from moeq.errors import EstimateError, ModelError, RecipeError
 from moeq.estimator import ModelGeometry, Placement, geometry_from_config, load_geometry
 from moeq.estimator.geometry import HEADS, HIDDEN, KV_HEADS, NESTED, TOP_K, codebook_of, effective_bits, preset_of
 from moeq.estimator.placement import assignment_placement, placement_of, weights_of_a_scale
+from moeq.folders import expanded
 from moeq.preflight import check_path
 from moeq_kernels.iq_types import SETS, stored_bits
 from moeq_kernels.widths import FLOAT_GROUPS, NESTED_BITS, Encoding
@@ -55,7 +56,7 @@ class Model:
 
 def check_known(name: str) -> None:
     """EstimateError, with the nearest known name, for one that neither a geometry nor a model can have."""
-    if not Path(name).expanduser().exists() and "/" not in name and not name.startswith(BUNDLED):
+    if not expanded(name).exists() and "/" not in name and not name.startswith(BUNDLED):
         load_geometry(name)
 
 
@@ -66,7 +67,7 @@ def read_model(name: str, *, trust_remote_code: bool = False) -> Model:
     an unknown name, ModelError for a configuration that cannot be read or is none of a Mixture-of-Experts model,
     ArtifactError for a damaged manifest.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if (preset := preset_of(name)) is not None and (preset == name or not path.exists()):
         return Model(geometry=load_geometry(preset))
     check_known(name)

@@ -22,6 +22,7 @@ from moeq.bounded import YAML_BYTES, YamlError, parse_yaml, read_bounded, shorte
 from moeq.errors import EstimateError, missing, nearest
 from moeq.estimator.devices import OPTIONAL_SECTIONS, SECTIONS, Constant, Hardware, Unit, file_key
 from moeq.estimator.units import parse_quantity
+from moeq.folders import expanded
 from moeq.recipe.wording import refusal_of
 from moeq.registry import POLICIES
 
@@ -52,7 +53,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
 
 def own_hardware(name: str) -> Path | None:
     """The file that a name of hardware stands for; None for one that comes with moeq, whatever else is called so."""
-    return None if name in known_hardware() else Path(name).expanduser()
+    return None if name in known_hardware() else expanded(name)
 
 
 def _find(name_or_path: str | Path) -> Path:

@@ -17,6 +17,7 @@ from moeq.bounded import YAML_BYTES, read_bounded
 from moeq.bundled import bundled_path
 from moeq.errors import EvaluationError, MoeqError, missing
 from moeq.evaluation.results import kept, members, scores_of
+from moeq.folders import expanded
 from moeq.models.messages import quiet_transformers
 from moeq.progress import Bar, no_bar
 
@@ -31,7 +32,7 @@ def open_tasks(names: list[str], include_path: str | None) -> Any:
 
     Raises EvaluationError for an unknown task or folder, and for data that cannot be had.
     """
-    folder = None if include_path is None else Path(include_path).expanduser()
+    folder = None if include_path is None else expanded(include_path)
     folders = [str(bundled_path("corpus/lm_eval_tasks"))]
     if folder is not None:
         if not folder.is_dir():

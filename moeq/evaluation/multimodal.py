@@ -18,6 +18,7 @@ from torch import Tensor
 from moeq.errors import EvaluationError
 from moeq.evaluation.batching import BatchSize, rows_at_once
 from moeq.evaluation.harness_models import Answer, StaticLM, check_finite
+from moeq.folders import expanded
 from moeq.models.corpus import opened
 from moeq.models.forward import one_answer_each
 
@@ -76,7 +77,7 @@ def _path(image: Any) -> Any:
 
 
 def _existing(image: Any, where: str) -> Path:
-    path = Path(str(_path(image))).expanduser()
+    path = expanded(str(_path(image)))
     if not path.is_file():
         raise EvaluationError(
             f"no such image: {path}", where=where, do="give paths that are absolute, or relative to where moeq runs"

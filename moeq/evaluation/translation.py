@@ -23,6 +23,7 @@ from torch import Tensor
 from moeq.artifacts.evaluation import Score, Translation, TranslationScore
 from moeq.artifacts.reading import parse_record, read_bounded
 from moeq.errors import CorpusError, EvaluationError, missing
+from moeq.folders import expanded
 from moeq.models.forward import one_answer_each
 from moeq.numerics import inference
 from moeq.recipe import TranslationSection
@@ -46,8 +47,8 @@ class Pairs:
 
 def read_pairs(section: TranslationSection) -> Pairs:
     """The section's parallel text; CorpusError naming file and line for what is missing, empty or not parallel."""
-    path = Path(section.source).expanduser()
-    target = path if section.target is None else Path(section.target).expanduser()
+    path = expanded(section.source)
+    target = path if section.target is None else expanded(section.target)
     if section.target is None:
         rows = _rows(path, section)
     else:

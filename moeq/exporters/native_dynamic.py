@@ -24,7 +24,7 @@ from moeq.artifacts.coactivation import REMEDY as AGAIN
 from moeq.artifacts.coactivation import read_coactivation
 from moeq.artifacts.manifest import PlacedExpert, PlacedLayer, PlacementManifest, read_manifest
 from moeq.bounded import shown
-from moeq.errors import ArtifactError, ModelError, RecipeError
+from moeq.errors import ArtifactError, ModelError, RecipeError, missing
 from moeq.exporters.native_replicas import CheckpointReplicas, CopyingReader
 from moeq.folders import checkpoint_of
 from moeq.models.loading import compute_dtype, load_model, resolve_device
@@ -72,6 +72,8 @@ def open_dynamic(
     """
     _check_counts(tokens, sequences)
     path = checkpoint_of(Path(checkpoint))
+    if not path.exists():
+        raise missing(path, "give RUN/checkpoint of a moeq run")
     options = DynamicOptions.parse(settings) if isinstance(settings, str) else settings
     manifest = read_manifest(path)
     high, low = options.pair(manifest.widths_there, str(path))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
+from moeq.folders import expanded
+
 
 def is_set() -> bool:
     """Whether the hub may not be asked."""
@@ -14,7 +16,7 @@ def is_set() -> bool:
 
 def cache_folder() -> Path:
     """Where the hub's client keeps what it has downloaded."""
-    return Path(constants.HF_HUB_CACHE).expanduser()
+    return expanded(constants.HF_HUB_CACHE)
 
 
 def has_nothing(name: str) -> bool:

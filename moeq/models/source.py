@@ -22,7 +22,7 @@ from moeq.artifacts.stage import ModelStamp
 from moeq.bounded import shortened
 from moeq.bundled import bundled_path
 from moeq.errors import NOWHERE, ArtifactError, ModelError, missing
-from moeq.folders import GGUF, as_word
+from moeq.folders import GGUF, as_word, expanded
 from moeq.models.configuration import check_config, check_counts, check_name, declared_beside, read_settings
 from moeq.models.drafts import draft_keys
 from moeq.progress import Reporter
@@ -151,7 +151,7 @@ def open_source(
         tensors, to_fetch = map(dict, _heads(name, path, _absent(path)))  # type: ignore[arg-type]
     config = declared_beside(config, tensors, path)
     check_counts(config, tensors, path / CONFIG)
-    if is_remote(name) or Path(name).expanduser().is_dir():
+    if is_remote(name) or expanded(name).is_dir():
         name = shown_name(name) if is_remote(name) else path.resolve().name  # where it lies is nobody's business
     drafts = {key: tensors.pop(key) for key in draft_keys(list(tensors), config)}
     if not tensors:
@@ -218,12 +218,12 @@ def open_config(name: str, *, beside: Sequence[str] = (), trust_remote_code: boo
     Of a hub model only the configuration is downloaded, and those of the files `beside` that it has. Raises ModelError
     as `open_source` does.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_file():
         file, name = path, (path.resolve().parent.name if path.name == CONFIG else path.stem)
     else:
         path, _ = _resolve(name, None, trust_remote_code, only=(CONFIG, *beside))
-        file, name = path / CONFIG, (path.resolve().name if Path(name).expanduser().is_dir() else name)
+        file, name = path / CONFIG, (path.resolve().name if expanded(name).is_dir() else name)
     config = read_config(file)
     check_counts(config, {}, file)
     return ModelSource(name=name, path=path, revision=None, config=config, tensors={})
@@ -246,7 +246,7 @@ def _resolve(
             raise ModelError("no such bundled model", where=name, do=f"use {known}") from error
     if is_remote(name):
         return _remote(name, trust_remote_code)[0], None
-    path = Path(name).expanduser()
+    path = expanded(name)
     try:
         if path.is_dir():
             check_name(path)

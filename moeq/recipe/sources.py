@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
@@ -19,6 +19,7 @@ from pydantic import (
 
 from moeq.bounded import is_utf8, shown
 from moeq.errors import RecipeError
+from moeq.folders import expanded
 from moeq.recipe.types import Section
 
 BUNDLED = "bundled"  # of texts: the part that moeq brings along
@@ -187,14 +188,14 @@ def naming_part(path: str) -> str:
     """The end of a path that tells `source_name` as much as the whole: a file, and folders where it says nothing."""
     if path in (BUNDLED, DIGITS) or path.startswith(HUB):
         return path
-    whole = PurePath(Path(path).expanduser().absolute())
+    whole = PurePath(expanded(path).absolute())
     saying = [SAYS_NOTHING.fullmatch(name) is None for name in _parts(path)]
     return str(PurePath(*whole.parts[-1 - saying.index(True) :])) if any(saying) else whole.name
 
 
 def _parts(path: str) -> list[str]:
     """A file's name without its kind, and those of the two folders above."""
-    whole = PurePath(Path(path).expanduser().absolute())
+    whole = PurePath(expanded(path).absolute())
     return [SUFFIX.sub("", whole.name), *(folder.name for folder in list(whole.parents)[:2])]
 
 

@@ -17,6 +17,7 @@ from moeq.artifacts.reading import inside
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.bounded import shortened, shown
 from moeq.errors import ArtifactError, CorpusError, ModelError, RecipeError, missing
+from moeq.folders import expanded
 from moeq.models.source import ModelSource, open_source
 from moeq.preflight import check_checkpoint
 from moeq.progress import Reporter
@@ -162,7 +163,7 @@ def _texts(statement: Statement, recipe: Recipe, given: Sequence[str], where: Pa
         if name not in given:
             what = "missing: it was calibrated on this dataset"
             raise CorpusError(what, where=shown(name), do="allow it by --text and this name")
-    named = {name: Path(name).expanduser().absolute() for name in given if name not in (BUNDLED, DIGITS, *hub)}
+    named = {name: expanded(name).absolute() for name in given if name not in (BUNDLED, DIGITS, *hub)}
     for name, path in named.items():
         if not path.exists():
             raise missing(name, "give what it was calibrated on")

@@ -20,6 +20,7 @@ from moeq.evaluation import result_file as document
 from moeq.evaluation import task_files
 from moeq.evaluation.divergence import Reference
 from moeq.evaluation.harness import BUNDLED_TASK
+from moeq.folders import expanded
 from moeq.models.experts import ExpertLayer
 from moeq.models.forward import drawn_inputs
 from moeq.models.non_experts import OtherModule
@@ -265,7 +266,7 @@ def _task_digests(section: EvalSection) -> list[str] | None:
     """Names and digests of the files of tasks of one's own, data that they name included; None without any."""
     if section.include_path is None or not section.tasks:
         return None
-    files = task_files.files_of(Path(section.include_path).expanduser())
+    files = task_files.files_of(expanded(section.include_path))
     digests = digests_of_files(files.values(), cached=True)
     return [f"{name} {digests[path]}" for name, path in files.items()]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.evaluation import Translation
 from moeq.artifacts.files import make_directory, write_text
 from moeq.evaluation import translation
+from moeq.folders import expanded
 from moeq.stages.context import Context
 
 NAME = "translations.jsonl"
@@ -90,7 +90,7 @@ def text_digests(context: Context) -> list[str] | None:
     if section is None:
         return None
     names = [name for name in (section.source, section.target) if name is not None]
-    return [digest_of_file(Path(name).expanduser()) for name in names]
+    return [digest_of_file(expanded(name)) for name in names]
 
 
 def figures(result: Translation) -> dict[str, dict[str, float]]:

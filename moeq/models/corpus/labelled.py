@@ -25,6 +25,7 @@ from moeq.artifacts.files import digest_of
 from moeq.artifacts.reading import read_json_file
 from moeq.bundled import bundled_path
 from moeq.errors import CorpusError, missing
+from moeq.folders import expanded
 from moeq.models.corpus.image_files import ImageFiles
 from moeq.models.corpus.rows import stem_of
 from moeq.models.corpus.sequences import tensor_digest
@@ -181,7 +182,7 @@ def _digits(name: str, shape: tuple[int, int, int]) -> ImageSet:
 
 def _file(name: str, files: ImageFiles | None) -> ImageSet:
     """A folder, rows or a safetensors file of images."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.exists() and files is not None and files.holds(path):
         images, labels = files.read(path)
         return ImageSet(

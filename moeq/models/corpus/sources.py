@@ -12,6 +12,7 @@ from moeq.artifacts.digests import BLOCK_BYTES, digest_of_file
 from moeq.artifacts.files import digest_of
 from moeq.bundled import bundled_path
 from moeq.errors import CorpusError, missing
+from moeq.folders import expanded
 from moeq.models import hub
 from moeq.models.corpus.hub_datasets import choose_files
 from moeq.models.corpus.rows import kind_of, stem_of
@@ -164,7 +165,7 @@ def _pinned(source: Any, opened: HubDataset) -> Any:
 def _local_file(name: str, own: SourceSection | None, part: str) -> LocalFile:
     if name == DIGITS:
         raise CorpusError("digits are images, the model reads text", where=name, do="give a text file, or bundled")
-    path = bundled_path(f"corpus/{part}.jsonl") if name == BUNDLED else Path(name).expanduser()
+    path = bundled_path(f"corpus/{part}.jsonl") if name == BUNDLED else expanded(name)
     if path.is_dir():
         raise CorpusError(
             "is a directory", where=name, do=f"name its files (of {', '.join(SUFFIXES)}), one after another"
