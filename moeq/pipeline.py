@@ -30,6 +30,7 @@ from moeq.artifacts.stage import (
     write_record,
 )
 from moeq.artifacts.status import telling
+from moeq.engine.randomness import own_randomness
 from moeq.errors import ArtifactError
 from moeq.progress import Counted
 from moeq.runtimes import ONNX
@@ -235,7 +236,7 @@ def run(context: Context, names: tuple[str, ...] = tuple(BY_NAME), *, force: boo
     finished before stays.
     """
     stages = [BY_NAME[name] for name in names if name != REPARAM or context.folds]
-    with threads_of(context.recipe), _directory(context, stages, force) as collected:
+    with own_randomness(), threads_of(context.recipe), _directory(context, stages, force) as collected:
         for stage in stages:
             collected.add(run_stage(context.given() if stage.name == REPARAM else context, stage, force=force))
     return collected.outcomes
@@ -245,7 +246,7 @@ def run_alone(context: Context, name: str, *, force: bool = False) -> Outcome:
     """Run one stage on the artifacts that are there; ArtifactError when one it needs is missing or of another model."""
     stage = BY_NAME[name]
     context = context.given() if name == REPARAM else context
-    with threads_of(context.recipe), _directory(context, [stage], force, alone=True) as collected:
+    with own_randomness(), threads_of(context.recipe), _directory(context, [stage], force, alone=True) as collected:
         collected.add(run_stage(context, stage, force=force))
     return collected.outcomes[0]
 
@@ -255,7 +256,7 @@ def looking(context: Context, name: str) -> Iterator[None]:
     """The locked run directory for who only looks at what a stage and those before it made."""
     stage = BY_NAME[name]
     _check_directory(context)
-    with threads_of(context.recipe):
+    with own_randomness(), threads_of(context.recipe):
         _prepare(context, [stage])
         _check_needed(context, stage)
         read_record(context.finished(name), name)

@@ -12,6 +12,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
+import transformers
 from fork_server import ForkServer
 
 import moeq
@@ -40,12 +41,18 @@ def test_a_run_tells_what_it_made(done: moeq.Run) -> None:
     assert done.recipe.assign.bits_per_weight == "4"
     assert (done.report.suffix, done.checkpoint.name) == (".html", "checkpoint")
     assert len(repr(done)) < 2000
+    bars = transformers.utils.logging
+    bars.enable_progress_bar()
     model = moeq.load(done.out)
+    assert bars.is_progress_bar_enabled(), "those of what the caller loads next"
     assert type(model).__name__ == "MixtralForCausalLM"
 
 
 def test_again_nothing_is_done_and_the_recipe_is_that_of_the_directory(done: moeq.Run, tiny_mixtral: Path) -> None:
+    torch.manual_seed(5)
+    drawn = torch.get_rng_state()
     again = moeq.run(out=done.out, quiet=True)
+    assert torch.equal(torch.get_rng_state(), drawn), "who draws what to run next would draw the same each time"
     assert again.recipe == done.recipe.model_copy(update={"model": str(tiny_mixtral)})
     assert all(outcome.skipped for outcome in again.stages)
     assert again.table == done.table

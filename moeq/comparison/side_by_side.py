@@ -13,6 +13,7 @@ from moeq.comparison import loaded
 from moeq.comparison.eval_options import EvalOptions
 from moeq.comparison.refusals import WINDOW, check, text_source
 from moeq.comparison.subjects import Earlier, Subject, check_once, open_subjects
+from moeq.engine.randomness import own_randomness
 from moeq.errors import EvaluationError
 from moeq.evaluation import result_file as document
 from moeq.evaluation import task_files
@@ -28,6 +29,7 @@ from moeq.progress import Bar, Reporter
 EARLIER = "of earlier results no logits are kept"
 
 
+@own_randomness()
 def compare(asked: EvalOptions, show: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:
     """Measure what is named, show it, write the result file where one is asked for, and return what it holds."""
     if asked.quiet or asked.json:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import transformers
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
 
 from moeq.bounded import shortened
 from moeq.errors import ModelError, MoeqError, missing
@@ -22,16 +23,21 @@ REMEDY = "check that the directory is a complete transformers checkpoint"
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence transformers' progress bars and advice, which belong on nobody's report; errors still raise."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    transformers.utils.logging.disable_progress_bar()
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    logger, bars = logging.getLogger("transformers"), transformers.utils.logging
+    level, shown, without_hubs = logger.level, bars.is_progress_bar_enabled(), are_progress_bars_disabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logger.setLevel(logging.ERROR)
+        if shown:
+            bars.disable_progress_bar()  # and the hub's
+        try:
             yield
-    finally:
-        logger.setLevel(level)
+        finally:
+            logger.setLevel(level)
+            if shown:
+                bars.enable_progress_bar()
+                if without_hubs:
+                    disable_progress_bars()
 
 
 @contextmanager

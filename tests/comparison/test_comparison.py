@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import weakref
 from itertools import chain, pairwise
@@ -290,7 +291,11 @@ def test_earlier_results_are_compared_with_new_ones(compared: dict[str, Any], ru
     more = {"tasks": TASKS, "include_path": tasks, "text": str(text_of(tasks)), "window": 24, "stride": 12}
     saved = run / "assign" / "saved.json"
     saved.write_text((run / "assign" / "assignment.json").read_text("utf-8").replace('"name": "run"', '"name": "mine"'))
+    random.seed(5)
+    drawn, of_tensors = random.getstate(), torch.get_rng_state()
     found = compare(asked([compared["out"], saved], **more))
+    assert random.getstate() == drawn, "lm-eval sets seeds of its own"
+    assert torch.equal(torch.get_rng_state(), of_tensors)
     assert len(found["table"]) == len(compared["table"]) + 1
     assert found["rows"][-1]["not_compared"] == "of earlier results no logits are kept"
     assert values(found)["made:run"]["KL"] == values(compared)["made:run"]["KL"], "to the first row as before"
