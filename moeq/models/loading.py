@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from moeq.models.support import is_packed_apart
 from moeq.models.weights import WeightReader, owner
 from moeq.runtimes import to_convert
 
+_LOADING = threading.Lock()  # transformers leaves tied weights out of a model when threads load at the same time
 TOKENIZER, TEXT = "tokenizer.json", "text_config"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTOS = (
@@ -246,7 +248,7 @@ def load_model(
     config = load_config(source, trust_remote_code)
     kind = model_class(source, config, trust_remote_code)
     options = {"trust_remote_code": trust_remote_code} if kind in AUTOS else {}
-    with asking_transformers("load it", source.path):
+    with _LOADING, asking_transformers("load it", source.path):
         model, info = kind.from_pretrained(
             source.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )

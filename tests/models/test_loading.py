@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +88,26 @@ def test_unexpected_and_missing_tensors_are_named_streamed_or_not(tmp_path: Path
         for load in (loading.load_model, StreamedModel):
             with pytest.raises(ModelError, match=match):
                 load(source, torch.float32, CPU)
+
+
+def test_threads_load_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, transformers makes models whose head, which is their embeddings, has no weights."""
+    source, usual = open_source("bundled:tiny-mixtral"), transformers.MixtralForCausalLM.from_pretrained
+    inside, most = threading.Semaphore(0), []
+
+    def from_pretrained(*given: Any, **more: Any) -> Any:
+        inside.release()
+        most.append(inside._value)
+        time.sleep(0.05)
+        found = usual(*given, **more)
+        inside.acquire()
+        return found
+
+    monkeypatch.setattr(transformers.MixtralForCausalLM, "from_pretrained", from_pretrained)
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(loading.load_model, source, torch.float32, CPU) for _ in range(3)]
+    assert not any(one.result().lm_head.weight.is_meta for one in loads)
+    assert most == [1, 1, 1]
 
 
 def test_a_directory_that_goes_while_it_is_loaded_is_missing(
