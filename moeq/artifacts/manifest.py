@@ -29,6 +29,7 @@ from moeq_kernels.widths import CODEBOOKS, LAYOUT, STATE_BITS, TRELLIS_BITS, Enc
 SCHEMA_VERSION = 1
 NAME = "placement.json"
 REMEDY = "export the checkpoint again"
+LEFT_OUT = "give the checkpoint as moeq wrote it (save_pretrained leaves this out), or export it again"
 LAYOUT_KEYS = ("name", "version", "group_size", "symmetric")
 
 NESTED_TEXT = (
@@ -395,7 +396,8 @@ def manifest_json(manifest: PlacementManifest) -> dict[str, Any]:
 def read_manifest(directory: Path) -> PlacementManifest:
     """Read and validate a checkpoint's manifest; ArtifactError also where it names files outside of the directory, and
     for a layout that this moeq does not read."""
-    manifest = read_model(directory / NAME, PlacementManifest, SCHEMA_VERSION, remedy=REMEDY)
+    remedy = REMEDY if (directory / NAME).exists() else LEFT_OUT
+    manifest = read_model(directory / NAME, PlacementManifest, SCHEMA_VERSION, remedy=remedy)
     stated = (manifest.layout["name"], manifest.layout["version"])
     known = (LAYOUT, manifest.encoding.layout_version)
     if stated != known:

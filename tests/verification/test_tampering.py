@@ -22,11 +22,13 @@ from verification.tampering import edit, edit_json, edit_tensor, holder, swap, w
 from moeq import pipeline
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.gguf_file import read_gguf
+from moeq.artifacts.manifest import read_manifest
 from moeq.artifacts.provenance import check_listed
 from moeq.artifacts.stage import RECORD
 from moeq.artifacts.sums import write_sums
 from moeq.conversion import convert
 from moeq.errors import ArtifactError, EvaluationError, MoeqError
+from moeq.estimation.subject import read_model
 from moeq.exporters.gguf import FILE
 from moeq.exporters.readers import open_packed
 from moeq.inspection import inspect
@@ -235,12 +237,15 @@ def test_a_manifest_that_says_otherwise_than_its_tensors_is_refused(case: str, c
         found_against(checkpoint, model)
 
 
-def test_inspect_says_that_a_checkpoint_has_no_manifest(checkpoint: Path) -> None:
-    """As `save_pretrained` writes one: its experts were said to be missing."""
+def test_a_checkpoint_without_a_manifest_is_called_that(checkpoint: Path) -> None:
+    """As `save_pretrained` writes one."""
     for name in ("placement.json", "SHA256SUMS"):
         (checkpoint / name).unlink()
-    with pytest.raises(ArtifactError, match=r"packed by moeq, and without placement\.json"):
-        inspect(checkpoint)
+    for read in (inspect, lambda folder: read_model(str(folder))):
+        with pytest.raises(ArtifactError, match=r"packed by moeq, and without placement\.json"):
+            read(checkpoint)
+    with pytest.raises(ArtifactError, match=r"placement\.json: no such file; give the checkpoint as moeq wrote it"):
+        read_manifest(checkpoint)
 
 
 @pytest.mark.parametrize("part", ["name", "revision"])

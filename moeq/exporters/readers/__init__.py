@@ -65,13 +65,17 @@ def open_other(source: ModelSource, *, trust_remote_code: bool = False, as_value
 
 
 def layout_of(source: ModelSource) -> Layout | None:
-    """How the packed matrices of a checkpoint lie, as config.json declares it; None where it declares none.
+    """How the packed matrices of a checkpoint of another tool lie, as config.json declares it; None where it declares
+    none.
 
     Raises ArtifactError for what moeq does not read.
     """
     declared = quantization_of(source.config)
     if not declared:
         return None
+    if is_native(source.config):
+        what = "packed by moeq, and without placement.json, as save_pretrained of a loaded checkpoint leaves it"
+        raise ArtifactError(what, where=str(source.path), do="give the checkpoint that moeq wrote; this one only loads")
     method = format_of(source)
     where = str(source.path / "config.json")
     if method in DEQUANTIZED:
@@ -90,10 +94,7 @@ def layout_of(source: ModelSource) -> Layout | None:
 def check_read(source: ModelSource) -> None:
     """ArtifactError for a checkpoint that another tool quantized, in a format of which moeq reads nothing, and for one
     of moeq's that was saved again, without what says where experts lie."""
-    if is_native(source.config):
-        what = "packed by moeq, and without placement.json, as save_pretrained of a loaded checkpoint leaves it"
-        raise ArtifactError(what, where=str(source.path), do="give the checkpoint that moeq wrote; this one only loads")
-    if not is_dequantized(source) and of_method(format_of(source)) is None:
+    if is_native(source.config) or (not is_dequantized(source) and of_method(format_of(source)) is None):
         layout_of(source)
 
 
