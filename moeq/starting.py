@@ -204,9 +204,9 @@ def begun(
         do = "say it in the recipe's keys"
         raise RecipeError("goes without a recipe's keys", where=alone[0], do=do)
     changes = changes_of(asked)
-    if changes and isinstance(recipe, Recipe):
-        recipe = recipe.model_dump(mode="json", exclude_unset=True)
-    whole = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, changes)
+    if isinstance(recipe, Recipe):  # a copy with other values has not been validated
+        recipe = recipe.model_dump(exclude_unset=True, warnings=False)
+    whole = load_recipe(recipe, changes)
     places["out"] = places["out"] or Path(RUNS) / whole.name
     return opened(whole, command, **places, check=check, quiet=quiet)
 

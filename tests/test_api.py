@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from fork_server import ForkServer
+from pydantic import ValidationError
 
 import moeq
 from moeq import cli, starting
@@ -232,6 +233,29 @@ def test_keys_that_are_given_stay_the_callers(tmp_path: Path) -> None:
     keys = {"assign": {"method": "optimal", "bits_per_weight": 2.5}}
     assert moeq.load_recipe(keys, "assign.bits_per_weight=3").assign.bits_per_weight == "3"
     assert keys == {"assign": {"method": "optimal", "bits_per_weight": 2.5}}
+
+
+def test_a_recipe_that_was_copied_with_other_values_is_read_anew(tmp_path: Path) -> None:
+    """As pydantic's own copies are not: a key of a method's own was left as it was, and seen nowhere."""
+    recipe = moeq.load_recipe({"assign": {"method": "uniform", "bits": 2}})
+    assert "bits=2" in repr(recipe.assign)
+
+    def begun(**update: object) -> moeq.Recipe:
+        changed = recipe.model_copy(update=update)
+        return starting.begun(changed, "run", out=tmp_path / "x", model="bundled:tiny-mixtral").recipe
+
+    assert begun() == recipe
+    assert begun(assign=recipe.assign.model_copy(update={"bits": 4})).model_dump()["assign"]["bits"] == 4
+    assert begun(assign={"method": "optimal", "bits_per_weight": 3}).assign.bits_per_weight == "3"
+    for update, message in (
+        ({"seed": "x"}, "seed is 'x'; give a whole number"),
+        ({"losses": None}, "losses is null; give a mapping"),
+        ({"assign": recipe.assign.model_copy(update={"method": "optimal"})}, "assign.bits belongs to uniform"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            begun(**update)
+    with pytest.raises(ValidationError, match="sed"):
+        begun(sed=3)
 
 
 def test_everything_that_is_offered_is_there_typed_and_told() -> None:

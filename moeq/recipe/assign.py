@@ -6,7 +6,7 @@ stand in the section beside those that every method has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from fractions import Fraction
 from typing import Any, Literal, Self
@@ -127,6 +127,11 @@ class AssignSection(Section):
     )
     _settings: MethodSettings = PrivateAttr()
 
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        """With the keys of the method's own."""
+        yield from super().__repr_args__()
+        yield from self.settings.__repr_args__()
+
     @classmethod
     def of(cls, method: str, **keys: Any) -> Self:
         """The section of a method; ValidationError for keys that do not go together."""
@@ -225,6 +230,8 @@ class AssignSection(Section):
 
         A digest of a section then does not depend on which other packages there are.
         """
+        if not isinstance(self, AssignSection):  # a copy's that was given a plain mapping
+            return handler(self)  # type: ignore[unreachable]
         own = self.settings.model_dump(mode=info.mode, exclude_unset=True)
         every = [key for name in ALLOCATORS.own for key in ALLOCATORS.get(name).settings.model_fields]
         own = dict.fromkeys([*every, *type(self.settings).model_fields]) | own

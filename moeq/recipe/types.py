@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from functools import cache
@@ -163,6 +163,12 @@ class Section(BaseModel):
         allow_inf_nan=False,
         defer_build=True,  # a command that reads one section does not wait for all
     )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """pydantic's, which keeps what is no field as nobody reads it: with such keys all are validated."""
+        if update is None or update.keys() <= type(self).model_fields.keys():
+            return super().model_copy(update=update, deep=deep)
+        return self.model_validate({**self.model_dump(exclude_unset=True), **update})
 
     @classmethod
     def every_key(cls) -> dict[str, FieldInfo]:
