@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from inspect import Parameter, signature
 from numbers import Real
@@ -43,10 +43,10 @@ def checked(function: Callable[P, Result]) -> Callable[P, Result]:
             parameter = form.parameters[name]
             several = parameter.kind is Parameter.VAR_POSITIONAL
             if parameter.kind is not Parameter.VAR_KEYWORD:
-                hint, given = _hint(str(parameter.annotation), function.__module__), value if several else (value,)
-                for one in given:
+                hint = _hint(str(parameter.annotation), function.__module__)
+                found = tuple(_taken(one, hint) for one in (value if several else (value,)))
+                for one in found:
                     check(name, one, hint)
-                found = tuple(_at_home(one, hint) for one in given)
                 bound.arguments[name] = found if several else found[0]
         return function(*bound.args, **bound.kwargs)
 
@@ -63,9 +63,12 @@ def check(name: str, value: Any, hint: Any) -> None:
         raise RecipeError(f"{name} is empty", do="give a path, or leave it out")
 
 
-def _at_home(value: Any, hint: Any) -> Any:
-    """A path with a home in place of its ~, which no shell has done."""
-    if Path not in _alternatives(hint) or not isinstance(value, str | PathLike):
+def _taken(value: Any, hint: Any) -> Any:
+    """A path with a home in place of its ~, which no shell has done; of what can be read only once a list."""
+    kinds = _alternatives(hint)
+    if isinstance(value, Iterator) and any(get_origin(kind) is Sequence for kind in kinds):
+        return list(value)
+    if Path not in kinds or not isinstance(value, str | PathLike):
         return value
     return expanduser(value) if isinstance(value, str) else expanded(value)
 

@@ -181,6 +181,11 @@ def test_the_command_line_gives_the_same(done: moeq.Run, request: pytest.Fixture
         (lambda out: moeq.open_dynamic("a", tokens=10**30), RecipeError, "tokens is 1000.*; give a whole number"),
         (lambda out: moeq.open_dynamic("a", sequences=0), RecipeError, "sequences is 0; give a whole number from 1"),
         (lambda out: moeq.load_recipe([1]), RecipeError, "given is .1.; give text or a path or a mapping"),
+        (
+            lambda out: moeq.evaluate("a", tasks=(one for one in [1])),
+            RecipeError,
+            "tasks is .1.; give text or a list, each text",
+        ),
         (lambda out: moeq.load_recipe({}, 5), RecipeError, "overrides is 5; give text or a list"),
     ],
 )
@@ -232,6 +237,7 @@ def test_one_line_is_that_of_the_command(request: pytest.FixtureRequest, tmp_pat
 def test_keys_that_are_given_stay_the_callers(tmp_path: Path) -> None:
     keys = {"assign": {"method": "optimal", "bits_per_weight": 2.5}}
     assert moeq.load_recipe(keys, "assign.bits_per_weight=3").assign.bits_per_weight == "3"
+    assert moeq.load_recipe(keys, (f"assign.code_bits={bits}" for bits in [3])).assign.code_bits == "3"
     assert keys == {"assign": {"method": "optimal", "bits_per_weight": 2.5}}
 
 
