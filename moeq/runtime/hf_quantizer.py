@@ -146,11 +146,10 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         """Not in memory: ArtifactError."""
-        raise ArtifactError(
-            "the experts of a packed checkpoint cannot be unpacked in memory",
-            where=str(getattr(getattr(model, "config", None), "name_or_path", "") or "model"),
-            do="load the original checkpoint instead",
-        )
+        where = str(getattr(getattr(model, "config", None), "name_or_path", "") or "model")
+        what = "the experts of a packed checkpoint cannot be unpacked in memory"
+        do = f"load the original, or what `moeq convert {where} --to dequantized --out OTHER` makes"
+        raise ArtifactError(what, where=where, do=do)
 
 
 def _named_as_here(config: MoeqConfig, model: Any) -> Stored:

@@ -215,5 +215,7 @@ def test_gradients_pass_through_packed_experts(family: str, exported: Exported) 
 
 
 def test_what_cannot_be_unpacked_says_so(exported: Exported) -> None:
-    with pytest.raises(ArtifactError, match="cannot be unpacked in memory; load the original checkpoint instead"):
+    with pytest.raises(
+        ArtifactError, match=r"cannot be unpacked in memory; load the original, or what `moeq convert .* --to deq"
+    ):
         load(exported("mixtral")).dequantize()
