@@ -165,7 +165,8 @@ def is_weighted(source: TextSource) -> bool:
 def source_text(source: TextSource) -> str:
     """What messages call a source or a list of them."""
     if isinstance(source, list):
-        return str([one if isinstance(one, str) else one.path for one in source])
+        names = [one if isinstance(one, str) else one.path for one in source]
+        return names[0] if len(names) == 1 else str(names)
     return source if isinstance(source, str) else source.path
 
 

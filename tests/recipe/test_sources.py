@@ -55,6 +55,7 @@ def test_sources_are_kept_as_they_were_written() -> None:
         == written
     )
     assert source_text(source) == "['bundled', 'qa.jsonl', 'hub:org/name']"
+    assert source_text(source[1:2]) == "qa.jsonl", "as --text gives it"
     assert load_recipe(None, ["corpus.source=a.txt"]).model_dump(mode="json")["corpus"]["source"] == "a.txt"
 
 
