@@ -11,12 +11,13 @@ MODEL_FILES = ("config.json", "placement.json", "*.safetensors", "*.gguf")  # of
 ELSEWHERE = "choose another --out"
 
 
-def refuse_artifacts(out: Path) -> None:
+def refuse_artifacts(out: Path, option: str = "--out") -> None:
     """RecipeError for a place that is a file, a model, a checkpoint, or one artifact of a run."""
-    where = f"--out {out}"
+    where, elsewhere = f"{option} {out}", ELSEWHERE.replace("--out", option)
     if out.exists() and not out.is_dir():
-        raise RecipeError("is no directory", where=where, do=ELSEWHERE)
+        raise RecipeError("is no directory", where=where, do=elsewhere)
     if (out / RECORD).is_file():
-        raise RecipeError("is one artifact of a run, not a run", where=where, do=f"{ELSEWHERE}, such as {out.parent}")
+        do = f"{elsewhere}, such as {out.parent if option == '--out' else out.parent / option.strip('-')}"
+        raise RecipeError("is one artifact of a run, not a run", where=where, do=do)
     if any(any(out.glob(pattern)) for pattern in MODEL_FILES):
-        raise RecipeError("a model or checkpoint lies in it", where=where, do=ELSEWHERE)
+        raise RecipeError("a model or checkpoint lies in it", where=where, do=elsewhere)

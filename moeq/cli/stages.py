@@ -255,14 +255,16 @@ class ReportOptions(StageOptions):
 @takes_options()
 def report(asked: ReportOptions) -> None:
     """Write the HTML report."""
+    from moeq.artifacts.places import refuse_artifacts
     from moeq.artifacts.storage import check_no_address
     from moeq.starting import context_of
 
     if asked.analysis is not None and asked.maps is not None:
         raise RecipeError("--analysis goes without --maps", do="give one of them")
-    for folder in (asked.analysis, asked.maps):
+    for flag, folder in (("--analysis", asked.analysis), ("--maps", asked.maps)):
         if folder is not None:
             check_no_address(folder)
+            refuse_artifacts(folder, flag)
     context = context_of(asked, "report")
     from moeq import pipeline, terminal
 

@@ -216,6 +216,7 @@ REFUSED: dict[str, list[Case]] = {
     ],
     "report": of_a_run(
         (("--out", "run", "--maps", "x", "--analysis", "y"), 2, "--analysis goes without --maps"),
+        *((("--out", "run", option, "model"), 2, "model: a model or ch") for option in ("--maps", "--analysis")),
         *((("--out", "run", option, "s3://a/b"), 8, f"s3://a/b: {WRITTEN}") for option in ("--maps", "--analysis")),
         dense=True,
     ),
