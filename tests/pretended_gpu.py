@@ -111,9 +111,14 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     target = kwargs.get("device")
     if not there and not _is_there(target):
         return func(*args, **kwargs)
-    name, moves = str(func), "copy_" in str(func) or "_to_copy" in str(func)
+    name, written = str(func), "copy_" in str(func)
     mixed = there and any(one.dim() and one.device.type == "cpu" for one in here) and any(one.dim() for one in there)
-    if mixed and not moves and not (name.startswith(INDEXED) and isinstance(tensors[0], There)):
+    if (
+        mixed
+        and not written
+        and "_to_copy" not in name
+        and not (name.startswith(INDEXED) and isinstance(tensors[0], There))
+    ):
         told = [(one.device.type, tuple(one.shape)) for one in tensors]
         raise RuntimeError(f"Expected all tensors to be on the same device, {name}: {told}")
     options = {**kwargs, "device": CPU} if _is_there(target) else dict(kwargs)
@@ -122,7 +127,6 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given, named = tree_map(lambda leaf: leaf.inner if isinstance(leaf, There) else leaf, (args, options))
     whole = name.startswith("aten.histc") and not given[0].is_floating_point()  # which a GPU counts
     found = func(given[0].float(), *given[1:], **named).to(given[0].dtype) if whole else func(*given, **named)
-    written = "copy_" in name and "_to_copy" not in name
     stays = isinstance(tensors[0], There) if written else target is None or _is_there(target)
     return tree_map(lambda one: _there(one, known), found) if stays else found
 
