@@ -35,10 +35,12 @@ VISITS = 3
 
 
 def tensor_bytes() -> int:
-    """Of all tensors that there are."""
+    """Of all tensors that there are, but those that a trace in another test of this process left: they hold nothing."""
     found = {}
     for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor) and one.device.type == "cpu":
+        if type(one) not in (torch.Tensor, torch.nn.Parameter) or torch._is_functional_tensor(one):
+            continue
+        if one.device.type == "cpu":
             found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
     return sum(found.values())
 
