@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from moeq.errors import ModelError
+from moeq.runtime.graph_operator import number_for
 from moeq_kernels.description import Matrix
 
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of activations that kernels take
@@ -63,25 +63,10 @@ class Arranged:
         return probe.device == self.device and probe.dtype == self.dtype
 
 
-def _uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's forward, which torch.compile calls as it is, between two graphs: kernels take addresses, and what a
-    graph is traced with has none."""
-    eager = torch.compiler.disable(forward)
-
-    @wraps(forward)
-    def called(module: nn.Module, *given: Any, **named: Any) -> Any:
-        return (eager if torch.compiler.is_compiling() else forward)(module, *given, **named)
-
-    return called
-
-
 class Puts(nn.Module):
     """A module whose buffers, or those of its children, may be with a kernel."""
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "forward" in vars(cls):
-            cls.forward = _uncompiled(cls.forward)  # type: ignore[method-assign]
+    number: Tensor  # of those that are called in a graph, by `number_for`
 
     def put_back(self) -> None:
         """Have the stored tensors in the buffers again."""
@@ -91,6 +76,11 @@ class Puts(nn.Module):
         with arranging():
             self.put_back()
             return self.__dict__ | {"_buffers": self._buffers.copy()}  # which another thread's call takes meanwhile
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if "number" in state:  # another module's
+            self.number = number_for(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with arranging():

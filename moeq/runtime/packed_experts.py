@@ -36,6 +36,7 @@ from moeq.runtime.arranged import (
     wants_gradients,
     with_gradients,
 )
+from moeq.runtime.graph_operator import in_graphs, number_for
 from moeq_kernels import choice
 from moeq_kernels.checkpoint import DENSE
 from moeq_kernels.description import LayerOfExperts, Matrix, PreparedLayer
@@ -59,6 +60,11 @@ def guard_shapes(layer: ExpertLayer) -> dict[str, tuple[int, ...]]:
         name: (1, 2) if name.endswith("_bias") else (1, 2, 1) if name.startswith("gate_up") else (1, 1, 1)
         for name in layer.parameters
     }
+
+
+def as_given(module: nn.Module, hidden: Tensor) -> tuple[Sequence[int], torch.dtype]:
+    """Size and dtype of what experts make of hidden states [..., H]."""
+    return hidden.shape, hidden.dtype
 
 
 class PackedLinear(Puts):
@@ -199,6 +205,7 @@ class PackedExperts(Puts):
 
     def take_over(self, layer: ExpertLayer, original: nn.Module) -> None:
         """What the original module computes and holds beside its experts' weights."""
+        self.number = number_for(self)
         self.num_experts = layer.num_experts
         self.math = ExpertMath.of(layer.kind, original)
         self.identity_beyond = layer.kind.identity_beyond(original)
@@ -353,6 +360,7 @@ class PackedExperts(Puts):
     def _output_or_identity(self, number: int, rows: Tensor, tokens: Tensor) -> Tensor:
         return rows if number >= self.num_experts else self.expert(number, rows, tokens)
 
+    @in_graphs(as_given)
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As the family's own module is called; [..., H]."""
         flat = (part.flatten(0, -2) for part in (hidden_states, top_k_index, top_k_weights))
@@ -362,6 +370,7 @@ class PackedExperts(Puts):
 class PackedLlama4(PackedExperts):
     """Called with every token for every expert, multiplied by its score: rows of zeros come out as zeros."""
 
+    @in_graphs(as_given)
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """[E*T, H] -> [E*T, H]."""
         result = torch.zeros_like(hidden_states)
@@ -387,6 +396,7 @@ class PackedLlama4(PackedExperts):
 class PackedNumbered(PackedExperts):
     """Called with a one-hot choice [T, 1, E], all zero for a token over its expert's capacity."""
 
+    @in_graphs(as_given)
     def forward(self, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:  # type: ignore[override]
         """[T, H]."""
         return self.weighted_sum(*numbered.routing(hidden_states, selected_experts, routing_weights))
@@ -395,6 +405,7 @@ class PackedNumbered(PackedExperts):
 class PackedJetMoe(PackedExperts):
     """The block itself: its router and its bias are taken over."""
 
+    @in_graphs(as_given)
     def forward(self, layer_input: Tensor) -> Tensor:  # type: ignore[override]
         """[B, S, H] -> [B, S, H]."""
         hidden = layer_input.flatten(0, -2)

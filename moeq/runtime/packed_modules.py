@@ -6,7 +6,7 @@ so that whoever loads the checkpoint without moeq gets an error. A head that sha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from moeq.runtime.arranged import (
     wants_gradients,
     with_gradients,
 )
+from moeq.runtime.graph_operator import in_graphs, number_for
 from moeq.runtime.packed_experts import GUARD_DTYPE, PackedExperts, PackedLinear
 from moeq_kernels import choice
 from moeq_kernels.checkpoint import Others, wrong_config
@@ -36,6 +37,16 @@ GUARD_SHAPE = (1, 1)
 def guard_name(module: str) -> str:
     """Name of a module's guard tensor."""
     return f"{module}.weight"
+
+
+def _products(module: Any, rows: Tensor) -> tuple[Sequence[int], torch.dtype]:
+    """Size and dtype of a linear's output for rows [..., K]."""
+    return (*rows.shape[:-1], module.out_features), rows.dtype
+
+
+def _rows_of(module: Any, ids: Tensor) -> tuple[Sequence[int], torch.dtype]:
+    """Size and dtype of the embeddings of ids [...]."""
+    return (*ids.shape, module.inputs), module.dtype
 
 
 class PackedModule(PackedLinear):
@@ -53,6 +64,7 @@ class PackedModule(PackedLinear):
         biased = getattr(original, "bias", None) is not None
         rows, inputs = weight.shape
         super().__init__(rows, inputs, bits, encoding, weight.dtype, biased)
+        self.number = number_for(self)
         self.policy = choice.policy()
         self.out_features, self.in_features = rows, inputs
         if not biased:
@@ -96,6 +108,7 @@ class PackedModule(PackedLinear):
         note_reason(self, reason)
         return prepared if reason is None else None
 
+    @in_graphs(_products)
     def product(self, rows: Tensor) -> Tensor:
         """rows [..., K] -> [..., N]."""
         prepared = self.through(rows)
@@ -133,6 +146,11 @@ class PackedEmbedding(PackedModule):
         if as_head:
             output = self.product(ids)
             return output if bias is None else output + bias
+        return self.look_up(ids)
+
+    @in_graphs(_rows_of)
+    def look_up(self, ids: Tensor) -> Tensor:
+        """ids [...] -> [..., K]."""
         refuse_traced(ids)
         if not ids.numel():
             return torch.zeros(*ids.shape, self.inputs, dtype=self.dtype, device=ids.device)

@@ -185,9 +185,10 @@ def test_a_number_that_no_expert_has_adds_nothing(stored_way: bool) -> None:
     assert experts.reason == (TRAINED if stored_way else None)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "llama4_text"])
-def test_a_compiled_model_calls_packed_modules_as_they_are(family: str) -> None:
-    """Also where their first call is within: in a graph neither tensors nor numpy's arrays have addresses."""
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("family", KINDS)
+def test_a_graph_holds_calls_of_packed_modules(family: str) -> None:
+    """One graph, also where their first call is within, of the tensors that there are then."""
     model, ((layer, arguments), *_) = calls(family)
 
     def made() -> nn.ModuleList:
@@ -209,11 +210,54 @@ def test_a_compiled_model_calls_packed_modules_as_they_are(family: str) -> None:
         return modules[0](*arguments).sum() + modules[2](rows).sin().sum() + modules[3](rows).cos().sum()
 
     mine, plain = made(), made()
+    torch.compiler.reset()
+    compiled = torch.compile(computed, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
-        wanted, compiled = computed(plain), torch.compile(computed, backend="eager")
+        wanted = computed(plain)
         assert torch.equal(compiled(mine), wanted)
         assert torch.equal(compiled(mine), wanted)
-    assert [module.reason for module in mine[:3]] == [None] * 3
+        assert [module.reason for module in mine[:3]] == [plain[0].reason, None, None]
+        mine.train()  # computed with as it is stored
+        torch.testing.assert_close(compiled(mine), wanted, rtol=1e-4, atol=1e-4)
+        assert mine[2].reason == TRAINED
+
+
+def test_modules_of_one_shape_share_a_graph_and_a_copy_is_another_module() -> None:
+    """As where the layers of a model are compiled one by one: the graph has no module's name or number in it."""
+    rows, graphs = torch.randn(3, 64), []
+
+    def counted(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    one, other = filled_linear(), filled_linear()
+    other.get_buffer("scales").mul_(2)
+    copied = copy.deepcopy(other)
+    copied.get_buffer("scales").mul_(2)
+    torch.compiler.reset()
+    with torch.no_grad():
+        for linear in (one, other, copied):
+            linear.compile(backend=counted, fullgraph=True)
+            assert torch.equal(linear(rows), linear.product(rows))
+        torch.testing.assert_close(copied(rows), 4 * one(rows))
+    assert len(graphs) == 1
+
+
+def test_gradients_pass_where_a_model_is_compiled() -> None:
+    """A graph ends where a packed module is called and gradients may be asked for."""
+    model, ((layer, arguments), *_) = calls("mixtral")
+    experts, linear = packed(model, layer), filled_linear()
+
+    def computed(hidden: Tensor) -> Tensor:
+        return linear(torch.nn.functional.pad(experts(hidden, *arguments[1:]).sin(), (0, 24))).cos().sum()
+
+    found = []
+    torch.compiler.reset()
+    for function in (computed, torch.compile(computed, backend="aot_eager")):
+        hidden = arguments[0].detach().clone().requires_grad_()
+        function(hidden).backward()
+        found.append(hidden.grad)
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("policy", ["fixed", "reference"])

@@ -199,6 +199,16 @@ def test_a_pipeline_runs_it(exported: Exported) -> None:
 
 
 @pytest.mark.cases(1)
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_a_compiled_model_generates_the_same_in_one_graph(family: str, exported: Exported) -> None:
+    model = load(exported(family))
+    ids, options = torch.arange(3, 15)[None], {"max_new_tokens": 6, "do_sample": False}
+    wanted = model.generate(ids, **options)
+    torch.compiler.reset()
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    assert torch.equal(model.generate(ids, **options), wanted)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_gradients_pass_through_packed_experts(family: str, exported: Exported) -> None:
     """The gradient of the inputs is what finite differences say; nothing packed asks for one."""
