@@ -144,6 +144,11 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
         """Adapters beside packed weights are: gradients pass through packed modules, which have none of their own."""
         return True
 
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile decoding with a cache of fixed size, as it does on a GPU."""
+        return True
+
     def dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         """Not in memory: ArtifactError."""
         where = str(getattr(getattr(model, "config", None), "name_or_path", "") or "model")
