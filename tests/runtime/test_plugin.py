@@ -11,6 +11,7 @@ import pytest
 import torch
 from family_models import inputs, save
 from made_sources import MadeSource
+from torch._dynamo.utils import counters
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -217,6 +218,19 @@ def test_generate_compiles_decoding_without_a_break(family: str, exported: Expor
     compiled._compile_all_devices = True
     assert torch.equal(model.generate(ids, compile_config=compiled, **options), wanted)
     assert any(node.target is torch.ops.moeq.packed for node in graphs[-1].graph.nodes)
+
+
+@pytest.mark.cuda
+def test_generate_compiles_decoding_on_a_gpu(exported: Exported) -> None:
+    """By itself, where the cache has a fixed size; calls of packed modules stay outside of CUDA graphs."""
+    model, ids = load(exported("mixtral"), device_map="cuda"), torch.arange(3, 15, device="cuda")[None]
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    wanted = model.generate(ids, disable_compile=True, **options)
+    torch.compiler.reset()
+    counters.clear()
+    assert torch.equal(model.generate(ids, **options), wanted)
+    assert counters["stats"]["unique_graphs"]
+    assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
