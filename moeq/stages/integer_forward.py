@@ -87,7 +87,7 @@ def write(context: Context, section: IntegerSection, scales: dict[str, float], d
         )
         for line in lines(figures[f"task-{task}"]):
             context.reporter.say(f"  {escape(line)}")
-        context.reporter.say(f"  {escape(str(folder))}")
+        context.reporter.say(f"  {escape(str(context.finished('reparam') / folder.relative_to(directory)))}")
     write_report(directory, IntegerReport(tasks=figures))
     return {task: each.model_dump(mode="json", exclude={"schemes", "replay"}) for task, each in figures.items()}
 

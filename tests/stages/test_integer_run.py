@@ -14,6 +14,7 @@ from moeq.inspection import inspect
 from moeq.integers.artifacts.integer_report import read_report
 from moeq.integers.artifacts.reparam import read_reparam
 from moeq.planning.plan import make_plan
+from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from stages.test_reparam_vit import context_of, model_of, reparam
 
@@ -52,7 +53,9 @@ def test_the_integer_forward_lies_beside_the_folded_checkpoint(tmp_path: Path) -
     assert not list((run / "reparam").glob("integer*"))
 
 
-def test_every_task_has_its_own_and_the_plan_counts_them(tmp_path: Path) -> None:
+def test_every_task_has_its_own_and_the_plan_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Reporter, "say", lambda _, text: said.append(text.strip()))
     model = model_of(tmp_path / "model", num_tasks=2)
     planned = (
         make_plan(context_of(model, tmp_path / "plan", *WANTED, "assign.code_bits=2"), probe=False)
@@ -64,6 +67,7 @@ def test_every_task_has_its_own_and_the_plan_counts_them(tmp_path: Path) -> None
     assert 0.8 < planned / written < 1.25
     folders = sorted(path.name for path in (tmp_path / "run" / "reparam" / "integer").iterdir())
     assert folders == ["task-0", "task-1"]
+    assert {str(tmp_path / "run" / "reparam" / "integer" / name) for name in folders} <= set(said)
     found = [independent_replay(tmp_path / "run" / "reparam" / "integer" / name) for name in folders]
     assert [differing for differing, _ in found] == [[], []]
     assert (found[0][1]["logits"] != found[1][1]["logits"]).any()
