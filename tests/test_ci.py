@@ -55,6 +55,11 @@ def test_the_page_shows_the_file() -> None:
     assert shown == WORKFLOW.read_text("utf-8")
 
 
+def test_the_recipe_that_it_shows_keeps_to_the_runtime_of_its_gate() -> None:
+    (shown,) = (yaml.safe_load(block.text) for block in blocks(PAGE) if block.text.startswith("model:"))
+    assert shown["gates"]["formats"] == [shown["assign"]["target"]]
+
+
 def test_every_command_of_moeq_is_one_with_the_options_that_it_has() -> None:
     named = [line for step in job()["steps"] for line in step.get("run", "").splitlines() if line.startswith("moeq ")]
     assert [line.split()[1] for line in named] == ["plan", "run", "gc"]

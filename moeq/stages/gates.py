@@ -110,6 +110,7 @@ def error_of(gates: Sequence[Gate]) -> GateError | None:
     if not failed:
         return None
     what = "; ".join(f"{gate.name} {gate.measured()}" for gate in failed)
-    return GateError(
-        f"{len(failed)} of {len(gates)} failed: {what}", where="gates", do="change the run's settings, or the gate"
-    )
+    do = "change the run's settings, or the gate"
+    if all(gate.name == "formats" for gate in failed):
+        do = f"have the run keep to what {failed[0].of} loads (assign.target: {failed[0].of}), or leave the gate out"
+    return GateError(f"{len(failed)} of {len(gates)} failed: {what}", where="gates", do=do)

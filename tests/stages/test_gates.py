@@ -134,6 +134,8 @@ def test_runtimes_are_judged_by_what_they_load(finished: Context) -> None:
     assert "llama.cpp" in str(found[2].why)
     error = gates.error_of(found)
     assert str(error).startswith("gates: 1 of 3 failed: formats llama.cpp")
+    assert error is not None
+    assert "assign.target: llama.cpp" in error.do
 
 
 def test_gates_are_in_no_stages_key(finished: Context) -> None:
