@@ -178,6 +178,31 @@ def test_other_versions_are_named(home: Path, checkpoint: Path) -> None:
     assert f"torch 1.0, here {version('torch')}; no-such-package 2\\u001b, here not installed" in found.notes[0]
 
 
+@pytest.mark.parametrize(("stated", "more"), [("4", True), ("5000", False), ("many", False)])
+def test_as_many_threads_compute_as_the_statement_has(
+    home: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stated: str, more: bool
+) -> None:
+    """Sums are divided by them: a machine with another number of cores gave other bytes, and nothing said why."""
+    before, seen, said = torch.get_num_threads(), [], []
+
+    def stop(*_: object) -> None:
+        seen.append(torch.get_num_threads())
+        raise RecipeError("enough")
+
+    monkeypatch.setattr("moeq.reproduction.again.pipeline.run", stop)
+    monkeypatch.setattr(Reporter, "say", lambda _, text: said.append(text))
+    statement = json.loads((checkpoint / NAME).read_text("utf-8"))
+    builder = statement["predicate"]["runDetails"]["builder"]
+    assert builder["version"]["threads"] == str(before)
+    builder["version"]["threads"] = stated
+    write_json(checkpoint / NAME, statement)
+    write_sums(checkpoint)
+    with pytest.raises(RecipeError, match="enough"):
+        reproduce(home, checkpoint)
+    assert (seen, torch.get_num_threads()) == ([4 if more else before], before)
+    assert any(f"threads {stated}, here {before}" in text for text in said) != more
+
+
 def test_a_file_that_was_changed_with_all_its_digests(home: Path, checkpoint: Path) -> None:
     """As somebody would who passes other weights off for what the recipe gives."""
     from safetensors.torch import load_file, save_file

@@ -16,10 +16,14 @@ PACKAGES = (  # whose version may change a byte
     "transformers",
 )  # fmt: skip
 OF_FORMATS = {"gguf": ("gguf",)}  # {format: packages that write it}
+THREADS = "threads"  # in the version of a builder: how many computed
 
 
-def builder(device: torch.device | None = None) -> Builder:
-    """moeq, Python and the instructions that last digits depend on; device: what computed, None: the processor."""
+def builder(device: torch.device | None = None, threads: int | None = None) -> Builder:
+    """moeq, Python and the instructions that last digits depend on; device: what computed, None: the processor.
+
+    threads: how many of them computed, by which sums are divided; None: that decides nothing.
+    """
     on = torch.device("cpu") if device is None else device
     return Builder(
         version={
@@ -28,6 +32,7 @@ def builder(device: torch.device | None = None) -> Builder:
             "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
             "device": torch.cuda.get_device_name(on) if on.type == "cuda" else on.type,
         }
+        | ({} if threads is None else {THREADS: str(threads)})
     )
 
 

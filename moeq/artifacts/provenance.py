@@ -117,7 +117,7 @@ class BuildDefinition(Part):
 
 
 class Builder(Part):
-    """version: of moeq and Python, and the machine's instructions and device, which decide last digits."""
+    """version: of moeq and Python, and the machine's instructions, device and threads, which decide last digits."""
 
     id: Literal["urn:moeq:builder"] = "urn:moeq:builder"
     version: dict[Text, Text]

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.markup import escape
 
 from moeq import pipeline
@@ -34,6 +35,7 @@ from moeq.version import __version__
 MARKER = "reproduction.json"  # in the run's directory: of which statement, and with what
 TEXTS = "texts"  # links to texts by the names that the recipe has for them
 MAKING = STAGES[: STAGES.index("export") + 1]
+MOST_THREADS = 4096  # as a recipe may have
 NOTE = 1000  # characters about versions
 BESIDE = ".reproduced"  # behind the checkpoint's name, where no directory is named
 
@@ -45,10 +47,11 @@ def reproduce(inputs: Inputs, out: Path | None, reporter: Reporter) -> Reproduct
     something else, and what a run raises.
     """
     folder = inputs.checkpoint.with_name(f"{inputs.checkpoint.name}{BESIDE}") if out is None else out
-    with _run_directory(folder, inputs, temporary=out is None):
+    with _threads(inputs.statement), _run_directory(folder, inputs, temporary=out is None):
         context = _context(inputs, folder, reporter)
         _check_sets(context, inputs.statement)
-        notes = tuple(_notes(inputs.statement, making.builder(context.model.device).version, _packages(inputs)))
+        here = making.builder(context.model.device, torch.get_num_threads()).version
+        notes = tuple(_notes(inputs.statement, here, _packages(inputs)))
         if context.recipe.quantize.tune is not None and context.recipe.stream == "auto":  # of older versions
             how = "it is" if context.model.streams else "it is not"
             notes = (*notes, f"whether its model was streamed while scales were trained is not stated; here {how}")
@@ -63,6 +66,18 @@ def reproduce(inputs: Inputs, out: Path | None, reporter: Reporter) -> Reproduct
 
 
 @contextmanager
+def _threads(statement: Statement) -> Iterator[None]:
+    """As many threads of torch as the statement says, by which its sums were divided; then as many as before."""
+    before, stated = torch.get_num_threads(), statement.predicate.details.builder.version.get(making.THREADS, "")
+    if stated in map(str, range(1, MOST_THREADS + 1)):
+        torch.set_num_threads(int(stated))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def _run_directory(folder: Path, inputs: Inputs, *, temporary: bool) -> Iterator[None]:
     """The directory of this very reproduction; RecipeError for one that holds something else.
 
@@ -72,6 +87,7 @@ def _run_directory(folder: Path, inputs: Inputs, *, temporary: bool) -> Iterator
     if within:
         raise RecipeError("lies in what is read", where=f"--out {folder}", do="choose another --out")
     versions = {"statement": inputs.digest, "packages": _packages(inputs), **making.builder().version}
+    versions[making.THREADS] = str(torch.get_num_threads())
     if folder.is_dir() and any(path.name != f"{MARKER}{PARTIAL}" for path in folder.iterdir()):
         begun = read_json(folder / MARKER) if (folder / MARKER).is_file() else None
         if begun != versions:

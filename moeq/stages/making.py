@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from moeq.artifacts import making
@@ -110,7 +111,7 @@ def _making(
         ],
     )
     byproducts = [Resource(name=stage, digest=Digests(own=digest)) for stage, digest in stages.items()]
-    details = RunDetails(builder=making.builder(context.model.device), byproducts=byproducts)
+    details = RunDetails(builder=making.builder(context.model.device, torch.get_num_threads()), byproducts=byproducts)
     return Making(definition=definition, details=details)
 
 
