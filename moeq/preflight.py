@@ -16,7 +16,7 @@ from moeq.artifacts.run import store_folder
 from moeq.artifacts.storage import check_no_address
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.benching.asked import Asked
-from moeq.bounded import is_hub_id, is_utf8
+from moeq.bounded import is_hub_id, is_utf8, name_trouble
 from moeq.errors import ArtifactError, EvaluationError, ModelError, PushError, RecipeError, StorageError, missing
 from moeq.exporters.exporter import loaders
 from moeq.folders import CHECKPOINT, checkpoint_of, expanded, is_run
@@ -68,7 +68,8 @@ def _check_writable_name(out: Path) -> None:
     """StorageError for a name that no file of tensors or tables can be written to by, and for an address."""
     check_no_address(out)
     if not is_utf8(out):
-        raise StorageError("its name is no UTF-8", where=str(out), do="choose another --out, or rename it")
+        what, do = name_trouble(out, "choose another --out, or rename it")
+        raise StorageError(what, where=str(out), do=do)
 
 
 def check_experts(config: Mapping[str, Any], model: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.reading import TensorHeader, read_json_file
-from moeq.bounded import is_utf8, shown
+from moeq.bounded import is_utf8, name_trouble, shown
 from moeq.errors import ModelError
 
 OBJECTS = re.compile(r"_config$|^auto_map$")
@@ -34,8 +34,10 @@ REMEDY = "correct it, or download the file again"
 
 def check_name(directory: Path) -> None:
     """ModelError for a directory by whose name safetensors opens no file."""
-    if not is_utf8(f"{directory}{directory.resolve().name}"):
-        raise ModelError("its name is no UTF-8", where=str(directory), do="rename it")
+    name = f"{directory}{directory.resolve().name}"
+    if not is_utf8(name):
+        what, do = name_trouble(name, "rename it")
+        raise ModelError(what, where=str(directory), do=do)
 
 
 def read_settings(file: Path) -> Any:

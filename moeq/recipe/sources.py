@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from moeq.bounded import is_utf8, shown
+from moeq.bounded import is_utf8, name_trouble, shown
 from moeq.errors import RecipeError
 from moeq.folders import expanded
 from moeq.recipe.types import Section
@@ -153,7 +153,8 @@ def each_source(source: TextSource) -> list[SourceSection]:
     listed = source if isinstance(source, list) else [source]
     for one in listed:
         if not is_utf8(one):
-            raise RecipeError("its name is no UTF-8", where=str(one), do="rename it")
+            what, do = name_trouble(one, "rename it")
+            raise RecipeError(what, where=str(one), do=do)
     return [SourceSection(path=one) if isinstance(one, str) else one for one in listed]
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moeq.conversion import convert
-from moeq.errors import ArtifactError, ModelError
+from moeq.errors import ArtifactError, ModelError, StorageError
 from moeq.exporters import compressed_tensors
 from moeq.exporters.exporter import read_by
 from moeq.exporters.packed_source import PackedSource
@@ -660,3 +663,12 @@ def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(ArtifactError, match=r"a file \(\.gguf\)"):
         open_packed(tmp_path / "model.gguf")
+
+
+def test_a_name_that_only_the_locale_has_no_letters_for_is_not_to_be_renamed(tmp_path: Path) -> None:
+    given = [sys.executable, "-m", "moeq", "run", "bundled:tiny-mixtral", "--bits", "3", "--out", "modèle"]
+    plain = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run(given, cwd=tmp_path, env=plain, capture_output=True, text=True, check=False)
+    assert done.returncode == StorageError.exit_code
+    assert "its name is UTF-8, which this locale's names are not (ascii); set PYTHONUTF8=1" in done.stderr
+    assert not list(tmp_path.iterdir())
