@@ -178,11 +178,10 @@ class RunOptions:
         budgets = self.given(BUDGETS)
         if len(budgets) > 1:
             raise RecipeError(f"one budget is enough: {' or '.join(budgets)}", do="give one of them")
-        keys = {
-            option.metadata["sets"]: getattr(self, option.name)
-            for option in self._given()
-            if option.metadata.get("sets")
-        }
+        set_by = [option for option in self._given() if option.metadata.get("sets")]
+        for option in set_by:
+            _check_text(_flag(option), getattr(self, option.name))
+        keys = {option.metadata["sets"]: getattr(self, option.name) for option in set_by}
         changes = [*self.set_, *(f"{key}={_yaml(value)}" for key, value in keys.items())]
         formats = [named(name, (NATIVE, *written()), "--format") for name in self.format]
         others = [name for name in formats if name != NATIVE]
@@ -330,6 +329,16 @@ def _parameters(whole: type[RunOptions], rare: tuple[str, ...]) -> list[Paramete
         if offered and (option.name not in RARE or option.name in rare):
             parameters.append(Parameter(option.name, Parameter.KEYWORD_ONLY, annotation=hint, default=default))
     return parameters
+
+
+def _check_text(flag: str, value: Any) -> None:
+    """RecipeError for what no recipe can say, in the name of the option, which is what was given."""
+    from moeq.bounded import is_utf8, name_trouble  # reads YAML, which --help does without
+
+    for one in value if isinstance(value, list) else [value]:
+        if not is_utf8(one):
+            what, do = name_trouble(one, "rename it")
+            raise RecipeError(what, where=f"{flag} {one}", do=do)
 
 
 def _yaml(value: Any) -> str:
