@@ -69,7 +69,7 @@ class AssignSection(Section):
     size: Bytes | None = Field(
         None,
         description="a budget: bytes of the whole checkpoint, every file of its directory: of the native one, or of "
-        "one for a target that has blocks of its own",
+        "one for a target in AutoGPTQ's layout (gptqmodel, auto-round) or with blocks of its own (llama.cpp)",
     )
     widths: list[BitsOrFull] | None = Field(None, description="widths to choose from; none: losses.bits")
     drop: bool | None = Field(

@@ -10,6 +10,7 @@ from moeq.artifacts.assignment import DROPPED, FULL
 from moeq.artifacts.targets import Target, target_of
 from moeq.folders import bytes_in
 from moeq.recipe import AssignSection
+from moeq.stages.autogptq_size import AutoGptqSize, is_autogptq
 from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import loaded_bytes
@@ -34,8 +35,8 @@ def sizes(context: Context, config: AssignSection) -> dict[str, Any]:
 
 def sizes_of_target(context: Context, config: AssignSection, target: Target) -> dict[str, Any]:
     """The same for another target than a section's; nothing where both count what the native checkpoint stores."""
-    own = target_of(config.target).block_bytes
-    if target.block_bytes is None and own is None:
+    counted = (target, target_of(config.target))
+    if all(one.block_bytes is None and (config.size is None or not is_autogptq(one)) for one in counted):
         return {}
     return sizes(context, config.model_copy(update={"target": target.name}))
 
@@ -43,28 +44,32 @@ def sizes_of_target(context: Context, config: AssignSection, target: Target) -> 
 def _beside(context: Context, config: AssignSection, matrices: Matrices) -> dict[str, Any]:
     """What `size` counts beside the experts' own tensors; nothing where a section does not limit it.
 
-    Of a target with blocks of its own it is the file for that which is limited: it has all else that the native
-    checkpoint has, the tokenizer twice, and says nothing of single matrices.
+    Of a target in AutoGPTQ's layout it is the checkpoint for that which is limited, of one with blocks of its own the
+    file: it has all else that the native checkpoint has, the tokenizer twice, and says nothing of single matrices.
     """
     if config.size is None:
         return {}
-    size = CheckpointSize(context)
-    if target_of(config.target).block_bytes is not None:
+    size, target = CheckpointSize(context), target_of(config.target)
+    if target.block_bytes is not None:
         none = tuple({name: dict.fromkeys(sizes, 0) for name, sizes in own.items()} for own in matrices)
         return {"other_bytes": size.other_bytes + sum(context.model.side_files.sizes().values()), "record_bytes": none}
+    mixed = config.granularity == "projection"
+    counted = AutoGptqSize(size, target, mixed=mixed) if is_autogptq(target) else size
     records = tuple(
         {
-            name: {bits: size.matrix_bytes(layer, name, bits) - stored for bits, stored in sizes.items()}
+            name: {bits: counted.matrix_bytes(layer, name, bits) - stored for bits, stored in sizes.items()}
             for name, sizes in own.items()
         }
         for layer, own in zip(context.model.layers, matrices, strict=True)
     )
-    return {"other_bytes": size.other_bytes, "record_bytes": records}
+    return {"other_bytes": counted.other_bytes, "record_bytes": records}
 
 
 def beyond_size(context: Context, directory: Path) -> Iterator[str]:
     """What is told of a checkpoint for a runtime that takes more than `size`, which limits another."""
     section = context.recipe.assign
-    limited = "checkpoint" if target_of(section.target).block_bytes is None else f"checkpoint-{section.target}"
+    target = target_of(section.target)
+    own = target.block_bytes is not None or is_autogptq(target)
+    limited = f"checkpoint-{section.target}" if own else "checkpoint"
     if section.size is not None and (there := bytes_in(directory)) > section.size:
         yield f"takes {human_size(there)}: assign.size, {human_size(section.size)}, limits {limited}, not this"

@@ -23,6 +23,7 @@ from moeq.exporters import dequantized
 from moeq.exporters.exporter import Loader
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.readers import open_packed
+from moeq.folders import bytes_in
 from moeq.inspection import inspect
 from moeq.models.experts import stacked_weights
 from moeq.models.loading import load_model
@@ -33,7 +34,7 @@ from moeq.recipe import load_recipe
 from moeq.registry import Registry
 from moeq.runtime.checkpoint import load_checkpoint
 from moeq.runtimes import runtimes
-from moeq.stages import export
+from moeq.stages import assign, export
 from moeq.stages.context import Context
 from moeq.stages.export import format_directory
 from moeq.stages.needs import Sizes
@@ -119,6 +120,26 @@ def test_a_checkpoint_beyond_the_size_is_told(model: Path, tmp_path: Path, capsy
     context = context_of(model, tmp_path, chosen, "export={formats: [dequantized], verify: false}")
     pipeline.run(replace(context, reporter=Reporter()), STAGES)
     assert ": assign.size, 1.18 MiB, limits checkpoint, not this" in capsys.readouterr().err
+
+
+def test_a_size_limits_what_is_written_for_the_target(model: Path, tmp_path: Path) -> None:
+    """In AutoGPTQ's layout, which has zero points and groups that the native checkpoint does not."""
+    names, chosen = ("gptqmodel", "auto-round"), "granularity: projection, gpu_experts: 1, size: 1650KB"
+    wide = ("losses.bits=[2, 3, 4, 8]", "losses.symmetric=true", "others={attention: 4, method: rtn}")
+
+    def asked(target: str) -> Context:
+        section = f"assign={{method: optimal, quantizer: rtn, target: {target}, {chosen}}}"
+        formats = f"export={{formats: [{', '.join(names)}], verify: false}}"
+        return context_of(model, tmp_path, *wide, section, formats)
+
+    pipeline.run(asked(names[0]), STAGES)
+    assert 1_600_000 < bytes_in(format_directory(tmp_path, names[0])) <= 1_650_000
+    widths = assign.load(asked(names[0])).expert_widths()
+    for name in names:
+        inputs = assign.inputs_of(asked(name), asked(name).recipe.assign, name)
+        each, there = inputs.in_the_checkpoint(), bytes_in(format_directory(tmp_path, name))
+        said = inputs.other_bytes + sum(each.stored(layer, width) for layer, of in enumerate(widths) for width in of)
+        assert there <= said <= 1.03 * there
 
 
 def test_damage_is_named(finished: Path, tmp_path: Path) -> None:
