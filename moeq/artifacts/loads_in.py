@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from moeq.artifacts.targets import (
@@ -44,6 +45,7 @@ class Packed:
     inputs: int
     bits: int
     encoding: Encoding
+    name: str = ""
 
 
 def loads_in(
@@ -53,13 +55,15 @@ def loads_in(
     layers: Sequence[Sized] = (),
     others: Sequence[Packed | PlacedModule] = (),
     check: Callable[[str], None] = lambda _: None,
+    refuse_other: Callable[[str, Packed | PlacedModule], str | None] = lambda _, __: None,
     **encoding: Unpack[EncodingKeys],
 ) -> LoadsIn:
     """For widths of every layer's experts.
 
     layers: the model's, with the shapes of their matrices, or, where they are not known, the layers' names; others:
     the modules beside the experts that are packed; check: FormatError where the model is none that a runtime knows;
-    encoding: `vars` of that of the codes.
+    refuse_other: why a runtime has no place for one of `others`, whatever its grid; encoding: `vars` of that of the
+    codes.
     """
     own, found = Encoding(**encoding), LoadsIn()
     for name, target in targets().items():
@@ -78,12 +82,16 @@ def loads_in(
         elif reason is not None:
             reason = _short(target, widths, own.symmetric, own.nested) or reason.rpartition(": ")[2].partition(";")[0]
         else:
-            reason, do = _in_the_way(target, others)
+            reason, do = _in_the_way(target, others, partial(refuse_other, name))
         found[name] = None if reason is None else {"reason": reason, "do": do, "price": None}
     return found
 
 
-def _in_the_way(target: Target, others: Sequence[Packed | PlacedModule]) -> tuple[str | None, str]:
+def _in_the_way(
+    target: Target,
+    others: Sequence[Packed | PlacedModule],
+    refuse_other: Callable[[Packed | PlacedModule], str | None],
+) -> tuple[str | None, str]:
     """Why a runtime does not load what is packed beside the experts, None where it does, and what to do."""
     if others and not target.others:
         return "packed modules beside the experts", "run without `others`"
@@ -91,8 +99,10 @@ def _in_the_way(target: Target, others: Sequence[Packed | PlacedModule]) -> tupl
         return "packed embeddings and heads", "leave embeddings and head out of `others`"
     for one in others:
         grid = Grid(rows=one.rows, inputs=one.inputs, bits=one.bits, **vars(one.encoding))
-        if (refused := refuse_matrix(target, grid)) is not None:
-            return f"{one.kind}: {refused[0].partition(';')[0]}", f"leave {one.kind} out of `others`"
+        refused = refuse_matrix(target, grid)
+        why = refuse_other(one) if refused is None else refused[0].partition(";")[0]
+        if why is not None:
+            return f"{one.kind}: {why}", f"leave {one.kind} out of `others`"
     return None, ""
 
 

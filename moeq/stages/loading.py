@@ -7,10 +7,12 @@ from functools import partial
 
 from moeq.artifacts.assignment import FULL, Assignment
 from moeq.artifacts.loads_in import LoadsIn, Packed, by_widths, loads_in
+from moeq.artifacts.manifest import PlacedModule
 from moeq.artifacts.targets import Target, grids_of, refuse_stack
 from moeq.assigners import report
 from moeq.assigners.inputs import AssignInputs, Loaded
 from moeq.errors import FormatError, RecipeError
+from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
 from moeq.runtimes import runtimes
 from moeq.stages import non_experts as others
@@ -31,6 +33,7 @@ def where_it_loads(context: Context, assignment: Assignment, inputs: AssignInput
         layers=context.model.layers,
         others=_packed_beside(context),
         check=partial(check_family, context),
+        refuse_other=partial(_refuse_other, DiskNames(context.model.skeleton)),
     )
     experts = sum(layer.num_experts for layer in context.model.layers)
     refused = [name for name, why in found.items() if why is not None and by_widths(why)]
@@ -47,9 +50,22 @@ def _packed_beside(context: Context) -> list[Packed]:
     """What the recipe packs beside the experts."""
     hows = ((module, others.grid(context.recipe, module.kind)) for module in others.chosen(context))
     return [
-        Packed(kind=module.kind, rows=module.rows, inputs=module.inputs, bits=how.bits, encoding=how.encoding)
+        Packed(
+            kind=module.kind, rows=module.rows, inputs=module.inputs, bits=how.bits, encoding=how.encoding,
+            name=module.name,
+        )
         for module, how in hows
-    ]
+    ]  # fmt: skip
+
+
+def _refuse_other(names: DiskNames, runtime: str, one: Packed | PlacedModule) -> str | None:
+    """Why a runtime's format has no place for a packed module; a runtime that knows the model is asked."""
+    refuse = runtimes()[runtime].exporter.refuse_other
+    try:
+        refused = None if refuse is None else refuse(names, one.name, (one.rows, one.inputs))
+    except FormatError as error:
+        return error.what
+    return None if refused is None else refused[0]
 
 
 def seen_by(context: Context) -> report.SeenBy:

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from strangers import changed
 from torch import Tensor
 
+from moeq.artifacts.assignment import Assignment, ExpertChoice, LayerAssignment
 from moeq.bundled import bundled_path
 from moeq.conversion import convert
 from moeq.errors import ArtifactError, EvaluationError, FormatError, RecipeError
@@ -38,7 +39,10 @@ from moeq.models.disk_names import DiskNames
 from moeq.models.non_experts import find_others
 from moeq.numerics.ggml_types import HOLDS
 from moeq.progress import Reporter
+from moeq.recipe import load_recipe
 from moeq.registry import EXPORTERS
+from moeq.stages.context import Context
+from moeq.stages.loading import where_it_loads
 from moeq.verification.logits import typical
 from moeq.verification.reference import streamed
 from moeq.verification.verify import Options, verify
@@ -337,6 +341,16 @@ def test_packed_modules_that_gguf_keeps_otherwise_are_refused(models: dict[str, 
     others = {"model.layers.1.self_attn.kv_b_proj": 4}
     with pytest.raises(FormatError, match=r"kv_b_proj: packed, and it is kept transposed.*leave"):
         exported(MadeSource(models["deepseek_v3"], four, others=others), tmp_path / "out")
+    overrides = ["losses.symmetric=true", "losses.group_size=32", "others={attention: 4, symmetric: true}"]
+    context = Context(
+        recipe=load_recipe(None, overrides), model_name=str(models["deepseek_v3"]), out=tmp_path, reporter=Reporter()
+    )
+    choice = ExpertChoice(tier="ndp", bits=4, importance=0)
+    layers = tuple(LayerAssignment(name=one.name, experts=(choice,) * one.num_experts) for one in context.model.layers)
+    grids = {"group_size": 32, "symmetric": True}
+    refused = where_it_loads(context, Assignment(name="a", method="uniform", layers=layers, **grids))["llama.cpp"]
+    assert refused is not None
+    assert refused["reason"] == "attention: packed, and it is kept transposed in GGUF"
 
 
 def test_packed_modules_that_are_turned(tmp_path: Path) -> None:
