@@ -8,9 +8,10 @@ from typing import Any
 
 from moeq.artifacts.files import building, digest_of
 from moeq.artifacts.stage import StageRecord, is_current, read_record, write_record
-from moeq.errors import MissingError, RecipeError
+from moeq.errors import FormatError, MissingError, RecipeError
 from moeq.integers.artifacts.integer import NAME as MANIFEST
-from moeq.runtimes import ONNX, QONNX
+from moeq.integers.forward.description import KNOWN, is_known
+from moeq.runtimes import ONNX, QONNX, W8A8
 from moeq.stages import integer_forward
 from moeq.stages.context import Context
 
@@ -51,8 +52,12 @@ def write(context: Context, *, verify: bool, qonnx: bool = False) -> dict[str, A
     verify: compare every number of the test vectors with onnxruntime's, where it is installed; qonnx: OUT/qonnx
     instead, with operands of products through QONNX's Quant. Returns what was written, by task. Raises RecipeError
     where onnx is not installed, ArtifactError where `moeq reparam` has not run, MissingError where it wrote no integer
-    forward, FormatError for what the operators cannot carry.
+    forward, FormatError for a model of another kind and for what the operators cannot carry.
     """
+    if not is_known(context.model.skeleton):
+        what = f"{type(context.model.skeleton).__name__} has no integer forward, which is what would be written"
+        do = f"known are {KNOWN}; of a language model `--format {W8A8}` writes one in int8"
+        raise FormatError(what, where=f"--format {QONNX if qonnx else ONNX}", do=do)
     _check_package()
     directory = context.finished("reparam")
     record = read_record(directory, "reparam")

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from moeq import pipeline
-from moeq.errors import ArtifactError, MissingError, RecipeError
+from moeq.errors import ArtifactError, FormatError, MissingError, RecipeError
+from moeq.progress import Reporter
+from moeq.recipe import load_recipe
 from moeq.stages import export
 from moeq.stages import onnx as onnx_stage
+from moeq.stages.context import Context
 from moeq.stages.needs import Sizes
 from stages.test_reparam_vit import context_of, model_of, reparam
 
@@ -51,6 +54,14 @@ def test_forms_of_the_integer_forward_stand_alone(name: str) -> None:
 
     with pytest.raises(RecipeError, match=f"{name} is of what `moeq reparam` makes; give --format {name} by itself"):
         export.__wrapped__(StageOptions(what=None, format=[name, "gguf"]))
+
+
+@pytest.mark.parametrize("qonnx", [False, True])
+def test_a_language_model_is_refused_with_what_there_is_for_one(tmp_path: Path, qonnx: bool) -> None:
+    context = Context(recipe=load_recipe(None), model_name="bundled:tiny-mixtral", out=tmp_path, reporter=Reporter())
+    refusal = r"^--format q?onnx: MixtralForCausalLM has no integer forward.*`--format compressed-tensors-w8a8` writes"
+    with pytest.raises(FormatError, match=refusal):
+        onnx_stage.write(context, verify=True, qonnx=qonnx)
 
 
 def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
