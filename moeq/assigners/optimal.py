@@ -55,7 +55,9 @@ def assign(inputs: AssignInputs) -> Assignment:
 
 
 def remark(inputs: AssignInputs, assignment: Assignment) -> str | None:
-    """What the next wider one would take, where a target has one width for the whole model."""
+    """That no expert can be dropped; what the next wider one would take, where a target has one width for the model."""
+    if inputs.config.drop and not inputs.droppable:
+        return "drop: no expert is dropped, since they have biases, which answer without weights, too"
     granularity = granularity_within(target_of(inputs.config.target), inputs.config.granularity)
     return next_wider(inputs, assignment) if granularity == "model" else None
 

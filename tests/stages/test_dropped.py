@@ -217,13 +217,17 @@ def test_that_every_expert_is_dropped_by_hand_is_refused(finished: Context, tmp_
         assign.load(copy)
 
 
-def test_experts_with_biases_are_kept(tmp_path: Path) -> None:
+def test_experts_with_biases_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where a budget could be met by dropping them alone."""
     model = save("gpt_oss", tmp_path / "model")
     with pytest.raises(BudgetError, match="the least possible is"):
         assign.check(make(model, tmp_path / "run", "assign={method: optimal, bits_per_weight: 0.5, drop: true}"))
     context = make(model, tmp_path / "run", UNIFORM)
     pipeline.run(context, ("profile", "losses", "assign"))
+    asked = make(model, tmp_path / "run", "assign={method: optimal, bits_per_weight: 6, drop: true}")
+    pipeline.run(replace(asked, reporter=Reporter()), ("assign",))
+    assert "drop: no expert is dropped, since they have biases" in capsys.readouterr().err
+    pipeline.run(context, ("assign",))
     edit(context, (0, 1))
     with pytest.raises(AssignmentError, match="expert 1: an expert with biases cannot be dropped"):
         pipeline.run(context, ("quantize",))
