@@ -5,6 +5,7 @@ Importing this module registers the method `moeq`; `import moeq` arranges that (
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from moeq.runtime.footprint import Footprint
 from moeq.runtime.hook import forget_hook
 from moeq.runtime.packed_experts import PACKED, PackedExperts, PackedLinear
 from moeq.runtime.packed_modules import PackedModule, prepare, replace_modules
+from moeq.runtime.saving import Saving
 from moeq_kernels import choice
 from moeq_kernels.checkpoint import DENSE, FORMAT_VERSION, Stored, wrong_config
 from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, METHOD, PARTS
@@ -110,6 +112,7 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
         if stored.others is not None:
             replace_modules(model, stored.others)
         _check_files(model, checkpoint_files or ())
+        model.save_pretrained = Saving(model, tuple({os.path.dirname(file) for file in checkpoint_files or ()}))
         forget_hook(model.config)
         return model
 

@@ -125,6 +125,8 @@ def test_saved_in_shards_and_loaded_again_it_is_the_same(
     family: str, dtype: torch.dtype, exported: Exported, tmp_path: Path
 ) -> None:
     model = load(exported(family), dtype=dtype)
+    with pytest.raises(ArtifactError, match=r"the checkpoint that this model was loaded from.*into another directory"):
+        model.save_pretrained(exported(family))
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     again = load(tmp_path, dtype="auto")
