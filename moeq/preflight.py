@@ -5,12 +5,14 @@ Nothing here knows torch, transformers or lm-eval. What only a model, a tokenize
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moeq.artifacts.bench import NAME as BENCH
 from moeq.artifacts.places import refuse_artifacts
 from moeq.artifacts.run import store_folder
 from moeq.artifacts.storage import check_no_address
@@ -145,6 +147,19 @@ def check_bench(asked: Asked, out: Path | None) -> None:
     check_path(asked.gguf, "give a GGUF file to --gguf")
     if out is not None:
         refuse_artifacts(out)
+        _check_kind(asked, out)
+
+
+def _check_kind(asked: Asked, out: Path) -> None:
+    """RecipeError where a bench of the other kind, such as the one in a run's report, would be replaced."""
+    path = out / BENCH
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return
+    if isinstance(found, dict) and ("grid" in found) != asked.grid:
+        what = f"holds a bench {'without' if asked.grid else 'with'} --grid, which this one would replace"
+        raise RecipeError(what, where=str(path), do="give another directory to --out")
 
 
 def _check_together(asked: Asked) -> None:

@@ -320,9 +320,14 @@ def test_what_is_refused_before_anything_is_loaded(checkpoint: Path, text: str, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_bench_of_both_is_refused(checkpoint: Path) -> None:
+def test_a_bench_of_both_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(MoeqError, match="--dynamic: is measured beside static precision alone; leave --grid out"):
         preflight.check_bench(Asked(checkpoint=str(checkpoint), dynamic=DynamicOptions(), grid=True), None)
+    for grid, there in ((True, "{}"), (False, '{"grid": []}')):
+        (tmp_path / "bench.json").write_text(there)
+        with pytest.raises(MoeqError, match=r"bench\.json: holds a bench with(out)? --grid, which .*another directory"):
+            preflight.check_bench(Asked(checkpoint=str(checkpoint), grid=grid), tmp_path)
+        preflight.check_bench(Asked(checkpoint=str(checkpoint), grid=not grid), tmp_path)
     with pytest.raises(MoeqError, match="8 bits and fewer are asked for"):
         preflight.check_bench(Asked(checkpoint=str(checkpoint), dynamic=DynamicOptions(high=8)), None)
 
