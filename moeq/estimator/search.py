@@ -103,11 +103,12 @@ class Point(Frozen):
         return f"{many} {_width(self.gpu_bits)}, the others {_width(self.code_bits)}"
 
     def short(self, num_experts: int) -> str:
-        """The setting as experts x code bits."""
+        """The setting as experts x code bits: where some may lie on the GPU, those there first, be they none."""
+        policy, _ = by_label()[self.policy]
         if titled(self.policy).follows != "all":
             return f"{num_experts}x16" if self.bits == FULL else "its own"
         hot = self.gpu_experts
-        if hot in (0, num_experts) or self.gpu_bits == self.code_bits:
+        if not policy.near_data and (hot in (0, num_experts) or self.gpu_bits == self.code_bits):
             return f"{num_experts}x{self.code_bits:g}"
         return f"{hot}x{self.gpu_bits:g} {num_experts - hot}x{self.code_bits:g}"
 

@@ -150,6 +150,9 @@ def test_a_policy_counts_once_where_the_placement_is_nothing_to_it() -> None:
         (point,) = (point for point in found.points if point.policy == policy)
         assert point.text(8) == text
         assert point.short(8) == "8x16"
+    placed = [(point.gpu_experts, point.short(8)) for point in found.points if point.policy == "context_aware"]
+    assert {hot for hot, _ in placed} >= {0, 8}
+    assert all([int(part.partition("x")[0]) for part in text.split()] == [hot, 8 - hot] for hot, text in placed)
     fetched = [point for point in found.points if point.policy == "monde_hotset"]
     assert len({point.gpu_experts for point in fetched}) == len(fetched)
     assert all(f"the {point.gpu_experts} most popular of 8 fetched" in point.text(8) for point in fetched)
