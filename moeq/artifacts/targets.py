@@ -142,6 +142,9 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     """Why a target cannot load one packed matrix, whatever lies beside it, and the nearest thing that works."""
     if (refused := refuse_codes(target, Encoding.of(grid))) is not None:
         return refused
+    for what, size in (("rows", grid.rows), ("inputs", grid.inputs)):  # which no setting changes
+        if size % target.multiple:
+            return f"{size} {what}; {target.name} packs multiples of {target.multiple}", ANY_GRID
     if grid.nested and not target.nested:
         return f"{grid.bits} bits that lead wider codes; {target.name} has no such grid", "set losses.nested: false"
     if grid.bits not in target.widths:
@@ -160,9 +163,6 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     if grid.group_size != -1 and grid.inputs % grid.group_size and not target.short_groups:
         what = f"{grid.inputs} inputs in groups of {grid.group_size}; {target.name} reads whole groups only"
         return what, _whole_groups(target, grid)
-    for what, size in (("rows", grid.rows), ("inputs", grid.inputs)):
-        if size % target.multiple:
-            return f"{size} {what}; {target.name} packs multiples of {target.multiple}", ANY_GRID
     if target.blocks is None or Encoding.of(grid).codes == "iq":
         return None
     return _refuse_blocks(target, target.blocks, grid)

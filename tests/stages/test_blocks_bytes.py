@@ -14,7 +14,7 @@ from made_sources import save_model
 
 from moeq import pipeline
 from moeq.artifacts.stage import read_record
-from moeq.artifacts.targets import Grid, target_of
+from moeq.artifacts.targets import ANY_GRID, Grid, refuse_matrix, target_of
 from moeq.exporters.gguf import FILE
 from moeq.folders import bytes_in
 from moeq.numerics.ggml_types import NEAREST, TYPES
@@ -78,6 +78,12 @@ def test_a_matrix_takes_whole_blocks(name: str, bits: int, symmetric: bool) -> N
     assert found == (3 * block.row_bytes(512) if (bits, symmetric) in (target.blocks or {}) else None)
     assert target.matrix_bytes(Grid(rows=3, inputs=80, bits=bits, group_size=16, symmetric=symmetric)) is None
     assert target_of("auto-round").matrix_bytes(grid) is None, "as the native format has it"
+
+
+def test_what_no_setting_mends_is_told_first() -> None:
+    """Who had changed groups and zero points as told met the rows next."""
+    grid = Grid(rows=24, inputs=80, bits=4, group_size=16, symmetric=False)
+    assert refuse_matrix(target_of("vllm-cuda"), grid) == ("24 rows; vllm-cuda packs multiples of 32", ANY_GRID)
 
 
 @pytest.mark.parametrize(("bits", "size"), [("2", 128), ("2.7", 32)])

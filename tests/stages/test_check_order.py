@@ -47,7 +47,7 @@ CHEAP = {
         ["export.formats=[gptqmodel]"],
         r"export.formats: gptqmodel: model\.layers\.0.*: \d+ rows; gptqmodel packs multiples of 32",
     ),
-    "grid of experts": (["export.formats=[vllm]"], "export.formats: vllm: .*: zero points; vllm reads symmetric grids"),
+    "rows before grids": (["export.formats=[vllm]"], r"export.formats: vllm: .*: 56 rows; vllm packs multiples of 32"),
     "rows of others": (
         ["export.formats=[auto-round]", "others.attention=4", "others.group_size=-1"],
         r"for auto-round: model\.layers\.0\.self_attn\.\w+: \d+ (rows|inputs); auto-round packs multiples of 32",
