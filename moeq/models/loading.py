@@ -88,6 +88,11 @@ def source_dtype(source: ModelSource) -> torch.dtype:
     return DTYPES[main_dtype(source)]
 
 
+def full_precision(source: ModelSource) -> str:
+    """What a checkpoint's own precision is called: FP32, BF16 or FP16."""
+    return {torch.float32: "FP32", torch.bfloat16: "BF16"}.get(source_dtype(source), "FP16")
+
+
 def loaded_bytes(source: ModelSource, dtype: torch.dtype) -> int:
     """Bytes of the whole model in memory in `dtype`; of packed weights, what they unpack to."""
     if not is_dequantized(source):

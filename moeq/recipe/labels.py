@@ -20,10 +20,10 @@ UNIFORM = "uniform"
 GRANULARITIES = {"projection": "by matrix", "layer": "by layer"}
 
 
-def labels(recipe: Recipe) -> dict[str, str]:
+def labels(recipe: Recipe, full: str = "FP16") -> dict[str, str]:
     """The label of every row of a recipe's evaluation by its name; where two read alike, each with its name behind.
 
-    A quantizer is named only where the rows differ in it.
+    full: what experts in full precision are kept in. A quantizer is named only where the rows differ in it.
     """
     sections = {recipe.name: recipe.assign} | {section.name: section for section in recipe.eval.compare}
     alike = len({section.quantizer for section in sections.values()}) == 1
@@ -31,12 +31,19 @@ def labels(recipe: Recipe) -> dict[str, str]:
     for name, section in sections.items():
         own = name == recipe.name
         refined, tuned = (own and part is not None for part in (recipe.quantize.refine, recipe.quantize.tune))
-        made[name] = label(section, refined=refined, tuned=tuned, quantizer=not alike)
+        made[name] = label(section, refined=refined, tuned=tuned, quantizer=not alike, full=full)
     times = Counter(made.values())
     return {name: text if times[text] == 1 else f"{text} ({name})" for name, text in made.items()}
 
 
-def label(section: AssignSection, *, refined: bool = False, tuned: bool = False, quantizer: bool = True) -> str:
+def label(
+    section: AssignSection,
+    *,
+    refined: bool = False,
+    tuned: bool = False,
+    quantizer: bool = True,
+    full: str = "FP16",
+) -> str:
     """What an assignment is called; refined, tuned: its experts were trained after it (quantize.refine, .tune)."""
     width = _one_width(section)
     parts = [f"{UNIFORM} {width}-bit" if width is not None else _method(section)]
@@ -57,7 +64,7 @@ def label(section: AssignSection, *, refined: bool = False, tuned: bool = False,
     if section.gpu_experts == 0:
         return text
     experts = "1 expert" if section.gpu_experts == 1 else f"{section.gpu_experts} experts"
-    return f"{experts} in FP16 + {text.removeprefix(f'{UNIFORM} ')}"
+    return f"{experts} in {full} + {text.removeprefix(f'{UNIFORM} ')}"
 
 
 def _one_width(section: AssignSection) -> str | int | None:

@@ -28,7 +28,7 @@ from moeq.artifacts.tensor_files import dtype_name, safetensors_bytes, torch_dty
 from moeq.exporters.native_writer import extra_name, layer_name, listed_code, quantization
 from moeq.exporters.plain import METADATA, shards
 from moeq.models.experts import ExpertLayer
-from moeq.models.loading import source_dtype
+from moeq.models.loading import full_precision, source_dtype
 from moeq.models.source import CONFIG, INDEX, ModelSource
 from moeq.models.weights import plain_header
 from moeq.recipe import BEST, DEFAULT_QUANTIZER, AssignSection, Recipe
@@ -282,7 +282,7 @@ class CheckpointSize:
         sizes = {"bits_per_weight": 16.0, "expert_bytes": 10**6 + 1}
         figures = [
             {"name": name, **sizes, "perplexity": 123456.789, "accuracy": 0.5, **measured}
-            for name in labels(self.recipe).values()
+            for name in labels(self.recipe, full_precision(self.source)).values()
         ]
         return len(model_card.render(of, self.source.config, figures, self.model.origin).encode())
 

@@ -108,7 +108,7 @@ def test_assignments_of_a_run_are_called_as_people_do(
     assert named["made:uniform-2"] == "uniform 2-bit"
     print_comparison(compared)
     shown = capsys.readouterr().out
-    assert "made:run: 1 expert in FP16 + prefix-split, 2.5 code bits" in " ".join(shown.split())
+    assert "made:run: 1 expert in FP32 + prefix-split, 2.5 code bits" in " ".join(shown.split())
 
 
 def test_an_assignment_that_was_edited_is_not_called_what_its_method_found(run: Path, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_an_assignment_that_was_edited_is_not_called_what_its_method_found(run: 
     called = lambda word: open_subjects([str(word)], [], trust=False)[-1].described()["label"]  # noqa: E731
     decided = shutil.copy(own, saved)
     own.write_text(own.read_text("utf-8") + "\n", "utf-8")
-    label = "1 expert in FP16 + prefix-split, 2.5 code bits"
+    label = "1 expert in FP32 + prefix-split, 2.5 code bits"
     assert called(saved) == label
     assert [called(word) for word in (copy, f"{copy}:run", own)] == [f"{label}, edited {EDITED}"] * 3
     assert called(f"{copy}:uniform-2") == "uniform 2-bit"
