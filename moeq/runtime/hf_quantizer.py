@@ -112,7 +112,7 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
         if stored.others is not None:
             replace_modules(model, stored.others)
         _check_files(model, checkpoint_files or ())
-        model.save_pretrained = Saving(model, tuple({os.path.dirname(file) for file in checkpoint_files or ()}))
+        model.save_pretrained = Saving(model, tuple({os.path.dirname(file) for file in checkpoint_files or ()}))  # type: ignore[assignment]
         forget_hook(model.config)
         return model
 
