@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
@@ -13,8 +14,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from moeq.bounded import shown
-from moeq.errors import RecipeError
+from moeq.bounded import shortened, shown
+from moeq.errors import RecipeError, StorageError
 from moeq.folders import expanded
 
 P = ParamSpec("P")
@@ -33,7 +34,8 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
 
 def checked(function: Callable[P, Result]) -> Callable[P, Result]:
     """A function that raises RecipeError for an argument of a type that it does not take, and for an empty path,
-    which would be the working directory; what else it does not take it refuses itself. Paths may begin with ~."""
+    which would be the working directory; what else it does not take it refuses itself. Paths may begin with ~. What the
+    system refuses is a StorageError."""
     form = signature(function)
 
     @wraps(function)
@@ -48,9 +50,23 @@ def checked(function: Callable[P, Result]) -> Callable[P, Result]:
                 for one in found:
                     check(name, one, hint)
                 bound.arguments[name] = found if several else found[0]
-        return function(*bound.args, **bound.kwargs)
+        try:
+            return function(*bound.args, **bound.kwargs)
+        except OSError as error:
+            if (known := of_system(error)) is None:
+                raise
+            raise known from error
 
     return called
+
+
+def of_system(error: OSError) -> StorageError | None:
+    """What the system says of a path, or of a disk, as an error of moeq's; None where it says it of something else."""
+    what = error.strerror or str(error)
+    if error.filename is not None:
+        return StorageError(what, where=shortened(str(error.filename), 400), do="check the disk and the path")
+    on_disk = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+    return StorageError(what, do="check the disk") if on_disk else None
 
 
 def check(name: str, value: Any, hint: Any) -> None:

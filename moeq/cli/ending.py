@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from moeq.bounded import shortened
+from moeq.arguments import of_system
 from moeq.cli.libraries import quiet_libraries
 from moeq.cli.usage import asks_json
 from moeq.errors import InternalError, MissingError, MoeqError, PlanError, StorageError
@@ -175,10 +175,8 @@ def _as_moeq_error(error: Exception) -> MoeqError:
         return error
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EFBIG):
         return StorageError(error.strerror or str(error), where="standard output", do="free some space")
-    if isinstance(error, OSError) and error.filename is not None:
-        return StorageError(
-            error.strerror or str(error), where=shortened(str(error.filename), 400), do="check the disk and the path"
-        )
+    if isinstance(error, OSError) and (known := of_system(error)) is not None:
+        return known
     if isinstance(error, FileNotFoundError) and NO_FOLDER in str(error):
         return StorageError("no folder for temporary files can be written", where="TMPDIR", do="set it to one that can")
     return InternalError(f"{type(error).__name__}: {error}", where="bug in moeq", do=f"please report it{_logged()}")
