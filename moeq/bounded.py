@@ -10,9 +10,7 @@ import math
 import os
 import re
 import stat
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,20 +35,6 @@ _NO_KEY = object()
 DIGITS = 9  # of a whole number that is given, at most
 LARGEST = 10**DIGITS - 1
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-
-
-def is_utf8(name: object) -> bool:
-    """Whether a name is text: of bytes that are none Python makes halves of surrogate pairs."""
-    return not any("\ud800" <= character <= "\udfff" for character in str(name))
-
-
-def name_trouble(name: object, otherwise: str) -> tuple[str, str]:
-    """What is wrong with a name that is no text, and what to do: its bytes (then `otherwise`), or the locale alone."""
-    with suppress(UnicodeError):
-        os.fsencode(str(name)).decode("utf-8")
-        here = sys.getfilesystemencoding()
-        return f"its name is UTF-8, which this locale's names are not ({here})", "set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
-    return "its name is no UTF-8", otherwise
 
 
 def is_number(text: str, digits: int = DIGITS) -> bool:

@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable
-from os import PathLike
+from contextlib import suppress
+from os import PathLike, fsencode
 from os.path import isdir, islink
 
 from moeq_kernels.errors import ArtifactError as ArtifactError
@@ -99,6 +101,20 @@ class GateError(MoeqError):
 
 class PushError(MoeqError):
     exit_code = 15
+
+
+def is_utf8(name: object) -> bool:
+    """Whether a name is text: of bytes that are none Python makes halves of surrogate pairs."""
+    return not any("\ud800" <= character <= "\udfff" for character in str(name))
+
+
+def name_trouble(name: object, otherwise: str) -> tuple[str, str]:
+    """What is wrong with a name that is no text, and what to do: its bytes (then `otherwise`), or the locale alone."""
+    with suppress(UnicodeError):
+        fsencode(str(name)).decode("utf-8")
+        here = sys.getfilesystemencoding()
+        return f"its name is UTF-8, which this locale's names are not ({here})", "set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+    return "its name is no UTF-8", otherwise
 
 
 def missing(path: str | PathLike[str], do: str, problem: str = "no such file or directory") -> MissingError:

@@ -17,7 +17,7 @@ from typer import Argument, Option
 from typer.models import ParameterInfo
 
 from moeq.bundled.preset_files import DEFAULT, QUALITIES, chosen_preset, preset_names
-from moeq.errors import RecipeError, as_named
+from moeq.errors import RecipeError, as_named, is_utf8, name_trouble
 from moeq.folders import checkpoint_of, is_run
 from moeq.registry import QUANTIZERS
 from moeq.runtimes import NATIVE, named, runtimes, written
@@ -333,8 +333,6 @@ def _parameters(whole: type[RunOptions], rare: tuple[str, ...]) -> list[Paramete
 
 def _check_text(flag: str, value: Any) -> None:
     """RecipeError for what no recipe can say, in the name of the option, which is what was given."""
-    from moeq.bounded import is_utf8, name_trouble  # reads YAML, which --help does without
-
     for one in value if isinstance(value, list) else [value]:
         if not is_utf8(one):
             what, do = name_trouble(one, "rename it")

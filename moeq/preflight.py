@@ -18,8 +18,18 @@ from moeq.artifacts.run import store_folder
 from moeq.artifacts.storage import check_no_address
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.benching.asked import Asked
-from moeq.bounded import is_hub_id, is_utf8, name_trouble
-from moeq.errors import ArtifactError, EvaluationError, ModelError, PushError, RecipeError, StorageError, missing
+from moeq.bounded import is_hub_id
+from moeq.errors import (
+    ArtifactError,
+    EvaluationError,
+    ModelError,
+    PushError,
+    RecipeError,
+    StorageError,
+    is_utf8,
+    missing,
+    name_trouble,
+)
 from moeq.exporters.exporter import loaders
 from moeq.folders import CHECKPOINT, checkpoint_of, expanded, is_run
 from moeq.models import offline

@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from moeq.bounded import is_utf8
 from moeq.cli.ending import refuse, show
-from moeq.errors import RecipeError
+from moeq.errors import RecipeError, is_utf8
 from moeq.options import (
     DeviceOption,
     DynamicLogOption,

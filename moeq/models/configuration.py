@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from moeq.artifacts.reading import TensorHeader, read_json_file
-from moeq.bounded import is_utf8, name_trouble, shown
-from moeq.errors import ModelError
+from moeq.bounded import shown
+from moeq.errors import ModelError, is_utf8, name_trouble
 
 OBJECTS = re.compile(r"_config$|^auto_map$")
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")

@@ -17,8 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from moeq.bounded import is_utf8, name_trouble, shown
-from moeq.errors import RecipeError
+from moeq.bounded import shown
+from moeq.errors import RecipeError, is_utf8, name_trouble
 from moeq.folders import expanded
 from moeq.recipe.types import Section
 

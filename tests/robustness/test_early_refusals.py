@@ -124,7 +124,7 @@ WITHOUT_RECIPE: list[Case] = [
     (("model", "--group-size", "3"), 2, "--group-size"),
     NO_TEXT_FILE,
     (("model", "--text", "file.txt", "--eval-text", "file.txt"), 2, "--eval-text: file.txt is in --text, too"),
-    (("model", "--text", "\udcff.txt"), 2, "--text \\udcff.txt: its name is no UTF-8; rename it"),
+    (("model", "--text", "\udcff.txt"), 2, ".txt: its name is no UTF-8; rename it"),
 ]
 
 REFUSED: dict[str, list[Case]] = {
