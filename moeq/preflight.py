@@ -5,7 +5,6 @@ Nothing here knows torch, transformers or lm-eval. What only a model, a tokenize
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from moeq.artifacts.bench import NAME as BENCH
 from moeq.artifacts.places import refuse_artifacts
+from moeq.artifacts.reading import read_json_file
 from moeq.artifacts.run import store_folder
 from moeq.artifacts.storage import check_no_address
 from moeq.artifacts.sums import NAME as SUMS
@@ -164,7 +164,7 @@ def _check_kind(asked: Asked, out: Path) -> None:
     """RecipeError where a bench of the other kind, such as the one in a run's report, would be replaced."""
     path = out / BENCH
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = read_json_file(path)
     except (OSError, ValueError):
         return
     if isinstance(found, dict) and ("grid" in found) != asked.grid:

@@ -73,7 +73,7 @@ def reasons(where: LoadsIn) -> dict[str, str]:
             [[4, 4]],
             {"others": [beside("dense", inputs=40)]},
             dict.fromkeys(("transformers", *VLLM), PACKED)
-            | {"gptqmodel": "dense: 40 inputs", "auto-round": "dense: 40 inputs in groups of 128"}
+            | {"gptqmodel": "dense: 40 inputs", "auto-round": "dense: 40 inputs"}
             | dict.fromkeys(("llama.cpp", "llama.cpp-refit"), "dense: 4 bits of 40 inputs in groups of 40"),
         ),
         ([[4, 4]], {"group_size": 256}, dict.fromkeys(VLLM, "groups of 256")),

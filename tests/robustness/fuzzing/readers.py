@@ -267,6 +267,7 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.exporters.readers.gguf.Gguf._bytes": GGUF,
     "moeq.exporters.readers.gguf.Gguf.read": GGUF,
     "moeq.artifacts.files._open_lock": LOCK,
+    "moeq.preflight._check_kind": MARKED,
     "moeq.reproduction.again._run_directory": MARKED,
     "moeq.reproduction.differences._tensor": HEADERS,
     "moeq.reproduction.differences._within": HEADERS,
