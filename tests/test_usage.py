@@ -385,6 +385,44 @@ def test_an_interrupt_that_python_drops_comes_again(number: signal.Signals, code
     assert done.stderr == "interrupted; run the same command to go on\n"
 
 
+@pytest.mark.parametrize("when", ["while others leave", "while the interpreter goes"])
+@pytest.mark.parametrize(("ending_code", "said"), [(130, "interrupted\n"), (7, "")])
+def test_an_interrupt_behind_the_end_changes_nothing(when: str, ending_code: int, said: str) -> None:
+    """As impatient people send: a second one comes when the first has been told of, or when all is done."""
+    behind = "atexit.register(signal.raise_signal, signal.SIGINT)" if "others" in when else "global held; held = Held()"
+    program = (
+        "import atexit, signal, sys\n"
+        "from moeq.cli import ending\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Held:\n"
+        "    def __del__(self, raise_signal=signal.raise_signal, number=signal.SIGINT):\n"
+        "        raise_signal(number)\n"
+        "def app():\n"
+        f"    {behind}\n"
+        f"    {'signal.raise_signal(signal.SIGINT)' if ending_code == 130 else f'sys.exit({ending_code})'}\n"
+        "sys.argv = ['moeq', 'inspect']\n"
+        "ending.run(app)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (ending_code, "", said)
+
+
+def test_an_interrupt_before_the_command_line_is_there_is_one_line() -> None:
+    program = (
+        "import signal, sys\n"
+        "from moeq import __main__\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'moeq.cli':\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "__main__.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_words_are_broken_behind_commas_alone() -> None:
     assert wrapped("a-b-c --set x=1,y=2,z=3 end", 9) == ["a-b-c", "--set", "x=1,y=2,", "z=3 end"]
     assert wrapped("", 9) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import contextlib
 import errno
@@ -29,6 +30,7 @@ NO_MEMORY = (  # as torch, the system, the loader and Python's threads, which ne
     "allocate memory", "out of memory", "failed to map segment", "bad_alloc", "can't start new thread",
 )  # fmt: skip
 NO_FOLDER = "No usable temporary directory"  # as tempfile says it
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # that end a command
 SOON = 0.05  # seconds until an interrupt that was lost comes again
 HUNG_UP, INTERRUPTED, CLOSED, TERMINATED = 129, 130, 141, 143  # as shells have it: 128 and the number of the signal
 
@@ -78,10 +80,18 @@ def run(app: Callable[[], None]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # of characters without an encoding, as on standard error
     ended_by: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # those that nobody has set, as nohup does
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # before others, so that it is the last one called
+    for number in SIGNALS:  # those that nobody has set, as nohup does
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, lambda number, _: _interrupt(ended_by, number))
     sys.unraisablehook = partial(_unraisable, ended_by, sys.unraisablehook)
+    try:
+        _end(app, ended_by)
+    except KeyboardInterrupt:  # while another one was told of
+        _leave(ended_by)
+
+
+def _end(app: Callable[[], None], ended_by: list[int]) -> None:
     output = sys.stdout
     try:
         try:
@@ -93,7 +103,9 @@ def run(app: Callable[[], None]) -> None:
         code = leaving.code if isinstance(leaving, SystemExit) else INTERRUPTED  # typer makes 130 of an interrupt
         if code == INTERRUPTED:
             _leave(ended_by)
-        sys.exit(code if sys.stdout is output else CLOSED)  # typer replaces one that nobody reads, and makes 1 of it
+        code = code if sys.stdout is output else CLOSED  # typer replaces one that nobody reads, and makes 1 of it
+        _end_at_once(code if isinstance(code, int) else int(code is not None))
+        sys.exit(code)
     except BrokenPipeError:
         _drop(1)
         sys.exit(CLOSED)
@@ -109,6 +121,14 @@ def run(app: Callable[[], None]) -> None:
             _drop(1)
         _say(f"moeq: {known}")
         sys.exit(known.exit_code)
+
+
+def _end_at_once(code: int) -> None:
+    """From now on, when all is done or taken back, a signal ends the process with this code, not in a traceback. The
+    interpreter, when it goes, takes such handlers away: then an interrupt is ignored, which would make another code."""
+    for number in SIGNALS:
+        if callable(signal.getsignal(number)):  # not one that is ignored
+            signal.signal(number, lambda *_: os._exit(code))
 
 
 def _say(line: str) -> None:
@@ -142,13 +162,17 @@ def _unraisable(ended_by: list[int], tell: Callable[[Any], Any], ignored: Any) -
 
 def _leave(ended_by: list[int]) -> NoReturn:
     """End as somebody who is interrupted does."""
+    codes = {signal.SIGTERM: TERMINATED, signal.SIGHUP: HUNG_UP}
+    code = next((code for number, code in codes.items() if number in ended_by), INTERRUPTED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until it is told
     from moeq.artifacts.run import STAGES
 
     goes_on = sys.argv[1:2] and sys.argv[1] in ("run", *STAGES)
     with contextlib.suppress(OSError):  # of a terminal that is gone
         print("interrupted; run the same command to go on" if goes_on else "interrupted", file=sys.stderr)
-    codes = {signal.SIGTERM: TERMINATED, signal.SIGHUP: HUNG_UP}
-    sys.exit(next((code for number, code in codes.items() if number in ended_by), INTERRUPTED))
+    _end_at_once(code)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    sys.exit(code)
 
 
 def _check_here() -> None:
