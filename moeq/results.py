@@ -6,9 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from moeq.folders import as_word
-from moeq.models.loading import full_precision
 from moeq.models.side_files import HOOK_FILE
-from moeq.recipe.labels import labels
 from moeq.runtimes import runtimes
 from moeq.stages import estimate, evaluate, export
 from moeq.stages import non_experts as others
@@ -27,7 +25,7 @@ def final_rows(context: Context) -> list[dict[str, Any]]:
     bytes.
     """
     report, estimates, weights = evaluate.load(context), estimate.load(context), others.weights(context)
-    original, named = report.row(evaluate.ORIGINAL), labels(context.recipe, full_precision(context.model.source))
+    original, named = report.row(evaluate.ORIGINAL), context.labels
     rows = []
     for row in sorted(report.rows, key=lambda row: -row.expert_bytes):
         estimated = estimates.of(row.name)

@@ -126,9 +126,14 @@ def _end(app: Callable[[], None], ended_by: list[int]) -> None:
 def _end_at_once(code: int) -> None:
     """From now on, when all is done or taken back, a signal ends the process with this code, not in a traceback. The
     interpreter, when it goes, takes such handlers away: then an interrupt is ignored, which would make another code."""
+    _on_signals(lambda *_: os._exit(code))
+
+
+def _on_signals(handler: Callable[..., None]) -> None:
+    """Of those that are not ignored."""
     for number in SIGNALS:
-        if callable(signal.getsignal(number)):  # not one that is ignored
-            signal.signal(number, lambda *_: os._exit(code))
+        if callable(signal.getsignal(number)):
+            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:
@@ -164,14 +169,13 @@ def _leave(ended_by: list[int]) -> NoReturn:
     """End as somebody who is interrupted does."""
     codes = {signal.SIGTERM: TERMINATED, signal.SIGHUP: HUNG_UP}
     code = next((code for number, code in codes.items() if number in ended_by), INTERRUPTED)
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until it is told
+    _on_signals(lambda *_: None)  # until it is told
     from moeq.artifacts.run import STAGES
 
     goes_on = sys.argv[1:2] and sys.argv[1] in ("run", *STAGES)
     with contextlib.suppress(OSError):  # of a terminal that is gone
         print("interrupted; run the same command to go on" if goes_on else "interrupted", file=sys.stderr)
     _end_at_once(code)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     sys.exit(code)
 
 

@@ -26,11 +26,9 @@ from moeq.comparison.refusals import assignments_of, split_run
 from moeq.errors import EvaluationError, ModelError
 from moeq.evaluation.context_options import ContextOptions
 from moeq.folders import CHECKPOINT, CONFIG, bytes_in, expanded
-from moeq.models.loading import full_precision
 from moeq.models.source import ModelSource, open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.recipe.labels import labels
 from moeq.runtime.dynamic.options import DynamicOptions
 from moeq.stages import assign, quantize
 from moeq.stages.checkpoint_size import CheckpointSize, original_bytes
@@ -87,7 +85,7 @@ class Subject:
             described["assignment"] = {"name": self.assignment.name, "method": self.assignment.method}
         if self.run is not None and self.context is None:
             called = ORIGINAL if self.assignment is None else self.assignment.name
-            label = labels(self.run.recipe, full_precision(self.run.model.source)).get(called)
+            label = self.run.labels.get(called)
             described["label"] = f"{label}, edited {EDITED}" if self.edited and label is not None else label
         if self.context is not None:
             described["context_aware"] = self.context.model_dump(mode="json")

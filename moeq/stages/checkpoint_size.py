@@ -28,11 +28,10 @@ from moeq.artifacts.tensor_files import dtype_name, safetensors_bytes, torch_dty
 from moeq.exporters.native_writer import extra_name, layer_name, listed_code, quantization
 from moeq.exporters.plain import METADATA, shards
 from moeq.models.experts import ExpertLayer
-from moeq.models.loading import full_precision, source_dtype
+from moeq.models.loading import source_dtype
 from moeq.models.source import CONFIG, INDEX, ModelSource
 from moeq.models.weights import plain_header
 from moeq.recipe import BEST, DEFAULT_QUANTIZER, AssignSection, Recipe
-from moeq.recipe.labels import labels
 from moeq.registry import ALLOCATORS
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, has_own_code, hooked
@@ -282,7 +281,7 @@ class CheckpointSize:
         sizes = {"bits_per_weight": 16.0, "expert_bytes": 10**6 + 1}
         figures = [
             {"name": name, **sizes, "perplexity": 123456.789, "accuracy": 0.5, **measured}
-            for name in labels(self.recipe, full_precision(self.source)).values()
+            for name in self.context.labels.values()
         ]
         return len(model_card.render(of, self.source.config, figures, self.model.origin).encode())
 

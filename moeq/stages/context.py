@@ -10,8 +10,10 @@ from pathlib import Path
 
 from moeq.artifacts.provenance import NamedModel
 from moeq.artifacts.run import DIRECTORIES, STORE, store_folder
+from moeq.models.loading import full_precision
 from moeq.progress import Reporter
 from moeq.recipe import Recipe
+from moeq.recipe.labels import labels
 from moeq.stages.model import RunModel
 from moeq.stages.text import RunText
 
@@ -85,6 +87,11 @@ class Context:
             weights=self.weights,
             folded=self.directory("reparam") if self.folds else None,
         )
+
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        """What every row of the evaluation is called, by its name."""
+        return labels(self.recipe, full_precision(self.model.source))
 
     @cached_property
     def text(self) -> RunText:

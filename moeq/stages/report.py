@@ -23,10 +23,8 @@ from moeq.artifacts.stage import current_digest, read_record
 from moeq.assigners.report import around
 from moeq.errors import ArtifactError
 from moeq.models.drafts import left_drafts
-from moeq.models.loading import full_precision
 from moeq.recipe import domain_names
 from moeq.recipe.editing import as_yaml
-from moeq.recipe.labels import labels
 from moeq.reporting.atlas import atlas
 from moeq.reporting.inputs import Loads, Refined, ReportInputs, SpeedInputs
 from moeq.reporting.maps import MOST_TEXTS
@@ -102,7 +100,7 @@ def collect(context: Context) -> ReportInputs:
         trade_offs=trade_offs(context, assignment) if speed.tells else [],
         gates=gates.verdicts(context),
         loads=loads(context, assignment),
-        labels=labels(context.recipe, full_precision(context.model.source)),
+        labels=context.labels,
         domains=_domains(context, evaluation),
         digests={stage: read_record(context.directory(stage), stage).digest for stage in stages_of(context)},
         edited=assign.is_edited(context),
@@ -223,7 +221,7 @@ def is_intact(context: Context) -> bool:
     if gates.verdicts(context) != _gates_there(context):
         return False
     path = context.directory("export") / CARD
-    figures = card_figures(evaluate.load(context), labels(context.recipe, full_precision(context.model.source)))
+    figures = card_figures(evaluate.load(context), context.labels)
     expected = export.card(context, read_manifest(path.parent), figures)
     return path.is_file() and path.read_text("utf-8") == expected
 
