@@ -235,10 +235,13 @@ def sweep(results: figures.Figures, form: str, threads: int, state_bits: int = 0
         results.add(what, worst[bits], "x", at_most=UNPACKING_GOAL)
 
 
-def packed_layer(kernel: CpuKernel, widths: Sequence[int], experts: int, group: int = GROUP) -> PackedLayer:
-    """A layer whose experts have these widths in turn."""
+def packed_layer(
+    kernel: CpuKernel, widths: Sequence[int], experts: int, group: int = GROUP, state_bits: int = 0
+) -> PackedLayer:
+    """A layer whose experts have these widths in turn, of grids or, with bits of a state, of trellis codes."""
     random = torch.Generator().manual_seed(1)
-    kinds = {bits: {name: packed(*size, bits, random, group) for name, size in SIZES.items()} for bits in set(widths)}
+    made = partial(walked, state_bits=state_bits) if state_bits else partial(packed, group=group)
+    kinds = {bits: {name: made(*size, bits, random=random) for name, size in SIZES.items()} for bits in set(widths)}
     matrices = [kinds[widths[expert % len(widths)]] for expert in range(experts)]
     return kernel.layer(LayerOfExperts(matrices=matrices, biases=[{}] * experts, gate=gate, activation="silu"))
 
@@ -276,10 +279,11 @@ def whole_layer(results: figures.Figures, kernel: CpuKernel, threads: int) -> No
     experts = results.options.experts
     layers = {f"{bits} bits": packed_layer(kernel, [bits], experts) for bits in WIDTHS}
     layers |= {f"mixed {bits}": packed_layer(kernel, widths, experts) for bits, widths in MIXED.items()}
+    walks = {f"2 bits, 2**{states} states": packed_layer(kernel, [2], experts, 0, states) for states in STATE_GOALS}
     dense, bandwidth = dense_layer(experts), Bandwidth.of(COLD_BYTES)
-    results.table([f"layer, threads {threads}", "bf16, us", *layers, "4 bits, GB/s", "read, GB/s"])
+    results.table([f"layer, threads {threads}", "bf16, us", *layers, *walks, "4 bits, GB/s", "read, GB/s"])
     for tokens in (*ROWS, PREFILL):
-        calls: dict[str, Callable[..., Tensor]] = {"bf16": dense, **layers}
+        calls: dict[str, Callable[..., Tensor]] = {"bf16": dense, **layers, **walks}
         rates: list[float] = []
         contenders = {name: with_routed(call, tokens, experts) for name, call in calls.items()}
         contenders["read"] = lambda rates=rates: rates.append(bandwidth())
@@ -288,7 +292,7 @@ def whole_layer(results: figures.Figures, kernel: CpuKernel, threads: int) -> No
         number = results.options.rounds if tokens < PREFILL else max(2, results.options.rounds // 5)
         taken = rounds(contenders, number)
         rate = layers["4 bits"].nbytes / experts * TOP_K / taken["4 bits"] if tokens == 1 else float("nan")
-        shown = [f"{taken['bf16'] / taken[name]:.1f}x" for name in layers]
+        shown = [f"{taken['bf16'] / taken[name]:.1f}x" for name in (*layers, *walks)]
         read_rate = statistics.median(rates)
         ours = "" if rate != rate else f"{rate / 1e9:.1f}"
         results.row(f"T = {tokens}", f"{taken['bf16'] * 1e6:.0f}", *shown, ours, f"{read_rate / 1e9:.1f}")
@@ -299,6 +303,8 @@ def whole_layer(results: figures.Figures, kernel: CpuKernel, threads: int) -> No
         if tokens == PREFILL:
             worst = max(taken[name] for name in layers) / taken["bf16"]
             results.add(f"{where}, slowest width, of bf16's time", worst, "x", at_most=PREFILL_GOAL)
+        for name in walks:
+            results.add(f"{where}, {name}, of 4 bits' time", taken[name] / taken["4 bits"], "x")
         for bits in MIXED:
             same = taken[f"mixed {bits}"] / taken[f"{bits} bits"]
             results.add(f"{where}, mixed, of uniform's time at equal bytes", same, "x", at_most=MIXED_GOAL)

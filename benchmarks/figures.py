@@ -200,6 +200,8 @@ def machine() -> dict[str, str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     cores = len(os.sched_getaffinity(0))
     name = f"{cores} cores, {memory:.0f} GB, {platform.machine()}, load {os.getloadavg()[0]:.1f}"
+    if "OMP_NUM_THREADS" in os.environ:  # otherwise torch takes all cores
+        name += f", OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         name += f", {torch.cuda.get_device_name()}"

@@ -63,8 +63,11 @@ class Form:
     @property
     def vectors(self) -> Form:
         """The form without tiles: this one, or the fastest of the same vectors for few rows."""
-        if not self.tiles:
-            return self
+        return self.bytewise if self.tiles else self
+
+    @property
+    def bytewise(self) -> Form:
+        """The form of the same vectors for activations as whole numbers of three bytes."""
         return next(form for form in FORMS.values() if form.lanes == self.lanes and form.slices == 3)
 
     def walks_in_floats(self, rows: int) -> bool:

@@ -122,8 +122,9 @@ class CpuKernel:
 
     def _holding(self, shapes: Sequence[Shape]) -> Form:
         """The form, or that of the same vectors in float32 where its sums do not hold all groups."""
-        fits = self.form.vectors.slices < 2 or all(self._holds(shape, 128) for shape in shapes)
-        return self.form if fits else self.form.floats
+        form = self.form
+        whole = [one for one in shapes if any(form_of(form, one.codes, rows).slices > 1 for rows in form.rows)]
+        return form if all(self._holds(shape, 128) for shape in whole) else form.floats
 
     @staticmethod
     def _holds(shape: Shape, largest: int) -> bool:

@@ -104,6 +104,10 @@ class Walk:
         """Whether vectors of so many lanes look values up in registers."""
         return self.state_bits <= LOOKED_UP and lanes == 16 and host_features().get("avx512vbmi", False)
 
+    def as_bytes(self, lanes: int) -> bool:
+        """Whether vectors of so many lanes have the values of four inputs at once, a byte each."""
+        return not self.walked or self.in_registers(lanes)
+
     @property
     def in_pairs(self) -> bool:
         """Whether tables in registers are looked up two at a time: on a Zen that is as fast as one, Intel's CPUs take

@@ -16,6 +16,7 @@ from moeq_kernels.cpu.forms import AVX2_LANES, FORMS, forms, is_zen
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.cpu.layer import PackedLayer, PackedLinear
 from moeq_kernels.cpu.lookups import several
+from moeq_kernels.cpu.matrices import form_of
 from moeq_kernels.cpu.walks import table
 from moeq_kernels.description import DOWN, LayerOfExperts
 from moeq_kernels.packed import PackedWeight
@@ -66,6 +67,26 @@ def test_every_form(form: str) -> None:
     if form not in forms():
         pytest.skip(f"this CPU has no {form}")
     check(trellis_of(32, 96, 3, 10), 4, form)
+
+
+def test_few_rows_are_multiplied_as_bytes_where_there_are_pairs_of_bf16() -> None:
+    """Beside grids and with other experts' many rows in one call; not where whole numbers cannot hold a row's sum."""
+    pairs = FORMS["avx512_bf16"]
+    if not (pairs.runs_here() and pairs.bytewise.runs_here() and walks.Walk(2, 8).in_registers(16)):
+        pytest.skip("this CPU has no dot products of bf16 and of bytes, or no VBMI")
+    taken = [form_of(pairs, codes, rows).name for codes in ("trellis2.8", "trellis8.8", "trellis2.11", "4")
+             for rows in (4, 8)]  # fmt: skip
+    assert taken == ["avx512_vnni", pairs.name] * 2 + [pairs.name] * 4
+    layer = layer_of_walks([2, {"gate_proj": 3, "up_proj": 16, DOWN: 1}, 4], 8)
+    hidden = torch.randn(12, 80, generator=torch.Generator().manual_seed(0)).to(BF16)
+    index = torch.tensor([[0, 1]] * 9 + [[1, 2]] * 3)
+    weights = torch.ones(12, 2, dtype=BF16)
+    result = CpuKernel(pairs.name).layer(layer)(hidden, index, weights).double()
+    wanted = reference(layer, hidden, index, weights)
+    assert (result - wanted).abs().max() <= 2.0**-7 * wanted.abs().max()
+    most = (2**31 - 1) // (128 * 255) // 32 * 32
+    held, too_long = (CpuKernel(pairs.name).linear(trellis_of(16, inputs, 2, 8)) for inputs in (most, most + 32))
+    assert (held.form, too_long.form) == (pairs, pairs.floats)
 
 
 def test_float32_rows() -> None:
