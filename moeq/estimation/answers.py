@@ -10,6 +10,7 @@ from typing import Any
 from moeq.errors import EstimateError, RecipeError, as_named
 from moeq.estimation import outputs, questions, tables
 from moeq.estimation.estimate_options import APART, EstimateOptions
+from moeq.estimation.kernels import forward_of
 from moeq.estimation.questions import DEFAULT_CONTEXT, DEFAULT_GROUP, DEFAULT_HARDWARE, Question
 from moeq.estimator import load_hardware
 from moeq.estimator.cases import EstimateDocument
@@ -54,12 +55,13 @@ def needs_a_run(asked: EstimateOptions) -> bool:
 
 
 def _of_checkpoint(asked: EstimateOptions) -> EstimateOptions:
-    """With a run's checkpoint as the model, where a run is named."""
+    """With a run's checkpoint as the model, or of --kernels its integer forward, where a run is named."""
+    stands_for = checkpoint_of if asked.kernels is None else forward_of
     if asked.model is not None:
         named = Path(asked.model)
-        return replace(asked, model=str(checkpoint_of(named))) if is_run(named) else asked
+        return replace(asked, model=str(stands_for(named))) if is_run(named) else asked
     if asked.recipe_path is None and asked.out is not None and is_run(asked.out):
-        return replace(asked, model=str(checkpoint_of(asked.out)), out=None)
+        return replace(asked, model=str(stands_for(asked.out)), out=None)
     return asked
 
 

@@ -126,8 +126,8 @@ class EstimateOptions(RunOptions):
     )
     kernels: str | None = option(
         "Cycles, DSPs, block RAMs and datapath widths of paper 004's two kernels on an FPGA, zcu102 or u280, for a "
-        "vision transformer (--model vit-tiny, vit-small, vit-base, m3vit-tiny, m3vit-small, a config.json or a "
-        "model's directory); paper-004: beside what it prints.",
+        "vision transformer (--model vit-tiny, vit-small, vit-base, m3vit-tiny, m3vit-small, a config.json, a "
+        "model's directory, an integer forward's or its run); paper-004: beside what it prints.",
         APART,
         autocompletion=among(lambda: ("zcu102", "u280", "paper-004")),
     )

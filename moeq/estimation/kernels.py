@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeq.bounded import is_number
 from moeq.errors import ArtifactError, EstimateError, QuantizationError, RecipeError, hint
-from moeq.folders import expanded
+from moeq.folders import checkpoint_of, expanded
 
 if TYPE_CHECKING:
     from moeq.integers.hardware.design import Design, Device
@@ -33,6 +34,7 @@ QUANTITIES = {"clock": "hertz", "bandwidth": "byte/second"}
 DEVICE = {"dsps": "dsps", "brams": "block_rams", "clock": "clock_hertz", "bandwidth": "bytes_per_second"}  # its fields
 AXES = ("widths", *WORDS, *PARALLEL, *DEVICE)
 MANIFEST = "manifest.json"
+FORWARD = "reparam/integer"  # in a run
 LEAST = {"weights": 2, "activations": 3, "attention": 2}  # bits, as reparam.integer has them
 Value = str | int | float | tuple[int, int, int]
 
@@ -150,6 +152,17 @@ def read_vision(name: str | None, *, trust_remote_code: bool = False) -> Subject
 
     source = open_config(name, beside=(), trust_remote_code=trust_remote_code)
     return Subject(sizes=from_config(source.config, source.name))
+
+
+def forward_of(run: Path) -> Path:
+    """The integer forward that a run has written, else its checkpoint; RecipeError for a run with several."""
+    forward = run / FORWARD
+    if not expanded(forward).is_dir():
+        return checkpoint_of(run)
+    if (expanded(forward) / MANIFEST).is_file():
+        return forward
+    what = "this run has an integer forward for every task"
+    raise RecipeError(what, where=str(run), do=f"name one of them, such as {forward / 'task-0'}")
 
 
 def designs(subject: Subject, fpga: Device, axes: Mapping[str, Sequence[Value]]) -> Made:

@@ -82,9 +82,12 @@ class ReparamSection(Section):
             raise ValueError("norms must name at least one pattern")
         _check_range(self)
         if self.integer is not None and self.integer.activations != self.bits:
-            raise ValueError(f"integer.activations is {self.integer.activations}, the norms are folded for {self.bits}")
+            own = self.integer.activations
+            raise ValueError(
+                f"integer.activations is {own}, the norms are folded for {self.bits}; set reparam.bits to {own}, too"
+            )
         if self.w8a8 is not None and self.bits != 8:
-            raise ValueError(f"w8a8 has inputs of 8 bits, the norms are folded for {self.bits} (bits)")
+            raise ValueError(f"w8a8 has inputs of 8 bits, the norms are folded for {self.bits}; set reparam.bits to 8")
         return self
 
 

@@ -93,6 +93,15 @@ def test_an_integer_forward_has_its_own_widths(tmp_path: Path) -> None:
     code, text = moeq("--kernels", "u280", "--model", str(folder), "--design", "widths=4/4/4")
     assert code == 2
     assert "an integer forward has its own widths" in text
+    run = tmp_path / "run"
+    (run / "reparam").mkdir(parents=True)
+    (run / "recipe.yaml").touch()
+    folder.rename(run / "reparam" / "integer")
+    asked = ("--kernels", "u280", "--model", str(run))
+    assert as_json(*asked, "--design", "queries=2", "lanes=8") == found, "a run's own"
+    (run / "reparam" / "integer").rename(tmp_path / "task-0")
+    (run / "reparam" / "integer").mkdir()
+    assert "name one of them, such as" in moeq(*asked)[1]
 
 
 @pytest.mark.parametrize("change", ["no heads", "no attention"])
