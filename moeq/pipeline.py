@@ -306,7 +306,8 @@ def _directory(context: Context, stages: list[Stage], force: bool, *, alone: boo
             with _recipe_written(context if alone else context.given(), outcomes):
                 yield _Collected(outcomes, send)
     finally:
-        if new and not outcomes and [path.name for path in context.out.iterdir()] == [LOCK]:
+        made = new and context.out.is_dir()  # which it is not where the system refuses it
+        if made and not outcomes and [path.name for path in context.out.iterdir()] == [LOCK]:
             with suppress(OSError):  # another run has come
                 (context.out / LOCK).unlink()
                 context.out.rmdir()

@@ -152,7 +152,11 @@ def test_the_command_line_gives_the_same(done: moeq.Run, request: pytest.Fixture
             StorageError,
             "test_api.py/run/x: .*test_api.py is a file; choose another --out",
         ),
-        (lambda out: moeq.run("bundled:tiny-mixtral", out="/proc/no/run"), StorageError, "^/proc/no/run: No such file"),
+        (
+            lambda out: moeq.run("bundled:tiny-mixtral", out="/proc/no/run"),
+            StorageError,
+            "^/proc/no/run: cannot create the directory: No such file or directory; check the path",
+        ),
         (lambda out: moeq.inspect("/proc/self/mem"), StorageError, "^Input/output error; check the disk$"),
         (lambda out: moeq.plan("a", probe="no"), RecipeError, "probe is 'no'; give true or false"),
         (lambda out: moeq.run("a", out=""), RecipeError, "out is empty; give a path, or leave it out"),
