@@ -23,11 +23,6 @@ class Paper:
     year: int
     link: str
 
-    @property
-    def citation(self) -> str:
-        """Title, authors, year and link on one line."""
-        return f"{self.title} ({self.authors}, {self.year}; {self.link})"
-
 
 CONTEXT_AWARE = Paper(
     number="000",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moeq.exporters.gguf import FILE
 from moeq.exporters.gguf_families import stack_name
+from moeq.verification.logits import compare_logits
 from moeq_kernels.packed import PackedWeight
 
 ROUNDED = 0.05  # of the median position, where activations are rounded to 8 bits
@@ -26,6 +27,11 @@ def tensors_of(out: Path) -> dict[str, Tensor]:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         found[tensor.name] = torch.from_numpy(values.copy()).view(*reversed(tensor.shape.tolist()))
     return found
+
+
+def typical(logits: Tensor, wanted: Tensor) -> float:
+    """The median of the positions' relative errors [B, S, V]: what is loaded wrongly changes all."""
+    return compare_logits(logits, wanted, None, 1.0).error
 
 
 def values(matrix: PackedWeight | Tensor) -> Tensor:

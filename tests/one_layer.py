@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.kinds import GATED
-from moeq.models.kinds.base import act_then_multiply
+from moeq.models.kinds.base import ActThenMultiply
 from moeq.models.walk import LayerInputs
 
 DEAD = 1  # an expert without a token
 SEQUENCES = 8
-SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
+SILU = ExpertMath(gate=ActThenMultiply(nn.SiLU()))
 
 
 def layer_of(side: int) -> ExpertLayer:

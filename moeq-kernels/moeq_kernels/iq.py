@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeq_kernels.errors import ModelError
-from moeq_kernels.iq_types import BLOCKS, SCALE_BYTES, block_counts, type_of
+from moeq_kernels.iq_types import SCALE_BYTES, block_counts, type_of
 
 
 def package() -> Any:
@@ -38,13 +38,6 @@ def joined(codes: Tensor, scales: Tensor) -> Tensor:
     """Blocks as llama.cpp's files have them, uint8 [..., N, B*(L+2)]."""
     blocks = codes.unflatten(-1, (scales.shape[-1], -1))
     return torch.cat([scales.contiguous().view(torch.uint8).unflatten(-1, (-1, SCALE_BYTES)), blocks], -1).flatten(-2)
-
-
-def parted(data: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """The inverse of `joined`, of a type."""
-    blocks = data.unflatten(-1, (-1, BLOCKS[name][1]))
-    scales = blocks[..., :SCALE_BYTES].contiguous().view(torch.float16).squeeze(-1)
-    return blocks[..., SCALE_BYTES:].flatten(-2).contiguous(), scales
 
 
 def decoded(data: Tensor, name: str) -> Tensor:

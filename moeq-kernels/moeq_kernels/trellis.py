@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
@@ -47,11 +46,6 @@ def packed_shapes(rows: int, inputs: int, bits: int) -> dict[str, Any]:
     """Shape and dtype of each stored part of one weight [rows, inputs]."""
     codes = tiles_along(rows), tiles_along(inputs) * (STEPS // 8) * bits
     return {"codes": (codes, torch.uint8), "scales": ((rows,), SCALE_DTYPE)}
-
-
-def packed_bytes(rows: int, inputs: int, bits: int) -> int:
-    """Bytes of one packed weight [rows, inputs], those that fill up its last tiles included."""
-    return sum(prod(shape) * dtype.itemsize for shape, dtype in packed_shapes(rows, inputs, bits).values())
 
 
 def computed_values(state_bits: int) -> Tensor:
@@ -92,17 +86,8 @@ def states(codes: Tensor, bits: int, state_bits: int) -> Tensor:
     return found
 
 
-def to_tiles(matrix: Tensor) -> Tensor:
-    """A matrix [..., N, K] as the steps of its tiles [..., R, C, 256], filled up with zeros."""
-    rows, inputs = matrix.shape[-2:]
-    more = (0, -inputs % TILE, 0, -rows % TILE)
-    whole = torch.nn.functional.pad(matrix, more) if any(more) else matrix
-    tiles: Tensor = whole.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE)).transpose(-3, -2).flatten(-2)
-    return tiles
-
-
 def from_tiles(steps: Tensor, rows: int, inputs: int) -> Tensor:
-    """Invert `to_tiles`: [..., R, C, 256] -> [..., N, K]."""
+    """The matrix [..., N, K] of the steps of its tiles [..., R, C, 256], without what fills up the last ones."""
     whole: Tensor = steps.unflatten(-1, (TILE, TILE)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
     return whole[..., :rows, :inputs]
 

@@ -22,7 +22,6 @@ from moeq.recipe.wording import refusal_of
 KIND, SCHEMA_VERSION = "moeq dynamic log", 1
 REMEDY = "give a file that --dynamic-log wrote"
 MOST_BYTES = 64 << 20
-SUFFIX = ".jsonl"
 
 Model = TypeVar("Model", bound=BaseModel)
 NO_SUMS = ("step", "high", "switches", "end", "said")

@@ -58,12 +58,6 @@ class Simulated:
         return max(self.busy, key=lambda name: self.busy[name])
 
 
-def alone(layers: Sequence[LayerWork], cluster: Cluster) -> float:
-    """Seconds of one process that does all of it, one after the other, with nothing handed to anybody."""
-    made = sum(layer.made_bytes for layer in layers) / cluster.stored_bytes_per_second
-    return made + sum(layer.forward_seconds + sum(layer.tasks) for layer in layers)
-
-
 class _Run:
     """The clock, the workers and the link while a run is simulated."""
 

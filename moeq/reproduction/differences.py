@@ -26,7 +26,6 @@ from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import unpack
 
 TENSORS = ".safetensors"
-WEIGHTS = (TENSORS, ".gguf")
 ABSENT = object()
 
 

@@ -4,7 +4,7 @@ This is what `assign.size` limits and what the column `whole` shows, one sum for
 and for every matrix its tensors with all that headers, index, configuration and manifest say of them at its width. What
 is of unknown length before it is written (places in a file, importance, who made a replica) counts at its longest, and
 every expert as if its matrices differed in width: a checkpoint is never larger than was said, and smaller by at most
-`SPARE_BYTES` an expert and `SPARE_FILES`.
+400 bytes an expert and 4096 of all files (settings of an assigner, figures of the card).
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ from moeq_kernels.packed import packed_shapes
 from moeq_kernels.widths import NESTED_BITS
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-SPARE_BYTES = 400  # an expert: what is counted beyond what is written
-SPARE_FILES = 4096  # of all files: settings of an assigner, figures of the card
 DIGEST = "0" * 64
 LONGEST = 1.2345678901234567e-05  # a figure of full length
 PARAMETERS = "p" * 1024  # of the longest settings of an assigner

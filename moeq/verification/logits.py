@@ -49,11 +49,6 @@ def _compared(positions: Tensor, exact: Tensor) -> tuple[Tensor, ...]:
     return (positions - exact).norm(dim=-1), exact.norm(dim=-1), divergences, exact.abs().amax(-1)
 
 
-def typical(logits: Tensor, wanted: Tensor) -> float:
-    """The median of the positions' relative errors [B, S, V]: what is loaded wrongly changes all."""
-    return compare_logits(logits, wanted, None, 1.0).error
-
-
 def _positions(clean: Tensor, count: int) -> Tensor:
     """Positions [count] to be equal; of a model that gives one row of logits for all positions, its rows."""
     return clean.flatten() if clean.numel() == count else clean.all(-1)

@@ -19,7 +19,7 @@ from moeq.artifacts.losses import WHOLE
 from moeq.errors import QuantizationError, RecipeError
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import GATED
-from moeq.models.kinds.base import act_then_multiply
+from moeq.models.kinds.base import ActThenMultiply
 from moeq.models.walk import LayerInputs
 from moeq.numerics import storing
 from moeq.numerics.gptq import Quantized
@@ -33,7 +33,7 @@ from moeq_kernels.packed import PackedWeight
 
 LAYER = ExpertLayer(index=3, name="layers.3.experts", num_experts=4, hidden_size=37, intermediate_size=23)
 DEAD, RARE = 2, 3  # experts without a token, and with one to calibrate on
-SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
+SILU = ExpertMath(gate=ActThenMultiply(nn.SiLU()))
 TOKENS, SEQUENCES = 24, 8
 GROUP = 16  # divides neither size
 

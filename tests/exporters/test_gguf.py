@@ -18,7 +18,7 @@ import peers
 import pytest
 import torch
 from exporters import handmade
-from gguf_read import ROUNDED, check_stacks, llama_logits, tensors_of, values
+from gguf_read import ROUNDED, check_stacks, llama_logits, tensors_of, typical, values
 from made_sources import IDS, Choose, MadeSource, reference, reference_logits, save_model
 from safetensors.torch import load_file, save_file
 from strangers import changed
@@ -43,7 +43,6 @@ from moeq.recipe import load_recipe
 from moeq.registry import EXPORTERS
 from moeq.stages.context import Context
 from moeq.stages.loading import where_it_loads
-from moeq.verification.logits import typical
 from moeq.verification.reference import streamed
 from moeq.verification.verify import Options, verify
 from moeq.verification.written import check_written

@@ -12,7 +12,7 @@ from typing import Any
 import peers
 import pytest
 import torch
-from gguf_read import ROUNDED, check_stacks, llama_logits, tensors_of
+from gguf_read import ROUNDED, check_stacks, llama_logits, tensors_of, typical
 from made_sources import Choose, MadeSource, reference_logits, save_model
 
 from moeq.artifacts.targets import Grid, refuse_stack, target_of
@@ -21,7 +21,6 @@ from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.gguf import FILE
 from moeq.exporters.readers import open_packed
-from moeq.verification.logits import typical
 from moeq_kernels.iq_types import SETS, stored_bits
 from moeq_kernels.packed import PackedWeight
 

@@ -16,7 +16,6 @@ from moeq.integers.arithmetic.fixed_point import dyadic
 from moeq.integers.arithmetic.log_sqrt2 import (
     STEPS,
     Logarithm,
-    dequantized,
     joined,
     normalized,
     numerator_codes,
@@ -40,7 +39,7 @@ def made(shape: tuple[int, int, int, int], bits: int) -> tuple[Tensor, Tensor]:
 
 
 def real_product(codes: Tensor, values: Tensor, kind: Logarithm) -> Tensor:
-    return dequantized(codes, kind) @ values.double()
+    return torch.exp2(-codes.double() / STEPS[kind]) @ values.double()
 
 
 def by_shifts(shift: Tensor, odd: Tensor, values: Tensor, left: int) -> Tensor:
@@ -94,7 +93,7 @@ def test_the_whole_product_is_within_a_code_of_the_real_one(
     sums = shifted_sums(*split, values, held.left)
     total = joined(*shifted_sums(*split, torch.ones_like(values[:, :1]), held.left))
     found, _ = normalized(joined(*sums), total, held.left, dyadic(ratio), held)
-    weights = dequantized(codes, kind)
+    weights = torch.exp2(-codes.double() / STEPS[kind])
     if held.dropped_from is not None:
         weights = torch.where(codes >= held.dropped_from, 0.0, weights)
     wanted = weights @ values.double() / weights.sum(-1, keepdim=True) * ratio

@@ -14,17 +14,22 @@ from torch import Tensor
 from moeq.errors import NotFiniteError, QuantizationError
 from moeq.integers.arithmetic.reparam import (
     ChannelQuantizer,
+    Fold,
     asymmetric_quantizer,
     channel_range,
     fold_of,
     folded_linear,
     folded_norm,
-    folded_output,
     symmetric_codes,
     symmetric_quantizer,
 )
 
 QUANTIZERS = {"asymmetric": asymmetric_quantizer, "symmetric": symmetric_quantizer}
+
+
+def folded_output(values: Tensor, fold: Fold) -> Tensor:
+    """What the folded norm gives where the old one gave these values (equation 12)."""
+    return (values + fold.shift) / fold.r1
 
 
 def spread(seed: int, channels: int, samples: int = 64) -> Tensor:

@@ -1,6 +1,7 @@
 """Trellis codes against references that go bit by bit and walk by walk; LDLQ against its own loss."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,15 +15,14 @@ from moeq.numerics.factor import factorize
 from moeq_kernels.trellis import (
     BITS,
     STEPS,
+    TILE,
     WALKED,
     TrellisWeight,
     from_tiles,
     integer_values,
     pack,
-    packed_bytes,
     states,
     tiles_along,
-    to_tiles,
     unpack,
     values,
 )
@@ -59,7 +59,7 @@ def test_dequantize_equals_bit_by_bit(data: st.DataObject) -> None:
         codes=torch.from_numpy(codes), scales=torch.from_numpy(scales), bits=bits, state_bits=state_bits, inputs=inputs
     )
     assert np.array_equal(weight.dequantize().numpy(), wanted)
-    assert weight.nbytes == packed_bytes(rows, inputs, bits) == codes.nbytes + 2 * rows
+    assert weight.nbytes == codes.nbytes + 2 * rows
     steps = unpack(weight.codes, bits)
     assert torch.equal(pack(steps, bits), weight.codes)
     assert states(steps, bits, state_bits).flatten(0, 1)[0].tolist() == bit_by_bit(
@@ -76,11 +76,12 @@ def test_computed_values_follow_the_rule() -> None:
 
 @pytest.mark.parametrize("shape", [(16, 16), (17, 3), (2, 40, 31)])
 def test_tiles_and_back(shape: tuple[int, ...]) -> None:
-    matrix = torch.randn(shape)
-    tiles = to_tiles(matrix)
-    assert tiles.shape[-3:] == (tiles_along(shape[-2]), tiles_along(shape[-1]), STEPS)
-    assert tiles.flatten()[1] == matrix.flatten()[1]
-    assert torch.equal(from_tiles(tiles, *shape[-2:]), matrix)
+    *stacked, rows, inputs = shape
+    steps = torch.randn(*stacked, tiles_along(rows), tiles_along(inputs), STEPS)
+    matrix = from_tiles(steps, rows, inputs)
+    for row, column in product(range(rows), range(inputs)):
+        place = row // TILE, column // TILE, TILE * (row % TILE) + column % TILE
+        assert torch.equal(matrix[..., row, column], steps[(..., *place)])
 
 
 def test_refuses_what_does_not_fit() -> None:
@@ -161,7 +162,7 @@ def test_feedback_pays_and_widths_do_not_disturb_each_other(monkeypatch: pytest.
     factor = factorize(hessian)
     found = trellis_ldlq.quantize(weight, factor, hessian, [1, 2, 4, 8], 9)
     losses = [loss(weight, part.dequantize(), hessian) for part in found]
-    assert all(part.nbytes == 2 * packed_bytes(40, 300, part.bits) for part in found)
+    assert all(part.nbytes == 2 * (3 * 19 * 32 * part.bits + 2 * 40) for part in found)
     flat = torch.eye(300).expand(2, -1, -1)
     plain = trellis_ldlq.quantize(weight, factorize(flat), flat, [1, 2, 4, 8], 9)
     for own, other in zip(losses, plain, strict=True):

@@ -13,7 +13,7 @@ from moeq.artifacts.losses import WHOLE
 from moeq.errors import QuantizationError
 from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.kinds import GATED
-from moeq.models.kinds.base import act_then_multiply
+from moeq.models.kinds.base import ActThenMultiply
 from moeq.models.walk import LayerInputs
 from moeq.numerics.storing import packed_of
 from moeq.quantizers import rtn
@@ -21,7 +21,7 @@ from moeq.quantizers.layer import LayerResult, quantize_layer
 from moeq.recipe import LossesSection
 
 LAYER = ExpertLayer(index=0, name="layers.0.experts", num_experts=3, hidden_size=20, intermediate_size=12)
-SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
+SILU = ExpertMath(gate=ActThenMultiply(nn.SiLU()))
 TOKENS, SEQUENCES = 12, 8
 FALLBACKS = {
     "none",

@@ -12,7 +12,7 @@ from moeq.artifacts.losses import WHOLE
 from moeq.errors import QuantizationError
 from moeq.models.experts import ExpertLayer, ExpertMath
 from moeq.models.kinds import GATED, KINDS
-from moeq.models.kinds.base import act_then_multiply
+from moeq.models.kinds.base import ActThenMultiply
 from moeq.models.walk import LayerInputs
 from moeq.quantizers.layer import LayerResult, expert_batches, quantize_layer
 from moeq.quantizers.layer_data import ExpertBatch, RoutedTokens
@@ -25,7 +25,7 @@ from moeq_kernels.packed import packed_bytes
 from moeq_kernels.widths import Encoding
 
 LAYER = ExpertLayer(index=0, name="layers.0.experts", num_experts=5, hidden_size=40, intermediate_size=24)
-SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
+SILU = ExpertMath(gate=ActThenMultiply(nn.SiLU()))
 CONFIG = LossesSection(group_size=16, min_tokens=8, clip="minmax")
 TOKENS = 64  # a sequence
 SEQUENCES = 8

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moeq.models.experts import DOWN, ExpertMath
 from moeq.models.kinds import GATED
-from moeq.models.kinds.base import act_then_multiply
+from moeq.models.kinds.base import ActThenMultiply
 from moeq.numerics import gptq
 from moeq.quantizers import learned_codes
 from moeq.quantizers.layer_training import (
@@ -27,7 +27,7 @@ from moeq_kernels.grids import decode
 
 EXPERTS, HIDDEN, INTER, TOKENS = 5, 40, 24, 300
 GROUP = 16
-SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
+SILU = ExpertMath(gate=ActThenMultiply(nn.SiLU()))
 QUICK = Training(iterations=60, batch_rows=48)
 SHAPES = {"gate_proj": (INTER, HIDDEN), "up_proj": (INTER, HIDDEN), DOWN: (HIDDEN, INTER)}
 BITS = [2, 3, 16, 2, 1]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import GATED
-from moeq.models.kinds.base import act_then_multiply
+from moeq.models.kinds.base import ActThenMultiply
 from moeq.models.walk import LayerInputs
 from moeq.numerics import gptq, trellis_ldlq
 from moeq.numerics.factor import factorize
@@ -22,7 +22,7 @@ from moeq_kernels.widths import Encoding
 
 EXPERTS, HIDDEN, INTER, TOKENS, GROUP = 4, 24, 16, 200, 8
 BITS = (2, 16, 1, 3)
-SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
+SILU = ExpertMath(gate=ActThenMultiply(nn.SiLU()))
 SHAPES = {"gate_proj": (INTER, HIDDEN), "up_proj": (INTER, HIDDEN), DOWN: (HIDDEN, INTER)}
 
 

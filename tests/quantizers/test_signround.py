@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moeq.models.corpus import Sequences
 from moeq.models.experts import DOWN, ExpertMath, expert_math, find_expert_layers, stacked_biases, stacked_weights
 from moeq.models.kinds import GATED
-from moeq.models.kinds.base import act_then_multiply
+from moeq.models.kinds.base import ActThenMultiply
 from moeq.models.walk import walk
 from moeq.numerics import gptq
 from moeq.numerics.factor import factorize
@@ -28,7 +28,7 @@ from moeq_kernels.grids import decode
 
 EXPERTS, HIDDEN, INTER = 3, 40, 24
 GROUP = 16  # the last group of either side is shorter
-SILU = ExpertMath(gate=act_then_multiply(nn.SiLU()))
+SILU = ExpertMath(gate=ActThenMultiply(nn.SiLU()))
 QUICK = Training(iterations=60, batch_rows=64, lend=0)
 SHAPES = {"gate_proj": (INTER, HIDDEN), "up_proj": (INTER, HIDDEN), DOWN: (HIDDEN, INTER)}
 

@@ -81,11 +81,6 @@ def quantized(numerators: Tensor, bits: int, kind: Logarithm) -> Tensor:
     return torch.floor(-STEPS[kind] * torch.log2(numerators.double()) + 0.5).clamp(0, 2**bits - 1).to(torch.int64)
 
 
-def dequantized(codes: Tensor, kind: Logarithm) -> Tensor:
-    """A^ = 2**(-A_q/2) (equation 19), or 2**(-A_q), float64 in the shape of the codes."""
-    return torch.exp2(-codes.double() / STEPS[kind])
-
-
 def shift_and_parity(codes: Tensor, kind: Logarithm) -> tuple[Tensor, Tensor]:
     """ceil(A_q/2) and the parity of equation 19, both in the shape of the codes; for log2 A_q itself and False."""
     if kind == "log2":

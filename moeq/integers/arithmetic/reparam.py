@@ -141,11 +141,6 @@ def symmetric_codes(values: Tensor, scale: Tensor | float, bits: int) -> Tensor:
     return (values.double() / scale).round().clamp(-half, half - 1)
 
 
-def folded_output(values: Tensor, fold: Fold) -> Tensor:
-    """What the folded norm gives where the old one gave values [..., D] (equation 12), float64."""
-    return (values.double() + fold.shift) / fold.r1
-
-
 def folded_norm(
     weight: Tensor, bias: Tensor | None, fold: Fold, *, plus_one: bool = False
 ) -> tuple[Tensor, Tensor | None]:

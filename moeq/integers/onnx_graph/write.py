@@ -25,8 +25,7 @@ from moeq.version import __version__
 NAME = "model.onnx"
 MOST_BYTES = 2**31 - 1  # of a protobuf
 DATATYPE = "finn_datatype"  # key of a tensor's annotation, as QONNX and FINN read it
-INPUT, OUTPUT = "pixels", "logits"
-RUNTIME = "onnxruntime"
+INPUT = "pixels"
 OUTSIDE = ("layer_norm", "log_attention", "uniform_attention", "table", "router", "experts")  # beside their products
 
 

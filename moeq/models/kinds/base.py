@@ -178,9 +178,6 @@ class ActAlone:
         return self.act_fn(parts["up_proj"])
 
 
-act_then_multiply = ActThenMultiply
-
-
 def without_weights_of(module: nn.Module, names: Iterable[str]) -> nn.Module:
     """A copy of a module whose parameters of these names lie on the meta device, without hooks; the rest is shared."""
     shell = copy(module)

@@ -19,7 +19,6 @@ from moeq.tables import human_bytes
 from moeq_kernels.cpu.pages import zeros
 
 LOW, HIGH = 0, 1
-NAMES = ("low", "high")
 PAGE = 4096
 
 
