@@ -265,8 +265,8 @@ def frontier(
     return [replace(point, dominated=is_dominated(point, points)) for point in points]
 
 
-def around(inputs: AssignInputs, assignment: Assignment, sizes: int = 9) -> list[Point]:
-    """What an assignment stands among: the optimum at so many sizes between all experts at the least and at the largest
+def around(inputs: AssignInputs, assignment: Assignment) -> list[Point]:
+    """What an assignment stands among: the optimum at nine sizes between all experts at the least and at the largest
     width, every width for all, and the assignment itself; experts on the GPU stay there.
 
     AssignmentError when the loss table lacks one of the assignment's widths.
@@ -276,7 +276,7 @@ def around(inputs: AssignInputs, assignment: Assignment, sizes: int = 9) -> list
     uniform = [_point(inputs, UNIFORM, chosen) for chosen in every]
     least, most = uniform[0].expert_bytes, uniform[-1].expert_bytes
     points = []
-    for size in sorted({max(least, min(most, round(size))) for size in np.geomspace(least, most, sizes)}):
+    for size in sorted({max(least, min(most, round(size))) for size in np.geomspace(least, most, 9)}):
         limit = byte_limit(inputs, inputs.decided_among(), hot, size, gpu_bytes(inputs, hot), granularity)
         best = optimum(inputs, limit, hot, granularity)
         points.append(_point(inputs, OPTIMAL[granularity], expert_widths(inputs, best.bits, hot)))

@@ -74,25 +74,15 @@ class HitRates:
         return self.rows[-1]
 
 
-def hit_rates(
-    trace: RoutingTrace,
-    gpu_experts: int | Sequence[int],
-    *,
-    alpha: float | None = None,
-    training: BoolArray | None = None,
-) -> HitRates:
+def hit_rates(trace: RoutingTrace, gpu_experts: int | Sequence[int]) -> HitRates:
     """Hit rates by domain with `gpu_experts` experts of every layer (or of each) on the GPU.
 
-    alpha: weight of the counts in the importance S = alpha*P~ + (1-alpha)*W~, both divided by the layer's sum (None:
-    0.5, or 1 for a trace without routing weights); training [S]: sequences that static placements learn from (None:
-    every other one of each domain). Raises EstimateError for a number of experts that no layer has, and when there is
-    nothing to learn from or to measure.
+    Static placements learn from every other sequence of each domain. Raises EstimateError for a number of experts that
+    no layer has, and when there is nothing to learn from or to measure.
     """
     hot = _gpu_experts(trace, gpu_experts)
-    share = default_alpha(trace) if alpha is None else alpha
-    if not 0 <= share <= 1:
-        raise EstimateError(f"alpha is {share:g}", do="give a number from 0 to 1")
-    learnt = alternate_sequences(trace) if training is None else training
+    share = default_alpha(trace)
+    learnt = alternate_sequences(trace)
     decodes = (trace.lengths > trace.prefill) & ~learnt
     if not learnt.any() or not decodes.any():
         text = f"{int(learnt.sum())} sequences to learn from and {int(decodes.sum())} with a decode to measure"

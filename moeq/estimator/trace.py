@@ -77,12 +77,8 @@ def counts_and_scores(
 
 
 def sequence_scores(trace: RoutingTrace, layer: int, tokens: NDArray[np.bool_]) -> FloatArray:
-    """Sums [S, E] of the routing weights that each sequence gave every expert of one layer, over marked tokens [N].
-
-    Raises EstimateError for a trace without weights.
-    """
-    if trace.weights is None:
-        raise EstimateError("the trace has no routing weights", do="record it again")
+    """Sums [S, E] of the routing weights that each sequence gave every expert of one layer, over marked tokens [N]."""
+    assert trace.weights is not None
     return sequence_sums(trace, layer, tokens, trace.weights[tokens, layer].astype(np.float64))
 
 

@@ -67,9 +67,9 @@ def snapshot(
         return Path(snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=list(patterns)))
 
 
-def list_files(name: str, commit: str, *, kind: Kind, error: type[MoeqError]) -> list[str]:
-    """Paths of all files of a repository at a commit, from the hub or, offline, from the cache. Raises `error`."""
-    return sorted(_sizes(name, commit, kind, error))
+def list_files(name: str, commit: str, *, error: type[MoeqError]) -> list[str]:
+    """Paths of all files of a data set at a commit, from the hub or, offline, from the cache. Raises `error`."""
+    return sorted(_sizes(name, commit, "dataset", error))
 
 
 def _sizes(name: str, commit: str, kind: Kind, error: type[MoeqError]) -> dict[str, int]:

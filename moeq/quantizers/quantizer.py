@@ -59,16 +59,16 @@ class Quantizer:
     What packed weights would not stand for exactly is refused with the name of layer and expert.
 
     label: as reports call it; help: a line; settings: keys of `losses` that it alone reads, each called NAME_...; what
-    it can do: widths, grids, nested codes, group sizes (None: all); sides: of what rows and inputs must be multiples;
-    whether losses.act_order and losses.clip change its codes; trained: whether quantize.refine and tune train its
-    scales. needs: which statistics it asks for; starts_from: the quantizer whose codes it begins with
-    (statistics.start); draws: whether statistics.seed decides something of its codes. stored: its replicas are kept;
-    those of others are made again, expert by expert, whenever they are needed. linear(weight, factor, grid):
-    `Quantized` of some rows [N, K] float32 of a module that is no expert, codes [1, 1, N, K], at one width; grid:
-    `quantizers.non_experts.Grid`; factor: `numerics.factor.Factor` of what the module is given, for who needs Hessians;
-    None: experts alone. encoding(settings): of codes that are no grid's: such a quantizer gives {projection: {bits: a
-    stack of PackedWeight}} and goes alone; None: the section's grid. packages: {one that it imports: how to install
-    it}, without which a run is refused before it begins.
+    it can do: widths, grids, nested codes; sides: of what rows and inputs must be multiples; whether
+    losses.act_order and losses.clip change its codes; trained: whether quantize.refine and tune train its scales.
+    needs: which statistics it asks for; starts_from: the quantizer whose codes it begins with (statistics.start);
+    draws: whether statistics.seed decides something of its codes. stored: its replicas are kept; those of others are
+    made again, expert by expert, whenever they are needed. linear(weight, factor, grid): `Quantized` of some rows [N,
+    K] float32 of a module that is no expert, codes [1, 1, N, K], at one width; grid: `quantizers.non_experts.Grid`;
+    factor: `numerics.factor.Factor` of what the module is given, for who needs Hessians; None: experts alone.
+    encoding(settings): of codes that are no grid's: such a quantizer gives {projection: {bits: a stack of
+    PackedWeight}} and goes alone; None: the section's grid. packages: {one that it imports: how to install it}, without
+    which a run is refused before it begins.
     memory(sizes): bytes at its fullest moments beside the batch's float32 weights, those of its start apart;
     operations(sizes): floating-point operations of one expert, beside WEIGHT_OPERATIONS a weight.
     """
@@ -83,7 +83,6 @@ class Quantizer:
     widths: tuple[int, ...] = (1, 2, 3, 4, 8)
     grids: tuple[Grid, ...] = GRIDS
     nested: bool = True
-    group_sizes: tuple[int, ...] | None = None
     sides: int = 1
     act_order: bool = False
     clip: bool = False
@@ -135,8 +134,6 @@ class Quantizer:
         if grid not in self.grids:
             key = "symmetric_range" if settings.symmetric else "symmetric"
             return f"{key}: {grid} cannot go with {self.name}, which makes {', '.join(self.grids)} grids"
-        if self.group_sizes is not None and settings.group_size not in self.group_sizes:
-            return f"group_size: {self.name} takes {', '.join(map(str, self.group_sizes))}"
         return None
 
 

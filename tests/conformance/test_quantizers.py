@@ -44,11 +44,10 @@ every_one_here = pytest.mark.parametrize("quantizer", ANY_SIDES, ids=lambda one:
 
 def section(quantizer: Quantizer, **settings: Any) -> LossesSection:
     few = {key: 3 for key in quantizer.settings.model_fields if key.endswith("_iterations")}
-    groups = quantizer.group_sizes or (GROUP,)
     common = {
         "bits": quantizer.widths,
         "methods": [quantizer.name],
-        "group_size": groups[0],
+        "group_size": GROUP,
         "min_tokens": 4,
         "clip": "minmax",
     }
@@ -63,7 +62,7 @@ def options() -> list[Any]:
             grid: {} if grid == "asymmetric" else {"symmetric": True, "symmetric_range": grid} for grid in one.grids
         }
         more: dict[str, dict[str, Any]] = {
-            "whole rows": {"group_size": -1} if one.group_sizes is None else {},
+            "whole rows": {"group_size": -1},
             "clip": {"clip": "mse"} if one.clip else {},
             "symmetric, clip": {"clip": "mse", "symmetric": True} if one.clip and "even" in one.grids else {},
             "act_order": {"act_order": True} if one.act_order else {},

@@ -74,31 +74,21 @@ def test_a_prior_decides_less_the_longer_the_prompt_is():
         assert rates["context_aware_with_prior"] == rate
 
 
-def test_the_training_sequences_can_be_chosen_and_are_not_measured():
-    found = hit_rates(BY_HAND, 1, training=np.array([False, True, False, False]))
-    assert found.training_sequences == 1
-    assert row(found, "a").sequences == 1
-    assert row(found, "b").sequences == 2
-    assert row(found, "a").rates["static"] == 0.0, "it learnt expert 1, and the measured sequence needs expert 0"
-
-
 def test_alternate_sequences_are_taken_in_every_domain():
     assert alternate_sequences(BY_HAND).tolist() == [True, False, True, False]
 
 
-def test_the_routing_weights_decide_with_a_small_alpha():
+def test_the_routing_weights_decide_too():
     weights = BY_HAND.weights.copy()
     weights[19] = 5  # the last prefill token of the last sequence, at expert 3
     trace = replace(BY_HAND, weights=weights)
     assert trace.experts[19, 0, 0] == 3
-    assert row(hit_rates(trace, 1, alpha=1.0), "b").rates["context_aware"] == 0.25
-    assert row(hit_rates(trace, 1, alpha=0.0), "b").rates["context_aware"] == 0.75
+    assert row(hit_rates(replace(trace, weights=None), 1), "b").rates["context_aware"] == 0.25
+    assert row(hit_rates(trace, 1), "b").rates["context_aware"] == 0.75
 
 
 def test_without_weights_the_counts_decide():
     assert hit_rates(replace(BY_HAND, weights=None), 1).alpha == 1
-    with pytest.raises(EstimateError, match="no routing weights"):
-        hit_rates(replace(BY_HAND, weights=None), 1, alpha=0.5)
 
 
 def test_tokens_that_chose_no_expert_do_not_count():
@@ -110,10 +100,11 @@ def test_tokens_that_chose_no_expert_do_not_count():
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(seed=st.integers(0, 10**6), count=st.integers(0, 6), alpha=st.sampled_from([0.0, 0.5, 1.0]))
-def test_bounds_on_any_trace(seed: int, count: int, alpha: float):
+@given(seed=st.integers(0, 10**6), count=st.integers(0, 6), weighted=st.booleans())
+def test_bounds_on_any_trace(seed: int, count: int, weighted: bool):
     trace = made_trace(lengths=(9, 8, 7, 12, 5, 6), prefill=(4, 3, 2, 6, 1, 5), seed=seed)
-    found = hit_rates(trace, count, alpha=alpha)
+    trace = trace if weighted else replace(trace, weights=None)
+    found = hit_rates(trace, count)
     for one in found.rows:
         rates = one.rates
         assert all(0 <= rate <= 1 for rate in rates.values())
@@ -123,23 +114,21 @@ def test_bounds_on_any_trace(seed: int, count: int, alpha: float):
     assert found.overall.rates["static"] <= found.overall.rates["static_in_hindsight"]
     parts = found.rows[:-1]
     assert sum(one.expert_tokens for one in parts) == found.overall.expert_tokens
-    more = hit_rates(trace, min(6, count + 1), alpha=alpha).overall.rates
+    more = hit_rates(trace, min(6, count + 1)).overall.rates
     assert all(more[name] >= rate for name, rate in found.overall.rates.items())
 
 
 @pytest.mark.parametrize(
-    ("count", "changes", "told"),
+    ("trace", "count", "told"),
     [
-        (7, {}, "7 of 6 experts on the GPU"),
-        (-1, {}, "-1 of 6 experts"),
-        ([1, 2], {}, "GPU experts of 2 layers, the trace has 3"),
-        (1, {"alpha": 1.5}, "alpha is 1.5"),
-        (1, {"training": np.ones(3, dtype=bool)}, "3 sequences to learn from and 0 with a decode"),
-        (1, {"training": np.zeros(3, dtype=bool)}, "0 sequences to learn from"),
+        (made_trace(), 7, "7 of 6 experts on the GPU"),
+        (made_trace(), -1, "-1 of 6 experts"),
+        (made_trace(), [1, 2], "GPU experts of 2 layers, the trace has 3"),
+        (one_expert_a_token([("a", [0], [0])]), 1, "1 sequences to learn from and 0 with a decode"),
     ],
 )
-def test_what_makes_no_sense_is_refused(count, changes, told):
+def test_what_makes_no_sense_is_refused(trace, count, told):
     with pytest.raises(EstimateError) as error:
-        hit_rates(made_trace(), count, **changes)
+        hit_rates(trace, count)
     assert told in str(error.value)
     assert "\n" not in str(error.value)

@@ -111,8 +111,3 @@ def test_counts_and_scores_of_sequences_are_those_of_a_plain_loop():
                     scores[trace.sequence[row], expert] += float(weight)
         assert (sequence_counts(trace, 0, tokens) == counts).all()
         assert np.allclose(sequence_scores(trace, 0, tokens), scores)
-
-
-def test_scores_need_weights():
-    with pytest.raises(EstimateError, match="no routing weights"):
-        sequence_scores(replace(made_trace(), weights=None), 0, np.ones(12, dtype=bool))

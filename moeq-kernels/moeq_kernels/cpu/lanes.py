@@ -161,8 +161,9 @@ class Lanes:
         mask = ir.Constant(ir.VectorType(I32, 4 * self.count), list(places))
         return self.builder.bitcast(self.builder.shuffle_vector(given, given, mask), self.word_type)
 
-    def with_flipped(self, words: Value, bits: int) -> Value:
-        return self.builder.xor(words, self._constant(bits))
+    def with_flipped_signs(self, words: Value) -> Value:
+        """Words with the highest bit of every byte flipped."""
+        return self.builder.xor(words, self._constant(0x80808080))
 
     def cut_bytes(self, words: Value, lowest: Sequence[int]) -> Value:
         """Eight bits of each lane's word from each of four places on, as four bytes; what would come from beyond the

@@ -61,7 +61,7 @@ def shuffled(lanes: Lanes, values: NDArray[np.uint8], states: Value) -> Value:
     builder, tables = lanes.builder, values.reshape(-1, 1 << NIBBLE)
     low, fifth = lanes.masked(states, 0x0F0F0F0F), lanes.masked(lanes.shifted(states, -3), 0x80808080)
     even = lanes.either(low, fifth)
-    places = even, lanes.with_flipped(even, 0x80808080)
+    places = even, lanes.with_flipped_signs(even)
     tops = [lanes.top_bits(lanes.as_bytes(lanes.shifted(states, bit - 7))) for bit in (5, 6, 7)]
 
     def found(first: int, level: int) -> Value:

@@ -72,7 +72,7 @@ class Walk:
     def quad(self, lanes: Lanes, words: Sequence[Sequence[Value]], at: int) -> Value:
         if not self.walked:
             mask = [4 * lane + one for lane in range(lanes.count) for one in ORDER]
-            return lanes.with_flipped(lanes.moved_bytes(words[0][at], mask), 0x80808080)
+            return lanes.with_flipped_signs(lanes.moved_bytes(words[0][at], mask))
         if self.in_registers(lanes.count):
             return self._looked_up(lanes, words, at)
         if self.shuffled(lanes.count):

@@ -100,17 +100,17 @@ def _checked(module: str, headers: dict[str, TensorHeader], layout: Layout) -> S
     return rows, inputs
 
 
-def gguf_headers(path: Path, do: str = AGAIN) -> tuple[GgufFile, dict[str, Any], dict[str, TensorHeader]]:
+def gguf_headers(path: Path) -> tuple[GgufFile, dict[str, Any], dict[str, TensorHeader]]:
     """The header of a directory's model.gguf, its config.json, and its tensors as safetensors' headers have them.
 
-    ArtifactError, with `do` as its advice, and ModelError for what is damaged.
+    ArtifactError and ModelError for what is damaged.
     """
     where = path / FILE
     check_parts(path)
     try:
         file = read_gguf(where)
     except (OSError, ValueError) as error:
-        raise ArtifactError(f"cannot be read as GGUF ({error})", where=str(where), do=do) from None
+        raise ArtifactError(f"cannot be read as GGUF ({error})", where=str(where), do=AGAIN) from None
     config = read_config(path / CONFIG)
     headers = {
         name: TensorHeader(file=where, dtype="U8", shape=tensor.shape, offset=tensor.offset, bytes=tensor.bytes)

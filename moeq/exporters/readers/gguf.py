@@ -241,7 +241,7 @@ def open_gguf(path: Path, trust_remote_code: bool = False, *, as_values: bool = 
     Raises ArtifactError for a damaged file, FormatError for a family that moeq does not know in GGUF, ModelError.
     """
     where = path / FILE
-    file, config, headers = gguf_headers(path, AGAIN)
+    file, config, headers = gguf_headers(path)
     bare = ModelSource(name=path.resolve().name, path=path, revision=None, config=config, tensors=headers)
     model, layers = loading.describe(bare, trust_remote_code)
     family = family_of(model.config)

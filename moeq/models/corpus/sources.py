@@ -185,7 +185,7 @@ def _hub_dataset(name: str, own: SourceSection | None, part: str) -> HubDataset:
     dataset = match["name"]
     card = hub.snapshot(dataset, match["revision"], ["README.md"], kind="dataset", error=CorpusError)
     commit = card.name
-    files = hub.list_files(dataset, commit, kind="dataset", error=CorpusError)
+    files = hub.list_files(dataset, commit, error=CorpusError)
     readme = (card / "README.md").read_text("utf-8", "replace") if (card / "README.md").is_file() else ""
     chosen = choose_files(files, readme, match["config"] or None, match["split"], part, where=name)
     if own is not None and own.names_fields and any(kind_of(file) == PLAIN for file in chosen.files):
