@@ -44,25 +44,18 @@ def memory(sizes: BatchSizes) -> list[int]:
     """Hessians while they are summed up, their factors, weights between the transforms, what the threads work on."""
     import torch
 
-    from moeq.quantizers.layer_data import row_bytes
-
     hidden, inner, widths = sizes.layer.hidden_size, sizes.layer.intermediate_size, len(sizes.settings.bits)
     matrix = 4 * sizes.experts * inner * hidden
-    lists = 4 * sizes.experts * (hidden**2 + inner**2)
-    summing = lists + row_bytes(sizes.layer, int(sizes.tokens) + sizes.lent)
     at_once = matrix * (2 + widths) if sizes.gpu else LOOP_BYTES * torch.get_num_threads()
     factors = 3 * 4 * sizes.experts * max(hidden, inner) ** 2
     codes = matrix // 4 * widths * len(sizes.layer.projections)
-    return [summing, lists + factors + 2 * matrix + at_once + codes]
+    return [sizes.summing_bytes, sizes.hessian_bytes + factors + 2 * matrix + at_once + codes]
 
 
 def operations(sizes: BatchSizes) -> float:
     """Hessians and intermediate states, two Cholesky factors, and the steps of every width."""
-    hidden, inner = sizes.layer.hidden_size, sizes.layer.intermediate_size
-    first = len(sizes.layer.projections) - 1
-    total = 2 * sizes.tokens * hidden**2 + 2 * (sizes.tokens + sizes.lent) * (inner**2 + first * hidden * inner)
-    steps = STEP_OPERATIONS * (1 << EXL3_STATE_BITS) * (first + 1) * inner * hidden
-    return total + (hidden**3 + inner**3) / 3 + len(sizes.settings.bits) * steps
+    steps = STEP_OPERATIONS * (1 << EXL3_STATE_BITS) * sizes.layer.parameters_per_expert
+    return sizes.factor_operations + len(sizes.settings.bits) * steps
 
 
 QUANTIZER = Quantizer(

@@ -57,17 +57,14 @@ def _some_rows(stack: PackedWeight, rows: slice) -> PackedWeight:
 def memory(sizes: BatchSizes) -> list[int]:
     """Hessians while they are summed up, then those of the first matrices and those of down, factored one after the
     other, with columns, residuals and codes of all rows, and what is stored."""
-    from moeq.quantizers.layer_data import row_bytes
-
     hidden, inner, widths = sizes.layer.hidden_size, sizes.layer.intermediate_size, len(sizes.settings.bits)
     wide = sizes.experts * (len(sizes.layer.projections) - 1) * inner * hidden
     narrow = sizes.experts * hidden * inner
     first, second = 4 * sizes.experts * hidden**2, 4 * sizes.experts * inner**2
-    lists = first + second
-    summing = lists + row_bytes(sizes.layer, int(sizes.tokens) + sizes.lent)
+    lists = sizes.hessian_bytes
     columns = 4 + 4 + 4 + 1 + 1
     return [
-        summing,
+        sizes.summing_bytes,
         lists + 2 * first + wide * (columns + widths),
         lists + 2 * second + wide * widths + narrow * (columns + widths),
     ]
@@ -75,11 +72,8 @@ def memory(sizes: BatchSizes) -> list[int]:
 
 def operations(sizes: BatchSizes) -> float:
     """Hessians and intermediate states, two Cholesky factors, and the feedback and search of every width."""
-    hidden, inner, widths = sizes.layer.hidden_size, sizes.layer.intermediate_size, len(sizes.settings.bits)
-    first = len(sizes.layer.projections) - 1
-    total = 2 * sizes.tokens * hidden**2 + 2 * (sizes.tokens + sizes.lent) * (inner**2 + first * hidden * inner)
-    sweeps = widths * (first * inner * hidden**2 + hidden * inner**2)
-    return total + (hidden**3 + inner**3) / 3 + sweeps + SEARCH_OPERATIONS * (first + 1) * inner * hidden
+    searches = SEARCH_OPERATIONS * sizes.layer.parameters_per_expert
+    return sizes.factor_operations + sizes.feedback_operations + searches
 
 
 def declared(codebook: str, help: str) -> Quantizer:

@@ -82,7 +82,6 @@ def memory(sizes: BatchSizes) -> list[int]:
     """
     import torch
 
-    from moeq.quantizers.layer_data import row_bytes
     from moeq_kernels.widths import resolved_group_size
 
     hidden, inner, widths = sizes.layer.hidden_size, sizes.layer.intermediate_size, len(sizes.settings.bits)
@@ -91,17 +90,16 @@ def memory(sizes: BatchSizes) -> list[int]:
     first, second = 4 * sizes.experts * hidden**2, 4 * sizes.experts * inner**2
     copies = 2 if sizes.settings.act_order else 1
     ordered = 2 if sizes.settings.act_order else 0  # in the order of rounding, and halfway there
-    lists = first + second
-    summing = lists + row_bytes(sizes.layer, int(sizes.tokens) + sizes.lent)
+    lists = sizes.hessian_bytes
     if sizes.gpu:
         group = resolved_group_size(max(hidden, inner), sizes.settings.group_size)
         step = 16 * sizes.experts * widths * max(group * 2 * inner, group * hidden)
         factor, codes = max(first, second), widths * (wide + narrow)
         rounding = lists + 2 * factor + wide * (8 + 6 * widths) + step + codes
-        return [summing, lists + 5 * factor + codes, rounding, codes + 20 * narrow]
+        return [sizes.summing_bytes, lists + 5 * factor + codes, rounding, codes + 20 * narrow]
     stack, loop = 4 * wide, LOOP_BYTES * torch.get_num_threads()
     return [
-        summing,
+        sizes.summing_bytes,
         lists + stack + (2 + ordered) * first + widths * wide * copies + loop,
         lists + stack + (2 + ordered) * second + widths * (wide + narrow * copies) + loop,
     ]
@@ -109,10 +107,7 @@ def memory(sizes: BatchSizes) -> list[int]:
 
 def operations(sizes: BatchSizes) -> float:
     """Hessians and intermediate states, two Cholesky factors, and the feedback of every width."""
-    hidden, inner, widths = sizes.layer.hidden_size, sizes.layer.intermediate_size, len(sizes.settings.bits)
-    first = len(sizes.layer.projections) - 1
-    total = 2 * sizes.tokens * hidden**2 + 2 * (sizes.tokens + sizes.lent) * (inner**2 + first * hidden * inner)
-    return total + (hidden**3 + inner**3) / 3 + widths * (first * inner * hidden**2 + hidden * inner**2)
+    return sizes.factor_operations + sizes.feedback_operations
 
 
 QUANTIZER = Quantizer(

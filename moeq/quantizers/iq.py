@@ -59,25 +59,17 @@ def quantize(
 
 def memory(sizes: BatchSizes) -> list[int]:
     """Hessians while they are summed up, their factors, and of one matrix after the other what one width takes."""
-    from moeq.quantizers.layer_data import row_bytes
-
     hidden, inner, widths = sizes.layer.hidden_size, sizes.layer.intermediate_size, sizes.settings.bits
     matrix = sizes.experts * inner * hidden
-    lists = 4 * sizes.experts * (hidden**2 + inner**2)
-    summing = lists + row_bytes(sizes.layer, int(sizes.tokens) + sizes.lent)
     factors = 3 * 4 * sizes.experts * max(hidden, inner) ** 2
     stored = sum(matrix * BLOCKS[name][1] // BLOCKS[name][0] for name in map(SETS["iq-s"].__getitem__, widths))
-    return [summing, lists + factors + matrix * EXACT + stored * len(sizes.layer.projections)]
+    return [sizes.summing_bytes, sizes.hessian_bytes + factors + matrix * EXACT + stored * len(sizes.layer.projections)]
 
 
 def operations(sizes: BatchSizes) -> float:
     """Hessians and intermediate states, two Cholesky factors, feedback, and the searches of every width."""
-    hidden, inner = sizes.layer.hidden_size, sizes.layer.intermediate_size
-    first = len(sizes.layer.projections) - 1
-    total = 2 * sizes.tokens * hidden**2 + 2 * (sizes.tokens + sizes.lent) * (inner**2 + first * hidden * inner)
-    feedback = len(sizes.settings.bits) * (first * inner * hidden**2 + hidden * inner**2)
     searches = sum(SEARCH_OPERATIONS[bits] for bits in sizes.settings.bits)
-    return total + (hidden**3 + inner**3) / 3 + feedback + searches * (first + 1) * inner * hidden
+    return sizes.factor_operations + sizes.feedback_operations + searches * sizes.layer.parameters_per_expert
 
 
 QUANTIZER = Quantizer(

@@ -48,6 +48,31 @@ class BatchSizes:
     lent: int
     gpu: bool = False
 
+    @property
+    def hessian_bytes(self) -> int:
+        """Of the batch's Hessians, float32."""
+        return 4 * self.experts * (self.layer.hidden_size**2 + self.layer.intermediate_size**2)
+
+    @property
+    def summing_bytes(self) -> int:
+        """Of Hessians while they are summed up."""
+        from moeq.quantizers.layer_data import row_bytes
+
+        return self.hessian_bytes + row_bytes(self.layer, int(self.tokens) + self.lent)
+
+    @property
+    def factor_operations(self) -> float:
+        """Of an expert's Hessians and intermediate states, and of two Cholesky factors."""
+        hidden, inner, first = self.layer.hidden_size, self.layer.intermediate_size, len(self.layer.projections) - 1
+        summed = 2 * self.tokens * hidden**2 + 2 * (self.tokens + self.lent) * (inner**2 + first * hidden * inner)
+        return summed + (hidden**3 + inner**3) / 3
+
+    @property
+    def feedback_operations(self) -> int:
+        """Of the feedback of every width."""
+        hidden, inner, first = self.layer.hidden_size, self.layer.intermediate_size, len(self.layer.projections) - 1
+        return len(self.settings.bits) * (first * inner * hidden**2 + hidden * inner**2)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Quantizer:

@@ -72,25 +72,18 @@ def memory(sizes: BatchSizes) -> list[int]:
     """Hessians while they are summed up, their factors, and residuals of what the threads work on."""
     import torch
 
-    from moeq.quantizers.layer_data import row_bytes
-
     hidden, inner, widths = sizes.layer.hidden_size, sizes.layer.intermediate_size, len(sizes.settings.bits)
     weights = sizes.experts * len(sizes.layer.projections) * inner * hidden
-    lists = 4 * sizes.experts * (hidden**2 + inner**2)
-    summing = lists + row_bytes(sizes.layer, int(sizes.tokens) + sizes.lent)
     at_once = 4 * weights * (2 + widths) if sizes.gpu else LOOP_BYTES * torch.get_num_threads()
     factors = 3 * 4 * sizes.experts * max(hidden, inner) ** 2
-    return [summing, lists + factors + at_once + weights * widths]
+    return [sizes.summing_bytes, sizes.hessian_bytes + factors + at_once + weights * widths]
 
 
 def operations(sizes: BatchSizes) -> float:
     """Hessians and intermediate states, two Cholesky factors, and the steps of every width."""
-    hidden, inner = sizes.layer.hidden_size, sizes.layer.intermediate_size
     walked = sum(bits < 8 for bits in sizes.settings.bits)
-    first = len(sizes.layer.projections) - 1
-    total = 2 * sizes.tokens * hidden**2 + 2 * (sizes.tokens + sizes.lent) * (inner**2 + first * hidden * inner)
-    steps = STEP_OPERATIONS * (1 << state_bits(sizes.settings)) * (first + 1) * inner * hidden
-    return total + (hidden**3 + inner**3) / 3 + walked * steps
+    steps = STEP_OPERATIONS * (1 << state_bits(sizes.settings)) * sizes.layer.parameters_per_expert
+    return sizes.factor_operations + walked * steps
 
 
 QUANTIZER = Quantizer(
