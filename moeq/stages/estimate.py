@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
 from rich.markup import escape
 
 from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.files import make_directory, write_json
-from moeq.artifacts.stage import read_model
+from moeq.artifacts.stage import Frozen, read_model
 from moeq.artifacts.trace import NAME as TRACE
 from moeq.artifacts.trace import read_trace
 from moeq.errors import RecipeError
@@ -29,10 +28,9 @@ NAME = "estimate.json"
 REMEDY = "run `moeq estimate` again"
 
 
-class EstimateReport(BaseModel):
+class EstimateReport(Frozen):
     """One full Estimate for each assignment, the recipe's own first; geometry: sizes that were assumed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     schema_version: int = SCHEMA_VERSION
     geometry: dict[str, Any]
     geometry_is_the_models: bool

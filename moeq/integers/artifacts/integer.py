@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from moeq.artifacts.files import write_json
 from moeq.artifacts.reading import PlainName
-from moeq.artifacts.stage import FileStamp, ModelStamp, read_model
+from moeq.artifacts.stage import FileStamp, Frozen, ModelStamp, read_model
 from moeq.version import __version__
 from moeq_kernels.widths import EXACT_BITS, MAX_SHIFT, MULTIPLIER_BITS, ROUNDING
 
@@ -125,16 +125,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-class Operation(BaseModel):
+class Operation(Frozen):
     """One step. inputs, outputs: role -> name of a value; tensors: role -> name of a constant."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str
     kind: str
     inputs: dict[str, str]
     outputs: dict[str, str]
-    tensors: dict[str, str] = {}
-    attributes: dict[str, Attribute] = {}
+    tensors: dict[str, str] = Field({})
+    attributes: dict[str, Attribute] = Field({})
 
     @model_validator(mode="after")
     def _is_complete(self) -> Operation:
@@ -172,11 +171,10 @@ class Operation(BaseModel):
         return number
 
 
-class Value(BaseModel):
+class Value(Frozen):
     """A tensor between operations. bits: the register that holds it; scale: what 1 stands for, None where a row or an
     element has its own."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     bits: int = Field(ge=1, le=MOST_BITS)
     signed: bool = True
     scale: float | None = None
@@ -201,10 +199,9 @@ class Value(BaseModel):
         return next(f"I{width}" for width in (8, 16, 32, 64) if needed <= width)
 
 
-class StoredTensor(BaseModel):
+class StoredTensor(Frozen):
     """Where a tensor lies. shape: of a value without the images' axis; sha256: of its bytes in the file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str
     file: PlainName
     key: str
@@ -222,10 +219,9 @@ class StoredValue(StoredTensor):
     scale: float | None
 
 
-class IntegerManifest(BaseModel):
+class IntegerManifest(Frozen):
     """settings: as the recipe has them; vectors: the number of images; files: the digests of the other files."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     schema_version: int = SCHEMA_VERSION
     format: Literal["moeq-integer"] = "moeq-integer"
     moeq_version: str = __version__

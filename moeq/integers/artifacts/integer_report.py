@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from moeq.artifacts.files import write_json
-from moeq.artifacts.stage import read_model
+from moeq.artifacts.stage import Frozen, read_model
 from moeq.recipe import Denominator, Softmax
 
 SCHEMA_VERSION = 1
@@ -16,11 +14,7 @@ SCHEMA = "integer.schema.json"
 REMEDY = "run `moeq reparam` again"
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class QualityRow(_Model):
+class QualityRow(Frozen):
     """accuracy: a share; cross_entropy in nats; logit_error: ||z - z0|| / ||z0|| of the float model's z0."""
 
     accuracy: float
@@ -28,7 +22,7 @@ class QualityRow(_Model):
     logit_error: float
 
 
-class SchemeRow(_Model):
+class SchemeRow(Frozen):
     """A scheme of paper 004's Table 1 with its quality; widths: W/A/Attn in bits."""
 
     name: str
@@ -38,7 +32,7 @@ class SchemeRow(_Model):
     logit_error: float
 
 
-class DroppedRow(_Model):
+class DroppedRow(Frozen):
     """The first code of a block's log softmax that counts as 0 (null: none), as chosen and in the printed form.
 
     error, printed_error: relative, of attention's outputs over the calibration images, with the one and the other.
@@ -51,7 +45,7 @@ class DroppedRow(_Model):
     printed_error: float
 
 
-class IntegerFigures(_Model):
+class IntegerFigures(Frozen):
     """What was measured of one integer forward.
 
     integer: of the forward in whole numbers; folded: of the float model that it was made of; real_factors: of
@@ -82,7 +76,7 @@ class IntegerFigures(_Model):
     dropped: tuple[DroppedRow, ...] = ()
 
 
-class IntegerReport(_Model):
+class IntegerReport(Frozen):
     """tasks: {"task-0": figures} and so on, of models with several tasks one each."""
 
     schema_version: int = SCHEMA_VERSION

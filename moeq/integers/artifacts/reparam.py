@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from moeq.artifacts.files import write_json
-from moeq.artifacts.stage import read_model
+from moeq.artifacts.stage import Frozen, read_model
 from moeq.recipe import Ends
 
 SCHEMA_VERSION = 1
@@ -17,11 +15,7 @@ SCHEMA = "reparam.schema.json"
 REMEDY = "run `moeq reparam` again"
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ConsumerRow(_Model):
+class ConsumerRow(Frozen):
     """A parameter that the norm feeds: axis of the norm's channels; bias: the parameter that took the shift back."""
 
     weight: str
@@ -29,7 +23,7 @@ class ConsumerRow(_Model):
     bias: str | None
 
 
-class NormRow(_Model):
+class NormRow(Frozen):
     """A folded norm. scale: s~, what its output is quantized by; r1, r2, low, high: least and largest of its channels.
 
     low and high are the ends of the channels' ranges in calibration. why: why scales alone were folded; None:
@@ -50,7 +44,7 @@ class NormRow(_Model):
     consumers: tuple[ConsumerRow, ...]
 
 
-class ErrorRow(_Model):
+class ErrorRow(Frozen):
     """Relative error of logits against the original, in float32; left_out: sequences whose routing met a tie."""
 
     error: float
@@ -59,7 +53,7 @@ class ErrorRow(_Model):
     changed_tokens: int
 
 
-class PerplexityRow(_Model):
+class PerplexityRow(Frozen):
     """Perplexity of the original, and of W8A8 with static scales before and after the fold.
 
     w8a8_written: of the checkpoint that reparam.w8a8 writes, None where it writes none.
@@ -72,7 +66,7 @@ class PerplexityRow(_Model):
     tokens: int
 
 
-class ReparamReport(_Model):
+class ReparamReport(Frozen):
     """left: {norm: why} of norms that were not folded; float32: before anything is rounded; stored: as written."""
 
     schema_version: int = SCHEMA_VERSION

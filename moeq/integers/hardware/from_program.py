@@ -12,9 +12,10 @@ from moeq.integers.artifacts.integer import Operation
 from moeq.integers.forward.program import Program
 from moeq.integers.hardware import registers
 from moeq.integers.hardware.interval import Interval, symmetric
-from moeq.integers.hardware.parts import Arithmetic, Denominator, Softmax
+from moeq.integers.hardware.parts import Arithmetic
 from moeq.integers.hardware.registers import Register, Registers, of_role
 from moeq.integers.hardware.vision import Mixture, VisionSizes
+from moeq.recipe import Denominator, Softmax
 
 
 def _held(program: Program, name: str) -> Interval:

@@ -8,9 +8,8 @@ from typing import Literal
 
 from moeq.integers.hardware.interval import Interval
 from moeq.integers.hardware.slices import block_rams, slices
+from moeq.recipe import Denominator, Softmax
 
-Softmax = Literal["log-sqrt2", "log2", "uniform"]
-Denominator = Literal["quantized", "exact"]
 Kernel = Literal["attention", "linear", "norm"]
 SLICE_STAGES = 4  # registers of a multiplier slice that runs at full clock (UG579): two operands, product, sum
 
