@@ -13,11 +13,10 @@ from moeq.evaluation.context_options import ContextOptions
 from moeq.evaluation.windows import check_windows
 from moeq.folders import expanded, has_recipe
 from moeq.models.source import check_there
-from moeq.options import OF_A_RUN
+from moeq.options import OF_A_RUN, RECIPES
 from moeq.recipe import BUNDLED, Recipe, load_recipe
 from moeq.runtime.dynamic.options import DynamicOptions
 
-RECIPES = (".yaml", ".yml")
 WINDOW = 512
 ORIGINAL = "original"
 ALL = "*"  # every assignment of a run

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeq.artifacts.assignment import DROPPED, FULL, MIXED, width_of
 from moeq.artifacts.digests import digest_of_chunks
-from moeq.artifacts.manifest import PlacedLayer, PlacedModule, Replica, read_manifest
+from moeq.artifacts.manifest import REMEDY, PlacedLayer, PlacedModule, Replica, read_manifest
 from moeq.artifacts.sums import check_sums
 from moeq.artifacts.tensor_files import tensor_bytes
 from moeq.errors import ArtifactError
@@ -28,7 +28,6 @@ from moeq.runtime.packed_modules import guard_name
 from moeq_kernels.packed import PackedWeight, packed_shapes
 from moeq_kernels.widths import PARTS, Encoding
 
-REMEDY = "export the checkpoint again"
 ALL_REPLICAS = "export with quantize.replicas: all"
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from moeq.artifacts.assignment import MIXED
+from moeq.artifacts.manifest import REMEDY
 from moeq.artifacts.storage import storage_errors
 from moeq.errors import ArtifactError
-from moeq.exporters.native_reader import REMEDY, NativeReader
+from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import Matrices
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import TensorHeader, read_header

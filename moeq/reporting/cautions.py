@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-import numpy as np
 import pyarrow.compute
 
 from moeq.artifacts.evaluation import EvalRow
@@ -13,7 +12,7 @@ from moeq.artifacts.losses import WHOLE
 from moeq.reporting import atlas, formats
 from moeq.reporting.html import Raw, Section, element, items, join, paragraph
 from moeq.reporting.inputs import ReportInputs
-from moeq.reporting.names import domain_label, expert_name
+from moeq.reporting.names import domain_label, never_chosen
 
 MOST_NAMED = 6  # experts
 UNEVEN = 2.0  # times the whole text's loss, from which on a domain is named
@@ -104,14 +103,9 @@ def _calibration(inputs: ReportInputs) -> Iterator[str]:
     if below:
         seen = f"{below:,} of {formats.count(every, 'expert')} saw fewer than {coverage.min_tokens:,} tokens"
         yield f"{seen} in calibration; their figures are less certain (corpus.until_covered goes on until they have)."
-    never = [
-        expert_name(name, expert)
-        for layer, name in enumerate(profile.layers)
-        for expert in np.flatnonzero(profile.total(layer)[0] == 0).tolist()
-    ]
+    _, never = never_chosen(profile, MOST_NAMED)
     if never:
-        more = f" and {len(never) - MOST_NAMED:,} more" if len(never) > MOST_NAMED else ""
-        yield f"Never chosen in calibration: {'; '.join(never[:MOST_NAMED])}{more}."
+        yield f"Never chosen in calibration: {never}."
     field = pyarrow.compute.field
     once = (field("projection") == WHOLE) & (field("method") == atlas.main_method(inputs))
     once &= field("bits") == inputs.losses.bits()[0]

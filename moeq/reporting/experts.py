@@ -20,7 +20,7 @@ from moeq.reporting import atlas, formats
 from moeq.reporting.charts import Band, loss_chart, similarity_chart, width_chart
 from moeq.reporting.html import Raw, Section, details, element, figure, items, lead, paragraph, table
 from moeq.reporting.inputs import ReportInputs
-from moeq.reporting.names import expert_name
+from moeq.reporting.names import expert_name, never_chosen
 
 MOST_NAMED = 12
 MOST_LISTED = 600  # experts whose matrices are listed one by one
@@ -131,14 +131,8 @@ def _coverage(measured: LossTable, method: str, profile: ExpertProfile) -> list[
     least = min(whole, key=lambda row: (row["calibration_tokens"], row["layer"], row["expert"]))
     place = expert_name(least["layer_name"], least["expert"])
     lines.append(f"Fewest calibration tokens: {least['calibration_tokens']:,} ({place}).")
-    never = [
-        expert_name(name, expert)
-        for layer, name in enumerate(profile.layers)
-        for expert in np.flatnonzero(profile.total(layer)[0] == 0).tolist()
-    ]
-    more = f" and {len(never) - MOST_NAMED:,} more" if len(never) > MOST_NAMED else ""
-    names = f" ({'; '.join(never[:MOST_NAMED])}{more})" if never else ""
-    return [*lines, f"Never chosen in calibration: {formats.count(len(never), 'expert')}{names}."]
+    count, names = never_chosen(profile, MOST_NAMED)
+    return [*lines, f"Never chosen in calibration: {formats.count(count, 'expert')}{names and f' ({names})'}."]
 
 
 def sensitivity(inputs: ReportInputs) -> Section:

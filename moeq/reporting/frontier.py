@@ -13,7 +13,6 @@ from moeq.tables import human_size
 
 WIDTH, HEIGHT = 760, 420
 LEFT, BELOW, ABOVE, RIGHT = 74, 44, 10, 190
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
 COLOURS = """:root { color-scheme: light dark; --paper: #ffffff; --ink: #1b1f24; --muted: #5b6570; --faint: #dfe3e8;
   --series-1: #0067a8; --series-2: #c4500a; --series-3: #00805c; --series-4: #a84c86; }
 @media (prefers-color-scheme: dark) { :root { --paper: #14171b; --ink: #e6e9ed; --muted: #9aa5b1; --faint: #353c45;
@@ -52,7 +51,7 @@ def _drawing(name: str, label: str, points: Sequence[Point], measure: str) -> Dr
         plane = svg.axes(figure, LEFT, BELOW, WIDTH - LEFT - RIGHT, HEIGHT - BELOW - ABOVE)
         for index, method in enumerate(methods):
             line = sorted((p for p in shown if p.method == method), key=lambda p: p.expert_bytes)
-            _line(plane, method, line, svg.SERIES[index % len(svg.SERIES)], MARKERS[index % len(MARKERS)])
+            _line(plane, method, line, svg.SERIES[index % len(svg.SERIES)], svg.MARKERS[index % len(svg.MARKERS)])
         _axes(plane, shown, measure)
         plane.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, handlelength=1.6)
 

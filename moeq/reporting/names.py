@@ -6,6 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from moeq.artifacts.profile import ExpertProfile
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNames:
@@ -32,6 +36,17 @@ def layer_names(names: Sequence[str]) -> LayerNames:
 def expert_name(layer: str, expert: int) -> str:
     """One expert, by the model's name of its layer."""
     return f"{layer}, expert {expert}"
+
+
+def never_chosen(profile: ExpertProfile, most: int) -> tuple[int, str]:
+    """How many experts calibration never chose, and the names of so many of them."""
+    names = [
+        expert_name(name, expert)
+        for layer, name in enumerate(profile.layers)
+        for expert in np.flatnonzero(profile.total(layer)[0] == 0).tolist()
+    ]
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return len(names), "; ".join(names[:most]) + more
 
 
 def domain_label(domain: str, names: Mapping[str, str]) -> str:

@@ -17,7 +17,6 @@ WIDTH, HEIGHT = 760, 420
 LEFT, BELOW, ABOVE, RIGHT = 60, 44, 10, 200
 HEAD = ("hardware", "policy", "such as", "points")
 MOST = 100  # of a policy's points that are not on the front
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
 
 
 def render(name: str, searches: Sequence[SearchResult], cases: Sequence[str]) -> str:
@@ -107,7 +106,7 @@ def _drawing(name: str, label: str, points: Sequence[Point], found: SearchResult
     def fill(figure: Any) -> None:
         plane = svg.axes(figure, LEFT, BELOW, WIDTH - LEFT - RIGHT, HEIGHT - BELOW - ABOVE)
         for index, policy in enumerate(policies):
-            colour, marker = svg.SERIES[index % len(svg.SERIES)], MARKERS[index % len(MARKERS)]
+            colour, marker = svg.SERIES[index % len(svg.SERIES)], svg.MARKERS[index % len(svg.MARKERS)]
             for on_front in (False, True):
                 same = [p for p in points if p.policy == policy and p.on_front == on_front]
                 same = same if on_front else same[:: max(1, len(same) // MOST)]

@@ -18,6 +18,7 @@ from unicodedata import east_asian_width
 from moeq.reporting.html import Drawing, escape
 
 INK, MUTED, FAINT, PAPER = "#0a01f0", "#0a01f1", "#0a01f2", "#0a01f3"
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
 SERIES = ("#0a01f4", "#0a01f5", "#0a01f6", "#0a01f7")
 _VARIABLES = {
     INK: "var(--ink)",

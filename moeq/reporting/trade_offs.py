@@ -16,7 +16,6 @@ from moeq.tables import human_bytes, human_size
 
 WIDTH, HEIGHT = 760, 330
 LEFT, BELOW, ABOVE, BETWEEN, RIGHT = 70, 44, 30, 34, 16
-MARKERS = ("o", "s", "^", "D")
 THIS = "this run"
 CLOSE = 0.005  # of a panel's width: closer to the axis than this no mark is named
 
@@ -101,12 +100,12 @@ def _speed_of(point: TradeOff) -> float:
 
 def _marks(plane: Any, points: Sequence[TradeOff], of: Callable[[TradeOff], float], index: int) -> None:
     values = [of(point) for point in points], [point.objective for point in points]
-    plane.plot(*values, MARKERS[index], color=svg.SERIES[index], linestyle="none", markersize=6)
+    plane.plot(*values, svg.MARKERS[index], color=svg.SERIES[index], linestyle="none", markersize=6)
 
 
 def _handle(plane: Any, policy: str, index: int) -> Any:
     style = {"color": svg.SERIES[index], "linestyle": "none", "markersize": 6}
-    return plane.plot([], [], MARKERS[index], label=titled(policy).short, **style)[0]
+    return plane.plot([], [], svg.MARKERS[index], label=titled(policy).short, **style)[0]
 
 
 def _ticks(plane: Any, values: Sequence[float], text: Callable[[float], str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.manifest import NAME as MANIFEST
-from moeq.artifacts.manifest import PlacedModule, PlacementManifest, Replica, read_manifest, totals
+from moeq.artifacts.manifest import REMEDY, PlacedModule, PlacementManifest, Replica, read_manifest, totals
 from moeq.artifacts.provenance import NAME as PROVENANCE
 from moeq.artifacts.provenance import RUN, Statement, check_listed, words
 from moeq.artifacts.stage import RECORD, StageRecord, check_files, read_record
@@ -21,7 +21,6 @@ from moeq.progress import Reporter
 from moeq.runtime.hook import HOOK_FILE, HOOK_SHA256
 
 QUIET = Reporter(quiet=True)
-EXPORT_AGAIN = "export the checkpoint again"
 NO_TENSORS = f"{MANIFEST} has no digests of tensors outside of the experts: an older moeq made it"
 
 
@@ -84,7 +83,7 @@ def check_native(directory: Path, reporter: Reporter = QUIET, manifest: Placemen
 def _check_total(directory: Path, what: str, counted: object, stated: object) -> None:
     if counted != stated:
         where = str(directory / MANIFEST)
-        raise ArtifactError(f"{what}: {counted}, the manifest states {stated}", where=where, do=EXPORT_AGAIN)
+        raise ArtifactError(f"{what}: {counted}, the manifest states {stated}", where=where, do=REMEDY)
 
 
 def _check_model(directory: Path, manifest: PlacementManifest, statement: Statement | None) -> None:
@@ -95,7 +94,7 @@ def _check_model(directory: Path, manifest: PlacementManifest, statement: Statem
     if made is not None and (made.name, made.revision) != (stated.name, stated.revision):
         what = f"of the model {shown(stated.name)} ({shown(stated.revision)}), {PROVENANCE} says {shown(made.name)}"
         where = str(directory / MANIFEST)
-        raise ArtifactError(f"{what} ({shown(made.revision)})", where=where, do=EXPORT_AGAIN)
+        raise ArtifactError(f"{what} ({shown(made.revision)})", where=where, do=REMEDY)
 
 
 def _checked_files(sums: Sums | None, record: StageRecord | None) -> str:
@@ -124,12 +123,12 @@ def check_code(directory: Path, manifest: PlacementManifest) -> dict[str, str]:
     for name in sorted({path.name for path in directory.glob("*.py")} | set(listed)):
         path, code = directory / name, listed.get(name)
         if not path.is_file():
-            raise ArtifactError("missing, the manifest lists it", where=str(path), do=EXPORT_AGAIN)
+            raise ArtifactError("missing, the manifest lists it", where=str(path), do=REMEDY)
         sha256 = digest_of_file(path)
         if name == HOOK_FILE and sha256 != HOOK_SHA256:
-            raise ArtifactError("is not the hook that moeq writes", where=str(path), do=EXPORT_AGAIN)
+            raise ArtifactError("is not the hook that moeq writes", where=str(path), do=REMEDY)
         if code is not None and code.sha256 != sha256:
-            raise ArtifactError("changed since the manifest was written", where=str(path), do=EXPORT_AGAIN)
+            raise ArtifactError("changed since the manifest was written", where=str(path), do=REMEDY)
         if code is None and listed:
             raise ArtifactError("the manifest does not list this code", where=str(path), do="read it, or remove it")
         own = "moeq's own hook" if name == HOOK_FILE else "code of the original model"
@@ -143,11 +142,11 @@ def _check_tensors(directory: Path, manifest: PlacementManifest, headers: dict[s
         header = headers.get(tensor.file, {}).get(tensor.name)
         where = f"{directory / tensor.file}: {tensor.name}"
         if header is None:
-            raise ArtifactError("tensor is missing, the manifest lists it", where=where, do=EXPORT_AGAIN)
+            raise ArtifactError("tensor is missing, the manifest lists it", where=where, do=REMEDY)
         if (header.dtype, header.shape) != (tensor.dtype, tensor.shape):
-            raise ArtifactError("tensor is not as the manifest says", where=where, do=EXPORT_AGAIN)
+            raise ArtifactError("tensor is not as the manifest says", where=where, do=REMEDY)
         if tensors_sha256([header]) != tensor.sha256:
-            raise ArtifactError("SHA-256 of the tensor differs from the manifest", where=where, do=EXPORT_AGAIN)
+            raise ArtifactError("SHA-256 of the tensor differs from the manifest", where=where, do=REMEDY)
     listed = {(tensor.file, tensor.name) for tensor in manifest.tensors}
     experts = (expert for layer in manifest.layers for expert in layer.experts)
     places: list[Replica | PlacedModule] = [replica for expert in experts for replica in expert.replicas]
@@ -157,22 +156,22 @@ def _check_tensors(directory: Path, manifest: PlacementManifest, headers: dict[s
         for name in tensors:
             if (file, name) not in listed:
                 where = f"{directory / file}: {name}"
-                raise ArtifactError("the manifest does not list this tensor", where=where, do=EXPORT_AGAIN)
+                raise ArtifactError("the manifest does not list this tensor", where=where, do=REMEDY)
 
 
 def _check_replica(directory: Path, replica: Replica | PlacedModule, headers: dict[str, Any], what: str) -> None:
     file = headers.get(replica.file)
     if file is None:
-        raise ArtifactError(f"file {replica.file} is missing", where=str(directory), do=EXPORT_AGAIN)
+        raise ArtifactError(f"file {replica.file} is missing", where=str(directory), do=REMEDY)
     stored = []
     for stamp in replica.tensors:
         header = file.get(replica.key_prefix + stamp.name)
         if header is None or (header.dtype, header.shape) != (stamp.dtype, stamp.shape):
             where = f"{directory / replica.file}: {replica.key_prefix}{stamp.name}"
-            raise ArtifactError(f"tensor of {what} is not as the manifest says", where=where, do=EXPORT_AGAIN)
+            raise ArtifactError(f"tensor of {what} is not as the manifest says", where=where, do=REMEDY)
         stored.append(header)
     where = str(directory / replica.file)
     if sum(header.bytes for header in stored) != replica.bytes:
-        raise ArtifactError(f"{what}: bytes differ from the manifest", where=where, do=EXPORT_AGAIN)
+        raise ArtifactError(f"{what}: bytes differ from the manifest", where=where, do=REMEDY)
     if tensors_sha256(stored) != replica.sha256:
-        raise ArtifactError(f"{what}: SHA-256 differs from the manifest", where=where, do=EXPORT_AGAIN)
+        raise ArtifactError(f"{what}: SHA-256 differs from the manifest", where=where, do=REMEDY)
