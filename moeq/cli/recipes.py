@@ -128,7 +128,7 @@ def recipe(asked: RecipeOptions) -> None:
     from moeq.starting import start_of
 
     if asked.schema:
-        from moeq.recipe.schema import recipe_schema
+        from moeq.recipe.recipe import recipe_schema
 
         print_json(recipe_schema())
         return

@@ -1,4 +1,4 @@
-"""A whole recipe: its sections, and what they ask of one another."""
+"""A whole recipe: its sections, what they ask of one another, and their JSON Schema."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from moeq.recipe.quantize import ExportSection, QuantizeSection
 from moeq.recipe.reparam import ReparamSection
 from moeq.recipe.types import Section, repeats
 from moeq.registry import QUANTIZERS
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class Recipe(Section):
@@ -198,3 +200,9 @@ class Recipe(Section):
         if section.hardware is None and section.ndp_latency_ms is None and section.speed is None:
             return None
         return section.hardware or self.estimate.hardware
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Every key with its type, default and meaning, by which editors complete; a key that there is not is refused."""
+    schema = Recipe.model_json_schema()
+    return {"$schema": DIALECT, "title": "moeq recipe"} | {key: schema[key] for key in schema if key != "title"}

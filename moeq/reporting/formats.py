@@ -9,6 +9,7 @@ from moeq_kernels.widths import DROPPED
 
 MISSING = "\N{EN DASH}"
 NARROW_SPACE = "\N{NARROW NO-BREAK SPACE}"
+number = rounded
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
@@ -82,11 +83,6 @@ def share(value: float | None, digits: int = 3) -> str:
     if percent == 0 or abs(percent) >= 0.001:
         return f"{percent:.{digits}g}{NARROW_SPACE}%"
     return f"{percent:.1e}{NARROW_SPACE}%"
-
-
-def number(value: float, digits: int = 4) -> str:
-    """Significant digits, more of thousands and millions."""
-    return rounded(value, digits)
 
 
 def bits(value: float | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,10 @@ from moeq.errors import ArtifactError
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.source import read_header
-from moeq.runtime.footprint import Footprint
+from moeq.runtime.arranged import Puts
 from moeq.runtime.hook import forget_hook
 from moeq.runtime.packed_experts import PACKED, PackedExperts, PackedLinear
 from moeq.runtime.packed_modules import PackedModule, prepare, replace_modules
-from moeq.runtime.saving import Saving
 from moeq_kernels import choice
 from moeq_kernels.checkpoint import DENSE, FORMAT_VERSION, Stored, wrong_config
 from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, METHOD, PARTS
@@ -285,3 +285,35 @@ def _takes(rule: Any, names: Collection[str]) -> bool:
         return False
     converter = [rule.reverse_transform()]
     return any(apply_converters(name, converter)[1] is not None for name in names)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """`save_pretrained` of a model with packed modules: not into a folder that it was loaded from, of whose files
+    transformers takes some away and leaves others, such as the manifest. folders: those."""
+
+    model: Any
+    folders: tuple[str, ...]
+
+    def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """As transformers'; ArtifactError for such a folder."""
+        if os.path.isdir(save_directory) and any(
+            os.path.isdir(folder) and os.path.samefile(folder, save_directory) for folder in self.folders
+        ):
+            what = "the checkpoint that this model was loaded from, which saving would leave in pieces"
+            raise ArtifactError(what, where=str(save_directory), do="save it into another directory")
+        return type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """`get_memory_footprint` of a model with packed modules: transformers' own sums parameters and buffers alone."""
+
+    model: Any
+
+    def __call__(self, return_buffers: bool = True) -> int:
+        """Bytes of the parameters, and with return_buffers of the buffers, packed ones as they lie or kernels hold
+        them."""
+        own: int = type(self.model).get_memory_footprint(self.model, return_buffers)
+        held = [getattr(module, "prepared", None) for module in self.model.modules() if isinstance(module, Puts)]
+        return own + sum(int(prepared.nbytes) for prepared in held if return_buffers and prepared is not None)

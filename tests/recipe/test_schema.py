@@ -14,7 +14,7 @@ from moeq.bounded import read_yaml
 from moeq.bundled.preset_files import preset_names, preset_path
 from moeq.cli import app
 from moeq.recipe import Recipe
-from moeq.recipe.schema import recipe_schema
+from moeq.recipe.recipe import recipe_schema
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SCHEMA = recipe_schema()

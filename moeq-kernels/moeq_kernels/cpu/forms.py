@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
+import sys
 from dataclasses import dataclass
 from functools import cache
 
-from moeq_kernels.cpu.permission import tiles_allowed
+ARCH_PRCTL = 158  # number of the system call on x86-64
+ARCH_REQ_XCOMP_PERM, TILE_DATA = 0x1023, 18  # asm/prctl.h; the state's number in Intel's manual, volume 1, 13.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,3 +192,14 @@ def forms(*, int8: bool = False) -> list[str]:
     if is_zen():
         found.sort(key=lambda form: (-form.lanes, not form.pairs))
     return [form.name for form in found]
+
+
+@cache
+def tiles_allowed() -> bool:
+    """Whether this process, with all of its threads and those forked off, may use AMX's tiles; it is asked for once.
+
+    Linux gives their registers, 8 KiB a thread, only to processes that ask for them.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0)

@@ -11,8 +11,7 @@ from packed_layers import layer_of, matrix_of, reference, routed, values
 from torch import Tensor
 
 from moeq_kernels import measured
-from moeq_kernels.cpu import permission
-from moeq_kernels.cpu.forms import FORMS, forms
+from moeq_kernels.cpu.forms import FORMS, forms, tiles_allowed
 from moeq_kernels.cpu.kernel import CpuKernel
 from moeq_kernels.cpu.layer import PackedLinear
 from moeq_kernels.description import DOWN, Matrix
@@ -119,9 +118,9 @@ def test_without_permission_there_are_no_tiles(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("moeq_kernels.cpu.forms.tiles_allowed", lambda: False)
     assert "amx" not in forms()
     monkeypatch.setattr("sys.platform", "darwin")
-    permission.tiles_allowed.cache_clear()
-    assert not permission.tiles_allowed()
-    permission.tiles_allowed.cache_clear()
+    tiles_allowed.cache_clear()
+    assert not tiles_allowed()
+    tiles_allowed.cache_clear()
 
 
 @needs_tiles
