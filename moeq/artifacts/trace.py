@@ -225,7 +225,7 @@ def read_trace(path: Path) -> RoutingTrace:
     except (OSError, ValueError) as error:
         raise ArtifactError(f"cannot be read ({error})", where=str(path), do=REMEDY) from None
     header = _read_header(path, metadata)
-    _check_tensors(path, tensors, header)
+    _check_tensors(path, tensors)
     arrays = {name: _array(path, name, tensors[name], header.sha256.get(name, "")) for name in tensors}
     domain = arrays["domain"]
     if len(domain) and not 0 <= int(domain.min()) <= int(domain.max()) < len(header.domains):
@@ -293,7 +293,7 @@ def _read_header(path: Path, metadata: Mapping[str, str]) -> Header:
         raise ArtifactError(f"{HEADER} is not JSON ({error})", where=str(path), do=REMEDY) from None
 
 
-def _check_tensors(path: Path, tensors: Mapping[str, TensorHeader], header: Header) -> None:
+def _check_tensors(path: Path, tensors: Mapping[str, TensorHeader]) -> None:
     """ArtifactError unless the tensors are those of a trace, in type and number of axes."""
     for name in sorted(set(_DTYPES) - _OPTIONAL - set(tensors)):
         raise ArtifactError(f"no tensor {name!r} in it", where=str(path), do=REMEDY)

@@ -52,7 +52,7 @@ def _fullest(checkpoint: CheckpointSize, section: AssignSection, cold: Sequence[
     what shares a width one as wide as the other."""
     layers, target = checkpoint.layers, target_of(section.target)
     granularity = granularity_within(target, section.granularity)
-    items = list(_items(layers, cold, granularity, _known(checkpoint, section)))
+    items = list(_items(cold, granularity, _known(checkpoint, section)))
 
     @cache
     def price(place: int, name: str, bits: int) -> Cost:
@@ -111,9 +111,7 @@ def _known(checkpoint: CheckpointSize, section: AssignSection) -> list[dict[str,
     ]
 
 
-def _items(
-    layers: Sequence[ExpertLayer], cold: Sequence[int], granularity: Granularity, known: Sequence[dict[str, list[int]]]
-) -> Iterator[_Item]:
+def _items(cold: Sequence[int], granularity: Granularity, known: Sequence[dict[str, list[int]]]) -> Iterator[_Item]:
     """Experts, or matrices, that share a width, in order; experts one by one where none do."""
     counts = {layer: count for layer, count in enumerate(cold) if count}
     first = [next(iter(own.values())) for own in known]

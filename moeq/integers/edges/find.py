@@ -150,7 +150,7 @@ def _complete(model: nn.Module, layers: Sequence[ExpertLayer], trace: Trace) -> 
         for name in seen:
             for other in names:
                 if other not in trace.parameters and _alike(name) == _alike(other):
-                    trace.parameters[other] = _moved(model, trace.parameters[name], name, other)
+                    trace.parameters[other] = _moved(model, trace.parameters[name], other)
 
 
 def _alike(name: str) -> str:
@@ -158,7 +158,7 @@ def _alike(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def _moved(model: nn.Module, seen: Seen, name: str, other: str) -> Seen:
+def _moved(model: nn.Module, seen: Seen, other: str) -> Seen:
     """What was seen of one expert's parameter, said of another's."""
     expert = _NUMBER.findall(other)[-1]
     names = dict(model.named_parameters())
