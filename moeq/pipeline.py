@@ -49,7 +49,7 @@ from moeq.stages.run_directory import (
     record_of,
     write_recipe,
 )
-from moeq.stages.workers import threads_of
+from moeq.stages.workers import with_threads
 from moeq.tables import human_seconds
 from moeq_kernels.freed import return_memory
 
@@ -236,7 +236,7 @@ def run(context: Context, names: tuple[str, ...] = tuple(BY_NAME), *, force: boo
     finished before stays.
     """
     stages = [BY_NAME[name] for name in names if name != REPARAM or context.folds]
-    with own_randomness(), threads_of(context.recipe), _directory(context, stages, force) as collected:
+    with own_randomness(), with_threads(context.recipe.threads), _directory(context, stages, force) as collected:
         for stage in stages:
             collected.add(run_stage(context.given() if stage.name == REPARAM else context, stage, force=force))
     return collected.outcomes
@@ -246,7 +246,11 @@ def run_alone(context: Context, name: str, *, force: bool = False) -> Outcome:
     """Run one stage on the artifacts that are there; ArtifactError when one it needs is missing or of another model."""
     stage = BY_NAME[name]
     context = context.given() if name == REPARAM else context
-    with own_randomness(), threads_of(context.recipe), _directory(context, [stage], force, alone=True) as collected:
+    with (
+        own_randomness(),
+        with_threads(context.recipe.threads),
+        _directory(context, [stage], force, alone=True) as collected,
+    ):
         collected.add(run_stage(context, stage, force=force))
     return collected.outcomes[0]
 
@@ -256,7 +260,7 @@ def looking(context: Context, name: str) -> Iterator[None]:
     """The locked run directory for who only looks at what a stage and those before it made."""
     stage = BY_NAME[name]
     _check_directory(context)
-    with own_randomness(), threads_of(context.recipe):
+    with own_randomness(), with_threads(context.recipe.threads):
         _prepare(context, [stage])
         _check_needed(context, stage)
         read_record(context.finished(name), name)

@@ -17,7 +17,7 @@ from moeq.planning.result import Machine, Need, Plan, Shortage
 from moeq.stages.context import Context
 from moeq.stages.needs import LEVERS, ON_DEVICE, Moment, Needs, Rates, Sizes
 from moeq.stages.order import STAGES, Stage
-from moeq.stages.workers import threads_of
+from moeq.stages.workers import with_threads
 from moeq.tables import human_bytes
 
 MIB = 2**20
@@ -50,7 +50,7 @@ def make_plan(context: Context, *, probe: bool) -> Plan:
     context.text.check([part for part in ("calibration", "evaluation") if context.text.lies_here(part)])
     fetched = sum(sizes.source.to_fetch.values())
     there = machine(context.out, sizes.device, context.store, offline.cache_folder() if fetched else None)
-    with threads_of(context.recipe):  # as the run has them
+    with with_threads(context.recipe.threads):  # as the run has them
         rates = measure(sizes, context.out) if probe and not dense else None
         needs = add_up(sizes, stages, rates, elsewhere=there.store_disk is not None)
     return Plan(

@@ -20,6 +20,7 @@ from moeq.recipe.reparam import ReparamSection
 from moeq.recipe.types import Section, repeats
 from moeq.registry import QUANTIZERS
 
+MOST_THREADS = 4096
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -46,7 +47,7 @@ class Recipe(Section):
     stream: Literal["auto", "always", "never"] = Field(
         "auto", description="read decoder layers from disk as they run; auto: when the model is over a third of memory"
     )
-    threads: int | None = Field(None, ge=1, le=4096, description="CPU threads; none: all cores")
+    threads: int | None = Field(None, ge=1, le=MOST_THREADS, description="CPU threads; none: all cores")
     workers: int | None = Field(
         None,
         ge=1,

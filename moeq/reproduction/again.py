@@ -24,18 +24,19 @@ from moeq.bounded import shortened
 from moeq.errors import CorpusError, MoeqError, RecipeError, StorageError
 from moeq.progress import Reporter
 from moeq.recipe import Recipe, SourceSection, load_recipe, source_name
+from moeq.recipe.recipe import MOST_THREADS
 from moeq.reproduction.differences import file_differences, matrix_differences
 from moeq.reproduction.matching import Inputs
 from moeq.reproduction.result import MatrixDifference, Reproduction
 from moeq.runtimes import NATIVE
 from moeq.stages import export
 from moeq.stages.context import Context
+from moeq.stages.workers import with_threads
 from moeq.version import __version__
 
 MARKER = "reproduction.json"  # in the run's directory: of which statement, and with what
 TEXTS = "texts"  # links to texts by the names that the recipe has for them
 MAKING = STAGES[: STAGES.index("export") + 1]
-MOST_THREADS = 4096  # as a recipe may have
 NOTE = 1000  # characters about versions
 BESIDE = ".reproduced"  # behind the checkpoint's name, where no directory is named
 
@@ -47,7 +48,7 @@ def reproduce(inputs: Inputs, out: Path | None, reporter: Reporter) -> Reproduct
     something else, and what a run raises.
     """
     folder = inputs.checkpoint.with_name(f"{inputs.checkpoint.name}{BESIDE}") if out is None else out
-    with _threads(inputs.statement), _run_directory(folder, inputs, temporary=out is None):
+    with with_threads(_threads(inputs.statement)), _run_directory(folder, inputs, temporary=out is None):
         context = _context(inputs, folder, reporter)
         _check_sets(context, inputs.statement)
         here = making.builder(context.model.device, torch.get_num_threads()).version
@@ -65,16 +66,10 @@ def reproduce(inputs: Inputs, out: Path | None, reporter: Reporter) -> Reproduct
     return replace(found, out=None)
 
 
-@contextmanager
-def _threads(statement: Statement) -> Iterator[None]:
-    """As many threads of torch as the statement says, by which its sums were divided; then as many as before."""
-    before, stated = torch.get_num_threads(), statement.predicate.details.builder.version.get(making.THREADS, "")
-    if stated in map(str, range(1, MOST_THREADS + 1)):
-        torch.set_num_threads(int(stated))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _threads(statement: Statement) -> int | None:
+    """As many as the statement says, by which sums were divided; None where it does not."""
+    stated = statement.predicate.details.builder.version.get(making.THREADS, "")
+    return int(stated) if stated in map(str, range(1, MOST_THREADS + 1)) else None
 
 
 @contextmanager

@@ -35,10 +35,10 @@ PRELOAD = (__name__, "moeq.models.kinds", "numba")
 
 
 @contextmanager
-def threads_of(recipe: Recipe) -> Iterator[None]:
-    """As many threads of torch as the recipe says; then as many as before, for whoever calls from Python."""
+def with_threads(count: int | None) -> Iterator[None]:
+    """So many threads of torch, None: as many as there are; then as many as before, for whoever calls from Python."""
     before = torch.get_num_threads()
-    torch.set_num_threads(recipe.threads or before)
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:

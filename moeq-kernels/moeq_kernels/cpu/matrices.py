@@ -26,8 +26,6 @@ from moeq_kernels.once import made_once
 from moeq_kernels.reference import some_rows
 from moeq_kernels.threads import side_by_side
 
-BYTES_ROWS = 4  # up to which trellis codes are multiplied faster as bytes than as bf16: 1 to 4 of 2**8 states in .48,
-# .61, .88 and .89 of the time on a Zen 4, of 2**10 in .74, .86, .81 and .83, and 5 to 8 in 1.11 and .97
 FLOATS_ROWS = 4  # from which on codes of 8 bits are multiplied faster as float32 than as two of 4 bits
 UNPACKED_BYTES = 1 << 20  # of values at a time where a matrix is unpacked
 Integers = NDArray[np.int64]
@@ -206,11 +204,10 @@ class Matrices:
 
 def form_of(form: Form, codes: str, rows: int) -> Form:
     """The form for one kind of codes and so many rows. Multiplied with activations as they are: dense values, trellis
-    codes where that is faster, and codes of which no two products fit into 16 bits, by many rows. With activations as
-    whole numbers: few rows and trellis codes that are looked up as bytes, which take longer to become bf16."""
+    codes where that is faster, and codes of which no two products fit into 16 bits, by many rows."""
     found, kind = form.of_rows(rows), CODES[codes]
-    if isinstance(kind, Walk) and rows <= BYTES_ROWS and found.pairs and not found.tiles:
-        found = found.bytewise if kind.as_bytes(found.lanes) and found.bytewise.runs_here() else found
+    if isinstance(kind, Walk) and kind.as_bytes(found.lanes) and found.walks_in_bytes(rows):
+        found = found.bytewise
     wide = found.byte_pairs and not found.int8 and rows >= FLOATS_ROWS and not most_products(kind.largest)
     as_they_are = wide or not kind.affine or (kind.walked and found.walks_in_floats(rows))
     return found.floats if found.slices and as_they_are else found
