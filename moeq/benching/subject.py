@@ -26,6 +26,7 @@ from moeq.models.streaming import blocks_of
 from moeq.models.visits import visits
 from moeq.progress import Reporter
 from moeq.runtime.checkpoint import CARD, OWN
+from moeq.runtime.grouped_attention import group
 from moeq.runtime.packed_modules import TiedHead
 from moeq.runtimes import NATIVE, to_convert
 from moeq_kernels.widths import METHOD
@@ -109,6 +110,7 @@ def load_subject(
     layers = find_expert_layers(skeleton(source, dtype, trust_remote_code, packed=True))  # imports the family's code
     before = memory(device)
     model: Any = load_model(source, dtype, device, trust_remote_code)
+    group(model)  # the dense one as well, so that what differs is the weights
     _touch(model)
     resident = memory(device) - before
     stored = _packed_bytes(source) if packed else _dense_bytes(layers, dtype)

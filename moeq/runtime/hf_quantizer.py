@@ -119,6 +119,9 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         _warn_of_held_experts(model)
         model.get_memory_footprint = Footprint(model)
+        from moeq.runtime.grouped_attention import group  # needs transformers, which is being imported by this file's
+
+        group(model)
         if choice.at_once():
             prepare(model)
         return model
