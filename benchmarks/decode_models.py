@@ -1,8 +1,8 @@
 """A generated Qwen3-MoE and its packed checkpoints for benchmarks/decode.py: nothing is quantized, nothing profiled.
 
 Codes, scales and zero points are random; the bf16 model has the values that they stand for, so that both decode alike.
-Experts have grids of --bits, or trellis codes of that width with --state-bits, all else grids of 4 bits. Everything is
-written a layer at a time.
+Experts have grids of --bits, or trellis codes of that width with --state-bits, all else grids of 4 bits; with --blocks
+all grids are symmetric, in groups of so many inputs, as llama.cpp has them. Everything is written a layer at a time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from moeq_kernels.packing import pack
 from moeq_kernels.widths import Encoding
 
 GROUP, BITS = 128, 4
-GRID = Encoding(group_size=GROUP, symmetric=False)
-CODES: dict[str, Any] = {"bits": BITS, "state_bits": 0}  # settings of benchmarks that use these models: of the experts
+CODES: dict[str, Any] = {"bits": BITS, "state_bits": 0, "blocks": 0}  # settings of benchmarks that use these models
 METADATA = {"format": "pt"}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD = "lm_head"
@@ -48,22 +47,25 @@ def configuration(options: argparse.Namespace) -> Any:
 
 
 class _Drawn:
-    """Random weights, packed or dense, the same at every run."""
+    """Random weights, packed or dense, the same at every run; grid: of what is packed, if nothing else is said."""
 
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
+    def __init__(self, grid: Encoding) -> None:
+        self.generator, self.grid = torch.Generator().manual_seed(0), grid
 
-    def packed(self, rows: int, inputs: int, bits: int = BITS, encoding: Encoding = GRID) -> PackedWeight:
-        """Values of variance 1 / inputs and, by zero points around the middle of all codes, of mean 0: otherwise one
-        direction would win in every layer, and all tokens would be routed alike."""
+    def packed(self, rows: int, inputs: int, bits: int = BITS, given: Encoding | None = None) -> PackedWeight:
+        """Values of variance 1 / inputs and of mean 0, by zero points around the middle of all codes or by codes on
+        both sides of it: otherwise one direction would win in every layer, and all tokens would be routed alike."""
+        encoding = given or self.grid
         shapes = packed_shapes(rows, inputs, bits, encoding)
         parts = {"codes": torch.randint(0, 256, shapes["codes"][0], generator=self.generator, dtype=torch.uint8)}
         scales = torch.rand(shapes["scales"][0], generator=self.generator) * 0.5 + 0.75
+        middle, spread = 2 ** (bits - 1), ((4**bits - 1) / 12 + 0.25) ** 0.5  # of a code from its zero point
         if encoding.state_bits:
             spread = float(trellis.values(bits, encoding.state_bits).std())
+        elif encoding.symmetric:
+            codes = torch.randint(1, 2**bits, (rows, inputs), generator=self.generator, dtype=torch.uint8)
+            parts["codes"] = pack(codes, bits)
         else:
-            middle = 2 ** (bits - 1)
-            spread = (((4**bits - 1) / 12) + 0.25) ** 0.5  # of a code from its zero point
             zeros = torch.randint(middle - 1, middle + 1, (rows, shapes["scales"][0][1]), generator=self.generator)
             parts["zeros"] = pack(zeros, bits)
         parts["scales"] = (scales / spread * inputs**-0.5).half()
@@ -86,9 +88,14 @@ def _attention(config: Any) -> dict[str, tuple[int, int]]:
     return dict(zip(ATTENTION, [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)], strict=True))
 
 
+def grid(options: argparse.Namespace) -> Encoding:
+    """That of all that has no trellis codes."""
+    return Encoding(group_size=options.blocks or GROUP, symmetric=bool(options.blocks))
+
+
 def encoding(options: argparse.Namespace) -> Encoding:
     """That of the experts."""
-    return Encoding.trellis(options.state_bits) if options.state_bits else GRID
+    return Encoding.trellis(options.state_bits) if options.state_bits else grid(options)
 
 
 def make(folder: Path, options: argparse.Namespace) -> None:
@@ -106,7 +113,7 @@ def make(folder: Path, options: argparse.Namespace) -> None:
     from moeq.models.source import read_header
     from moeq.runtime.packed_modules import GUARD_SHAPE
 
-    config, drawn = configuration(options), _Drawn()
+    config, drawn = configuration(options), _Drawn(grid(options))
     model, parts = folder / "model", folder / PARTS_FOLDER
     parts.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(model)
@@ -181,13 +188,13 @@ def export(folder: Path, variant: str, options: argparse.Namespace) -> None:
 
     source = open_source(str(folder / "model"))
     model, layers = describe(source)
-    config, whole = model.config, variant == "all"
+    config, whole, of_others = model.config, variant == "all", grid(options)
     choices = tuple(ExpertChoice(tier="gpu", bits=options.bits, importance=1.0) for _ in range(config.num_experts))
     rows = tuple(
         OtherRow(
-            module=name, kind=kind, bits=BITS, method="rtn", group_size=GROUP, symmetric=False, rows=shape[0],
-            inputs=shape[1], relative_error=None, calibration_rows=0, heldout_rows=0, fallback="",
-            bytes=shape[0] * shape[1] * BITS // 8,
+            module=name, kind=kind, bits=BITS, method="rtn", group_size=of_others.group_size,
+            symmetric=of_others.symmetric, rows=shape[0], inputs=shape[1], relative_error=None, calibration_rows=0,
+            heldout_rows=0, fallback="", bytes=shape[0] * shape[1] * BITS // 8,
         )
         for name, kind, shape in _packed_others(config)
     )  # fmt: skip

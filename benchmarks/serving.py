@@ -73,14 +73,13 @@ def environment() -> dict[str, str]:
 
 
 class Contender:
-    """A model in a process of vLLM's; see serving_worker.py."""
+    """A model in a process of its own, which takes jobs as lines of JSON and answers each with a line."""
 
-    def __init__(self, python: Path, checkpoint: Path, log: Path, *flags: str) -> None:
+    def __init__(self, log: Path, environment: dict[str, str], *command: object) -> None:
         self.log = log
-        command = [python, Path(__file__).with_name("serving_worker.py"), checkpoint, *flags]
         with log.open("w") as errors:
             self.process = Popen(
-                list(map(str, command)), stdin=PIPE, stdout=PIPE, stderr=errors, text=True, env=environment()
+                list(map(str, command)), stdin=PIPE, stdout=PIPE, stderr=errors, text=True, env=environment
             )
         self.loaded = self._answer()
 
@@ -93,13 +92,19 @@ class Contender:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            sys.exit(f"vLLM ended: {self.log.read_text()[-3000:]}")
+            sys.exit(f"a contender ended: {self.log.read_text()[-3000:]}")
         answer: dict[str, float] = json.loads(line)
         return answer
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def in_vllm(python: Path, checkpoint: Path, *flags: str) -> Contender:
+    """A checkpoint in a process of vLLM's; see serving_worker.py."""
+    program = Path(__file__).with_name("serving_worker.py")
+    return Contender(checkpoint.with_suffix(".log"), environment(), python, program, checkpoint, *flags)
 
 
 def growth(options: argparse.Namespace, folder: Path, results: figures.Figures) -> None:
@@ -112,7 +117,7 @@ def growth(options: argparse.Namespace, folder: Path, results: figures.Figures) 
     for variant in decode_models.VARIANTS:
         found = []
         for number, place in enumerate((folder, larger), 1):
-            one = Contender(options.python, place / variant, place / f"{variant}.log", "--eager")
+            one = in_vllm(options.python, place / variant, "--eager")
             one.close()
             found.append((stated(place / variant)[0], one.loaded["own"]))
             cells = [*found[-1], one.loaded["mapped"], one.loaded["held"]]
@@ -131,9 +136,7 @@ def decoding(options: argparse.Namespace, folder: Path, results: figures.Figures
     results.table(["decode in vLLM", "packed, ms", "bf16, ms", "ratio", "experts of a layer, ms", "bf16, ms", "ratio"])
     for variant, flags in product(decode_models.VARIANTS, (("--eager",), ())):
         how = f"{variant} packed, {'not compiled' if flags else 'compiled'}"
-        packed, dense = (
-            Contender(options.python, folder / name, folder / f"{name}.log", *flags) for name in (variant, "model")
-        )
+        packed, dense = (in_vllm(options.python, folder / name, *flags) for name in (variant, "model"))
         try:
             for batch in options.batches:
                 compare(batch, how, packed, dense, options, results)

@@ -1,12 +1,12 @@
 """A model in vLLM, for benchmarks/serving.py: takes jobs as lines of JSON, answers each with a line.
 
-    python serving_worker.py CHECKPOINT [--eager]
+    python serving_worker.py CHECKPOINT [--eager] [--length TOKENS]
 
 Runs in vLLM's own environment, in one process, so that its model can be looked at. The first line tells what was
 loaded: bytes of the model's tensors and of what kernels arranged, but for what oneDNN keeps; by how much memory of the
 process's own (RssAnon) and pages of mapped files (RssFile) have grown by it, and what both were before. A job is
-{batch, tokens}: answered are seconds of a decode step, and of the experts of one layer in it (0 where the model is
-compiled, and no call of them is seen).
+{batch, tokens, prompt: tokens of it, 32 if it is not there}: answered are seconds of a decode step, and of the experts
+of one layer in it (0 where the model is compiled, and no call of them is seen).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
-PROMPT, MOST = 32, 16  # tokens of a prompt, prompts at once
+PROMPT, MOST, LENGTH = 32, 16, 256  # tokens of a prompt, prompts at once, tokens of a sequence at most
 calls: list[float] = []  # seconds of each call of a layer's experts
 
 
@@ -38,7 +38,7 @@ def held(model: Any) -> int:
     return sum(storages.values()) + sum(one.nbytes for one in arranged)
 
 
-def load(checkpoint: str, eager: bool) -> tuple[Any, dict[str, int]]:
+def load(checkpoint: str, eager: bool, length: int = LENGTH) -> tuple[Any, dict[str, int]]:
     """The engine, and what loading its model took."""
     import torch
     from figures import resident
@@ -71,7 +71,7 @@ def load(checkpoint: str, eager: bool) -> tuple[Any, dict[str, int]]:
 
     CPUModelRunner.load_model = watched
     engine = LLM(
-        checkpoint, dtype="bfloat16", enforce_eager=eager, skip_tokenizer_init=True, max_model_len=256,
+        checkpoint, dtype="bfloat16", enforce_eager=eager, skip_tokenizer_init=True, max_model_len=length,
         max_num_seqs=MOST, enable_prefix_caching=False, gpu_memory_utilization=0.1,
     )  # fmt: skip
     return engine, found
@@ -88,12 +88,12 @@ def timed(apply: Any) -> Any:
     return measured
 
 
-def step(engine: Any, batch: int, tokens: int) -> dict[str, float]:
+def step(engine: Any, batch: int, tokens: int, prompt: int = PROMPT) -> dict[str, float]:
     """Seconds of a decode step: of requests of so many tokens, less those of one token, by step between them."""
     from vllm import SamplingParams, TokensPrompt
 
     draw = random.Random(batch)
-    prompts = [TokensPrompt(prompt_token_ids=draw.sample(range(3, 4096), PROMPT)) for _ in range(batch)]
+    prompts = [TokensPrompt(prompt_token_ids=draw.choices(range(3, 4096), k=prompt)) for _ in range(batch)]
 
     def took(count: int) -> float:
         params = SamplingParams(temperature=0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False)
@@ -110,7 +110,8 @@ def step(engine: Any, batch: int, tokens: int) -> dict[str, float]:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints must not be taken for an answer
-    engine, found = load(sys.argv[1], "--eager" in sys.argv)
+    length = int(sys.argv[sys.argv.index("--length") + 1]) if "--length" in sys.argv else LENGTH
+    engine, found = load(sys.argv[1], "--eager" in sys.argv, length)
     print(json.dumps(found), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(step(engine, **json.loads(line))), file=answers, flush=True)
