@@ -11,6 +11,7 @@ of one layer in it (0 where the model is compiled, and no call of them is seen).
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -26,6 +27,7 @@ os.environ |= {
 }  # fmt: skip
 PROMPT, MOST, LENGTH = 32, 16, 256  # tokens of a prompt, prompts at once, tokens of a sequence at most
 calls: list[float] = []  # seconds of each call of a layer's experts
+numbers = itertools.count()  # of requests
 
 
 def held(model: Any) -> int:
@@ -89,22 +91,25 @@ def timed(apply: Any) -> Any:
 
 
 def step(engine: Any, batch: int, tokens: int, prompt: int = PROMPT) -> dict[str, float]:
-    """Seconds of a decode step: of requests of so many tokens, less those of one token, by step between them."""
+    """Seconds of a decode step, the median of those after the prompts are read."""
     from vllm import SamplingParams, TokensPrompt
 
-    draw = random.Random(batch)
-    prompts = [TokensPrompt(prompt_token_ids=draw.choices(range(3, 4096), k=prompt)) for _ in range(batch)]
-
-    def took(count: int) -> float:
-        params = SamplingParams(temperature=0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False)
-        began = time.perf_counter()
-        engine.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - began
-
-    first = took(1)
-    calls.clear()
-    seconds = (took(1 + tokens) - first) / tokens
-    return {"step": seconds, "experts": statistics.median(calls) if calls else 0.0}
+    draw, running = random.Random(batch), engine.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=1 + tokens, ignore_eos=True, detokenize=False)
+    for number in itertools.islice(numbers, batch):
+        given = TokensPrompt(prompt_token_ids=draw.choices(range(3, 4096), k=prompt))
+        running.add_request(str(number), given, params)
+    steps = []
+    while running.has_unfinished_requests():
+        seen, began = len(calls), time.perf_counter()
+        running.step()
+        steps.append((time.perf_counter() - began, calls[seen:]))
+    last = steps[-tokens:]
+    experts = [seconds for _, several in last for seconds in several]
+    return {
+        "step": statistics.median(seconds for seconds, _ in last),
+        "experts": statistics.median(experts) if experts else 0.0,
+    }
 
 
 def main() -> None:
