@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +17,7 @@ from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.digests import digest_of_file, spent
 from moeq.artifacts.evaluation import NAME as EVALUATION
 from moeq.artifacts.files import BEGUN, building, locked, place, remove_partials, write_bytes
+from moeq.artifacts.making import THREADS
 from moeq.artifacts.mirror import mirrored
 from moeq.artifacts.places import refuse_artifacts
 from moeq.artifacts.replica_store import is_shared
@@ -118,6 +119,7 @@ def run_stage(context: Context, stage: Stage, *, force: bool = False) -> Outcome
             volatile={
                 "created": created,
                 "seconds": round(seconds, 3),
+                THREADS: torch.get_num_threads(),
                 MODEL_FILES: context.model.files,
                 **({TEXT_FILES: making.text_files(context)} if stage.name == PROFILE else {}),
             },
@@ -229,16 +231,23 @@ def _is_finished(context: Context, stage: Stage, edited: frozenset[str] = frozen
         return False
 
 
-def run(context: Context, names: tuple[str, ...] = tuple(BY_NAME), *, force: bool = False) -> list[Outcome]:
+def run(
+    context: Context,
+    names: tuple[str, ...] = tuple(BY_NAME),
+    *,
+    force: bool = False,
+    threads: Mapping[str, int] | None = None,
+) -> list[Outcome]:
     """Run stages in order in the context's directory, which is locked meanwhile.
 
-    force: files that were edited by hand are made again. Raises MoeqError of the failing stage's class; whatever was
-    finished before stays.
+    force: files that were edited by hand are made again; threads: of stages that have others than the recipe's. Raises
+    MoeqError of the failing stage's class; whatever was finished before stays.
     """
     stages = [BY_NAME[name] for name in names if name != REPARAM or context.folds]
     with own_randomness(), with_threads(context.recipe.threads), _directory(context, stages, force) as collected:
         for stage in stages:
-            collected.add(run_stage(context.given() if stage.name == REPARAM else context, stage, force=force))
+            with with_threads((threads or {}).get(stage.name)):
+                collected.add(run_stage(context.given() if stage.name == REPARAM else context, stage, force=force))
     return collected.outcomes
 
 

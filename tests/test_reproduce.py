@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moeq import api
+from moeq import api, pipeline
 from moeq.artifacts.files import locked, write_json
 from moeq.artifacts.provenance import NAME, read_provenance
 from moeq.artifacts.run import STORE_VARIABLE
@@ -29,6 +29,7 @@ from moeq.reproduction import again
 from moeq.reproduction.differences import _difference, _keys
 from moeq.reproduction.matching import _texts
 from moeq.stages.context import Context
+from moeq.stages.order import Stage
 from moeq_kernels.packed import PackedWeight, packed_shapes
 from moeq_kernels.packing import pack
 from moeq_kernels.widths import Encoding
@@ -185,7 +186,7 @@ def test_as_many_threads_compute_as_the_statement_has(
     """Sums are divided by them: a machine with another number of cores gave other bytes, and nothing said why."""
     before, seen, said = torch.get_num_threads(), [], []
 
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         seen.append(torch.get_num_threads())
         raise RecipeError("enough")
 
@@ -201,6 +202,35 @@ def test_as_many_threads_compute_as_the_statement_has(
         reproduce(home, checkpoint)
     assert (seen, torch.get_num_threads()) == ([4 if more else before], before)
     assert any(f"threads {stated}, here {before}" in text for text in said) != more
+
+
+def test_stages_compute_with_as_many_threads_as_each_of_them_had(
+    home: Path, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that went on with another number of cores the provenance knew the export's alone."""
+    text = LESS["corpus"] | {"source": str(home / "numbers.jsonl")}
+    for threads, last in ((2, "profile"), (3, "losses"), (1, "quantize")):
+        recipe = load_recipe(LESS | {"corpus": text, "threads": threads})
+        context = Context(recipe=recipe, model_name=str(tiny_mixtral), out=tmp_path / "run", reporter=QUIET)
+        run(context, MAKING[: MAKING.index(last) + 1])
+    noted = json.loads((tmp_path / "run" / "quantize" / "stage.json").read_text("utf-8"))
+    assert noted["volatile"].pop("threads") == 1
+    write_json(tmp_path / "run" / "quantize" / "stage.json", noted)  # as an older version leaves it
+    made = made_of(tiny_mixtral, tmp_path / "run", LESS | {"corpus": text, "threads": 1})
+    version = json.loads((made / NAME).read_text("utf-8"))["predicate"]["runDetails"]["builder"]["version"]
+    stated = {name: count for name, count in version.items() if name.startswith("threads")}
+    assert stated == {"threads": "1", "threads of profile": "2", "threads of losses": "3"}
+    seen, stage = {}, pipeline.run_stage
+
+    def counted(context: Context, asked: Stage, **how: Any) -> pipeline.Outcome:
+        seen[asked.name] = torch.get_num_threads()
+        return stage(context, asked, **how)
+
+    monkeypatch.setattr(pipeline, "run_stage", counted)
+    found = reproduce(home, made, out=tmp_path / "kept")
+    assert seen == {"profile": 2, "losses": 3, "assign": 1, "quantize": 1, "export": 1}
+    assert (found.is_equal, found.notes) == (True, ())
+    assert (found.remade / NAME).read_bytes() == (made / NAME).read_bytes()
 
 
 def test_a_file_that_was_changed_with_all_its_digests(home: Path, checkpoint: Path) -> None:
@@ -294,7 +324,7 @@ def test_a_directory_that_holds_something_else_is_refused(home: Path, checkpoint
 def test_a_reproduction_that_was_stopped_goes_on(
     home: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(context: Context, names: tuple[str, ...]) -> None:
+    def stopped(context: Context, names: tuple[str, ...], **_: Any) -> None:
         run(context, names[:2])
         raise KeyboardInterrupt
 
@@ -337,12 +367,12 @@ def test_a_reproduction_that_was_killed_as_it_began_or_ended_goes_on(
 def test_a_second_reproduction_leaves_the_first_its_directory(
     home: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def first(context: Context, names: tuple[str, ...]) -> None:
+    def first(context: Context, names: tuple[str, ...], **how: Any) -> None:
         monkeypatch.setattr(again.pipeline, "run", run)
         with locked(context.out), pytest.raises(StorageError, match="another moeq run is working here"):
             reproduce(home, checkpoint)
         assert (context.out / again.MARKER).is_file()
-        run(context, names)
+        run(context, names, **how)
 
     monkeypatch.setattr(again.pipeline, "run", first)
     assert reproduce(home, checkpoint).is_equal

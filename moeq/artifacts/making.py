@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 
 import torch
@@ -16,13 +16,21 @@ PACKAGES = (  # whose version may change a byte
     "transformers",
 )  # fmt: skip
 OF_FORMATS = {"gguf": ("gguf",)}  # {format: packages that write it}
-THREADS = "threads"  # in the version of a builder: how many computed
+THREADS = "threads"  # in the version of a builder, and in `volatile` of a stage's record: how many computed
 
 
-def builder(device: torch.device | None = None, threads: int | None = None) -> Builder:
+def threads_of(stage: str) -> str:
+    """In the version of a builder: how many threads computed a stage, where they were not as many as the export's."""
+    return f"{THREADS} of {stage}"
+
+
+def builder(
+    device: torch.device | None = None, threads: int | None = None, of_stages: Mapping[str, int] | None = None
+) -> Builder:
     """moeq, Python and the instructions that last digits depend on; device: what computed, None: the processor.
 
-    threads: how many of them computed, by which sums are divided; None: that decides nothing.
+    threads: how many of them computed, by which sums are divided; None: that decides nothing. of_stages: how many
+    computed the stages before.
     """
     on = torch.device("cpu") if device is None else device
     return Builder(
@@ -33,6 +41,7 @@ def builder(device: torch.device | None = None, threads: int | None = None) -> B
             "device": torch.cuda.get_device_name(on) if on.type == "cuda" else on.type,
         }
         | ({} if threads is None else {THREADS: str(threads)})
+        | {threads_of(stage): str(count) for stage, count in (of_stages or {}).items() if count != threads}
     )
 
 

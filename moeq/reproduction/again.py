@@ -48,17 +48,18 @@ def reproduce(inputs: Inputs, out: Path | None, reporter: Reporter) -> Reproduct
     something else, and what a run raises.
     """
     folder = inputs.checkpoint.with_name(f"{inputs.checkpoint.name}{BESIDE}") if out is None else out
-    with with_threads(_threads(inputs.statement)), _run_directory(folder, inputs, temporary=out is None):
+    threads = _threads(inputs.statement)
+    with with_threads(threads.get("export")), _run_directory(folder, inputs, temporary=out is None):
         context = _context(inputs, folder, reporter)
         _check_sets(context, inputs.statement)
-        here = making.builder(context.model.device, torch.get_num_threads()).version
+        here = making.builder(context.model.device, torch.get_num_threads(), threads).version
         notes = tuple(_notes(inputs.statement, here, _packages(inputs)))
         if context.recipe.quantize.tune is not None and context.recipe.stream == "auto":  # of older versions
             how = "it is" if context.model.streams else "it is not"
             notes = (*notes, f"whether its model was streamed while scales were trained is not stated; here {how}")
         for note in notes:
             reporter.say(f"[yellow]{escape(note)}[/yellow]")
-        pipeline.run(context, MAKING)
+        pipeline.run(context, MAKING, threads=threads)
     found = _compared(inputs, context, reporter, notes)
     if not found.is_equal or out is not None:
         return found
@@ -66,10 +67,11 @@ def reproduce(inputs: Inputs, out: Path | None, reporter: Reporter) -> Reproduct
     return replace(found, out=None)
 
 
-def _threads(statement: Statement) -> int | None:
-    """As many as the statement says, by which sums were divided; None where it does not."""
-    stated = statement.predicate.details.builder.version.get(making.THREADS, "")
-    return int(stated) if stated in map(str, range(1, MOST_THREADS + 1)) else None
+def _threads(statement: Statement) -> dict[str, int]:
+    """{stage: as many as the statement says, by which sums were divided}; none of those of which it does not."""
+    version = statement.predicate.details.builder.version
+    stated = {name: version.get(making.threads_of(name), version.get(making.THREADS, "")) for name in MAKING}
+    return {name: int(count) for name, count in stated.items() if count in map(str, range(1, MOST_THREADS + 1))}
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch
 from moeq.artifacts import manifest, provenance
 from moeq.artifacts.assignment import DROPPED, FULL, MIXED, WIDTHS, Assignment, Tier, Width, matrix_widths, width_of
 from moeq.artifacts.files import canonical_json
+from moeq.artifacts.making import THREADS
 from moeq.artifacts.stage import RECORD, FileStamp, ModelStamp, StageRecord
 from moeq.artifacts.sums import LINE_BYTES, UNLISTED
 from moeq.artifacts.sums import NAME as SUMS
@@ -32,6 +33,7 @@ from moeq.models.loading import source_dtype
 from moeq.models.source import CONFIG, INDEX, ModelSource
 from moeq.models.weights import plain_header
 from moeq.recipe import BEST, DEFAULT_QUANTIZER, AssignSection, Recipe
+from moeq.recipe.recipe import MOST_THREADS
 from moeq.registry import ALLOCATORS
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import HOOK_FILE, HOOK_TEXT, has_own_code, hooked
@@ -178,6 +180,7 @@ class CheckpointSize:
                 "seconds": 123456.789,
                 "hashed_bytes": most,
                 "hashing_seconds": 123456.789,
+                THREADS: MOST_THREADS,
                 MODEL_FILES: dict.fromkeys(self.source.named_files(), DIGEST),
             },
         )

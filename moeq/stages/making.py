@@ -8,7 +8,7 @@ row for each, and stream as it was where quantize.tune trains, which goes layer 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 from typing import Any
 
@@ -41,6 +41,7 @@ from moeq.estimator import own_hardware
 from moeq.models import corpus
 from moeq.models.source import CONFIG
 from moeq.recipe import BUNDLED, DIGITS, HUB, each_source, naming_part
+from moeq.recipe.recipe import MOST_THREADS
 from moeq.registry import ALLOCATORS, EXPORTERS, QUANTIZERS
 from moeq.runtimes import NATIVE, runtimes
 from moeq.stages.context import Context
@@ -59,16 +60,19 @@ def of_run(context: Context, runtime: str = NATIVE) -> Making:
     if context.folds:
         stages = {"reparam": read_record(context.finished("reparam"), "reparam").digest} | stages
     calibration = read_record(context.directory("profile"), "profile").inputs["calibration"]
-    return _making(context, runtime, _model_files(context), _texts_of(context, calibration), stages, calibration)
+    texts, threads = _texts_of(context, calibration), _threads(context, stages)
+    return _making(context, runtime, _model_files(context), texts, stages, threads, calibration)
 
 
 def largest(context: Context, files: Iterator[str] | list[str]) -> int:
     """Bytes of the native checkpoint's provenance, at most; files: of the checkpoint."""
     texts = [_unread(name) for name in _names(context)]
     stages = dict.fromkeys(("reparam", "profile", "losses", "assign", "quantize"), DIGEST)
-    said = _making(
-        context, NATIVE, dict.fromkeys([CONFIG, *context.model.source.named_files()], DIGEST), texts, stages, DIGEST
+    read, threads = (
+        dict.fromkeys([CONFIG, *context.model.source.named_files()], DIGEST),
+        dict.fromkeys(stages, MOST_THREADS),
     )
+    said = _making(context, NATIVE, read, texts, stages, threads, DIGEST)
     statement = said.statement({name: DIGEST for name in files if name not in NO_SUBJECTS})
     return len(canonical_json(statement.as_json()).encode())
 
@@ -85,10 +89,23 @@ def text_files(context: Context) -> list[dict[str, Any]]:
         return [one.model_dump(mode="json", by_alias=True, exclude_none=True) for one in _texts(context)]
 
 
+def _threads(context: Context, stages: Iterable[str]) -> dict[str, int]:
+    """How many threads computed stages, as their records have it; those of older versions do not."""
+    noted = {name: read_record(context.directory(name), name).volatile.get(making.THREADS) for name in stages}
+    return {name: count for name, count in noted.items() if isinstance(count, int)}
+
+
 def _making(
-    context: Context, runtime: str, files: dict[str, str], texts: list[Resource], stages: dict[str, str], text: str
+    context: Context,
+    runtime: str,
+    files: dict[str, str],
+    texts: list[Resource],
+    stages: dict[str, str],
+    threads: dict[str, int],
+    text: str,
 ) -> Making:
-    """files: of the model; stages: digests of what they wrote; text: of all that decides the calibration text."""
+    """files: of the model; stages: digests of what they wrote; threads: how many computed those before the export;
+    text: of all that decides the calibration text."""
     recipe, source = context.recipe, context.model.source  # of a folded model with the name of the given one
     name = runtimes()[runtime].exporter.name
     made_by = (
@@ -111,8 +128,8 @@ def _making(
         ],
     )
     byproducts = [Resource(name=stage, digest=Digests(own=digest)) for stage, digest in stages.items()]
-    details = RunDetails(builder=making.builder(context.model.device, torch.get_num_threads()), byproducts=byproducts)
-    return Making(definition=definition, details=details)
+    builder = making.builder(context.model.device, torch.get_num_threads(), threads)
+    return Making(definition=definition, details=RunDetails(builder=builder, byproducts=byproducts))
 
 
 def _digest_of(context: Context, stage: str) -> str:
