@@ -161,6 +161,14 @@ def probe_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def threads_stay() -> Iterator[None]:
+    """Torch has as many threads after a test as before: whoever calls from Python keeps his."""
+    before = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == before
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_sync() -> Iterator[None]:
     """Nothing waits for the disk: no test can tell, whoever reads or is killed sees what the system holds."""

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -155,9 +156,13 @@ def test_a_matrix_is_unpacked_part_by_part(dtype: torch.dtype, monkeypatch: pyte
 
 
 @pytest.fixture
-def teams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Teams of threads that no other test has."""
+def teams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Teams of threads that no other test has; torch has as many as before afterwards, also where a test says otherwise
+    and layers are made, which sets back what was said."""
+    before = torch.get_num_threads()
     monkeypatch.setattr(threads, "_teams", cache(threads._Team))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["torch's threads", "our own"])
