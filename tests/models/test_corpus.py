@@ -1,6 +1,7 @@
 """Text to sequences: shares of domains, packing, padding, determinism."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from corpora import make_sequences, read_documents
 
 from moeq.bundled import bundled_path
-from moeq.errors import CorpusError
+from moeq.errors import CorpusError, PlanError
 from moeq.models import corpus
 from moeq.models.loading import load_tokenizer
 from moeq.models.source import open_source
@@ -33,6 +34,18 @@ def test_domains_get_equal_shares_and_tokens_repeat(tokenizer: object) -> None:
     assert first.digest() == second.digest()
     assert sorted(first.domains.count(domain) for domain in set(first.domains)) == [10, 10, 11]
     assert first.mask.all()
+
+
+def test_a_limit_of_addresses_is_told_before_a_tokenizer_ends_the_process(
+    tokenizer: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = [corpus.Document(text="A text that no other test has.", domain="")]
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (taken + (100 << 20), -1))
+    with pytest.raises(PlanError, match=r"^ulimit -v: out of memory: .* are taken where text is read; raise"):
+        corpus.documents.encode(some, tokenizer)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (taken + (1 << 30), -1))
+    assert corpus.documents.encode(some, tokenizer)
 
 
 def test_calibration_and_evaluation_share_no_sequence(tokenizer: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,16 +12,18 @@ from typing import Any
 
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import digest_of
-from moeq.errors import CorpusError
+from moeq.errors import CorpusError, PlanError
 from moeq.models.corpus.chat import conversation, rendered
 from moeq.models.corpus.fields import Fields
 from moeq.models.corpus.images import ImageRow, image_row
 from moeq.models.corpus.rows import kind_of, rows
 from moeq.models.corpus.sources import HubDataset, LocalFile, Source
 from moeq.models.corpus.streams import Advance, Bar, pieces, shown
+from moeq.tables import human_bytes
 
 SHUFFLED_AT_ONCE = 4096  # rows of a hub dataset
 ENCODED_AT_ONCE = 1 << 16  # characters, of each of which a tokenizer holds some 150 bytes meanwhile
+ROOM = 256 << 20  # bytes of addresses that a tokenizer's threads may take, and everything after it does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +159,11 @@ def _enough(documents: Iterable[Document], source: HubDataset, tokenizer: Any, n
 
 
 def encode(documents: Sequence[Document], tokenizer: Any) -> list[list[int]]:
-    """Token ids of documents, between bos and eos where the tokenizer has them and no template has set them."""
+    """Token ids of documents, between bos and eos where the tokenizer has them and no template has set them; PlanError
+    where the process may have no more memory."""
     if not documents:
         return []
+    _check_room()
     texts = [document.text for document in documents]
     rows: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -167,6 +172,17 @@ def encode(documents: Sequence[Document], tokenizer: Any) -> list[list[int]]:
         ids if document.rendered else [*(begin if document.begins else []), *ids, *(end if document.ends else [])]
         for document, ids in zip(documents, rows, strict=True)
     ]
+
+
+def _check_room() -> None:
+    """PlanError where a limit of addresses leaves little: a tokenizer that gets none ends the process at once."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return
+    taken = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
+    if limit - taken < ROOM:
+        what = f"out of memory: {human_bytes(taken)} of {human_bytes(limit)} are taken where text is read"
+        raise PlanError(what, where="ulimit -v", do="raise the limit; `moeq plan` says what every stage takes")
 
 
 def encoded(documents: Iterable[Document], tokenizer: Any) -> Iterator[tuple[Document, list[int]]]:
