@@ -24,7 +24,8 @@ from moeq.estimator.terms import t_act, t_ndp
 def where_they_live(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) -> Schedule:
     """Hot experts [D, S, A] on the GPU and cold ones on the NDP, at stored bits [D, S, A], both at the same time.
 
-    Where the memory only holds experts, cold ones are fetched and compute on the GPU after the hot ones.
+    Where the memory only holds experts, cold ones are fetched and compute on the GPU after the hot ones. To dropped
+    ones (0 bits) nothing is sent, and nothing of them is fetched.
     """
     return (_overlapped if layers.hardware.ndp.computes else _streamed)(layers, work, hot, bits)
 
@@ -46,7 +47,7 @@ def _overlapped(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) ->
     hardware, weights = layers.hardware, layers.geometry.expert_parameters
     gpu = gpu_cost(layers, work, bits, np.where(hot, work.tokens, 0.0))
     ndp = t_ndp(weights, bits, np.where(hot, 0.0, work.tokens), hardware.ndp)
-    act = t_act(layers.geometry.expert_inputs, work.tokens_at(~hot), hardware.all_links)
+    act = t_act(layers.geometry.expert_inputs, work.tokens_at(~hot & (bits > 0)), hardware.all_links)
     back = returned(ndp, act, 0.0)
     chain = np.maximum(gpu.seconds.sum(axis=-1), back)
     terms = {"gpu_experts": gpu, "ndp_experts": ndp, "activations": act}
@@ -55,7 +56,7 @@ def _overlapped(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) ->
 
 def _streamed(layers: Layers, work: Work, hot: BoolArray, bits: FloatArray) -> Schedule:
     weights = layers.geometry.expert_parameters
-    missed = (work.tokens > 0) & ~hot
+    missed = (work.tokens > 0) & ~hot & (bits > 0)
     fetch = fetch_cost(layers, work, weights * bits / 8 * missed, missed)
     gpu = gpu_cost(layers, work, bits, work.tokens)
     first, later = np.where(hot, gpu.seconds, 0.0), np.where(hot, 0.0, gpu.seconds)

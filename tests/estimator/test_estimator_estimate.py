@@ -145,6 +145,16 @@ def test_dropped_experts_take_no_bytes_and_no_time(preset: Hardware) -> None:
     assert less.capacity.ndp_expert_bytes == whole.capacity.ndp_expert_bytes / 2
 
 
+@pytest.mark.parametrize(("name", "term"), [("paper-ctxmoe", "activations"), ("a100-host-pcie4", "fetch")])
+def test_nothing_crosses_the_link_for_dropped_experts(name: str, term: str) -> None:
+    """Neither tokens nor a transfer's latency, for two of the placements."""
+    placement = Placement(name="half", bits=[[4, 0] * 4], hot=[[True, False] * 4])
+    result = estimate(MIXTRAL, load_hardware(name), placement, grid=GRID, changes=False)
+    for policy in ("context_aware", "static_placement"):
+        (crossing,) = [row for row in result.terms if (row.policy, row.term) == (policy, term)]
+        assert crossing.seconds == 0
+
+
 def test_a_dropped_hot_expert_is_not_fetched(preset: Hardware) -> None:
     """Neither its bytes nor a transfer's latency."""
     both = Placement(name="both", bits=[[3, 0] + [3] * 6], hot=[[True, True] + [False] * 6])
