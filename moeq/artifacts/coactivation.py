@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from moeq.artifacts.files import write_json
+from moeq.artifacts.files import canonical_json, write_json
 from moeq.artifacts.stage import Frozen, read_model
 from moeq.version import __version__
 
@@ -83,9 +83,15 @@ class CoactivationTable(Frozen):
         ]
 
 
-def table_bytes(experts: Sequence[int]) -> int:
-    """About what the file takes, for the numbers of experts of all layers."""
-    return sum(4 * -(-SHARE_BYTES * here * there // 3) for here, there in pairwise(experts)) + 120 * len(experts)
+def most_bytes(layers: Sequence[tuple[str, int]]) -> int:
+    """What the file takes at most; layers: names and numbers of experts."""
+    longest = CoactivationTable.model_construct(
+        tokens=10**15,
+        text="0" * 64,
+        layers=tuple(LayerExperts(name=name, num_experts=experts) for name, experts in layers),
+        shares=tuple("A" * (-(-SHARE_BYTES * here * there // 3) * 4) for (_, here), (_, there) in pairwise(layers)),
+    )
+    return len(canonical_json(longest.model_dump(mode="json")).encode())
 
 
 def write_coactivation(directory: Path, table: CoactivationTable) -> None:

@@ -163,6 +163,11 @@ class Recipe(Section):
         """Whether some assignment may drop experts, for which losses measure what each one answers."""
         return any(section.drop for section in (self.assign, *self.eval.compare))
 
+    @property
+    def says_what_follows(self) -> bool:
+        """Whether the checkpoint says which experts follow which."""
+        return self.quantize.replicas == "all" and self.profile.trace
+
     def _check_dynamic(self) -> None:
         """Precision that follows the workload needs replicas of every expert at both widths."""
         if self.eval.dynamic and self.quantize.replicas != "all":

@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import torch
 
-from moeq.artifacts import manifest, provenance
+from moeq.artifacts import coactivation, manifest, provenance
 from moeq.artifacts.assignment import DROPPED, FULL, MIXED, WIDTHS, Assignment, Tier, Width, matrix_widths, width_of
 from moeq.artifacts.files import canonical_json
 from moeq.artifacts.making import THREADS
@@ -158,6 +158,8 @@ class CheckpointSize:
         files |= self.model.side_files.sizes()
         files |= {} if self._own_code else {HOOK_FILE: len(HOOK_TEXT)}
         files |= self._manifest(self._stored(plain))
+        if self.recipe.says_what_follows:
+            files[coactivation.NAME] = coactivation.most_bytes([(one.name, one.num_experts) for one in self.layers])
         files[provenance.NAME] = making.largest(self.context, list(files))
         files[SUMS] = sum(LINE_BYTES + len(name.encode()) for name in files if name not in UNLISTED)
         return files | {RECORD: self._record(files)}

@@ -16,7 +16,7 @@ from rich.markup import escape
 from moeq.analysis.coactivation import coactivation
 from moeq.artifacts.assignment import FULL, MIXED, Assignment, Width, width_of
 from moeq.artifacts.coactivation import NAME as COACTIVATION
-from moeq.artifacts.coactivation import CoactivationTable, table_bytes
+from moeq.artifacts.coactivation import CoactivationTable
 from moeq.artifacts.digests import digest_of_file
 from moeq.artifacts.files import building, digest_of, write_text
 from moeq.artifacts.manifest import NAME as MANIFEST
@@ -37,7 +37,6 @@ from moeq.exporters.readers import PLAIN
 from moeq.models.disk_names import DiskNames
 from moeq.models.loading import memory_bytes
 from moeq.models.source import CONFIG, INDEX
-from moeq.recipe import Recipe
 from moeq.registry import EXPORTERS
 from moeq.runtime.checkpoint import CARD
 from moeq.runtime.hook import HOOK_FILE, has_own_code
@@ -129,23 +128,18 @@ def _losses(context: Context) -> dict[str, list[dict[int, float]]]:
 def _coactivation(context: Context) -> CoactivationTable | None:
     """Which experts follow which in the profile's trace; None without one, and for a checkpoint of one replica each."""
     path = context.directory("profile") / TRACE
-    if not _says_what_follows(context.recipe) or not path.is_file():
+    if not context.recipe.says_what_follows or not path.is_file():
         return None
     trace = read_trace(path)
     layers = list(zip(trace.layers, trace.num_experts, strict=True))
     return CoactivationTable.of(layers, coactivation(trace), trace.num_tokens, trace.text)
 
 
-def _says_what_follows(recipe: Recipe) -> bool:
-    """Whether the checkpoint is to say which experts follow which."""
-    return recipe.quantize.replicas == "all" and recipe.profile.trace
-
-
 def other_inputs(context: Context) -> dict[str, Any] | None:
     """What the checkpoint takes beside what the model's digest covers, and whether it says which experts follow
     which."""
     along = context.model.goes_along()
-    return {**(along or {}), "coactivation": True} if _says_what_follows(context.recipe) else along
+    return {**(along or {}), "coactivation": True} if context.recipe.says_what_follows else along
 
 
 def format_directory(out: Path, name: str) -> Path:
@@ -385,8 +379,6 @@ def needs(sizes: Sizes) -> Needs:
         verifying = VERIFYING + 2 * sizes.reading(rates, sizes.disk) if section.verify else 0.0
         return sizes.reading(rates, rest + others.disk) + placed / rates.hash_bytes + verifying
 
-    if _says_what_follows(sizes.recipe):
-        files[COACTIVATION] = table_bytes([layer.num_experts for layer in sizes.layers])
     linked = sum(packed.values())
     moments = [writing, *({**writing, **moment} for moment in _verifying(sizes) if section.verify)]
     return Needs(moments=moments, files=files, linked=linked, read=rest + linked, seconds=seconds)
@@ -418,7 +410,7 @@ def _foreseen(given: ExportSizes, name: str, sizes: Sizes, native: Mapping[str, 
     Beside tensors there lies what lies beside the native one's; a file of a format of its own has the tokenizer, too.
     """
     asked = runtimes()[name]
-    left_out = {MANIFEST, SCHEMA, HOOK_FILE}
+    left_out = {MANIFEST, SCHEMA, HOOK_FILE, COACTIVATION}
     beside = {file: size for file, size in native.items() if file not in left_out and not file.endswith(".safetensors")}
     more = 0
     if asked.exporter.file is not None:

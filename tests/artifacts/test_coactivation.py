@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeq.artifacts.coactivation import NAME, CoactivationTable, read_coactivation, table_bytes, write_coactivation
+from moeq.artifacts.coactivation import NAME, CoactivationTable, most_bytes, read_coactivation, write_coactivation
 from moeq.errors import ArtifactError
 
 
@@ -38,7 +38,8 @@ def test_the_layout_is_that_of_format_md(tmp_path: Path) -> None:
     assert written["layers"] == [{"name": "one", "num_experts": 2}, {"name": "two", "num_experts": 3}]
     assert written["shares"] == ["AAD//wCAAAAAAP//"]
     assert (written["tokens"], written["text"], written["schema_version"]) == (5, "text", 1)
-    assert len((tmp_path / NAME).read_bytes()) < table_bytes([2, 3]) + 200
+    size = len((tmp_path / NAME).read_bytes())
+    assert size <= most_bytes(layers) <= size + 100  # of a longer digest and number of tokens
 
 
 def test_none_and_damaged(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from moeq.runtime.dynamic.copies import Switch
 from moeq.runtime.dynamic.forms import BESIDE
 from moeq.runtime.dynamic.model import DynamicMoE, DynamicSettings
 from moeq.runtime.dynamic.pools import HIGH, LOW
+from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq_kernels.names import TRITON, VARIABLE
 
@@ -277,6 +278,14 @@ def test_what_follows_what_goes_with_the_checkpoint_and_is_read_ahead(checkpoint
             ahead[prefetch] = dynamic.copies.counts.prefetched
             assert bool(dynamic._follows) == bool(prefetch)
     assert ahead[0] == 0 < ahead[4]
+
+
+def test_what_follows_what_counts_for_the_size_of_the_checkpoint(exported: Path) -> None:
+    run = exported.parent
+    recipe, quiet = load_recipe(None, list(RECIPE)), Reporter(quiet=True)
+    context = Context(recipe=recipe, model_name=str(run.parent / "model"), out=run, reporter=quiet)
+    written = (exported / NAME).stat().st_size
+    assert written <= CheckpointSize(context).fixed[NAME] <= written + 32
 
 
 def test_what_follows_what_in_another_model_is_refused(checkpoint: Path) -> None:
