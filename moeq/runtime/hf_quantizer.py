@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moeq.artifacts.manifest import REMEDY
 from moeq.artifacts.reading import TensorHeader
-from moeq.errors import ArtifactError
+from moeq.errors import ArtifactError, ModelError
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.source import read_header
@@ -87,6 +87,7 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> nn.Module:
         config = self.quantization_config
+        _refuse_divided(model)
         layers = {layer.name: layer for layer in find_expert_layers(model)}
         stored = _named_as_here(config, model)
         self.stacks = tuple(
@@ -161,6 +162,18 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
         what = "the experts of a packed checkpoint cannot be unpacked in memory"
         do = f"load the original, or what `moeq convert {where} --to dequantized --out OTHER` makes"
         raise ArtifactError(what, where=where, do=do)
+
+
+def _refuse_divided(model: Any) -> None:
+    """ModelError where transformers is to divide matrices or experts among devices: its plans name parameters that a
+    packed model has not, and would add up what every device computes whole."""
+    asked = getattr(model.config, "distributed_config", None)
+    if any((getattr(asked, name, None) or 1) > 1 for name in ("tp_size", "ep_size")):
+        raise ModelError(
+            "transformers does not divide packed weights among devices (tensor or expert parallelism)",
+            where=str(model.config.name_or_path or "model"),
+            do="load it with device_map, or with pp_size alone, or serve it with vLLM, which divides them",
+        )
 
 
 def _named_as_here(config: MoeqConfig, model: Any) -> Stored:

@@ -13,6 +13,7 @@ from family_models import inputs, save
 from made_sources import MadeSource
 from torch._dynamo.utils import counters
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -21,8 +22,9 @@ from transformers import (
     CompileConfig,
     pipeline,
 )
+from transformers.distributed import DistributedConfig
 
-from moeq.errors import ArtifactError
+from moeq.errors import ArtifactError, ModelError
 from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
 from moeq.runtime.arranged import OFFLOADED
@@ -248,6 +250,16 @@ def test_gradients_pass_through_packed_experts(family: str, exported: Exported) 
     model(**inputs(family)).logits.square().mean().backward()
     assert model.get_submodule("model.layers.0.input_layernorm").weight.grad.abs().sum() > 0
     assert not any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def test_packed_weights_are_not_divided_among_devices(exported: Exported) -> None:
+    """Which transformers would do by the family's plan: its experts' sum was added up over devices that each had it
+    whole. The configuration says it where from_pretrained is given a DistributedConfig, or tp_plan."""
+    folder = exported("mixtral")
+    config = AutoConfig.from_pretrained(folder)
+    config.distributed_config = DistributedConfig(tp_size=2)
+    with pytest.raises(ModelError, match=r"does not divide packed weights among devices .*; load it with device_map"):
+        load(folder, config=config)
 
 
 def test_what_cannot_be_unpacked_says_so(exported: Exported) -> None:
