@@ -294,8 +294,8 @@ def symmetric_bits(weight: PackedWeight) -> int:
     """The least width of a symmetric grid that holds exactly the values of a weight that is not nested; ValueError for
     other codes."""
     _refuse_no_grid(weight)
-    if weight.bits == 1:
-        return 2  # -s and +s are -1 and 1 of the codes -2 to 1
+    if weight.bits in (DROPPED, 1):
+        return 2  # nothing is 0, -s and +s are -1 and 1, of the codes -2 to 1
     return weight.bits if weight.zeros is None else weight.bits + 1
 
 
@@ -303,10 +303,12 @@ def widened(weight: PackedWeight, bits: int) -> PackedWeight:
     """The same values on a symmetric grid of `bits` bits; ValueError below `symmetric_bits` and for nested weights.
 
     Codes are shifted so that the zero point lies in the middle; a sign grid becomes the codes one below and above it,
-    with half the scale, which float16 holds exactly but for scales below 2**-13.
+    with half the scale, which float16 holds exactly but for scales below 2**-13; what is dropped becomes zeros.
     """
     if weight.nested or not symmetric_bits(weight) <= bits <= SUPPORTED_BITS[-1]:
         raise ValueError(f"no symmetric grid of {bits} bits holds {weight.bits} bits{' nested' * weight.nested}")
+    if weight.bits == DROPPED:
+        return _zeros(weight, bits)
     codes = unpack(weight.codes, weight.bits, weight.inputs).to(torch.int16)
     scales = weight.scales
     if weight.bits == 1:
@@ -322,3 +324,11 @@ def widened(weight: PackedWeight, bits: int) -> PackedWeight:
         signed = codes - zeros.repeat_interleave(repeat, -1)[..., : weight.inputs]
     moved = (signed + 2 ** (bits - 1)).to(torch.uint8)
     return replace(weight, codes=pack(moved, bits), scales=scales, zeros=None, bits=bits, symmetric=True)
+
+
+def _zeros(dropped: PackedWeight, bits: int) -> PackedWeight:
+    """What stands for a dropped matrix in a symmetric grid."""
+    *before, _ = dropped.codes.shape
+    codes = torch.full((*before, dropped.inputs), 2 ** (bits - 1), dtype=torch.uint8)
+    scales = torch.ones(*before, group_count(dropped.inputs, dropped.group_size), dtype=grids.SCALE_DTYPE)
+    return replace(dropped, codes=pack(codes, bits), scales=scales, bits=bits, symmetric=True)

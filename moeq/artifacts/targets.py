@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Unpack
 from moeq.errors import FormatError
 from moeq.runtimes import NATIVE, runtimes
 from moeq_kernels.iq_types import SETS
-from moeq_kernels.widths import FULL, Codes, Encoding, EncodingKeys
+from moeq_kernels.widths import DROPPED, FULL, Codes, Encoding, EncodingKeys
 
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Width
@@ -325,7 +325,7 @@ def _widening(target: Target, grid: Grid, without: str) -> str:
 
 def symmetric_width(grid: Grid) -> int:
     """The least width of symmetric codes of the same values."""
-    return 2 if grid.bits == 1 else grid.bits + (not grid.symmetric)
+    return 2 if grid.bits in (DROPPED, 1) else grid.bits + (not grid.symmetric)
 
 
 def widest_of(target: Target, grids: Sequence[Grid]) -> int | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moeq_kernels.choice import prepared_layer
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 from moeq_kernels.dropped import WithoutDropped
-from moeq_kernels.packed import PackedWeight, packed_shapes
+from moeq_kernels.packed import PackedWeight, packed_shapes, widened
 from moeq_kernels.parts import LayerParts
 from moeq_kernels.widths import DROPPED, Encoding
 
@@ -110,6 +110,18 @@ def test_a_matrix_of_no_bits() -> None:
     for codes in (torch.zeros(3, 1, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)):
         with pytest.raises(ValueError, match="of a matrix that has none"):
             replace(nothing, codes=codes).dequantize()
+
+
+@pytest.mark.parametrize("group_size", [-1, 2])
+def test_a_matrix_of_no_bits_is_zeros_in_a_wider_grid(group_size: int) -> None:
+    nothing = PackedWeight.dropped(3, 5, Encoding(group_size=group_size, symmetric=False))
+    for bits in (2, 3, 8):
+        found = widened(nothing, bits)
+        found.check()
+        assert (found.bits, found.symmetric, found.group_size) == (bits, True, group_size)
+        assert torch.equal(found.dequantize(), torch.zeros(3, 5))
+    with pytest.raises(ValueError, match="no symmetric grid of 1 bits"):  # whose two values are not zero
+        widened(nothing, 1)
 
 
 @pytest.mark.full
