@@ -68,11 +68,9 @@ def largest(context: Context, files: Iterator[str] | list[str]) -> int:
     """Bytes of the native checkpoint's provenance, at most; files: of the checkpoint."""
     texts = [_unread(name) for name in _names(context)]
     stages = dict.fromkeys(("reparam", "profile", "losses", "assign", "quantize"), DIGEST)
-    read, threads = (
-        dict.fromkeys([CONFIG, *context.model.source.named_files()], DIGEST),
-        dict.fromkeys(stages, MOST_THREADS),
-    )
-    said = _making(context, NATIVE, read, texts, stages, threads, DIGEST)
+    files_read = dict.fromkeys([CONFIG, *context.model.source.named_files()], DIGEST)
+    threads = dict.fromkeys(stages, MOST_THREADS)
+    said = _making(context, NATIVE, files_read, texts, stages, threads, DIGEST)
     statement = said.statement({name: DIGEST for name in files if name not in NO_SUBJECTS})
     return len(canonical_json(statement.as_json()).encode())
 
