@@ -146,7 +146,14 @@ def test_results_show_what_the_kept_files_say() -> None:
 def test_every_benchmark_reports_figures() -> None:
     """A file of the folder reports figures, or another starts it, or others import it."""
     started = {"bench", "gpu", "gpu_wheels", "vision_models"}  # by a user, or by another's command line
-    started |= {"cpu_peers_worker", "decode_worker", "gptq_worker", "quality_peer", "serving_worker"}
+    started |= {
+        "cpu_peers_worker",
+        "decode_worker",
+        "gptq_worker",
+        "quality_peer",
+        "serving_worker",
+        "whole_model_worker",
+    }
     texts = {path.stem: path.read_text("utf-8") for path in bench.HERE.glob("*.py")}
     programs = {name for name, text in texts.items() if 'if __name__ == "__main__":' in text}
     assert programs - started == set(bench.names())
