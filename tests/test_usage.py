@@ -437,6 +437,7 @@ def test_libraries_are_quiet_but_for_what_matters() -> None:
         "    warnings.warn('`torch_dtype` is deprecated', FutureWarning)\n"
         "    logging.getLogger('transformers.modeling').warning('some weights')\n"
         "    logging.getLogger('huggingface_hub').warning('no token')\n"
+        "    logging.getLogger('matplotlib').warning('no folder for a cache')\n"
         "    warnings.warn('CUDA initialization: the NVIDIA driver\\n is too old')\n"
         "sys.argv = ['moeq']\n"
         "ending.run(app)\n"

@@ -9,7 +9,9 @@ import sys
 import warnings
 from typing import TextIO
 
-LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "httpx", "lm_eval", "torch", "transformers", "urllib3")
+LIBRARIES = (
+    "accelerate", "datasets", "huggingface_hub", "httpx", "lm_eval", "matplotlib", "torch", "transformers", "urllib3",
+)  # fmt: skip
 SETTINGS = {  # what they read when they are imported
     "HF_HUB_VERBOSITY": "error",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
