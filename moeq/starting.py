@@ -224,7 +224,7 @@ def path_of(given: str | Path | None) -> Path | None:
 def _asked(options: RunWords, **more: Any) -> BuildOptions:
     """Options from Python as the command line has them; RecipeError for an unknown one."""
     for name in set(options) - set(RunWords.__annotations__):
-        raise RecipeError(f"no option {name!r}", do=hint(name, RunWords.__annotations__))
+        raise RecipeError(f"no option {name!r}", do=hint(name, [*RunWords.__annotations__, "model", "out"]))
     given: dict[str, Any] = {}
     hints = get_type_hints(RunWords)
     for name, value in options.items():

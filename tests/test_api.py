@@ -131,6 +131,7 @@ def test_the_command_line_gives_the_same(done: moeq.Run, request: pytest.Fixture
         (lambda out: moeq.run({}, out=out), RecipeError, "no model"),
         (lambda out: moeq.run({}, out=out, model="no/such/model/here"), MissingError, "no/such/model/here"),
         (lambda out: moeq.run(model="bundled:tiny-mixtral", out=out, bit=3), RecipeError, "no option 'bit'.*bits"),
+        (lambda out: moeq.run({}, modle="bundled:tiny-mixtral", out=out), RecipeError, "did you mean 'model'"),
         (lambda out: moeq.run({}, out=out, for_="vllm"), RecipeError, "for_: goes without"),
         (lambda out: moeq.run({}, bits=3, size="1MiB", out=out), RecipeError, "one budget is enough"),
         (lambda out: moeq.run("bundled:tiny-mixtral", out=out, quality="bset"), RecipeError, "did you mean 'best'"),

@@ -222,6 +222,8 @@ def read_trace(path: Path) -> RoutingTrace:
         tensors, metadata = safetensors_header(path)
     except FileNotFoundError:
         raise ArtifactError("no such file", where=str(path), do=REMEDY) from None
+    except IsADirectoryError:
+        raise ArtifactError("is a directory", where=str(path), do=f"give {NAME}, as `moeq profile` wrote it") from None
     except (OSError, ValueError) as error:
         raise ArtifactError(f"cannot be read ({error})", where=str(path), do=REMEDY) from None
     header = _read_header(path, metadata)

@@ -154,6 +154,8 @@ def test_a_header_of_something_else_is_refused(tmp_path: Path, stamped: RoutingT
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no such file"):
         read_trace(tmp_path / "trace.safetensors")
+    with pytest.raises(ArtifactError, match=r"is a directory; give trace\.safetensors, as `moeq profile` wrote it"):
+        read_trace(tmp_path)
 
 
 def test_parts_join_to_the_whole() -> None:
