@@ -234,6 +234,7 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.benching.bandwidth.last_cache_bytes": SYSTEM,
     "moeq.benching.bandwidth.read_bandwidth": SYSTEM,
     "moeq.benching.measure._processor": SYSTEM,
+    "moeq.models.corpus.documents._check_room": SYSTEM,
     "moeq_kernels.measured.cpu_model": SYSTEM,
     "moeq_kernels.cpu.kept_code._Files.load": COMPILED,
     "moeq_kernels.cpu.kept_code._source": PACKAGE,
