@@ -81,15 +81,15 @@ def _planned(static, which, order, tiles, tiled, threads):  # type: ignore[no-un
     how, pieces = int64s(static, HOW), ITEMS * threads if threads > 1 else 1
     in_tiles = 0 < how[HOW_TILES] * max(1, tiled) <= order.shape[0]
     multiple = SIDE if in_tiles else how[HOW_MULTIPLE]
-    starts, words, sums, items, nbytes, complete = plan(tiles, table, functions, layouts, which > 0, pieces, multiple)
+    starts, words, sums, items, much, complete = plan(tiles, table, functions, layouts, which > 0, pieces, multiple)
     space = zero_uint32s(words), zero_float32s(sums), zero_int64s(4 * LINE)
-    return starts, items, nbytes, complete, space
+    return starts, items, much, complete, space
 
 
 @_compile  # type: ignore[untyped-decorator]
-def _by(how, nbytes, rows, tiled):  # type: ignore[no-untyped-def]
-    """How to divide what reads so many bytes of matrices: not what is done before another thread is awake."""
-    return ALONE if nbytes * (1 + rows / max(1, tiled) / 4) < how[HOW_WAKING] else ALWAYS
+def _by(how, much, rows, tiled):  # type: ignore[no-untyped-def]
+    """How to divide so much work with matrices, see `columns`: not what is done before another thread is awake."""
+    return ALONE if much * (1 + rows / max(1, tiled) / 4) < how[HOW_WAKING] else ALWAYS
 
 
 def experts(static, hidden, tokens, index, top_k, weights, out, short, team):  # type: ignore[no-untyped-def]
@@ -97,7 +97,7 @@ def experts(static, hidden, tokens, index, top_k, weights, out, short, team):  #
     at addresses; short: which of them are bf16, SHORT_*. Experts that are to be unpacked add nothing."""
     how, rows, threads = int64s(static, HOW), tokens * top_k, threads_of(team)
     order, tiles, tiled = _routed(static, index, rows, ZERO + 1)
-    starts, items, nbytes, complete, space = _planned(static, ZERO, order, tiles, tiled, threads)
+    starts, items, much, complete, space = _planned(static, ZERO, order, tiles, tiled, threads)
     starts_down, items_down, more, complete_down, space_down = _planned(static, ZERO + 1, order, tiles, tiled, threads)
     if not (complete and complete_down):
         return INCOMPLETE
@@ -117,7 +117,7 @@ def experts(static, hidden, tokens, index, top_k, weights, out, short, team):  #
         ZERO + WEIGHTED, shares, top_k, result, ZERO, numbers[NUMBERS:],
     )  # fmt: skip
     if tiles.shape[0]:
-        divide(team, _by(how, nbytes + more, rows, tiled), how[HOW_WORK], address_of(numbers))
+        divide(team, _by(how, much + more, rows, tiled), how[HOW_WORK], address_of(numbers))
     put(result[0], short & SHORT_OUT, out, ZERO, result.shape[2])
     # what threads were given the addresses of is kept until here
     kept = order.size + tiles.size + starts.size + items.size + starts_down.size + items_down.size + numbers.size
@@ -150,7 +150,7 @@ def _multiplied(static, given, index, rows, per_row, into, team):  # type: ignor
     """As `products`, of arrays."""
     how, first = int64s(static, HOW), static + WORD * HOW
     order, tiles, tiled = _routed(static, index, rows, ZERO)
-    starts, items, nbytes, complete, space = _planned(static, ZERO, order, tiles, tiled, threads_of(team))
+    starts, items, much, complete, space = _planned(static, ZERO, order, tiles, tiled, threads_of(team))
     if not complete:
         return INCOMPLETE
     numbers, none = new_int64s(NUMBERS), new_float32s(0)
@@ -159,20 +159,20 @@ def _multiplied(static, given, index, rows, per_row, into, team):  # type: ignor
         ZERO + 1, into, ZERO, numbers,
     )  # fmt: skip
     if tiles.shape[0]:
-        divide(team, _by(how, nbytes, rows, tiled), how[HOW_WORK], address_of(numbers))
+        divide(team, _by(how, much, rows, tiled), how[HOW_WORK], address_of(numbers))
     kept = order.size + tiles.size + starts.size + items.size + numbers.size + none.size
     return DONE * (kept + space[0].size + space[1].size + space[2].size)
 
 
 def matrix(known, source, into, team):  # type: ignore[no-untyped-def]
     """Rows [count, K] at an address times the only matrix, [count, N] to another. known: address of `static`, the place
-    of the rows that are compiled and how many these are, whether rows are bf16, float32 else, their count, and bytes of
-    the matrix."""
+    of the rows that are compiled and how many these are, whether rows are bf16, float32 else, their count, and the
+    matrix' work, see `columns`."""
     n = int64s(known, 6)
-    static, place, size, short, count, nbytes = n[0], n[1], n[2], n[3], n[4], n[5]
+    static, place, size, short, count, work = n[0], n[1], n[2], n[3], n[4], n[5]
     how, first, threads = int64s(static, HOW), static + WORD * HOW, threads_of(team)
     blocks = (int64s(first, BOUND)[BOUND_ROWS] + LANES - 1) // LANES
-    step, by, much = MOST_BLOCKS, ALONE, nbytes * (1 + count / 4)
+    step, by, much = MOST_BLOCKS, ALONE, work * (1 + count / 4)
     if threads > 1 and much >= min(how[HOW_WAKING], how[HOW_DIVIDED]):
         by = ALWAYS if much >= how[HOW_WAKING] else WHERE_AWAKE
         most = blocks // (ITEMS * threads) // MOST_TOGETHER

@@ -33,7 +33,8 @@ BF16_MANTISSA, FLOAT_MANTISSA = 7, 23
 
 class Codes(Protocol):
     """One kind of codes. `planes`: bits of each, the high ones first; `affine`: whether groups have scales; `largest`:
-    of the numbers of `quad`; `walked`: whether words come with those of the lane before, as one plane more; start and
+    of the numbers of `quad`; `walked`: whether words come with those of the lane before, as one plane more; `effort`:
+    time of a row's product, of that with a grid's code, whatever that one's width (measured on a Zen 4); start and
     step: of the values that `pair` and `single` give, by whether they are pairs of bf16."""
 
     @property
@@ -46,6 +47,8 @@ class Codes(Protocol):
     def largest(self) -> int: ...
     @property
     def walked(self) -> bool: ...
+    @property
+    def effort(self) -> float: ...
 
     def values(self, pairs: bool) -> tuple[float, float]:
         """start and step."""
@@ -80,6 +83,7 @@ class Affine:
     planes: tuple[int, ...]
     affine: bool = True
     walked: bool = False
+    effort: float = 1.0
 
     @property
     def name(self) -> str:
@@ -145,6 +149,7 @@ class Dense:
     affine: bool = False
     largest: int = 0
     walked: bool = False
+    effort: float = 1.0
 
     def values(self, pairs: bool) -> tuple[float, float]:
         return 0.0, 1.0

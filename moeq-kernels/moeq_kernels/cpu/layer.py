@@ -23,7 +23,8 @@ from moeq_kernels.cpu.threads import team
 from moeq_kernels.description import DOWN, LayerOfExperts, Matrix
 from moeq_kernels.once import MAKING, made_once
 
-WAKING_BYTES = 2 << 20  # of packed matrices, and as many again for four rows, below which no other thread is woken
+WAKING_BYTES = 2 << 20  # of codes of 4 bits, and as many again for four rows, or what takes as long, see `columns`:
+# with less no other thread is woken
 DIVIDED_BYTES = 1 << 19  # the same for one matrix, below which even threads that are awake have no part: two of them
 # ran at 1.0 to 1.7 times the speed of one from there on, at 0.7 to 1.0 times with half of it and less
 AT_ONCE = 256  # rows of one matrix that are laid out and multiplied before the next: they stay in the cache
@@ -293,7 +294,7 @@ class PackedLinear:
             return None
         place, dtype = bisect_left(form.rows, count), torch.bfloat16 if _is_short(rows) else torch.float32
         self.matrices.compile_one(form, 0, place)
-        how = self._alone.of(form), place, form.rows[place], _is_short(rows), count, self.held.nbytes
+        how = self._alone.of(form), place, form.rows[place], _is_short(rows), count, self.matrices.work
         known = _Known(np.array(how, np.int64), (count, self.matrices.rows), dtype, rows.dtype == dtype)
         self._known[rows.dtype, rows.shape] = known
         return known

@@ -73,6 +73,7 @@ class Matrices:
             columns.GROUP: shape.group_inputs, columns.LAST: shape.last_inputs, columns.UNITS: full,
             columns.LAST_UNITS: last, columns.UNIT: shape.unit, columns.BIAS: bias,
             columns.FILLED: shape.filled_inputs, columns.ALIKE: alike,
+            columns.WORK: max(shape.stride, int(shape.filled_inputs * LANES / 2 * CODES[shape.codes].effort)),
         }  # fmt: skip
         return [values[column] for column in range(columns.COLUMNS)]
 
@@ -94,6 +95,11 @@ class Matrices:
     @made_once
     def inputs(self) -> int:
         return self.shapes[0][0].inputs
+
+    @made_once
+    def work(self) -> int:
+        """Of the only matrix, all its blocks, see `columns`."""
+        return int(self.table[0, 0, columns.WORK]) * self.shapes[0][0].blocks
 
     @made_once
     def rows(self) -> int:

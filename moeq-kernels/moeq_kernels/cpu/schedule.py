@@ -35,6 +35,7 @@ from moeq_kernels.cpu.columns import (
     SLOT,
     STRIDE,
     UNITS,
+    WORK,
     ZERO_STRIDE,
     ZEROS_AT,
 )  # fmt: skip
@@ -64,7 +65,7 @@ MOST_BLOCKS = 16  # of an item, whose products stay in the first level of cache
 ITEMS = 4  # of a thread, at least
 ROWS_AS_BYTES = 4  # rows that take as long to multiply as the matrix to read
 # numbers of a form: address of its rows, see `Form.rows`; rows from which on an expert is unpacked, and from which on
-# tiles multiply; blocks that items are a multiple of; bytes of matrices, and as many again for four rows, from which on
+# tiles multiply; blocks that items are a multiple of; work of matrices, and as much again for four rows, from which on
 # threads are woken, and from which on one matrix is shared out where they are awake; the compiled code that threads do;
 # and what is done with the products of the first stage
 (HOW_SIZES, HOW_WHOLE, HOW_TILES, HOW_MULTIPLE, HOW_WAKING, HOW_DIVIDED, HOW_WORK, HOW_END) = range(8)
@@ -80,7 +81,7 @@ _compile = internal()
 @_compile  # type: ignore[untyped-decorator]
 def plan(tiles, table, functions, layouts, by_block, pieces, multiple):  # type: ignore[no-untyped-def]
     """How a stage goes: starts [S, C, 2] of each tile in layout and sums, the lengths of these, items [I, 4] of work,
-    bytes of matrices that are read, and whether all functions that are needed are there. layouts: [slots, sizes]
+    how much that is, see `columns`, and whether all functions that are needed are there. layouts: [slots, sizes]
     how activations are laid out, see `Form.layout`.
 
     An item is some blocks of one expert, or, by block, of all experts: about one of so many pieces of all the work, but
@@ -90,12 +91,12 @@ def plan(tiles, table, functions, layouts, by_block, pieces, multiple):  # type:
     """
     matrices = table.shape[1]
     starts = new_int64s((tiles.shape[0], matrices, 2))
-    layout, sums, nbytes, spans, blocks, all_work = 0, 0, 0, 0, 0, 0
+    layout, sums, much, spans, blocks, all_work = 0, 0, 0, 0, 0, 0
     complete = True
     cuts = zero_int64s((tiles.shape[0], 4))  # first and last tile, blocks, and work of a block or blocks of an item
     for tile in range(tiles.shape[0]):
         expert, size = tiles[tile, EXPERT], tiles[tile, SIZE]
-        of_expert, high = 0, 0
+        of_expert, reading, high = 0, 0, 0
         for which in range(matrices):
             how = table[expert, which]
             layout_of = layouts[how[SLOT], tiles[tile, PLACE]]
@@ -106,12 +107,13 @@ def plan(tiles, table, functions, layouts, by_block, pieces, multiple):  # type:
                 layout += how[FILLED] // 2 * size * (layout_of & WORDS) // 2
                 sums += how[GROUPS] * size * (1 + is_whole(layout_of))
             of_expert += how[STRIDE]
+            reading += how[WORK]
             high = max(high, (how[ROWS] + LANES - 1) // LANES)
             complete = complete and functions[how[SLOT], tiles[tile, PLACE]] != 0
         work = of_expert * (ROWS_AS_BYTES + tiles[tile, COUNT])
         all_work += work * high
         if tile == 0 or tiles[tile - 1, EXPERT] != expert:
-            blocks, nbytes, spans = max(blocks, high), nbytes + of_expert * high, spans + 1
+            blocks, much, spans = max(blocks, high), much + reading * high, spans + 1
             cuts[spans - 1, 0], cuts[spans - 1, 2] = tile, high
         cuts[spans - 1, 1] = tile + 1
         cuts[spans - 1, 3] += work
@@ -131,7 +133,7 @@ def plan(tiles, table, functions, layouts, by_block, pieces, multiple):  # type:
             items[number, 0], items[number, 1] = first, last
             items[number, 2], items[number, 3] = block, min(block + step, high)
             number += 1
-    return starts, layout, sums, items, nbytes, complete
+    return starts, layout, sums, items, much, complete
 
 
 @_compile  # type: ignore[untyped-decorator]

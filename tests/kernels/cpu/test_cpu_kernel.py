@@ -19,7 +19,7 @@ from cases import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import given as given_some
 from hypothesis import strategies as some
-from packed_layers import layer_of, matrix_of, reference, routed, silu_gate, values
+from packed_layers import layer_of, matrix_of, reference, routed, silu_gate, trellis_of, values
 from torch import nn
 
 from moeq_kernels import measured
@@ -230,6 +230,24 @@ def test_a_little_matrix_is_left_to_the_thread_that_calls(monkeypatch: pytest.Mo
         time.sleep(0.001)
     assert CpuKernel().linear(matrix_of(64, 96, 4))(torch.ones(1, 96)).shape == (1, 64)
     assert not posted(2)  # it was woken for what comes next
+
+
+@pytest.mark.usefixtures("teams")
+def test_codes_that_take_longer_are_shared_out_with_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_spinning", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    kernel, size = CpuKernel(), (64, 256)
+    two, few, many = (
+        kernel.linear(one) for one in (matrix_of(*size, 2), trellis_of(*size, 2, 8), trellis_of(*size, 2, 10))
+    )
+    assert two.matrices.work == 64 * 256 // 2  # as many bytes as codes of 4 bits
+    assert (few.matrices.work, many.matrices.work) == (1.5 * two.matrices.work, 3 * two.matrices.work)
+    assert kernel.linear(matrix_of(*size, 8)).matrices.work > 2 * two.matrices.work  # with its scales
+    monkeypatch.setattr("moeq_kernels.cpu.layer.WAKING_BYTES", few.matrices.work * 5 // 4)
+    for linear, shared in ((two, 0), (few, 1), (many, 1)):
+        before = posted(2)
+        linear(torch.ones(1, 256))
+        assert posted(2) - before == shared
 
 
 @pytest.mark.usefixtures("spinning")
