@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moeq_kernels import choice
 from moeq_kernels.names import REFERENCE
@@ -28,8 +29,11 @@ OTHERWISE = "softcap", "output_attentions"  # what transformers refuses, or warn
 
 
 def group(model: nn.Module) -> None:
-    """Mark every attention of a model whose queries share keys."""
+    """Mark every attention of a model whose queries share keys; not where somebody has put a function of their own in
+    place of transformers'."""
     if REFERENCE in (choice.policy(), choice.named()):
+        return
+    if ALL_ATTENTION_FUNCTIONS[NAME] not in (sdpa_attention_forward, attend):
         return
     for module in model.modules():
         if getattr(module, "num_key_value_groups", 1) > 1:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from moeq.benching.subject import load_subject
@@ -129,6 +129,17 @@ def test_a_loaded_checkpoint_decodes_by_rows_and_to_the_same_tokens(
         mine = tokens_of(model, some)
         assert {(query[1], query[2]) for query, _ in products[-3:]} == {(2, 2)}  # of 4 heads that share 2 keys
         assert mine == tokens_of(plain, some)
+
+
+def test_attention_that_somebody_registered_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(*given: Any, **named: Any) -> None: ...
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, grouped_attention.NAME, own)
+    module = Attention(8)
+    delattr(module, MARK)
+    grouped_attention.group(module)
+    assert not hasattr(module, MARK)
+    assert AttentionInterface()[grouped_attention.NAME] is own
 
 
 def test_requests_that_share_steps_decode_by_rows(
