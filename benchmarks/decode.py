@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -203,11 +202,8 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, help="where checkpoints are made and kept [default: a temporary folder]")
     options = figures.parsed(parser)
-    if options.folder is not None:
-        options.folder.mkdir(parents=True, exist_ok=True)
-        sys.exit(run(options, options.folder))
-    with tempfile.TemporaryDirectory() as folder:
-        sys.exit(run(options, Path(folder)))
+    with figures.kept_or_temporary(options.folder) as folder:
+        sys.exit(run(options, folder))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """A generated Qwen3-MoE and its packed checkpoints for benchmarks/decode.py: nothing is quantized, nothing profiled.
 
 Codes, scales and zero points are random; the bf16 model has the values that they stand for, so that both decode alike.
-Experts have grids of --bits, or trellis codes of that width with --state-bits, all else grids of 4 bits; with --blocks
-all grids are symmetric, in groups of so many inputs, as llama.cpp has them. Everything is written a layer at a time.
+Experts have grids of --bits, or trellis codes of that width with --state-bits, all else grids of 4 bits; with
+--symmetric-groups all grids are symmetric, in groups of so many inputs, as llama.cpp has them. Everything is written a
+layer at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from moeq_kernels.packing import pack
 from moeq_kernels.widths import Encoding
 
 GROUP, BITS = 128, 4
-CODES: dict[str, Any] = {"bits": BITS, "state_bits": 0, "blocks": 0}  # settings of benchmarks that use these models
+CODES: dict[str, Any] = {"bits": BITS, "state_bits": 0, "symmetric_groups": 0}  # settings of benchmarks with these
 METADATA = {"format": "pt"}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD = "lm_head"
@@ -90,7 +91,7 @@ def _attention(config: Any) -> dict[str, tuple[int, int]]:
 
 def grid(options: argparse.Namespace) -> Encoding:
     """That of all that has no trellis codes."""
-    return Encoding(group_size=options.blocks or GROUP, symmetric=bool(options.blocks))
+    return Encoding(group_size=options.symmetric_groups or GROUP, symmetric=bool(options.symmetric_groups))
 
 
 def encoding(options: argparse.Namespace) -> Encoding:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -213,11 +212,8 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, help="where models are made and kept [default: a temporary folder]")
     options = figures.parsed(parser)
-    if options.folder is not None:
-        options.folder.mkdir(parents=True, exist_ok=True)
-        sys.exit(run(options, options.folder))
-    with tempfile.TemporaryDirectory() as folder:
-        sys.exit(run(options, Path(folder)))
+    with figures.kept_or_temporary(options.folder) as folder:
+        sys.exit(run(options, folder))
 
 
 if __name__ == "__main__":

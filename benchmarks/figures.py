@@ -28,9 +28,11 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -191,6 +193,14 @@ def parsed(made: argparse.ArgumentParser, given: Sequence[str] | None = None) ->
         if isinstance(value, _Default):
             setattr(options, name, value.quick if options.quick else value.usual)
     return options
+
+
+@contextmanager
+def kept_or_temporary(folder: Path | None) -> Iterator[Path]:
+    """The folder that was given, made if it is not there and kept; for None one that is gone afterwards."""
+    with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as used:
+        Path(used).mkdir(parents=True, exist_ok=True)
+        yield Path(used)
 
 
 def machine() -> dict[str, str]:

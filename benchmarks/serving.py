@@ -32,7 +32,6 @@ import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -268,10 +267,8 @@ def main() -> int:
     if not options.python.exists():
         return figures.skipped(options, MAKE)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the server and vLLM's processes with it
-    with tempfile.TemporaryDirectory() as folder:
-        kept = options.folder or Path(folder)
-        kept.mkdir(parents=True, exist_ok=True)
-        return run(options, kept)
+    with figures.kept_or_temporary(options.folder) as folder:
+        return run(options, folder)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import signal
 import statistics
 import string
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -109,10 +108,8 @@ def main() -> int:
         return figures.skipped(options, MAKE)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the servers with it
     results = figures.Figures(options)
-    with tempfile.TemporaryDirectory() as folder:
-        kept = options.folder or Path(folder)
-        kept.mkdir(parents=True, exist_ok=True)
-        measure(options, kept, results)
+    with figures.kept_or_temporary(options.folder) as folder:
+        measure(options, folder, results)
     return results.report()
 
 

@@ -143,6 +143,16 @@ def test_results_show_what_the_kept_files_say() -> None:
     assert all(name.startswith(benchmark) for name, benchmark in made_by.items())
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", bench.names())
+def test_every_benchmark_knows_its_options(name: str) -> None:
+    """Two of them have one name where a benchmark adds its own to those of the models that it takes."""
+    command = [sys.executable, str(bench.HERE / f"{name}.py"), "--help"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr[-1000:]
+    assert "--json" in answer.stdout
+
+
 def test_every_benchmark_reports_figures() -> None:
     """A file of the folder reports figures, or another starts it, or others import it."""
     started = {"bench", "gpu", "gpu_wheels", "vision_models"}  # by a user, or by another's command line
