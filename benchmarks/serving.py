@@ -100,10 +100,10 @@ class Contender:
         self.process.wait()
 
 
-def in_vllm(python: Path, checkpoint: Path, *flags: str) -> Contender:
-    """A checkpoint in a process of vLLM's; see serving_worker.py."""
+def in_vllm(python: Path, checkpoint: Path, *flags: str, **settings: str) -> Contender:
+    """A checkpoint in a process of vLLM's, with settings in its environment; see serving_worker.py."""
     program = Path(__file__).with_name("serving_worker.py")
-    return Contender(checkpoint.with_suffix(".log"), environment(), python, program, checkpoint, *flags)
+    return Contender(checkpoint.with_suffix(".log"), environment() | settings, python, program, checkpoint, *flags)
 
 
 def growth(options: argparse.Namespace, folder: Path, results: figures.Figures) -> None:

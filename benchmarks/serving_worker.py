@@ -5,8 +5,8 @@
 Runs in vLLM's own environment, in one process, so that its model can be looked at. The first line tells what was
 loaded: bytes of the model's tensors and of what kernels arranged, but for what oneDNN keeps; by how much memory of the
 process's own (RssAnon) and pages of mapped files (RssFile) have grown by it, and what both were before. A job is
-{batch, tokens, prompt: tokens of it, 32 if it is not there}: answered are seconds of a decode step, and of the experts
-of one layer in it (0 where the model is compiled, and no call of them is seen).
+{batch, tokens, prompt: tokens of it, 32 if it is not there}: answered are seconds of reading the prompts, of a decode
+step, and of the experts of one layer in it (0 where the model is compiled, and no call of them is seen).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def timed(apply: Any) -> Any:
 
 
 def step(engine: Any, batch: int, tokens: int, prompt: int = PROMPT) -> dict[str, float]:
-    """Seconds of a decode step, the median of those after the prompts are read."""
+    """Seconds of reading the prompts, and of a decode step, the median of those after them."""
     from vllm import SamplingParams, TokensPrompt
 
     draw, running = random.Random(batch), engine.llm_engine
@@ -104,9 +104,10 @@ def step(engine: Any, batch: int, tokens: int, prompt: int = PROMPT) -> dict[str
         seen, began = len(calls), time.perf_counter()
         running.step()
         steps.append((time.perf_counter() - began, calls[seen:]))
-    last = steps[-tokens:]
+    first, last = steps[:-tokens], steps[-tokens:]
     experts = [seconds for _, several in last for seconds in several]
     return {
+        "prompt": sum(seconds for seconds, _ in first),
         "step": statistics.median(seconds for seconds, _ in last),
         "experts": statistics.median(experts) if experts else 0.0,
     }
