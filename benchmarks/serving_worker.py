@@ -45,6 +45,7 @@ def load(checkpoint: str, eager: bool, length: int = LENGTH) -> tuple[Any, dict[
     import torch
     from figures import resident
     from vllm import LLM
+    from vllm.model_executor.model_loader.utils import get_model_cls
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from warm import warm_up
 
@@ -56,6 +57,7 @@ def load(checkpoint: str, eager: bool, length: int = LENGTH) -> tuple[Any, dict[
 
     @wraps(loading)
     def watched(runner: Any, *given: Any, **named: Any) -> None:
+        get_model_cls(runner.model_config)  # imports the model's code
         before = resident()
         loading(runner, *given, **named)
         for tensor in [*runner.model.parameters(), *runner.model.buffers()]:  # some may only be mapped
