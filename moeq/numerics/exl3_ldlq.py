@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moeq.numerics.factor import Factor, factorize
-from moeq.numerics.trellis_ldlq import Code, Walked, fitted_scale, in_pieces
+from moeq.numerics.trellis_ldlq import Code, Walked, added_to, fitted_scale, in_pieces
 from moeq_kernels.exl3 import BLOCK, STEP_ORDER, check_sides, packed, signs, state_values, transformed
 from moeq_kernels.grids import LEAST_SCALE, SCALE_DTYPE, storable
 from moeq_kernels.packed import PackedWeight
@@ -66,19 +66,23 @@ def quantize(
             steps[k][which, part.start // TILE : part.stop // TILE] = codes.cpu()
 
     in_pieces(between, len(bits), piece)
+    seen = hessian, added_to(hessian, factor)
     return [
-        _fitted(steps.pop(k), scale * unit, k, codebook, weight, hessian) for k, unit in zip(bits, units, strict=True)
+        _fitted(steps.pop(k), scale * unit, k, codebook, weight, *seen) for k, unit in zip(bits, units, strict=True)
     ]
 
 
-def _fitted(steps: Tensor, scale: Tensor, bits: int, codebook: str, weight: Tensor, hessian: Tensor) -> PackedWeight:
-    """Steps [E, R, C, 256] as they are stored, with the scale of every row that loses least; scale: about that."""
+def _fitted(
+    steps: Tensor, scale: Tensor, bits: int, codebook: str, weight: Tensor, hessian: Tensor, added: Tensor
+) -> PackedWeight:
+    """Steps [E, R, C, 256] as they are stored, with the scale of every row that loses least; scale: about that;
+    hessian, added: as of `fitted_scale`."""
     codes = packed(steps, bits).transpose(-3, -2).contiguous().view(torch.uint8).flatten(-2).to(weight.device)
     parts = {"codes": codes, "scales": storable(scale).to(SCALE_DTYPE).unsqueeze(-1)}
     made = PackedWeight.of(parts, bits, weight.shape[-1], Encoding.exl3(codebook))
     fitted = [
-        fitted_scale(exact[None].float(), one.dequantize()[None], one.scales.mT, seen[None].float())
-        for exact, seen, one in zip(weight, hessian, _each(made), strict=True)
+        fitted_scale(exact[None].float(), one.dequantize()[None], one.scales.mT, seen[None].float(), more[None])
+        for exact, seen, more, one in zip(weight, hessian, added, _each(made), strict=True)
     ]
     return replace(made, scales=torch.cat(fitted).unsqueeze(-1))
 

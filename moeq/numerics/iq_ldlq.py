@@ -25,6 +25,7 @@ from torch import Tensor
 from moeq.numerics import gptq, iq_search
 from moeq.numerics.factor import Factor, feedback
 from moeq.numerics.iq_blocks import KINDS, blocks
+from moeq.numerics.trellis_ldlq import added_to
 from moeq.numerics.vectors import LANES
 from moeq_kernels.iq_types import BLOCK, BLOCKS, type_of
 from moeq_kernels.packed import PackedWeight
@@ -53,7 +54,7 @@ def quantize(weight: Tensor, factor: Factor, hessian: Tensor, bits: Sequence[int
         if width == WHOLE:
             codes, scales = _whole_numbers(columns, upper, BLOCKS[name][0])
         else:
-            codes, scales = _Columns(columns, upper, parts, name).made(hessian)
+            codes, scales = _Columns(columns, upper, parts, name).made(hessian, added_to(hessian, factor))
         stored = {"codes": codes.to(weight.device), "scales": scales.to(weight.device)}
         made.append(PackedWeight.of(stored, width, weight.shape[-1], Encoding.iq(codebook)))
     return made
@@ -75,13 +76,13 @@ class _Columns:
         self._columns = torch.nn.functional.pad(columns, (0, -columns.shape[2] % LANES))
         self._residual = torch.empty_like(self._columns)
 
-    def made(self, hessian: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes uint8 [E, N, B*L] and scales float16 [E, N, B]."""
+    def made(self, hessian: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes uint8 [E, N, B*L] and scales float16 [E, N, B]; hessian [E, K, K], added [E]: as of `fitted_scales`."""
         codes, scales = zip(*map(self._block, range(0, self._columns.shape[1], BLOCK)), strict=True)
         stored = torch.stack(scales, -1)
-        for expert, own in enumerate(hessian.float().cpu()):
+        for expert, (own, more) in enumerate(zip(hessian.float().cpu(), added.tolist(), strict=True)):
             weight, left = self._columns[expert, :, : self._rows].mT, self._residual[expert, :, : self._rows].mT
-            stored[expert] = fitted_scales(weight, weight - left, stored[expert], own)
+            stored[expert] = fitted_scales(weight, weight - left, stored[expert], own, more)
         return torch.cat(codes, -1), stored
 
     def _block(self, start: int) -> tuple[Tensor, Tensor]:
@@ -113,11 +114,12 @@ def eights(upper: Tensor, pivots: Tensor) -> tuple[Tensor, Tensor]:
     return inverse, metric
 
 
-def fitted_scales(weight: Tensor, rounded: Tensor, scales: Tensor, hessian: Tensor) -> Tensor:
+def fitted_scales(weight: Tensor, rounded: Tensor, scales: Tensor, hessian: Tensor, added: float) -> Tensor:
     """Scales float16 [N, B] with which rounded weights [N, K], made with scales [N, B], have the least loss by the
-    Hessian [K, K]: least squares over all blocks of a row at once; as they were where that has no solution."""
+    Hessian [K, K]: least squares over all blocks of a row at once. As they were where that has no solution; `added`: as
+    of `trellis_ldlq.fitted_scale`."""
     blocks = scales.shape[1]
-    parts = rounded.unflatten(1, (blocks, -1))
+    parts, exact = rounded.unflatten(1, (blocks, -1)), weight.unflatten(1, (blocks, -1))
     size = parts.shape[-1]
     seen = torch.stack([parts[:, at] @ hessian[at * size : (at + 1) * size] for at in range(blocks)], 1)
     between = (seen.unflatten(2, (blocks, -1)) * parts.unsqueeze(1)).sum(-1).double()
@@ -125,7 +127,11 @@ def fitted_scales(weight: Tensor, rounded: Tensor, scales: Tensor, hessian: Tens
     lower, failed = torch.linalg.cholesky_ex(between)
     ratio = torch.cholesky_solve(wanted.unsqueeze(-1), lower).squeeze(-1)
     right = (failed == 0).unsqueeze(-1) & torch.isfinite(ratio) & (ratio > 0)
-    return _storable(scales.float() * torch.where(right, ratio, 1.0).float())
+    ratio = torch.where(right, ratio, 1.0)
+    damped = between + torch.diag_embed(added * parts.square().sum(-1).double())
+    pulled = (damped @ (ratio + 1).unsqueeze(-1)).squeeze(-1) - 2 * (wanted + added * (parts * exact).sum(-1))
+    told = ((ratio - 1) * pulled).sum(-1) <= added * (rounded - weight).square().sum(-1)
+    return _storable(scales.float() * torch.where(told.unsqueeze(-1), ratio, 1.0).float())
 
 
 def _storable(scale: Tensor) -> Tensor:

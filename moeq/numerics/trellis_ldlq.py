@@ -57,14 +57,14 @@ def quantize(
     to, undamped. Rows are independent of each other but for those of a tile.
     """
     found = [_empty(weight, k, state_bits) for k in bits]
-    code = Code.own(bits, state_bits)
+    code, added = Code.own(bits, state_bits), added_to(hessian, factor)
 
     def piece(which: slice, part: slice) -> None:
         some, tiles = weight[which, part], slice(part.start // TILE, tiles_along(min(part.stop, weight.shape[1])))
         scales = [_storable(first_scale(some, k, state_bits)) for k in bits]
         batch = Walked(some, factor.unit_upper[which], factor.pivots[which], code, scales)
         for width, (into, k) in enumerate(zip(found, bits, strict=True)):
-            fitted = fitted_scale(batch.weight, batch.rounded(width), scales[width], hessian[which])
+            fitted = fitted_scale(batch.weight, batch.rounded(width), scales[width], hessian[which], added[which])
             into.codes[which, tiles], into.scales[which, part] = pack(batch.codes[width], k), fitted
 
     in_pieces(weight, len(bits), piece)
@@ -225,11 +225,22 @@ def _storable(scale: Tensor) -> Tensor:
     return scale.clamp(LEAST_SCALE, LARGEST_SCALE).to(SCALE_DTYPE)
 
 
-def fitted_scale(weight: Tensor, rounded: Tensor, scale: Tensor, hessian: Tensor) -> Tensor:
+def added_to(hessian: Tensor, factor: Factor) -> Tensor:
+    """What its factor added to the diagonal of every Hessian [E, K, K], [E]."""
+    return factor.damping.to(hessian) * hessian.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def fitted_scale(weight: Tensor, rounded: Tensor, scale: Tensor, hessian: Tensor, added: Tensor) -> Tensor:
     """Scales float16 [E, N] with which rounded weights [E, N, K], made with scale [E, N], have the least loss.
 
-    Least squares by the Hessian [E, K, K], row by row: scale * (q H w) / (q H q); unchanged where that is not positive.
+    Least squares by the Hessian [E, K, K], row by row: scale * (q H w) / (q H q). Unchanged where that is not positive,
+    and where, with `added` [E] on the Hessian's diagonal as when codes were chosen, it loses more by as much as the
+    errors of the weights alone came to: there it is of too few tokens to tell a row's scale.
     """
     seen = rounded @ hessian
-    ratio = (seen * weight).sum(-1) / (seen * rounded).sum(-1)
-    return _storable(scale.float() * torch.where(ratio > 0, ratio, 1.0).float())
+    wanted, own = (seen * weight).sum(-1), (seen * rounded).sum(-1)
+    ratio, added = wanted / own, added.unsqueeze(-1)
+    damped, pulled = own + added * rounded.square().sum(-1), wanted + added * (rounded * weight).sum(-1)
+    more = (ratio.square() - 1) * damped - 2 * (ratio - 1) * pulled
+    told = more <= added * (rounded - weight).square().sum(-1)
+    return _storable(scale.float() * torch.where((ratio > 0) & told, ratio, 1.0).float())

@@ -234,11 +234,17 @@ def test_scales_are_fitted_to_the_loss_together() -> None:
     found = made(2, "iq-xxs")
     for expert in range(2):
         rounded, scales = found.dequantize()[expert] * 1.3, found.scales[expert] * 1.3
-        again = iq_ldlq.fitted_scales(weight[expert], rounded, scales, seen[expert])
+        again = iq_ldlq.fitted_scales(weight[expert], rounded, scales, seen[expert], 0.0)
         assert torch.allclose(again.float(), found.scales[expert].float(), rtol=2e-3)
     zero = torch.zeros(3, 512)
     kept = torch.full((3, 2), 0.5).half()
-    assert torch.equal(iq_ldlq.fitted_scales(zero, zero, kept, seen[0]), kept)
+    assert torch.equal(iq_ldlq.fitted_scales(zero, zero, kept, seen[0], 0.0), kept)
+
+
+def test_as_many_tokens_as_a_row_has_blocks_do_not_make_its_scales() -> None:
+    weight, rows = weights(1, 64, 1024), torch.randn(1, 4, 1024, generator=generator(6))
+    left = made(2, "iq-xxs", weight, rows.mT @ rows / 4).dequantize() - weight
+    assert float((left.square().sum(-1) / weight.square().sum(-1)).max()) < 1
 
 
 def test_packed_weights_are_cut_and_joined() -> None:

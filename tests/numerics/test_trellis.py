@@ -178,7 +178,8 @@ def test_blocks_prepared_at_once_give_the_same_codes(monkeypatch: pytest.MonkeyP
     """As on a GPU: by inverses of all whole blocks, here of a factor that is part of another one; but for rounding."""
     weight, hessian = problem(32, 72)
     factor = factorize(torch.cat([hessian.flip(0), hessian]))
-    factor = replace(factor, unit_upper=factor.unit_upper[2:], pivots=factor.pivots[2:])
+    kept = {name: getattr(factor, name)[2:] for name in ("unit_upper", "pivots", "damping")}
+    factor = replace(factor, **kept)
     wanted = trellis_ldlq.quantize(weight, factor, hessian, [2, 4], 8)
     monkeypatch.setattr(trellis_ldlq, "by_launches", lambda _device: True)
     for one, other in zip(wanted, trellis_ldlq.quantize(weight, factor, hessian, [2, 4], 8), strict=True):
@@ -191,7 +192,16 @@ def test_fitted_scales_are_least_squares() -> None:
     weight, hessian = problem(8, 24)
     rounded = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(4)) * 0.02 + weight
     scale = torch.full((2, 8), 0.5).half()
-    fitted = trellis_ldlq.fitted_scale(weight, rounded, scale, hessian).float()
+    fitted = trellis_ldlq.fitted_scale(weight, rounded, scale, hessian, torch.zeros(2)).float()
     own = loss(weight, rounded * (fitted / 0.5).unsqueeze(-1), hessian)
     for change in (0.99, 1.01):
         assert own < loss(weight, rounded * (change * fitted / 0.5).unsqueeze(-1), hessian)
+
+
+def test_one_token_does_not_make_the_scales_of_rows() -> None:
+    weight = torch.randn(1, 512, 128, generator=torch.Generator().manual_seed(5)) * 0.02
+    token = torch.randn(128, 1, generator=torch.Generator().manual_seed(6))
+    hessian = (token @ token.T)[None]
+    (one,) = trellis_ldlq.quantize(weight, factorize(hessian), hessian, [2], 8)
+    left = one.dequantize() - weight
+    assert float((left.square().sum(-1) / weight.square().sum(-1)).max()) < 1
