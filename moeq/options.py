@@ -6,6 +6,7 @@ Options that plain functions take, too, are annotated types of Typer's.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial, wraps
@@ -45,6 +46,7 @@ RARE = (  # a command names them
 )  # fmt: skip
 MODEL_NAMES = "Model directory, hub id, or bundled:tiny-mixtral"
 BUNDLED_TEXT = "bundled"  # a text whose parts for calibration and evaluation differ
+PLAIN = re.compile(r"[\w./+-]+")  # what stands in YAML without quotes
 LAST = (*RARE, "check", "trust_remote_code", "probe", "json", "quiet")  # options behind all others
 
 FORMAT = f"Runtime to write it for, too: {', '.join(written())} (export.formats); may be given several times."
@@ -340,8 +342,10 @@ def _check_text(flag: str, value: Any) -> None:
 
 
 def _yaml(value: Any) -> str:
-    """A value as --set takes it."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else str(value)
+    """A value as --set takes it: paths, and text in which YAML may see more than text, in quotes."""
+    if isinstance(value, list | Path) or (isinstance(value, str) and not PLAIN.fullmatch(value)):
+        return json.dumps(value, default=str, ensure_ascii=False)
+    return str(value)
 
 
 def _flag(option: Field[Any]) -> str:

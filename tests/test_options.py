@@ -34,6 +34,12 @@ def test_only_what_is_given_changes_a_recipe() -> None:
     assert grid.changes()[2] == "estimate.grid.outputs=[3]"
 
 
+def test_paths_are_text_whatever_yaml_sees_in_them() -> None:
+    asked = [EvalOptions(include_path=Path("2024")), AssignOptions(hardware="a: b #1.yaml")]
+    found = load_recipe(None, [change for one in asked for change in one.changes()])
+    assert (found.eval.include_path, found.assign.hardware) == ("2024", "a: b #1.yaml")
+
+
 @pytest.mark.parametrize(
     ("asked", "before", "kept"),
     [
