@@ -323,7 +323,8 @@ def _heads(name: str, path: Path, absent: tuple[str, ...]) -> tuple[dict[str, Te
             found = remote_source.heads(f"hf://{name}@{path.name}", absent)
     headers = _read_headers(path, {file: remote_source.as_path(there) for file, there in found.items()})
     for key, header in headers.items():
-        headers[key] = replace(header, file=path / header.file.name)
+        if isinstance(header.file, RemoteFile):
+            headers[key] = replace(header, file=path / header.file.name)
     return headers, {file: there.size for file, there in found.items()}
 
 

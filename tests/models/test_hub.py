@@ -113,6 +113,7 @@ def test_shards_may_lie_in_folders(hub: Hub, repository: Path) -> None:
     remote = open_source(f"hf://{NAME}")
     whole = open_source(NAME)
     assert (whole.tensors, whole.to_fetch) == (heads.tensors, {})
+    assert open_source(NAME, weights=False).tensors == whole.tensors
     for key, header in remote.tensors.items():
         assert torch.equal(tensor_of(header, key), tensor_of(whole.tensors[key], key))
 
