@@ -28,7 +28,7 @@ from moeq.recipe import load_recipe
 
 SET = re.compile(r"[0-9a-f]{64}")
 LAYER = re.compile(r"layer-\d{3,}\.safetensors")
-ROWS = re.compile(r"layer-\d{3,}\.(\w+\.\d+\.[0-9a-f]{16})\.json")
+ROWS = re.compile(r"layer-\d{3,}\.([\w-]+\.\d+\.[0-9a-f]{16})\.json")
 
 
 @dataclass(kw_only=True)

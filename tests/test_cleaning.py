@@ -95,10 +95,13 @@ def test_runs_that_share_a_store_keep_each_others_replicas(tiny_mixtral: Path, t
     index = load_index(one)
     widths = lambda: sorted({e["bits"] for e in LayerReplicas(shared / index.set, 0).entries.values()})  # noqa: E731
     assert widths() == [2, 3]
+    of_others = shared / index.set / "losses" / f"layer-000.my-own.2.{'0' * 16}.json"
+    of_others.write_text("{}")
     for given in ({"runs": [tmp_path / "one"], "store": None}, {"runs": [], "store": shared}):
         found = cleaning.collect(**given, dry_run=False)
         assert found["runs"] == [str(tmp_path / "one"), str(tmp_path / "two")]
         assert widths() == [2]
+        assert not of_others.exists()
         assert len([path for path in shared.iterdir() if len(path.name) == 64]) == 2
     assert losses.is_intact(one)
     assert read_rows(shared / index.set, 0, index.made[0].rows)
