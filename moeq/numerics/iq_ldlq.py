@@ -46,7 +46,7 @@ def quantize(weight: Tensor, factor: Factor, hessian: Tensor, bits: Sequence[int
     if weight.shape[-1] % BLOCK:
         raise ValueError(f"{weight.shape[-1]} inputs are no multiple of {BLOCK}")
     columns = weight.float().mT.contiguous().cpu()
-    upper, pivots = (part.float().contiguous().cpu() for part in (factor.unit_upper, factor.pivots))
+    upper, pivots = factor.unit_upper.float().contiguous().cpu(), _near_one(factor.pivots.float().cpu())
     parts = (*eights(upper, pivots), pivots)
     made = []
     for width in bits:
@@ -132,6 +132,13 @@ def fitted_scales(weight: Tensor, rounded: Tensor, scales: Tensor, hessian: Tens
     pulled = (damped @ (ratio + 1).unsqueeze(-1)).squeeze(-1) - 2 * (wanted + added * (parts * exact).sum(-1))
     told = ((ratio - 1) * pulled).sum(-1) <= added * (rounded - weight).square().sum(-1)
     return _storable(scales.float() * torch.where(told.unsqueeze(-1), ratio, 1.0).float())
+
+
+def _near_one(pivots: Tensor) -> Tensor:
+    """Pivots [E, K] in another unit, a power of two of every expert's own: squares of costs then neither vanish nor
+    overflow, whatever the activations' size."""
+    power = pivots.mean(-1, keepdim=True).log2().round().nan_to_num(0.0).clamp(-126, 126)
+    return pivots * (-power).exp2()
 
 
 def _storable(scale: Tensor) -> Tensor:

@@ -241,6 +241,15 @@ def test_scales_are_fitted_to_the_loss_together() -> None:
     assert torch.equal(iq_ldlq.fitted_scales(zero, zero, kept, seen[0], 0.0), kept)
 
 
+def test_codes_do_not_hang_on_the_size_of_activations() -> None:
+    weight, seen = weights(1), hessian(experts=1)
+    for codebook, bits in ONCE.values():
+        wanted = made(bits, codebook, weight, seen).parts()
+        for unit in (2.0**-84, 2.0**84):
+            found = made(bits, codebook, weight, seen * unit).parts()
+            assert all(torch.equal(found[part], wanted[part]) for part in wanted)
+
+
 def test_as_many_tokens_as_a_row_has_blocks_do_not_make_its_scales() -> None:
     weight, rows = weights(1, 64, 1024), torch.randn(1, 4, 1024, generator=generator(6))
     left = made(2, "iq-xxs", weight, rows.mT @ rows / 4).dequantize() - weight
