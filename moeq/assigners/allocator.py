@@ -8,6 +8,7 @@ from typing import Any
 
 from moeq.artifacts.assignment import Assignment, Width
 from moeq.assigners.inputs import AssignInputs
+from moeq.assigners.limits import Limit
 from moeq.recipe import SHARED, AssignSection, MethodSettings
 
 Widths = Sequence[Sequence[Width]]  # of every expert of every layer
@@ -29,6 +30,7 @@ class Allocator:
     its budget, or its defaults where it takes none. at_bytes: label and widths of what it shows beside, at the bytes
     of every other.
     remark: what is to be said of an assignment that it made; none: nothing.
+    refuse: raises what it would of these inputs whatever is measured, before it is, beside what `limit_of` raises.
     foreseen: widths of the experts off the GPU, by their number in every layer, as far as they follow from a section
     alone; the most expensive ones, or None.
     """
@@ -47,6 +49,7 @@ class Allocator:
     trials: Callable[[AssignInputs, Sequence[str]], Iterable[tuple[str, Mapping[str, Any]]]] | None = None
     at_bytes: Callable[[AssignInputs, int], Iterable[tuple[str, Widths]]] | None = None
     remark: Callable[[AssignInputs, Assignment], str | None] | None = None
+    refuse: Callable[[AssignInputs, Limit], None] | None = None
     foreseen: Callable[[AssignSection, Sequence[int], Cost], list[list[int]] | None] | None = None
 
     def __post_init__(self) -> None:

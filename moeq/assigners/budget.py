@@ -16,7 +16,7 @@ from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.profile import PHASES
 from moeq.assigners.allocator import Allocator
 from moeq.assigners.inputs import AssignInputs, build, hot_masks, ranking
-from moeq.assigners.limits import limit_of
+from moeq.assigners.limits import Limit, limit_of
 from moeq.errors import BudgetError
 from moeq.recipe import Bits, BitsOrFull, Bytes, MethodSettings
 
@@ -45,22 +45,35 @@ def assign(inputs: AssignInputs) -> Assignment:
     """Assign hot and cold widths; AssignmentError for a budget that even all-cold experts exceed."""
     settings, hot = inputs.settings(HotColdSettings), hot_masks(inputs)
     limit = limit_of(inputs, (settings.cold_bits, settings.hot_bits), hot)
-    left = replace(limit, total=limit.total - (settings.transient_bytes or 0))
     bits = []
-    for layer, share in enumerate(left.by_layer()):
+    for layer, share in enumerate(_shares(inputs, limit)):
         count, (cold, high) = int(limit.counts[layer]), limit.costs[layer].tolist()
-        if share < count * cold:
-            raise BudgetError(
-                f"{count} cold experts take {count * cold} bytes, its share of the budget is {share}",
-                where=inputs.profile.layers[layer],
-                do="raise the budget, or lower cold_bits or transient_bytes",
-            )
         number = count if high == cold else min(count, (share - count * cold) // (high - cold))
         order = [expert for expert in ranking(hotness(inputs, layer)) if not hot[layer][expert]]
         widths = np.full(len(hot[layer]), settings.cold_bits)
         widths[order[:number]] = settings.hot_bits
         bits.append(widths)
     return build(inputs, bits, hot)
+
+
+def refuse(inputs: AssignInputs, limit: Limit) -> None:
+    """BudgetError for a layer's share that even cold experts exceed."""
+    _shares(inputs, limit)
+
+
+def _shares(inputs: AssignInputs, limit: Limit) -> list[int]:
+    """What the experts of every layer may take; BudgetError for a share that even all-cold ones exceed."""
+    transient = inputs.settings(HotColdSettings).transient_bytes or 0
+    shares = replace(limit, total=limit.total - transient).by_layer()
+    for layer, (share, count, costs) in enumerate(zip(shares, limit.counts, limit.costs, strict=True)):
+        cold = int(count * costs[0])
+        if share < cold:
+            raise BudgetError(
+                f"{count} cold experts take {cold} bytes, its share of the budget is {share}",
+                where=inputs.profile.layers[layer],
+                do="raise the budget, or lower cold_bits or transient_bytes",
+            )
+    return shares
 
 
 def hotness(inputs: AssignInputs, layer: int) -> np.ndarray:
@@ -83,4 +96,5 @@ ALLOCATOR = Allocator(
     settings=HotColdSettings,
     budgets=("bits_per_weight", "expert_bytes", "size"),
     weighs=("statistics",),
+    refuse=refuse,
 )

@@ -162,6 +162,12 @@ def limit_of(
     return byte_limit(inputs, widths, hot, whole, fixed, granularity)
 
 
+def nothing_kept(inputs: AssignInputs) -> BudgetError:
+    """The error for a budget that no expert is kept within."""
+    limits = "the budget" if inputs.config.ndp_latency_ms is None else "the budget or ndp_latency_ms"
+    return BudgetError("every expert would be dropped", where=inputs.name, do=f"raise {limits}")
+
+
 def next_wider(inputs: AssignInputs, assignment: Assignment) -> str | None:
     """What is said of one width for all experts that are decided: how wide a budget of bytes has it, and what the next
     one would take; None where there is none, or something else than this budget keeps it down."""

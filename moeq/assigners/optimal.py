@@ -25,7 +25,7 @@ from moeq.artifacts.targets import OF_MATRICES, Granularity, granularity_within,
 from moeq.assigners import dropping, latency, sensitivity
 from moeq.assigners.allocator import Allocator, Widths
 from moeq.assigners.inputs import AssignInputs, build, expert_widths, hot_masks
-from moeq.assigners.limits import Limit, byte_limit, choices, gpu_bytes, limit_of, next_wider, stand_ins
+from moeq.assigners.limits import Limit, byte_limit, choices, gpu_bytes, limit_of, next_wider, nothing_kept, stand_ins
 from moeq.assigners.sensitivity import matrix_tables, tables
 from moeq.errors import AssignmentError, BudgetError, FormatError
 from moeq.numerics import knapsack, two_limits
@@ -80,6 +80,31 @@ def optimum(
     return inputs.once(
         ("optimum", weighting, allowed, granularity, scope), lambda: _optimum(inputs, limit, hot, granularity, scope)
     )
+
+
+def refuse(inputs: AssignInputs, limit: Limit) -> None:
+    """BudgetError where a layer's share of the budget is too small, or none pays for one expert that is kept."""
+    granularity = granularity_within(target_of(inputs.config.target), inputs.config.granularity)
+    layers = [*range(len(limit.counts))]
+    shares = [(layers, limit.total)]
+    if inputs.config.scope == "layer":
+        shares = [([layer], total) for layer, total in enumerate(limit.by_layer())]
+    least = limit.costs.min(1)  # [L], of one expert
+    kept = limit.costs[:, [width != DROPPED for width in limit.widths]].min(1) - least  # [L], what keeping one adds
+    together = limit.counts if granularity == "layer" else np.minimum(limit.counts, 1)
+    keeps = inputs.config.gpu_experts > 0
+    for group, total in shares:
+        left = total - int((limit.counts * least)[group].sum())
+        if left < 0:
+            raise _too_small(limit, total, total - left, f"layer {group[0]}")
+        keeps |= any(limit.counts[layer] and together[layer] * kept[layer] <= left for layer in group)
+    if not keeps:
+        raise nothing_kept(inputs)
+
+
+def _too_small(limit: Limit, total: int, least: int, where: str) -> BudgetError:
+    what = f"its share of the budget is {total} {limit.unit}, the least possible is {least}"
+    return BudgetError(what, where=where, do="raise the budget")
 
 
 def _optimum(
@@ -227,11 +252,7 @@ def _within(
     """
     least = knapsack.least_cost(costs)
     if least > total:
-        raise BudgetError(
-            f"its share of the budget is {total} {limit.unit}, the least possible is {least}",
-            where=where,
-            do="raise the budget",
-        )
+        raise _too_small(limit, total, least, where)
     try:
         knapsack.refuse_infinite(losses)
     except ValueError as error:
@@ -269,6 +290,7 @@ ALLOCATOR = Allocator(
     implied={"scope": "model", "drop": False},
     within_target=True,
     remark=remark,
+    refuse=refuse,
     trials=lambda *_: (),
     at_bytes=_at_bytes,
 )

@@ -10,7 +10,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.markup import escape
 
 from moeq.artifacts.assignment import (
@@ -31,16 +30,16 @@ from moeq.artifacts.profile import ExpertProfile
 from moeq.artifacts.sensitivities import NAME as SENSITIVITIES
 from moeq.artifacts.sensitivities import SensitivityTable, read_sensitivities, write_sensitivities
 from moeq.artifacts.stage import RECORD, read_record
-from moeq.artifacts.targets import MIXED, granularity_within, loaded_by, refuse_codes, target_of
+from moeq.artifacts.targets import loaded_by, target_of
 from moeq.assigners import assign, latency, report, sensitivity
 from moeq.assigners.inputs import AssignInputs, Loaded
-from moeq.assigners.limits import limit_of, widths_within
-from moeq.errors import ArtifactError, AssignmentError, BudgetError, FormatError, MoeqError, RecipeError
+from moeq.assigners.limits import nothing_kept
+from moeq.errors import ArtifactError, AssignmentError, MoeqError
 from moeq.estimator import load_hardware, own_hardware
 from moeq.estimator.geometry import codebook_of
 from moeq.estimator.terms import expert_seconds
 from moeq.models.experts import ExpertLayer
-from moeq.recipe import BUDGETS, AssignSection
+from moeq.recipe import AssignSection
 from moeq.registry import ALLOCATORS
 from moeq.stages import non_experts as others
 from moeq.stages import profile, replicas
@@ -48,7 +47,7 @@ from moeq.stages.checkpoint_size import CheckpointSize
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import bits_per_weight, expert_weights, total_bytes, total_loaded_bytes
 from moeq.stages.hessian_traces import traces
-from moeq.stages.loading import check_family, loaded_matrices, where_it_loads
+from moeq.stages.loading import loaded_matrices, where_it_loads
 from moeq.stages.needs import Needs, Rates, Sizes
 from moeq.stages.target_sizes import sizes
 
@@ -107,64 +106,8 @@ def _write_sensitivities(context: Context, inputs: AssignInputs) -> None:
     write_sensitivities(context.directory("assign") / SENSITIVITIES, columns, context.model.stamp.digest)
 
 
-def check(context: Context) -> None:
-    """AssignmentError when a section asks for more GPU experts than a layer has, EstimateError for bad hardware.
-
-    RecipeError for routing of decode steps, which images have none of; AssignmentError too for a budget that no
-    statistics could meet.
-    """
-    _check_section(context, context.recipe.assign, context.recipe.name)
-    for compared in context.recipe.eval.compare:
-        with _named(context, compared):
-            _check_section(context, compared, compared.name)
-
-
-def _check_gpu_experts(context: Context, section: AssignSection) -> None:
-    """FormatError where some experts of a layer would stay in full precision, and the target takes one width for it."""
-    target, count = target_of(section.target), section.gpu_experts
-    mixes = any(0 < count < layer.num_experts for layer in context.model.layers) and {*section.named()} != {FULL}
-    if mixes and target.granularity in ("layer", "model"):
-        what = f"gpu_experts is {count}, which mixes 16 bits with others; {MIXED[target.granularity]}"
-        do = "set assign.gpu_experts: 0, or target: native"
-        raise FormatError(what, where=f"target {target.name}", do=do)
-
-
-def _check_section(context: Context, section: AssignSection, name: str) -> None:
-    if section.statistics == "decode" and context.model.takes_images:
-        raise RecipeError("images have no decode positions", where="assign.statistics: decode", do="use all")
-    if section.target is not None:
-        check_family(context, section.target)
-        _check_codes(context, section.target)
-    hardware = context.recipe.hardware_of(section)
-    if hardware is not None:
-        load_hardware(hardware)
-    for layer in context.model.layers:
-        if section.gpu_experts > layer.num_experts:
-            raise AssignmentError(
-                f"gpu_experts is {section.gpu_experts}, the layer has {layer.num_experts} experts",
-                where=layer.name,
-                do="lower gpu_experts",
-            )
-    _check_gpu_experts(context, section)
-    if any(getattr(section, budget) is not None for budget in BUDGETS):
-        granularity = granularity_within(target_of(section.target), section.granularity)
-        inputs = _inputs(context, section, name, _unmeasured(context))
-        known = sorted({*(section.named() or context.recipe.losses.bits), *inputs.decided_among()})
-        refused_anyway = target_of(section.target).symmetric_only and not inputs.symmetric
-        within = ALLOCATORS.get(section.method).within_target and not refused_anyway
-        limit_of(inputs, widths_within(inputs, known) if within else known, granularity=granularity)
-
-
-def _check_codes(context: Context, name: str) -> None:
-    """FormatError for a runtime that reads no codes of the kind that the recipe's replicas have, at whatever width."""
-    target = loaded_by(name)
-    refused = None if target is None else refuse_codes(target, context.recipe.losses.encoding)
-    if refused is not None:
-        raise FormatError(refused[0], where=f"assign.target: {name}", do=refused[1])
-
-
 @contextmanager
-def _named(context: Context, section: AssignSection) -> Iterator[None]:
+def naming(context: Context, section: AssignSection) -> Iterator[None]:
     """Let an error say which of the assignments that are compared it is of."""
     try:
         yield
@@ -175,21 +118,9 @@ def _named(context: Context, section: AssignSection) -> Iterator[None]:
         raise
 
 
-def _unmeasured(context: Context) -> ExpertProfile:
-    """A profile that tells no expert from another: what a budget must pay does not follow from statistics."""
-    flat = [np.ones((1, 2, layer.num_experts)) for layer in context.model.layers]
-    return ExpertProfile(
-        layers=tuple(layer.name for layer in context.model.layers),
-        top_k=(1,) * len(flat),
-        counts=tuple(ones.astype(np.int64) for ones in flat),
-        scores=tuple(flat),
-        tokens=np.ones((1, 2), np.int64),
-    )
-
-
 def make(context: Context, config: AssignSection, name: str) -> Assignment:
     """Decide one assignment; AssignmentError when a width it names was not made into replicas."""
-    with _named(context, config):
+    with naming(context, config):
         return _decided(context, inputs_of(context, config, name))[0]
 
 
@@ -206,8 +137,7 @@ def decide(inputs: AssignInputs) -> Assignment:
     """Run the assigner; AssignmentError when it takes a width whose replicas were not made, or none at all."""
     assignment = assign(inputs)
     if not any(assignment.widths()):
-        limits = "the budget" if inputs.config.ndp_latency_ms is None else "the budget or ndp_latency_ms"
-        raise BudgetError("every expert would be dropped", where=inputs.name, do=f"raise {limits}")
+        raise nothing_kept(inputs)
     made = {DROPPED, FULL, *(() if inputs.losses is None else inputs.losses.bits())}
     missing = [width for width in assignment.widths() if width not in made]
     if missing:
@@ -222,7 +152,7 @@ def decide(inputs: AssignInputs) -> Assignment:
 def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInputs:
     """What an assigner is given of a run, for a section of its recipe."""
     return replace(
-        _inputs(context, config, name, profile.load(context)),
+        inputs_before(context, config, name, profile.load(context)),
         losses=replicas.load_losses(context),
         traces=partial(traces, context, config),
         effects=replicas.load_effects(context),
@@ -231,7 +161,7 @@ def inputs_of(context: Context, config: AssignSection, name: str) -> AssignInput
     )
 
 
-def _inputs(context: Context, config: AssignSection, name: str, statistics: ExpertProfile) -> AssignInputs:
+def inputs_before(context: Context, config: AssignSection, name: str, statistics: ExpertProfile) -> AssignInputs:
     """What an assigner is given beside what was measured of the experts."""
     return AssignInputs(
         name=name,

@@ -44,6 +44,7 @@ from moeq.runtimes import ONNX, QONNX, Runtime, runtime, runtimes, written
 from moeq.stages import assign, making, model_card, onnx, profile, quantize
 from moeq.stages import non_experts as others
 from moeq.stages.as_quantized import AsQuantized
+from moeq.stages.assign_ahead import settled
 from moeq.stages.checkpoint_size import SCHEMA
 from moeq.stages.context import Context
 from moeq.stages.loading import where_it_loads
@@ -174,13 +175,9 @@ def _check_uniform(context: Context) -> None:
 
     What was decided before, perhaps by hand, is looked at instead where it is there.
     """
-    section = context.recipe.assign
-    named = [*section.named()]
-    if len(named) != 1 or _is_decided(context):
-        return
-    hot = section.gpu_experts
-    widths = [[FULL] * hot + named * (layer.num_experts - hot) for layer in context.model.layers]
-    _check_widths(context, widths, context.recipe.losses.encoding)
+    widths = settled(context, context.recipe.assign)
+    if widths is not None and not _is_decided(context):
+        _check_widths(context, widths, context.recipe.losses.encoding)
 
 
 def _is_decided(context: Context) -> bool:

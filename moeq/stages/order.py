@@ -17,6 +17,7 @@ from moeq.recipe.earlier import as_in_keys
 from moeq.runtime.checkpoint import CARD
 from moeq.stages import (
     assign,
+    assign_ahead,
     estimate,
     evaluate,
     export,
@@ -169,7 +170,7 @@ STAGES = (
         sections=("name", "assign"),
         after=("profile", "losses"),
         extra=assign.own_inputs,
-        check=assign.check,
+        check=assign_ahead.check,
         intact=assign.is_intact,
         apart=frozenset({SENSITIVITIES, frontier.NAME, frontier.PLOT}),
         editable=EDITABLE["assign"],

@@ -28,6 +28,30 @@ CHEAP = {
         ["assign={method: optimal, bits_per_weight: 5.5, target: vllm-cuda, gpu_experts: 2}", "losses.symmetric=true"],
         "target vllm-cuda: gpu_experts is 2, which mixes 16 bits with others; it takes one width for all experts of a",
     ),
+    "all on the GPU": (
+        ["assign={method: optimal, gpu_experts: 5, target: transformers}", "losses.symmetric=true"],
+        "target transformers: gpu_experts is 5, which leaves them in 16 bits; transformers loads 2, .*gpu_experts: 0",
+    ),
+    "all on the GPU, exported": (
+        ["assign={method: optimal, gpu_experts: 5}", "export.formats=[transformers]", "losses.symmetric=true"],
+        "export.formats: transformers: .*: 16 bits; transformers loads 2, 3",
+    ),
+    "a width of a target": (
+        ["assign={method: mopeq, widths: [16], target: transformers}", "losses.symmetric=true"],
+        "target transformers: .*: 16 bits; transformers loads 2, 3",
+    ),
+    "grid of a target": (
+        ["assign={method: mopeq, target: vllm}", "losses.symmetric=false"],
+        "target vllm: vllm reads symmetric grids only; set losses.symmetric: true$",
+    ),
+    "nothing kept": (
+        ["assign={method: optimal, bits_per_weight: 0, drop: true}"],
+        "every expert would be dropped; raise the budget$",
+    ),
+    "shares of layers": (
+        ["assign={method: budget, expert_bytes: 100000, transient_bytes: 99000}"],
+        "5 cold experts take .* its share of the budget is",
+    ),
     "hardware": (["estimate.hardware=/nowhere.yaml"], "/nowhere.yaml"),
     "bytes": (["assign={method: optimal, size: 1000}"], "1000 bytes .* cannot be met; the least possible is"),
     "expert bytes": (["assign={method: frequency, expert_bytes: 10}"], "10 bytes .* cannot be met"),

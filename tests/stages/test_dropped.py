@@ -28,7 +28,7 @@ from moeq.models.forward import forward
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
 from moeq.runtime.packed_experts import PackedExperts
-from moeq.stages import assign, evaluate, quantize
+from moeq.stages import assign, assign_ahead, evaluate, quantize
 from moeq.stages.context import Context
 from moeq.stages.replicas import load_losses
 from moeq.verification.verify import Options, verify
@@ -200,15 +200,16 @@ def test_a_budget_below_the_narrowest_width_is_met_by_dropping(
     """It is refused where none may be dropped, and where nothing would be left."""
     section = f"method: optimal, {budget}, granularity: {granularity}"
     context = make(finished.model_name, finished.out, f"assign={{{section}, drop: true}}")
-    assign.check(context)
+    assign_ahead.check(context)
     assignment = assign.make(context, context.recipe.assign, "run")
     assert {0, 1} <= {*assignment.widths()}
     with pytest.raises(MoeqError, match=r"least possible|between 1"):
-        assign.check(make(finished.model_name, finished.out, f"assign={{{section}}}"))
+        assign_ahead.check(make(finished.model_name, finished.out, f"assign={{{section}}}"))
     less = section.replace("0.5", "0").replace("1/2", "0").replace("300000", "1")
     nothing = make(finished.model_name, finished.out, f"assign={{{less}, drop: true}}")
-    with pytest.raises(BudgetError, match=r"every expert would be dropped; raise the budget$"):
-        assign.make(nothing, nothing.recipe.assign, "run")
+    for refused in (assign_ahead.check, lambda context: assign.make(context, context.recipe.assign, "run")):
+        with pytest.raises(BudgetError, match=r"every expert would be dropped; raise the budget$"):
+            refused(nothing)
     quick = make(finished.model_name, finished.out, f"assign={{{section}, ndp_latency_ms: 1.0e-9, drop: true}}")
     inputs = assign.inputs_of(quick, quick.recipe.assign, "run")
     inputs = replace(inputs, tokens_given=tuple(np.ones(layer.num_experts) for layer in quick.model.layers))
@@ -228,7 +229,7 @@ def test_experts_with_biases_are_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     """Also where a budget could be met by dropping them alone."""
     model = save("gpt_oss", tmp_path / "model")
     with pytest.raises(BudgetError, match="the least possible is"):
-        assign.check(make(model, tmp_path / "run", "assign={method: optimal, bits_per_weight: 0.5, drop: true}"))
+        assign_ahead.check(make(model, tmp_path / "run", "assign={method: optimal, bits_per_weight: 0.5, drop: true}"))
     context = make(model, tmp_path / "run", UNIFORM)
     pipeline.run(context, ("profile", "losses", "assign"))
     asked = make(model, tmp_path / "run", "assign={method: optimal, bits_per_weight: 6, drop: true}")

@@ -20,7 +20,7 @@ from moeq.errors import BudgetError
 from moeq.planning.capability import refusals
 from moeq.progress import Reporter
 from moeq.recipe import AssignSection, load_recipe
-from moeq.stages import assign, export, frontier
+from moeq.stages import assign, assign_ahead, export, frontier
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_weights, total_bytes, total_loaded_bytes
 from moeq.stages.loading import where_it_loads
@@ -137,12 +137,12 @@ def test_a_matrix_that_no_block_fits_takes_a_width_that_one_does(tmp_path: Path)
     assert prices["llama.cpp"]["ratio"] > 1
     less = context.recipe.model_copy(update={"assign": recipe.assign.model_copy(update={"bits_per_weight": "1.05"})})
     with pytest.raises(BudgetError, match=r"cannot be met; the least possible is 1\.125"):
-        assign.check(replace(context, recipe=less))
+        assign_ahead.check(replace(context, recipe=less))
     wide = load_recipe(
         None, [*SMALL[:-1], chosen, "losses={methods: [rtn], group_size: 256, symmetric: true, bits: [2, 3, 4]}"]
     )
     with pytest.raises(BudgetError, match=r"3\.2 bits a weight cannot be met; the least possible is 3\.875"):
-        assign.check(replace(context, recipe=wide))
+        assign_ahead.check(replace(context, recipe=wide))
 
 
 def test_a_runtime_that_does_not_load_the_model_has_no_price(tmp_path: Path) -> None:
