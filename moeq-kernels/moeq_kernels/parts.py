@@ -113,7 +113,8 @@ class LayerParts:
         leads: bool = True,
     ) -> None:
         if len(widths) != count:
-            raise ValueError(f"moeq: {name}: {len(widths)} widths for {count} experts; export the checkpoint again")
+            do = "serve without redundant experts, or export the checkpoint again"
+            raise ValueError(f"moeq: {name}: {len(widths)} widths for {count} experts; {do}")
         (hidden, whole), inner = sizes, (mine, ALL)
         shapes = {GATE: (whole, hidden, inner), UP: (whole, hidden, inner), DOWN: (hidden, whole, inner[::-1])}
         self.name, self.dtype, self.gate, self.activation = name, dtype, gate, activation
@@ -138,7 +139,8 @@ class LayerParts:
         """One tensor of w1, w2 or w3 of an expert, a guard is passed over; whether the expert is on this device."""
         place, part = (self.local(expert), PROJECTIONS[shard]), name.rpartition("_")[2]
         if place[0] >= 0 and part != GUARD:
-            assert self.prepared is None, "a tensor came after all had come"
+            if self.prepared is not None:
+                raise _again(self.name)
             if place not in self.parts:
                 raise ValueError(f"moeq: {name}: the expert is dropped, says config.json; export the checkpoint again")
             self.parts[place].take(part, tensor.to(self.device), name)
@@ -199,7 +201,7 @@ class LinearParts:
         if len(rows) != len(bits):
             what = f"{len(rows)} matrices, the checkpoint {len(bits)}: {', '.join(bits)}"
             raise ValueError(f"moeq: {layer} has {what}; this kind of layer is not served packed")
-        self.dtype, self.parts = dtype, dict[str, Parts]()
+        self.layer, self.dtype, self.parts = layer, dtype, dict[str, Parts]()
         for (name, width), own in zip(bits.items(), rows, strict=True):
             rank, of = ranks(name)
             self.parts[name] = Parts(width, encoding, of * own, inputs, (slice(rank * own, (rank + 1) * own), mine))
@@ -212,6 +214,8 @@ class LinearParts:
     def take(self, part: str, param: Tensor, loaded_weight: Tensor, shard: Any = None) -> None:
         """One tensor of a matrix, by its number or q, k, v; the guard of a packed module is passed over, one that is
         dense has its weight under it."""
+        if not self.parts:
+            raise _again(self.layer)
         name = list(self.parts)[PLACES.get(shard, shard)]
         parts = self.parts[name]
         if part != GUARD or parts.bits == FULL:
@@ -229,6 +233,12 @@ class LinearParts:
         for part in (*ALL_PARTS, GUARD):
             delattr(layer, part)
         return tuple(arranged)
+
+
+def _again(name: str) -> ValueError:
+    """The error for a tensor that comes after all had come, as where a running server is to have other weights."""
+    what = "packed weights are arranged as they are loaded, and not replaced in a model that runs"
+    return ValueError(f"moeq: {name}: {what}; start the server again, with the other checkpoint")
 
 
 def products(matrices: Sequence[PreparedLinear], rows: Tensor) -> Tensor:

@@ -21,6 +21,17 @@ def test_a_dense_matrix_of_a_fused_layer_with_another_shape(shape: tuple[int, in
         parts.finish(layer)
 
 
+def test_a_matrix_that_comes_again() -> None:
+    """As where a running server is to have other weights."""
+    layer, parts = nn.Module(), LinearParts("attn.qkv", GRID, {"attn.q": FULL}, [32], 32, torch.float32)
+    parts.place(layer)
+    given = ("weight", layer.get_parameter("weight"), torch.ones(32, 32), "q")
+    parts.take(*given)
+    parts.finish(layer)
+    with pytest.raises(ValueError, match=r"moeq: attn.qkv: packed weights .*; start the server again"):
+        parts.take(*given)
+
+
 @pytest.mark.parametrize("wrong", ["w1_dense", "w2_bias", ""])
 def test_dense_experts_and_biases_with_other_shapes(wrong: str) -> None:
     """On a device that has the first half of gate's and up's rows."""
@@ -41,6 +52,8 @@ def test_dense_experts_and_biases_with_other_shapes(wrong: str) -> None:
     if not wrong:
         parts.take(0, last[0][:2], last[0], last[1])
         assert parts.finish(layer) is not None
+        with pytest.raises(ValueError, match=r"moeq: layers.0: packed weights .*; start the server again"):
+            parts.take(0, last[0][:2], last[0], last[1])
         return
     with pytest.raises(ValueError, match=rf"moeq: layers.0.0.\w+_proj: {wrong[3:]} is .*; export the checkpoint again"):
         parts.take(0, last[0][:2], last[0], last[1])
