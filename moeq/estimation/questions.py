@@ -345,9 +345,9 @@ def _without_ndp(question: Question, answer: Estimate) -> WithoutNdp | None:
 
 
 def _narrowed(subject: Subject) -> Subject:
-    """With FP16 experts at the most bits that another one has."""
+    """With FP16 experts at the most bits that another one has, which is not dropped."""
     bits = subject.placement.bits
-    narrow = bits[bits < 16].max(initial=1.0) if (bits < 16).any() else 16.0
+    narrow = bits[bits < 16].max(initial=0.0) or 16.0
     placement = Placement(name=subject.placement.name, bits=np.minimum(bits, narrow), hot=subject.placement.hot)
     return replace(subject, placement=placement)
 

@@ -53,9 +53,10 @@ def as_json(*arguments: str | Path) -> Any:
 
 
 def assigned(path: Path, layers: int, experts: int, **codes: Any) -> Path:
-    """An assignment of 2 and 4 bits in turns, whose first expert is on the GPU in FP16."""
+    """An assignment of 2 and 4 bits, or others, in turns, whose first expert is on the GPU in FP16."""
+    turns = codes.pop("turns", (2, 4))
     choices = tuple(
-        ExpertChoice(tier="gpu" if e == 0 else "ndp", bits=16 if e == 0 else (2, 4)[e % 2], importance=1.0)
+        ExpertChoice(tier="gpu" if e == 0 else "ndp", bits=16 if e == 0 else turns[e % 2], importance=1.0)
         for e in range(experts)
     )
     every = tuple(LayerAssignment(name=f"layer {index}", experts=choices) for index in range(layers))
@@ -206,6 +207,15 @@ def test_an_assignment(tiny_mixtral: Path, tmp_path: Path) -> None:
     assert (case["estimate"]["group_size"], case["estimate"]["zero_points"]) == (64, True)
     hot = next(part for part in case["capacity"]["gpu"]["parts"] if part["name"] == "hot experts")
     assert hot["bytes"] == geometry.num_layers * geometry.expert_bytes(16, None)
+
+
+def test_beside_dropped_experts_those_in_fp16_are_not_taken_for_one_bit(tmp_path: Path) -> None:
+    """All of 8x22B's would fit the GPU then, and be 16 times as fast as what does not."""
+    path = assigned(tmp_path / "assignment.json", 56, 8, turns=(16, 0))
+    found = as_json("--model", "mixtral-8x22b", "--hardware", "h100-ndp-cxl", "--assignment", path, *ONE)
+    beside = found["cases"][0]["without_ndp"]
+    assert (beside["policy"], beside["narrowed"]) == ("gpu_only", False)
+    assert beside["decode"] < 1
 
 
 def test_codes_that_are_no_grids_count_with_their_blocks(tiny_mixtral: Path, tmp_path: Path) -> None:
