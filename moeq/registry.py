@@ -203,7 +203,7 @@ ALLOCATORS = Registry(
     package="moeq.assigners",
     base="moeq.assigners.allocator:Allocator",
     error=AssignmentError,
-    guarded=("assign", "trials", "at_bytes", "foreseen", "remark"),
+    guarded=("assign", "trials", "at_bytes", "foreseen", "remark", "refuse"),
     gives={"assign": "moeq.artifacts.assignment:Assignment"},
 )
 EXPORTERS = Registry(

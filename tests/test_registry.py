@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,7 @@ def test_what_others_raise_is_one_line_that_names_their_package(tmp_path: Path) 
     write_package(tmp_path, ALLOCATORS.group, {"failing": "kind_failing:ALLOCATOR"}, modules)
     with on_path(tmp_path, ALLOCATORS, modules):
         allocator = ALLOCATORS.get("failing")
+        assert {*ALLOCATORS.guarded} == {one.name for one in fields(allocator) if "Callable" in str(one.type)}
         assert allocator is ALLOCATORS.get("failing")
         with pytest.raises(AssignmentError) as caught:
             allocator.assign(None)
