@@ -309,12 +309,12 @@ def bench(
     from moeq.preflight import check_bench
 
     check_bench(asked, path_of(out))
-    from moeq.artifacts.files import make_directory
+    from moeq.artifacts.files import make_writable
     from moeq.benching import measure
     from moeq.progress import Reporter
 
     if out is not None:
-        make_directory(Path(out))  # before minutes are spent on what cannot be kept
+        make_writable(Path(out))
     found = measure.bench(asked, Reporter(quiet=quiet))
     if out is not None:
         measure.write(Path(out), found)

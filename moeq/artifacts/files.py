@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Any, BinaryIO
 
 from moeq.artifacts.digests import Hashing, digest_of_file, linking, remember
@@ -47,6 +48,14 @@ def make_directory(path: Path) -> Path:
     with storage_errors(path, "create the directory"):
         path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def make_writable(path: Path) -> Path:
+    """`make_directory`, and StorageError where nothing can be written in it: before minutes are spent on what cannot be
+    kept."""
+    make_directory(path)
+    with storage_errors(path), TemporaryFile(dir=path):
+        return path
 
 
 def write_atomically(path: Path, write: Callable[[Path], str | None]) -> None:

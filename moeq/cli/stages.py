@@ -56,12 +56,12 @@ def profile(asked: ProfileOptions) -> None:
     check_no_address(asked.imatrix)
     context = context_of(asked, "profile")
     from moeq import pipeline, terminal
-    from moeq.artifacts.files import make_directory
+    from moeq.artifacts.files import make_writable
     from moeq.exporters.imatrix import check
     from moeq.stages.imatrix import write
 
     check(context.model.skeleton.config)
-    make_directory(asked.imatrix.parent)  # before minutes are spent on what cannot be kept
+    make_writable(asked.imatrix.parent)
     outcome = terminal.outcome_json(pipeline.run_alone(context, "profile"))
     outcome["imatrix"] = write(context, asked.imatrix)
 
@@ -273,13 +273,13 @@ def report(asked: ReportOptions) -> None:
 
         show(write(context, asked.analysis), terminal.print_summary, json=asked.json, quiet=asked.quiet)
         return
-    from moeq.artifacts.files import make_directory
+    from moeq.artifacts.files import make_writable
     from moeq.cli import gates
     from moeq.stages.gates import verdicts
     from moeq.stages.report import write_maps
 
     if asked.maps is not None:
-        make_directory(asked.maps)  # before minutes are spent on what cannot be kept
+        make_writable(asked.maps)
     outcome = pipeline.run_alone(context, "report")
     maps = {} if asked.maps is None else {"maps": [str(path) for path in write_maps(context, asked.maps)]}
     judged = verdicts(context)

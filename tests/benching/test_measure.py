@@ -236,6 +236,8 @@ def test_a_folder_that_cannot_be_is_refused_before_anything_is_timed(
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="file/out: cannot create the directory"):
         moeq.bench(packed_run, out=tmp_path / "file" / "out", **SHORT)
+    with pytest.raises(StorageError, match=r"/proc/self/fdinfo.*: cannot write"):  # which is there
+        moeq.bench(packed_run, out="/proc/self/fdinfo", **SHORT)
 
 
 def test_points_without_the_model_are_refused_by_the_fit(found: dict[str, Any]) -> None:
