@@ -36,12 +36,13 @@ class Loads:
 @dataclass(frozen=True, kw_only=True)
 class TradeOff:
     """An assignment of the run's measurements: its size, its objective, and decode tokens a second of one sequence by
-    the estimator under a policy. command: what makes it; None: it is the run's own."""
+    the estimator on some hardware under a policy. command: what makes it; None: it is the run's own."""
 
     bits_per_weight: float
     expert_bytes: int
     objective: float
     tokens_per_second: float
+    hardware: str
     policy: str
     command: str | None
 

@@ -31,8 +31,8 @@ def trade_offs(points: Sequence[TradeOff], speed: SpeedInputs) -> Section | None
     )
     reading = (
         "The objective is what the losses on held-out tokens predict, as the recipe weights them. Speed: decode of one "
-        f"sequence with {sizes}, by a model of {speed.hardware}, not measured; routing as calibration counted it. Each "
-        "line's command makes its assignment of this run's measurements, or one of the same speed and no larger "
+        f"sequence with {sizes}, by a model of {points[0].hardware}, not measured; routing as calibration counted it. "
+        "Each line's command makes its assignment of this run's measurements, or one of the same speed and no larger "
         "objective (RUN: the run's directory); what follows from it, moeq run makes anew."
     )
     parts = [figure(_drawing(points), caption), paragraph(reading, kind="reading"), _table(points)]

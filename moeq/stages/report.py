@@ -52,7 +52,7 @@ from moeq.stages.replicas import load_losses
 from moeq.stages.trade_offs import trade_offs
 
 NAME = "report.html"
-REVISION = 16  # raised when the same run gives another page
+REVISION = 17  # raised when the same run gives another page
 HOW = ("workers", "engine", "mirror")  # of a recipe: who computes, not what
 APART = {"model", "store", "gates", *HOW}  # what the page does not depend on by way of its sections
 STAGES = ("profile", "losses", "assign", "quantize", "export", "eval", "estimate")

@@ -1,7 +1,8 @@
 """What other assignments of a run's measurements come to in size, objective and speed, each with what makes it.
 
 The least objective at some sizes, and within some times that the experts take; the estimator says how fast each decodes
-on the hardware that the run's estimate is of. Left are those that no other beats in all three, and the run's own.
+on assign.hardware, else on the hardware that the run's estimate is of. Left are those that no other beats in all three,
+and the run's own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 
@@ -49,16 +51,17 @@ def trade_offs(context: Context, own: Assignment) -> list[TradeOff]:
         context=context, decide=decide, inputs=inputs, geometry=geometry, hardware=load_hardware(hardware), speed=0.0
     )
     unset = "".join(f" --set assign.{name}=null" for name in OTHER_LIMITS if getattr(config, name) is not None)
-    found = [_trade_off(context, each, command + unset) for each, command in _by_size(problem, inputs)]
+    traded = partial(_trade_off, context, problem.hardware.name)
+    found = [traded(each, command + unset) for each, command in _by_size(problem, inputs)]
     for policy in (ON_GPU, NEAR):
         found += [
-            _trade_off(context, each, _speed_command(each.tokens_per_second, hardware, named=config.speed is None))
+            traded(each, _speed_command(each.tokens_per_second, hardware, named=config.speed is None))
             for each in problem.at_times(policy, TIMES)
         ]
     rows = [_row(each) for each in found]
     kept = [each for each, row in zip(found, rows, strict=True) if not is_beaten(row, rows)]
     if (mine := problem.fastest(own)) is not None:
-        kept.insert(0, _trade_off(context, mine, None))
+        kept.insert(0, traded(mine, None))
     return sorted(_apart(kept), key=lambda each: (-each.tokens_per_second, each.expert_bytes))
 
 
@@ -87,12 +90,13 @@ def _speed_command(rate: float, hardware: str, *, named: bool) -> str:
     return f"moeq assign RUN --speed {shown}tok/s{on} --bits {UNLIMITED_BITS}"
 
 
-def _trade_off(context: Context, found: Found, command: str | None) -> TradeOff:
+def _trade_off(context: Context, hardware: str, found: Found, command: str | None) -> TradeOff:
     return TradeOff(
         bits_per_weight=bits_per_weight(context, found.assignment) or 0.0,
         expert_bytes=total_bytes(context, found.assignment),
         objective=found.objective,
         tokens_per_second=found.tokens_per_second,
+        hardware=hardware,
         policy=found.policy,
         command=command,
     )

@@ -196,7 +196,7 @@ def traded() -> list[TradeOff]:
     return [
         TradeOff(
             bits_per_weight=bits, expert_bytes=int(1e6 * bits), objective=4.0**-bits, tokens_per_second=90 / bits,
-            policy="static_mixed" if bits < 4 else "context_aware",
+            hardware="h100-ndp-cxl", policy="static_mixed" if bits < 4 else "context_aware",
             command=None if bits == 2.5 else f"moeq assign RUN --bits {bits:g}",
         )
         for bits in (2.0, 2.5, 3.0, 4.0)

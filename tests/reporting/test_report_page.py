@@ -692,7 +692,7 @@ def test_size_quality_and_speed_stand_together_with_what_makes_them(make: Make, 
     assert {"static mixed precision", "context-aware", "objective", "decode tokens a second"} <= set(texts)
     assert "this run: 0.0312 at 2.39 MiB, 36 a second" in section
     assert re.findall(r"<code>(.*?)</code>", section) == [p.command for p in points if p.command is not None]
-    assert "with the sizes of mixtral-8x7b, by a model of paper-ctxmoe, not measured" in section
+    assert "with the sizes of mixtral-8x7b, by a model of h100-ndp-cxl, not measured" in section
     toy = replace(inputs.speed, geometry_is_the_models=True, geometry=dict(inputs.speed.geometry, hidden_size=8))
     nothing_to_say = replace(inputs, speed=toy)
     assert render(replace(nothing_to_say, trade_offs=points)) == render(nothing_to_say)
