@@ -6,7 +6,6 @@ every assignment of the run gives (its Figures 5 to 10).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from moeq.reporting import formats, maps, svg
 from moeq.reporting.html import Drawing, Raw, details, element, figure, plain
 from moeq.reporting.inputs import ReportInputs
 from moeq.reporting.maps import LOSS_MAP, Quantity, Scale, scale_of, value_map, width_map
+from moeq.reporting.names import keys_of
 from moeq.tables import human_size
 
 MAP_BITS = 2  # the width whose losses are shown first, where the table has it
@@ -185,23 +185,31 @@ def main_method(inputs: ReportInputs) -> str:
 
 def own_widths(inputs: ReportInputs) -> ExpertMap:
     """The widths of the recipe's own assignment."""
-    return _widths(inputs, inputs.assignment, inputs.evaluation.row(inputs.assignment.name))
+    return _width_maps(inputs)[0]
 
 
 def compared_widths(inputs: ReportInputs) -> list[ExpertMap]:
     """The widths of every other assignment that was evaluated."""
-    rows = [row for row in inputs.evaluation.rows if row.name != inputs.assignment.name]
-    return [_widths(inputs, row.assignment, row) for row in rows if row.assignment is not None]
+    return _width_maps(inputs)[1:]
 
 
-def _widths(inputs: ReportInputs, assignment: Assignment, row: EvalRow | None) -> ExpertMap:
+def _width_maps(inputs: ReportInputs) -> list[ExpertMap]:
+    """The widths of every assignment, the recipe's own first."""
+    own, rows = inputs.assignment, inputs.evaluation.rows
+    others = [(row.assignment, row) for row in rows if row.name != own.name and row.assignment is not None]
+    every = [(own, inputs.evaluation.row(own.name)), *others]
+    keys = keys_of([assignment.name for assignment, _ in every])
+    return [_widths(inputs, key, *one) for key, one in zip(keys, every, strict=True)]
+
+
+def _widths(inputs: ReportInputs, key: str, assignment: Assignment, row: EvalRow | None) -> ExpertMap:
     if row is not None:
         figures = [f"{formats.bits(row.bits_per_weight)} bits", human_size(row.expert_bytes)]
     else:
         codes = assignment.code_bits()
         figures = [f"{formats.bits(None if codes is None else float(codes))} code bits"]
     return ExpertMap(
-        key=f"widths-{re.sub(r'[^A-Za-z0-9_.+-]', '_', assignment.name)}",
+        key=f"widths-{key}",
         title=f"{plain(inputs.label(assignment.name))}: {', '.join(figures)}",
         values=assignment.mean_bits(),
         hot=assignment.hot(),

@@ -52,3 +52,17 @@ def never_chosen(profile: ExpertProfile, most: int) -> tuple[int, str]:
 def domain_label(domain: str, names: Mapping[str, str]) -> str:
     """What pages call a domain."""
     return names.get(domain, domain)
+
+
+def keys_of(names: Sequence[str]) -> list[str]:
+    """Names as parts of ids and file names, each another one."""
+    keys = [re.sub(r"[^A-Za-z0-9_.+-]+", "_", name).strip("_") for name in names]
+    found: list[str] = []
+    for index, key in enumerate(keys):
+        own = key
+        if not key or keys.count(key) > 1:
+            own = f"{key}-{index}"
+            while own in keys or own in found:
+                own += "-"
+        found.append(own)
+    return found

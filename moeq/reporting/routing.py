@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from moeq.reporting.atlas import ExpertMap, gallery
 from moeq.reporting.charts import HEIGHT, WIDTH, by_layer, plane_of
 from moeq.reporting.html import Drawing, Raw, Section, figure, lead, paragraph, plain, table
 from moeq.reporting.maps import Quantity, scale_of
+from moeq.reporting.names import keys_of
 
 SHARE = Quantity(name="share of the layer's activations", form=formats.share, from_zero=True, zero_is_grey=True)
 OWN, OTHER = "own decode", "decode of another sequence of the domain"
@@ -132,19 +132,5 @@ def _maps(
             scale=scale,
             layers=analysis.layers,
         )
-        for key, (name, rows) in zip(_keys(list(named)), named.items(), strict=True)
+        for key, (name, rows) in zip(keys_of(list(named)), named.items(), strict=True)
     ]
-
-
-def _keys(names: Sequence[str]) -> list[str]:
-    """Names as parts of file names, each another one."""
-    keys = [re.sub(r"[^A-Za-z0-9_.+-]+", "_", name).strip("_") for name in names]
-    found: list[str] = []
-    for index, key in enumerate(keys):
-        own = key
-        if not key or keys.count(key) > 1:
-            own = f"{key}-{index}"
-            while own in keys or own in found:
-                own += "-"
-        found.append(own)
-    return found

@@ -557,6 +557,18 @@ def test_maps_as_files(make: Make) -> None:
     np.testing.assert_array_equal(found["widths-mixed"].values, inputs.assignment.bits())
 
 
+def test_names_that_differ_in_letters_of_other_scripts_have_maps_of_their_own(make: Make, with_rows: Make) -> None:
+    inputs = make()
+    named = [
+        row.model_copy(update={"name": name, "assignment": row.assignment.model_copy(update={"name": name})})
+        for row in inputs.evaluation.rows
+        if row.assignment is not None and not row.exported
+        for name in ("größe", "grüße")
+    ]
+    shown = with_rows(inputs, [*inputs.evaluation.rows, *named])
+    assert len({one.key for one in atlas(shown)}) == len(atlas(inputs)) + 2
+
+
 def test_matrices_of_several_widths_have_their_mean(make: Make) -> None:
     inputs = make(gpu=0)
     layer = inputs.assignment.layers[0]
