@@ -22,6 +22,7 @@ from moeq.assigners.limits import choices
 from moeq.assigners.report import is_beaten
 from moeq.errors import AssignmentError, BudgetError
 from moeq.estimator import load_hardware
+from moeq.folders import as_word
 from moeq.recipe import BUDGETS
 from moeq.recipe.assign import UNLIMITED_BITS
 from moeq.reporting.inputs import TradeOff
@@ -86,7 +87,7 @@ def _speed_command(rate: float, hardware: str, *, named: bool) -> str:
     """What finds an assignment at least as fast; a budget that the recipe has is lifted."""
     unit = 10 ** (math.floor(math.log10(rate)) + 1 - DIGITS)
     shown = f"{math.floor(rate / unit) * unit:.{DIGITS}g}"
-    on = f" --hardware {hardware}" if named else ""
+    on = f" --hardware {as_word(hardware)}" if named else ""
     return f"moeq assign RUN --speed {shown}tok/s{on} --bits {UNLIMITED_BITS}"
 
 

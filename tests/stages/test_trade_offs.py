@@ -93,13 +93,14 @@ def test_a_report_is_made_again_where_their_hardware_was_edited(assigned: Contex
     """The assignment may stay the same, and the estimate be of other hardware."""
     preset = (Path(hardware.__file__).parent / "hardware" / "h100-ndp-cxl.yaml").read_text("utf-8")
     preset = preset.replace("name: h100-ndp-cxl", "name: own")
-    file, keys, speeds = tmp_path / "own.yaml", [], []
+    file, keys, speeds = tmp_path / "my own.yaml", [], []
     for bandwidth in ("3.35 TB/s", "1.35 TB/s"):
         file.write_text(preset.replace("3.35 TB/s", bandwidth), "utf-8")
         context = context_of(assigned.out, f"assign.hardware={file}")
         keys.append(report.own_inputs(context))
         points = trade_offs(context, assign.load(assigned))
         assert {point.hardware for point in points} == {"own"}  # not what the run's estimate is of
+        assert all(str(file) in shlex.split(point.command) for point in points if "--speed" in (point.command or ""))
         speeds.append([point.tokens_per_second for point in points])
     assert speeds[0] != speeds[1]
     assert keys[0] != keys[1]
