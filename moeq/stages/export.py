@@ -166,7 +166,7 @@ def check(context: Context) -> None:
         if refused is not None:
             raise FormatError(refused[0], where=f"export.formats: {name}", do=refused[1])
         if asked.target is not None:
-            _check_others(context, asked)
+            check_others(context, asked)
             _check_matrices(context, asked)
 
 
@@ -185,7 +185,7 @@ def _is_decided(context: Context) -> bool:
     return (context.finished("assign") / assign.NAME).is_file()
 
 
-def _check_others(context: Context, asked: Runtime) -> None:
+def check_others(context: Context, asked: Runtime) -> None:
     """FormatError where a target could not load what the recipe packs outside of the experts."""
     if not context.recipe.others.widths():
         return

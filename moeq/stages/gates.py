@@ -8,11 +8,11 @@ from moeq.artifacts.assignment import Assignment
 from moeq.artifacts.evaluation import EvalReport, EvalRow
 from moeq.artifacts.gates import Gate, bounded
 from moeq.artifacts.targets import refuse_target, targets
-from moeq.errors import GateError, MoeqError, RecipeError
+from moeq.errors import FormatError, GateError, MoeqError, RecipeError
 from moeq.estimator.points import SUBJECT
 from moeq.recipe import Recipe
 from moeq.runtimes import runtimes
-from moeq.stages import assign, estimate, evaluate
+from moeq.stages import assign, estimate, evaluate, export
 from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
 
@@ -84,14 +84,14 @@ def _of_runtime(context: Context, name: str, assignment: Assignment) -> Gate:
 
 
 def _not_loaded(context: Context, name: str, assignment: Assignment) -> str | None:
-    """Why a runtime cannot load what was assigned, or a model of this kind at all."""
+    """Why a runtime cannot load what was assigned and what is packed beside it, or a model of this kind at all."""
     target = targets().get(name)
     if target is None:
         return None  # it takes plain weights
+    asked = runtimes()[name]
     try:
-        check = runtimes()[name].exporter.check
-        if check is not None:
-            check(context.model.source, context.model.skeleton)
+        if asked.exporter.check is not None:
+            asked.exporter.check(context.model.source, context.model.skeleton)
     except MoeqError as error:
         return error.what
     refused = refuse_target(
@@ -101,7 +101,13 @@ def _not_loaded(context: Context, name: str, assignment: Assignment) -> str | No
         **vars(assignment.encoding),
         widen=context.recipe.export.widen,
     )
-    return None if refused is None else refused[0]
+    if refused is not None:
+        return refused[0]
+    try:
+        export.check_others(context, asked)
+    except FormatError as error:
+        return f"{error.what}; {error.do}"
+    return None
 
 
 def error_of(gates: Sequence[Gate]) -> GateError | None:

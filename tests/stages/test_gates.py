@@ -15,8 +15,9 @@ from moeq.artifacts.gates import Gate, bounded
 from moeq.errors import GateError, RecipeError
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
-from moeq.stages import estimate, evaluate, gates
+from moeq.stages import assign, estimate, evaluate, gates
 from moeq.stages.context import Context
+from moeq.stages.loading import where_it_loads
 from moeq.stages.order import STAGES
 
 SMALL = (
@@ -136,6 +137,20 @@ def test_runtimes_are_judged_by_what_they_load(finished: Context) -> None:
     assert str(error).startswith("gates: 1 of 3 failed: formats llama.cpp")
     assert error is not None
     assert "assign.target: llama.cpp" in error.do
+
+
+def test_runtimes_are_judged_by_what_is_packed_beside_the_experts(
+    finished: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    symmetric = assign.load(finished).model_copy(update={"symmetric": True})
+    monkeypatch.setattr(assign, "load", lambda _: symmetric)
+    for others, holds in (("{}", [True, True]), ("{attention: 4, method: rtn}", [False, True])):
+        asked = f"others={others}", "gates.formats=[transformers, gptqmodel]"
+        found = gates.verdicts(context_of(finished.model_name, finished.out, *asked))
+        assert [gate.holds for gate in found] == holds
+        loads = where_it_loads(context_of(finished.model_name, finished.out, *asked), symmetric)
+        assert [loads[str(gate.of)] is None for gate in found] == holds, "as summaries say"
+    assert "run without `others`" in str(found[0].why)
 
 
 def test_gates_are_in_no_stages_key(finished: Context) -> None:
