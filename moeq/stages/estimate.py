@@ -144,9 +144,12 @@ def summarize(report: EstimateReport) -> dict[str, Any]:
 
 
 def decode_speedups(made: Estimate) -> dict[str, float]:
-    """Decode speed-up over each baseline at the first batch of the grid."""
+    """Decode speed-up over each baseline that can run at the first batch of the grid."""
     batch = made.points[0].batch
-    return {baseline: made.speedups_over(baseline, batch=batch)[0].decode for baseline in BASELINES}
+    there = {row.baseline for row in made.speedups if row.batch == batch}
+    return {
+        baseline: made.speedups_over(baseline, batch=batch)[0].decode for baseline in BASELINES if baseline in there
+    }
 
 
 def load(context: Context) -> EstimateReport:

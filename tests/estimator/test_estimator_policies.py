@@ -27,6 +27,7 @@ from moeq.estimator.placement import uniform_placement
 from moeq.estimator.policies import by_label
 from moeq.estimator.simulation import build_simulation
 from moeq.estimator.workload import routing_outcomes
+from moeq.stages.estimate import decode_speedups
 
 GRID = Grid(inputs=(128,), outputs=(512,))
 GEOMETRY = ModelGeometry(
@@ -291,6 +292,7 @@ def test_a_hobbit_whose_cache_does_not_fit_is_refused(preset: Hardware) -> None:
     cached = {**preset.policies["hobbit"], "cached_experts": 4.0}
     hardware = preset.model_copy(update={"policies": {**preset.policies, "hobbit": cached}})
     small = hardware.changed("gpu", memory_capacity_bytes=0.5e9)
-    refused = estimate(GEOMETRY, small, random_placement(2)[0], grid=GRID).refused
-    reasons = {one.policy: one.reason for one in refused}
+    made = estimate(GEOMETRY, small, random_placement(2)[0], grid=GRID)
+    reasons = {one.policy: one.reason for one in made.refused}
     assert reasons["hobbit"].startswith("needs experts 504 MiB + the rest 114 MiB + keys and values 6.00 MiB = 624 MiB")
+    assert decode_speedups(made).keys() == {"monde_bwrule", "monde_opt"}  # as the stage sums it up
