@@ -15,6 +15,7 @@ from moeq.runtimes import runtimes
 from moeq.stages import assign, estimate, evaluate, export
 from moeq.stages.context import Context
 from moeq.stages.estimate import EstimateReport
+from moeq.stages.loading import check_family
 
 
 def check(context: Context) -> None:
@@ -88,10 +89,8 @@ def _not_loaded(context: Context, name: str, assignment: Assignment) -> str | No
     target = targets().get(name)
     if target is None:
         return None  # it takes plain weights
-    asked = runtimes()[name]
     try:
-        if asked.exporter.check is not None:
-            asked.exporter.check(context.model.source, context.model.skeleton)
+        check_family(context, name)
     except MoeqError as error:
         return error.what
     refused = refuse_target(
@@ -104,7 +103,7 @@ def _not_loaded(context: Context, name: str, assignment: Assignment) -> str | No
     if refused is not None:
         return refused[0]
     try:
-        export.check_others(context, asked)
+        export.check_others(context, runtimes()[name])
     except FormatError as error:
         return f"{error.what}; {error.do}"
     return None

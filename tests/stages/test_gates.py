@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,9 @@ def test_runtimes_are_judged_by_what_is_packed_beside_the_experts(
 ) -> None:
     symmetric = assign.load(finished).model_copy(update={"symmetric": True})
     monkeypatch.setattr(assign, "load", lambda _: symmetric)
-    for others, holds in (("{}", [True, True]), ("{attention: 4, method: rtn}", [False, True])):
-        asked = f"others={others}", "gates.formats=[transformers, gptqmodel]"
+    monkeypatch.setitem(sys.modules, "gguf", None)  # of what is not installed nothing is asked
+    for others, holds in (("{}", [True, True, True]), ("{attention: 4, method: rtn}", [False, True, False])):
+        asked = f"others={others}", "gates.formats=[transformers, gptqmodel, llama.cpp]"
         found = gates.verdicts(context_of(finished.model_name, finished.out, *asked))
         assert [gate.holds for gate in found] == holds
         loads = where_it_loads(context_of(finished.model_name, finished.out, *asked), symmetric)
