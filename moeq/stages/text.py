@@ -19,6 +19,12 @@ from moeq.progress import Reporter
 from moeq.recipe import PerplexitySection, Recipe, TestImagesSection, TextSource, source_text
 from moeq.stages.model import RunModel
 
+OF_TEXT = {  # of the section `eval`: what an image classifier lacks for it
+    "tasks": "runs no tasks of lm-eval",
+    "low_precision": "has no curves of perplexity",
+    "translation": "translates nothing",
+}
+
 
 class Run(Protocol):
     """What text is read for; text_digests: of calibration and evaluation, and of their files alone, as far as they are
@@ -55,8 +61,9 @@ class RunText:
         instead = "leave it out: an image classifier is measured by accuracy, cross-entropy and logit error"
         if section.perplexity is not None and "perplexity" in section.model_fields_set:
             raise RecipeError("an image classifier has no perplexity", where="eval.perplexity", do=instead)
-        if section.tasks:
-            raise RecipeError("an image classifier runs no tasks of lm-eval", where="eval.tasks", do=instead)
+        for key, what in OF_TEXT.items():
+            if getattr(section, key):
+                raise RecipeError(f"an image classifier {what}", where=f"eval.{key}", do=instead)
         return None
 
     @cached_property

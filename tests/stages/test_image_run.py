@@ -186,6 +186,8 @@ def test_the_plan_knows_the_work_of_images(tmp_path: Path) -> None:
     [
         ("eval.perplexity.sequences=3", RecipeError, "an image classifier has no perplexity"),
         ("eval.tasks=[moeq_continuation]", RecipeError, "an image classifier runs no tasks"),
+        ("eval.low_precision=[{bits: 2}]", RecipeError, "an image classifier has no curves of perplexity"),
+        ("eval.translation={source: a.tsv}", RecipeError, "an image classifier translates nothing"),
         ("assign.statistics=decode", RecipeError, "images have no decode positions"),
         ("estimate.popularity=trace", RecipeError, "images have no decode steps"),
         ("corpus.source=text.jsonl", CorpusError, "the model takes images"),
