@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from moeq.reporting import formats, routing
+from moeq.reporting import formats
 from moeq.reporting.charts import HEIGHT, WIDTH, Variant, dominated, mark_bytes, plane_of, size_chart
 from moeq.reporting.html import Drawing, escape, plain
 from moeq.reporting.labels import Box, place
@@ -34,6 +34,7 @@ from moeq.reporting.maps import (
     value_map,
     width_map,
 )  # fmt: skip
+from moeq.reporting.names import keys_of
 from moeq.reporting.svg import TEXT_SIZE, draw, text_width
 from moeq.tables import p_value
 
@@ -59,7 +60,7 @@ def test_names_in_wide_letters_have_room() -> None:
 
 @pytest.mark.parametrize("names", [["a b", "a_b", "a_b-1"], ["a", "a ", "a-0", "a-0_"], ["", "?", "-1"], ["a", "b"]])
 def test_files_of_names_that_are_written_alike_are_apart(names: list[str]) -> None:
-    found = routing._keys(names)
+    found = keys_of(names)
     assert len({*found}) == len(names)
     assert names != ["a", "b"] or found == names
 
