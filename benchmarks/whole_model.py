@@ -87,8 +87,8 @@ def compare(options: argparse.Namespace, programs: dict[str, Contender], results
             for name, ratio in ratios.items():
                 held = ratio == max(ratios.values()) and not options.quick and not options.busy
                 goal = {"at_least": GOAL} if held else {}
-                label = label.format(batch, prompt)
-                results.add(f"{label}, {name} with moeq", ratio, f"of the speed of {PEER}", **goal)
+                figure = f"{label.format(batch, prompt)}, {name} with moeq"
+                results.add(figure, ratio, f"of the speed of {PEER}", **goal)
         results.row(f"{batch}, {prompt}", *cells)
         results.keep()
 
