@@ -37,6 +37,11 @@ RECIPES: dict[str, dict[str, Any]] = {
         "others": {"embeddings": 8, "head": 3, "group_size": 16},
         "assign": {"method": "optimal", "code_bits": 2.5, "quantizer": "rtn"},
     },
+    "tied embeddings": {
+        "losses": {"methods": ["rtn"], "group_size": 32},
+        "others": {"embeddings": 4, "head": 4, "group_size": 16},
+        "assign": {"method": "optimal", "code_bits": 2.5, "quantizer": "rtn"},
+    },
 }
 STAGES = ("profile", "losses", "assign", "quantize", "export")
 

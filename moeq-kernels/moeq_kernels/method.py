@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -11,13 +13,15 @@ from moeq_kernels.checkpoint import Stored
 from moeq_kernels.widths import FULL, METHOD, Width
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+HEAD = "lm_head"  # what heads are called, as modules
 
 
 class Method:
     """What configurations of the method in vLLM and SGLang share; a base before the runtime's own.
 
     stored: what the checkpoint says of its packed weights; bits: {module outside of the experts: width}; experts:
-    {layer: the width of every expert}; packed_modules_mapping: the runtime's {fused module: the checkpoint's in it}.
+    {layer: the width of every expert}; packed_modules_mapping: the runtime's {fused module: the checkpoint's in it};
+    tables: names of the vocabulary tables that the runtime's model has.
     """
 
     packed_modules_mapping: Mapping[str, Sequence[str]]
@@ -27,6 +31,7 @@ class Method:
         self.stored = stored
         self.bits = dict(stored.others.bits) if stored.others is not None else {}
         self.experts: dict[int, Sequence[Width]] = {}
+        self.tables: set[str] = set()
         for name, widths in stored.experts.items():
             layer = layer_of(name)
             if layer < 0 or layer in self.experts:
@@ -49,10 +54,36 @@ class Method:
     def get_config_filenames() -> list[str]:
         return []  # config.json says it
 
+    def known(self, prefix: str) -> str:
+        """What `bits` call a module of the runtime's."""
+        return prefix
+
+    def build_table(
+        self, build: Callable[..., None], layer: torch.nn.Module, head: bool, *given: Any, **named: Any
+    ) -> None:
+        """Have a runtime build a vocabulary table with this method where its model gives it none, or no name.
+
+        build: the constructor of the table's class. Not where the model has a table of that name already: another
+        model's then, which drafts for it. ValueError where a table without a name could be one of several.
+        """
+        found = inspect.signature(build).bind(layer, *given, **named)
+        name, method = found.arguments.get("prefix", "") or self._unnamed(head), found.arguments.get("quant_config")
+        if (method is None and self.known(name) not in self.tables) or method is self:
+            found.arguments |= {"quant_config": self, "prefix": name}
+            self.tables.add(self.known(name))
+        build(*found.args, **found.kwargs)
+
+    def _unnamed(self, head: bool) -> str:
+        """The packed head, or the packed table that is none; empty where neither is packed."""
+        found = [name for name in self.bits if layer_of(name) < 0 and (name.rpartition(".")[2] == HEAD) == head]
+        if len(found) > 1:
+            raise ValueError(f"moeq: the runtime's model does not say which of {', '.join(found)} it builds")
+        return found[0] if found else ""
+
     def packed_in(self, prefix: str) -> dict[str, int]:
         """{module of the checkpoint: width} of the matrices of a layer, empty where none is packed."""
-        before, _, last = prefix.rpartition(".")
-        names = [f"{before}.{name}" for name in self.packed_modules_mapping.get(last, ())] or [prefix]
+        before, _, last = self.known(prefix).rpartition(".")
+        names = [f"{before}.{name}" for name in self.packed_modules_mapping.get(last, ())] or [self.known(prefix)]
         return {name: self.bits.get(name, FULL) for name in names} if any(name in self.bits for name in names) else {}
 
 

@@ -183,8 +183,8 @@ class LinearParts:
     """What came of the matrices side by side in a layer.
 
     bits: {module of the checkpoint: width}, in order, 16 for one that is dense; rows: those that a device has of each;
-    ranks: which part of a matrix's rows that is, and of how many; mine: the inputs that it has. ValueError where the
-    layer has another number of matrices.
+    share: of a matrix's name and those rows, all that it has and which of them they are; mine: the inputs that the
+    device has. ValueError where the layer has another number of matrices.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class LinearParts:
         rows: Sequence[int],
         inputs: int,
         dtype: torch.dtype,
-        ranks: Callable[[str], tuple[int, int]] = lambda _: (0, 1),
+        share: Callable[[str, int], tuple[int, slice]] = lambda _, own: (own, ALL),
         mine: slice = ALL,
     ) -> None:
         if len(rows) != len(bits):
@@ -203,8 +203,8 @@ class LinearParts:
             raise ValueError(f"moeq: {layer} has {what}; this kind of layer is not served packed")
         self.layer, self.dtype, self.parts = layer, dtype, dict[str, Parts]()
         for (name, width), own in zip(bits.items(), rows, strict=True):
-            rank, of = ranks(name)
-            self.parts[name] = Parts(width, encoding, of * own, inputs, (slice(rank * own, (rank + 1) * own), mine))
+            every, some = share(name, own)
+            self.parts[name] = Parts(width, encoding, every, inputs, (some, mine))
 
     def place(self, layer: nn.Module) -> None:
         """Give a runtime's layer the parameters by whose names it looks for a loader."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 __version__ = "0.1.0"
 LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader.load_model"
 ARCHITECTURE = "sglang.srt.model_loader.utils.get_model_architecture"
-MIXTRAL = "sglang.srt.models.mixtral.MixtralForCausalLM.load_weights"
+TABLES = "sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding.__init__"
+WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader._get_all_weights"
 
 
 def register() -> None:
@@ -19,8 +20,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from moeq_kernels.widths import METHOD
-    from moeq_sglang.config import MoeqConfig, checked
-    from moeq_sglang.names import fused, mixtral
+    from moeq_sglang.config import MoeqConfig, build_table, checked
+    from moeq_sglang.names import fused, weights
 
     for known in (
         quantization.BASE_QUANTIZATION_METHODS,
@@ -28,6 +29,6 @@ def register() -> None:
         quantization.QUANTIZATION_METHODS,
     ):
         known[METHOD] = MoeqConfig
-    for place, hook in ((LOADER, checked), (ARCHITECTURE, fused), (MIXTRAL, mixtral)):
+    for place, hook in ((LOADER, checked), (ARCHITECTURE, fused), (TABLES, build_table), (WEIGHTS, weights)):
         if place not in HookRegistry._hooks:
             HookRegistry.register(place, hook, HookType.AROUND)

@@ -10,12 +10,12 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
-from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from moeq_kernels.checkpoint import Stored
 from moeq_kernels.method import Method, layer_of
 from moeq_sglang.experts import MoeqExperts
-from moeq_sglang.linear import MoeqLinear
+from moeq_sglang.linear import MoeqEmbedding, MoeqLinear
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
@@ -31,13 +31,19 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
     def __init__(self, stored: Stored, fused: Mapping[str, list[str]] | None = None) -> None:
         super().__init__(stored)
         self.packed_modules_mapping = FUSED | dict(fused or {})
-        self.bits = {below(name): width for name, width in self.bits.items()}
+        self.bits = {self.known(name): width for name, width in self.bits.items()}
+        tied = stored.others.tied if stored.others is not None else {}
+        self.tied = {self.known(head) for head in tied.values()}
         self.asked: set[int | str] = set()
         self.made.append(self)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MoeqConfig:
         return cls(Stored.of(config), config.get("packed_modules_mapping"))
+
+    def known(self, prefix: str) -> str:
+        """A module's name below the model: some of SGLang's models leave out what they are called themselves."""
+        return prefix.removeprefix("model.")
 
     def get_scaled_act_names(self) -> list[str]:
         return []
@@ -49,12 +55,13 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
                 return UnquantizedFusedMoEMethod()
             self.asked.add(number)
             return MoeqExperts(self.stored.encoding, self.experts[number])
-        packed = self.packed_in(below(prefix))
+        packed = self.packed_in(prefix)
         self.asked |= packed.keys()
-        if packed and isinstance(layer, VocabParallelEmbedding):
-            raise ValueError(f"moeq: {prefix}: packed embeddings and heads are not served by SGLang; export without")
+        if isinstance(layer, ParallelLMHead) and self.known(prefix) in self.tied:
+            raise ValueError(f"moeq: {prefix} is the packed embeddings, but not in SGLang's model; export without")
         if packed and self.stored.others is not None:
-            return MoeqLinear(self.stored.others.encoding, packed, prefix)
+            kind = MoeqEmbedding if isinstance(layer, VocabParallelEmbedding) else MoeqLinear
+            return kind(self.stored.others.encoding, packed, prefix)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
     def check(self) -> None:
@@ -72,9 +79,13 @@ def checked(load: Callable[..., Any], *given: Any, **named: Any) -> Any:
     model = load(*given, **named)
     for config in MoeqConfig.made:
         config.check()
+    MoeqConfig.made.clear()
     return model
 
 
-def below(name: str) -> str:
-    """A module's name below the model: some of SGLang's models leave out what they are called themselves."""
-    return name.removeprefix("model.")
+def build_table(build: Callable[..., None], layer: VocabParallelEmbedding, *given: Any, **named: Any) -> None:
+    """The constructor of SGLang's tables, for whom many of its models name no method (Mixtral, OLMoE)."""
+    if MoeqConfig.made:
+        MoeqConfig.made[-1].build_table(build, layer, isinstance(layer, ParallelLMHead), *given, **named)
+    else:
+        build(layer, *given, **named)

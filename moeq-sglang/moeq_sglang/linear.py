@@ -1,4 +1,4 @@
-"""Packed linears outside of the experts in SGLang, fused ones too, on one device.
+"""Packed modules outside of the experts in SGLang, on one device: linears, fused ones too, embeddings and heads.
 
 A fused module (`qkv_proj`) holds the matrices of several modules of the checkpoint, each in its own width or dense;
 they are multiplied one after the other. Letters: T tokens, N output rows, K inputs.
@@ -14,7 +14,8 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from torch import Tensor, nn
 
 from moeq_kernels.description import PreparedLinear
-from moeq_kernels.parts import LinearParts, products
+from moeq_kernels.parts import GUARD, LinearParts, products
+from moeq_kernels.reference import values
 from moeq_kernels.widths import Encoding
 
 
@@ -41,6 +42,7 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
         self.parts = LinearParts(
             self.prefix, self.encoding, self.bits, output_partition_sizes, input_size, params_dtype
         )
+        self.dtype, self.inputs = params_dtype, input_size
         self.parts.place(layer)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -53,3 +55,28 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
         found = products(self.prepared, rows)
         found = found.view(*x.shape[:-1], found.shape[-1])  # also of no rows
         return found if bias is None else found + bias
+
+
+class MoeqEmbedding(MoeqLinear):
+    """An embedding, or a head of its own."""
+
+    def create_weights(
+        self,
+        layer: Any,
+        inputs: int,
+        output_partition_sizes: Sequence[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        """output_size: the vocabulary as SGLang pads it, which a checkpoint does not; ValueError on several devices."""
+        rows = layer.org_vocab_size
+        whole = rows if sum(output_partition_sizes) == output_size else -1
+        super().create_weights(layer, inputs, [rows], input_size, whole, params_dtype, **attributes)
+        layer.get_parameter(GUARD).data = torch.empty(0, dtype=torch.uint8)  # a dense one SGLang arranges itself
+
+    def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
+        """ids [...] -> [..., K]."""
+        found = values(self.prepared[0].some(input_.reshape(-1)), self.dtype)
+        return found.view(*input_.shape, self.inputs)

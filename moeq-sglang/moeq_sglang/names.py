@@ -1,4 +1,4 @@
-"""Mixtral in SGLang: the model with fused experts, and what it calls the tensors of a native checkpoint."""
+"""What SGLang's models call the tensors of a native checkpoint, and Mixtral's with fused experts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,22 @@ def fused(choose: Callable[..., Any], config: Any) -> Any:
     return model, name
 
 
-def mixtral(load: Callable[..., Any], model: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-    """Mixtral's experts are called otherwise in SGLang, which knows nothing of what it does not find."""
-    return load(model, renamed(weights))
+def weights(read: Callable[..., Any], loader: Any, config: Any, model: Any) -> Any:
+    """A checkpoint's tensors as the model knows them."""
+    found = read(loader, config, model)
+    if config.quantization != METHOD:
+        return found
+    return known(found, mixtral=type(model).__name__ == "MixtralForCausalLM")
 
 
-def renamed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by SGLang's names of Mixtral's; without the guards."""
-    for name, tensor in weights:
+def known(found: Iterable[tuple[str, Tensor]], *, mixtral: bool) -> Iterator[tuple[str, Tensor]]:
+    """Tensors without the guards, which some models do not pass over; Mixtral's experts have another name in SGLang."""
+    for name, tensor in found:
         if not GUARD.search(name):
-            called = EXPERT.sub(lambda found: f".block_sparse_moe.experts.{found[1]}.{MATRICES[found[2]]}.", name)
-            yield called.replace(ROUTER, ".block_sparse_moe.gate."), tensor
+            yield renamed(name) if mixtral else name, tensor
+
+
+def renamed(name: str) -> str:
+    """A tensor's name in SGLang's Mixtral, which knows nothing of what it does not find."""
+    called = EXPERT.sub(lambda found: f".block_sparse_moe.experts.{found[1]}.{MATRICES[found[2]]}.", name)
+    return called.replace(ROUTER, ".block_sparse_moe.gate.")

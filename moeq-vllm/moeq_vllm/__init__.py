@@ -12,10 +12,12 @@ __version__ = "0.1.0"
 def register() -> None:
     """Make the method known to vLLM; once or more often."""
     from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     from moeq_kernels.widths import METHOD
     from moeq_vllm import llvm
-    from moeq_vllm.config import MoeqConfig
+    from moeq_vllm.config import MoeqConfig, build_table
 
     llvm.hide()
     register_quantization_config(METHOD)(MoeqConfig)
+    VocabParallelEmbedding.__init__ = build_table

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -19,6 +20,7 @@ from moeq_kernels.method import Method, layer_of
 from moeq_vllm.experts import MoeqExperts
 from moeq_vllm.linear import DenseTable, MoeqEmbedding, MoeqLinear, MoeqTiedHead
 
+BUILD = VocabParallelEmbedding.__init__
 GUARDS = re.compile(r"\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)(?:_bias)?$")  # of stacks of experts
 
 
@@ -64,3 +66,13 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, VocabParallelEmbedding):
             return DenseTable()
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+
+def build_table(layer: VocabParallelEmbedding, *given: Any, **named: Any) -> None:
+    """The constructor of vLLM's tables, for whom many of its models name no method (Mixtral), or no name (OLMoE)."""
+    config = get_current_vllm_config_or_none()
+    method = config.quant_config if config is not None else None
+    if isinstance(method, MoeqConfig):
+        method.build_table(BUILD, layer, isinstance(layer, ParallelLMHead), *given, **named)
+    else:
+        BUILD(layer, *given, **named)

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.platforms import current_platform
 
 from moeq_kernels.description import PreparedLinear
-from moeq_kernels.parts import GUARD, LinearParts, placeholder, products
+from moeq_kernels.parts import ALL, GUARD, LinearParts, placeholder, products
 from moeq_kernels.reference import values
 from moeq_kernels.widths import Encoding
 from moeq_vllm.operators import looked_up, make_known, product
@@ -51,20 +51,20 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
             output_partition_sizes,
             input_size,
             params_dtype,
-            partial(self._ranks, layer),
+            partial(self.share, layer),
             slice(first, first + self.inputs),
         )
         self.name = make_known(layer.prefix, self)
         self.parts.place(layer)
 
-    def _ranks(self, layer: Any, name: str) -> tuple[int, int]:
-        """Which part of a matrix's rows this device has, and of how many; heads that are copied are counted once."""
-        if isinstance(layer, RowParallelLinear):
-            return 0, 1
+    def share(self, layer: Any, name: str, own: int) -> tuple[int, slice]:
+        """All rows of a matrix of which this device has `own`, and which; heads that are copied are counted once."""
+        if isinstance(layer, RowParallelLinear) or _replicated(layer):
+            return own, ALL
         rank, of = layer.tp_rank, layer.tp_size
         if isinstance(layer, QKVParallelLinear) and name != next(iter(self.bits)):
-            return rank // layer.num_kv_head_replicas, of // layer.num_kv_head_replicas
-        return (rank, of) if not _replicated(layer) else (0, 1)
+            rank, of = rank // layer.num_kv_head_replicas, of // layer.num_kv_head_replicas
+        return of * own, slice(rank * own, (rank + 1) * own)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """ValueError where a tensor never came."""
@@ -83,15 +83,30 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
 
 
 class MoeqEmbedding(MoeqLinear):
-    """An embedding, or a head of its own; on several devices each would have some rows of the vocabulary: not yet."""
+    """An embedding, or a head of its own; of several devices each has some rows of the vocabulary."""
 
     def create_weights(
         self, layer: Any, inputs: int, output_partition_sizes: Sequence[int], *sizes: Any, **attributes: Any
     ) -> None:
-        """output_partition_sizes: the vocabulary as vLLM pads it, which the checkpoint does not."""
-        if layer.tp_size > 1:
-            raise ValueError(f"moeq: {layer.prefix}: packed embeddings are served on one device")
-        super().create_weights(layer, inputs, [layer.org_vocab_size], *sizes, **attributes)
+        """output_partition_sizes: the vocabulary as vLLM pads it, which the checkpoint does not.
+
+        ValueError where a device would have none of it.
+        """
+        at = layer.shard_indices
+        if not at.num_org_elements:
+            what = f"a vocabulary of {layer.org_vocab_size} is not for {layer.tp_size} devices"
+            raise ValueError(f"moeq: {layer.prefix}: {what}; take fewer")
+        super().create_weights(layer, inputs, [at.num_org_elements], *sizes, **attributes)
+        self.padding = output_partition_sizes[0] - self.outputs if layer.tp_size > 1 else 0
+        self.outputs += self.padding  # as wide on every device
+
+    def share(self, layer: Any, name: str, own: int) -> tuple[int, slice]:
+        at = layer.shard_indices
+        return layer.org_vocab_size, slice(at.org_vocab_start_index, at.org_vocab_end_index)
+
+    def compute(self, rows: Tensor) -> Tensor:
+        found = super().compute(rows)
+        return nn.functional.pad(found, (0, self.padding)) if self.padding else found
 
     def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
         """ids [...] -> [..., K]."""

@@ -2,9 +2,9 @@
 own models on the CPU, and computes their experts and linears. Its attention and its server do not run without the
 kernels of a device, or of its own build for CPUs.
 
-Arguments: a JSON file with a list of {checkpoint, given, out}. given: hidden [T, H], weights and ids [T, k], and wide
-[T, N] for what takes an attention's output. Written are the outputs of every layer's experts and attention's linears,
-and the bytes that kernels hold; an error is written as {out}.error.
+Arguments: a JSON file with a list of {checkpoint, given, out}. given: hidden [T, H], weights and ids [T, k], tokens
+[T], and wide [T, N] for what takes an attention's output. Written are the outputs of every layer's experts and
+attention's linears, of embeddings and head, and the bytes that kernels hold; an error is written as {out}.error.
 """
 
 import json
@@ -61,7 +61,12 @@ def computed(model, given):
         for module in layer.modules():
             prepared = getattr(getattr(module, "quant_method", None), "prepared", ())
             held += sum(one.nbytes for one in (prepared if isinstance(prepared, tuple) else (prepared,)))
-    return found | {"bytes": torch.tensor([held])}
+    processor = model.logits_processor
+    return found | {
+        "embeddings": model.model.embed_tokens(given["tokens"]),
+        "logits": processor._compute_lm_head(given["hidden"], model.lm_head)[:, : model.config.vocab_size],
+        "bytes": torch.tensor([held]),
+    }
 
 
 load_plugins()

@@ -29,19 +29,22 @@ from moeq_kernels.widths import Encoding
 PROBE = Path(__file__).parent / "peer_sglang.py"
 TOKENS, CLOSE = 5, 2e-5
 CASES = [("mixtral", "packed attention"), ("qwen3_moe", "a width for every matrix"), ("qwen3_moe", "nested"),
-         ("qwen3_moe", "packed attention")]  # fmt: skip
-EMBEDDINGS = "packed embeddings"
+         ("qwen3_moe", "packed attention"), ("mixtral", "packed embeddings"), ("qwen3_moe", "packed embeddings"),
+         ("olmoe", "packed embeddings")]  # fmt: skip
+OWN = {"olmoe": {"num_key_value_heads": 4}}  # as many as heads, which SGLang's model takes for granted
+TIED = "tied embeddings"
 Answers = dict[tuple[str, str], tuple[Path, dict[str, Tensor], dict[str, Tensor] | str]]
 
 
 def given(checkpoint: Path, path: Path) -> dict[str, Tensor]:
-    """Tokens, their routing, and what an attention's output projection takes."""
+    """Hidden states, their routing, tokens, and what an attention's output projection takes."""
     config = json.loads((checkpoint / "config.json").read_text("utf-8"))
     generator = torch.Generator().manual_seed(1)
     experts = config.get("num_local_experts") or config["num_experts"]
     made = {
         "hidden": torch.randn(TOKENS, config["hidden_size"], generator=generator),
         "weights": torch.rand(TOKENS, 2, generator=generator),
+        "tokens": torch.randint(config["vocab_size"], (TOKENS,), generator=generator),
         "ids": torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(TOKENS)]).int(),
         "wide": torch.randn(TOKENS, config["num_attention_heads"] * config["head_dim"], generator=generator),
     }
@@ -54,11 +57,15 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """What was given, and what SGLang's layers computed of it or the error, all in one process."""
     peers.interpreter("sglang")
     folder = tmp_path_factory.mktemp("sglang")
-    models = {family: save_model(folder / family, family, shared_expert_intermediate_size=0) for family, _ in CASES}
+    models = {
+        family: save_model(folder / family, family, shared_expert_intermediate_size=0, **OWN.get(family, {}))
+        for family, _ in CASES
+    }
+    tied = save_model(folder / TIED, "qwen3_moe", shared_expert_intermediate_size=0, tie_word_embeddings=True)
     jobs, made = [], {}
-    for number, (family, name) in enumerate([*CASES, ("qwen3_moe", EMBEDDINGS), ("qwen3_moe", "fewer experts")]):
+    for number, (family, name) in enumerate([*CASES, ("qwen3_moe", TIED), ("qwen3_moe", "fewer experts")]):
         if name in RECIPES:
-            checkpoint = export(folder / f"run-{number}", models[family], RECIPES[name])
+            checkpoint = export(folder / f"run-{number}", tied if name == TIED else models[family], RECIPES[name])
         else:
             checkpoint = fewer(made["qwen3_moe", "nested"][0])
         out = folder / f"{number}.out"
@@ -81,6 +88,10 @@ def fewer(checkpoint: Path) -> Path:
     return copy
 
 
+def close(found: Tensor, wanted: Tensor, what: object) -> None:
+    assert (found - wanted).abs().max() / wanted.abs().max() < CLOSE, what
+
+
 def answer(out: Path) -> dict[str, Tensor] | str:
     return load_file(out) if out.exists() else Path(f"{out}.error").read_text("utf-8")
 
@@ -101,8 +112,9 @@ def test_sglangs_layers_compute_what_transformers_do(case: tuple[str, str], answ
                 "o": attention.o_proj(some["wide"]),
             }
             for name, value in wanted.items():
-                away = (found[f"{number}.{name}"] - value).abs().max() / value.abs().max()
-                assert away < CLOSE, (number, name)
+                close(found[f"{number}.{name}"], value, (number, name))
+        close(found["embeddings"], model.get_input_embeddings()(some["tokens"]), "embeddings")
+        close(found["logits"], model.get_output_embeddings()(some["hidden"]), "logits")
     assert int(found["bytes"]) > 0
 
 
@@ -127,8 +139,8 @@ def test_a_linear_of_no_rows_gives_none(shape: tuple[int, ...], monkeypatch: pyt
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (EMBEDDINGS, r"moeq: .*packed embeddings and heads are not served by SGLang; export without"),
-        ("fewer experts", r"moeq: .*5 widths for 6 experts; export the checkpoint again"),
+        (TIED, r"moeq: lm_head is the packed embeddings, but not in SGLang's model; export without"),
+        ("fewer experts", r"moeq: .*5 widths for 6 experts; .*export the checkpoint again"),
     ],
 )
 def test_what_is_not_served_is_said(name: str, message: str, answers: Answers) -> None:
