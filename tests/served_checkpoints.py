@@ -37,6 +37,12 @@ RECIPES: dict[str, dict[str, Any]] = {
         "others": {"embeddings": 8, "head": 3, "group_size": 16},
         "assign": {"method": "optimal", "code_bits": 2.5, "quantizer": "rtn"},
     },
+    "everything": {  # as the qualities do
+        "losses": {"methods": ["rtn"], "group_size": 32},
+        "others": dict.fromkeys(("attention", "dense", "shared", "embeddings", "head"), 8)
+        | {"method": "rtn", "symmetric": True},
+        "assign": {"method": "optimal", "code_bits": 2.5, "quantizer": "rtn"},
+    },
     "tied embeddings": {
         "losses": {"methods": ["rtn"], "group_size": 32},
         "others": {"embeddings": 4, "head": 4, "group_size": 16},

@@ -129,10 +129,10 @@ class LayerParts:
         self.complete = 0
         self.prepared: PreparedLayer | None = None
 
-    def place(self, layer: nn.Module, loader: Loader) -> None:
-        """Give a runtime's layer the parameters by whose names it looks for a loader."""
+    def place(self, layer: nn.Module, loader: Loader, before: str = "") -> None:
+        """Give a runtime's layer the parameters by whose names it looks for a loader; before: begins those of parts."""
         for stem in STEMS:
-            for part in (*ALL_PARTS, GUARD, *(("bias",) if self.biased else ())):
+            for part in (*(before + part for part in ALL_PARTS), GUARD, *(("bias",) if self.biased else ())):
                 self.device = placeholder(layer, f"{stem}_{part}", loader)
 
     def take(self, expert: int, shard: str, name: str, tensor: Tensor) -> bool:

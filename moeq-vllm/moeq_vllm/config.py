@@ -17,9 +17,14 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from moeq_kernels.checkpoint import Stored
 from moeq_kernels.method import Method, layer_of
-from moeq_vllm.experts import MoeqExperts
+from moeq_kernels.parts import ALL_PARTS, PROJECTIONS
+from moeq_vllm.experts import BEFORE, MoeqExperts
 from moeq_vllm.linear import DenseTable, MoeqEmbedding, MoeqLinear, MoeqTiedHead
 
+MATRICES = {projection: number for number, projection in PROJECTIONS.items()}
+BLOCKS = ("minimax_m2", "mixtral", "phimoe")  # families whose experts lie in a module of another name in vLLM
+NUMBERED = ("lfm2_moe", "minimax_m2", "phimoe")  # families whose experts' matrices have numbers in vLLM
+OF_EXPERTS = re.compile(rf"(\.experts\.\d+\.\w+\.)({'|'.join(ALL_PARTS)})$")
 BUILD = VocabParallelEmbedding.__init__
 GUARDS = re.compile(r"\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)(?:_bias)?$")  # of stacks of experts
 
@@ -44,11 +49,18 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
         self.bits = hf_to_vllm_mapper.apply_dict(self.bits)
         self.tied = set(hf_to_vllm_mapper.apply_list(sorted(self.tied)))
 
+    def known(self, prefix: str) -> str:
+        """Granite's Mamba is told another name than it has."""
+        other = prefix.replace(".mixer.", ".mamba.")
+        return other if other in self.bits else prefix
+
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override]
-        """Without the guards; Mixtral's experts have another name in vLLM."""
-        renamed: dict[re.Pattern[str], str | None] = {GUARDS: None}
-        if self.family == "mixtral":
+        """Without the guards; experts have other names in vLLM's models of some families."""
+        renamed: dict[re.Pattern[str], str | None] = {GUARDS: None, OF_EXPERTS: rf"\1{BEFORE}\2"}
+        if self.family in BLOCKS:
             renamed[re.compile(r"\.mlp\.experts\.")] = ".block_sparse_moe.experts."
+        if self.family in NUMBERED:
+            renamed |= {re.compile(rf"(\.experts\.\d+\.){own}\."): rf"\1{theirs}." for own, theirs in MATRICES.items()}
         return WeightsMapper(orig_to_new_regex=renamed)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:

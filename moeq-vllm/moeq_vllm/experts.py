@@ -20,6 +20,7 @@ from moeq_kernels.parts import GATE, UP, LayerParts
 from moeq_kernels.widths import Encoding, Width
 from moeq_vllm.operators import make_known, routed
 
+BEFORE = "weight_"  # by which some of vLLM's models know a tensor of an expert
 NAMES = {  # of vLLM's activations, as kernels know them
     MoEActivation.SILU: "silu", MoEActivation.GELU: "gelu", MoEActivation.GELU_TANH: "gelu_pytorch_tanh",
 }  # fmt: skip
@@ -63,7 +64,7 @@ class MoeqExperts(FusedMoEMethodBase):
             biased=self.moe.has_bias,
             leads=ranks.tp_rank == 0,
         )
-        self.parts.place(layer, self.take)
+        self.parts.place(layer, self.take, BEFORE)
 
     def take(
         self,

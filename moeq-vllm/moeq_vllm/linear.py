@@ -43,6 +43,11 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
         **extra_weight_attrs: Any,
     ) -> None:
         self.dtype, self.inputs, self.outputs = params_dtype, input_size_per_partition, sum(output_partition_sizes)
+        if len(self.bits) == 1 < len(output_partition_sizes):  # the checkpoint has its matrices in one
+            if self.outputs != output_size:
+                what = "its matrices are one in the checkpoint, which is served packed on one device"
+                raise ValueError(f"moeq: {layer.prefix}: {what}; set others to null for it, or take one device")
+            output_partition_sizes = [self.outputs]
         first = layer.tp_rank * self.inputs if isinstance(layer, RowParallelLinear) else 0
         self.parts = LinearParts(
             layer.prefix,
@@ -69,6 +74,8 @@ class MoeqLinear(LinearMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """ValueError where a tensor never came."""
         self.prepared = self.parts.finish(layer)
+        empty = torch.empty(0, dtype=self.dtype, device=self.parts.device)
+        layer.weight = nn.Parameter(empty, requires_grad=False)  # attention asks its device before it multiplies by 1
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N]."""
