@@ -5,8 +5,9 @@
 
 A generated Qwen3-MoE in the shape of Qwen3-30B-A3B but for its number of layers (2048 x 768, 8 of 128 experts, 32
 heads, 151,936 tokens) beside its checkpoints at 4 bits in groups of 128: once the experts alone, once attention and
-head as well; random codes, and the bf16 model has their values. Each is timed beside the bf16 original in one process,
-requests in turns; what is shown are ratios of medians. Goals: time within the experts of a decode step at batch 1 at
+head as well (--other-bits 8: as the qualities of `moeq run` have them); random codes, and the bf16 model has their
+values. Each is timed beside the bf16 original in one process, requests in turns; what is shown are ratios of medians.
+Goals: time within the experts of a decode step at batch 1 at
 most a fourth with experts alone packed; a whole step at most a third with all at 4 bits; at the largest batch not
 slower; the loaded model's tensors, and the growth of a process's resident memory by loading, at most 1.1 times what
 the manifest states; while it is loaded at most a layer more.
@@ -106,7 +107,8 @@ def generated(options: argparse.Namespace, folder: Path, results: figures.Figure
                     at_least=EXPERTS_GOAL,
                 )  # fmt: skip
             else:
-                results.add("a step at batch 1, all packed", ratio["token"], "times faster", at_least=WHOLE_GOAL)
+                goal = {"at_least": WHOLE_GOAL} if options.other_bits == BITS else {}
+                results.add("a step at batch 1, all packed", ratio["token"], "times faster", **goal)
         held = packed["tensor_bytes"] / stated(checkpoint)[0]
         results.add(f"tensors held, of what is stated, {variant} packed", held, at_most=HELD_GOAL)
 

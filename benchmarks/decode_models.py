@@ -25,7 +25,8 @@ from moeq_kernels.packing import pack
 from moeq_kernels.widths import Encoding
 
 GROUP, BITS = 128, 4
-CODES: dict[str, Any] = {"bits": BITS, "state_bits": 0, "symmetric_groups": 0}  # settings of benchmarks with these
+# settings of benchmarks with these models
+CODES: dict[str, Any] = {"bits": BITS, "other_bits": BITS, "state_bits": 0, "symmetric_groups": 0}
 METADATA = {"format": "pt"}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD = "lm_head"
@@ -122,7 +123,7 @@ def make(folder: Path, options: argparse.Namespace) -> None:
     for number in range(config.num_hidden_layers):
         _make_layer(number, config, drawn, model, parts, options)
         print(f"layer {number} written", flush=True)
-    head = drawn.packed(config.vocab_size, config.hidden_size)
+    head = drawn.packed(config.vocab_size, config.hidden_size, options.other_bits)
     stored = {f"{HEAD}.{part}": tensor for part, tensor in head.parts().items()}
     stored[f"{HEAD}.weight"] = torch.zeros(GUARD_SHAPE, dtype=torch.float16)
     save_file(stored, parts / f"others-{config.num_hidden_layers:03d}.safetensors", METADATA)
@@ -162,7 +163,7 @@ def _make_layer(number: int, config: Any, drawn: _Drawn, model: Path, parts: Pat
     save_file(stored, parts / layer_name(number), METADATA)
     others = {}
     for projection, shape in _attention(config).items():
-        name, weight = f"{path}.self_attn.{projection}", drawn.packed(*shape)
+        name, weight = f"{path}.self_attn.{projection}", drawn.packed(*shape, options.other_bits)
         others |= {f"{name}.{part}": tensor for part, tensor in weight.parts().items()}
         others[f"{name}.weight"] = torch.zeros(GUARD_SHAPE, dtype=torch.float16)
         dense[f"{name}.weight"] = weight.dequantize(torch.bfloat16)
@@ -193,9 +194,9 @@ def export(folder: Path, variant: str, options: argparse.Namespace) -> None:
     choices = tuple(ExpertChoice(tier="gpu", bits=options.bits, importance=1.0) for _ in range(config.num_experts))
     rows = tuple(
         OtherRow(
-            module=name, kind=kind, bits=BITS, method="rtn", group_size=of_others.group_size,
+            module=name, kind=kind, bits=options.other_bits, method="rtn", group_size=of_others.group_size,
             symmetric=of_others.symmetric, rows=shape[0], inputs=shape[1], relative_error=None, calibration_rows=0,
-            heldout_rows=0, fallback="", bytes=shape[0] * shape[1] * BITS // 8,
+            heldout_rows=0, fallback="", bytes=shape[0] * shape[1] * options.other_bits // 8,
         )
         for name, kind, shape in _packed_others(config)
     )  # fmt: skip

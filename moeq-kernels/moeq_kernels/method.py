@@ -21,8 +21,11 @@ class Method:
 
     stored: what the checkpoint says of its packed weights; bits: {module outside of the experts: width}; experts:
     {layer: the width of every expert}; packed_modules_mapping: the runtime's {fused module: the checkpoint's in it};
-    tables: names of the vocabulary tables that the runtime's model has.
+    tables: names of the vocabulary tables that the runtime's model has; asked: layers of experts, and modules beside
+    them, that it has asked a method for, of what is packed.
     """
+
+    runtime: str
 
     packed_modules_mapping: Mapping[str, Sequence[str]]
 
@@ -32,6 +35,7 @@ class Method:
         self.bits = dict(stored.others.bits) if stored.others is not None else {}
         self.experts: dict[int, Sequence[Width]] = {}
         self.tables: set[str] = set()
+        self.asked: set[int | str] = set()
         for name, widths in stored.experts.items():
             layer = layer_of(name)
             if layer < 0 or layer in self.experts:
@@ -84,7 +88,25 @@ class Method:
         """{module of the checkpoint: width} of the matrices of a layer, empty where none is packed."""
         before, _, last = self.known(prefix).rpartition(".")
         names = [f"{before}.{name}" for name in self.packed_modules_mapping.get(last, ())] or [self.known(prefix)]
-        return {name: self.bits.get(name, FULL) for name in names} if any(name in self.bits for name in names) else {}
+        if not any(name in self.bits for name in names):
+            return {}
+        self.asked.update(names)
+        return {name: self.bits.get(name, FULL) for name in names}
+
+    def widths_in(self, prefix: str) -> Sequence[Width] | None:
+        """The widths of the experts of the layer that a module lies in; None where they are not packed."""
+        number = layer_of(prefix)
+        self.asked.add(number)
+        return self.experts.get(number)
+
+    def check(self) -> None:
+        """ValueError where a model that is built has passed over what is packed: it would not load it."""
+        lost = [f"the experts of layer {layer}" for layer in self.experts if layer not in self.asked]
+        lost += [name for name in self.bits if name not in self.asked]
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            do = "quantize with --set others.CLASS=null for what is not of experts"
+            raise ValueError(f"moeq: {self.runtime}'s model does not take {lost[0]}{more} packed; {do}")
 
 
 def layer_of(name: str) -> int:

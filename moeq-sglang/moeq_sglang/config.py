@@ -13,7 +13,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, Un
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from moeq_kernels.checkpoint import Stored
-from moeq_kernels.method import Method, layer_of
+from moeq_kernels.method import Method
 from moeq_sglang.experts import MoeqExperts
 from moeq_sglang.linear import MoeqEmbedding, MoeqLinear
 
@@ -21,11 +21,9 @@ FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj
 
 
 class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
-    """fused: {module of SGLang's: the checkpoint's in it}, beside FUSED.
+    """fused: {module of SGLang's: the checkpoint's in it}, beside FUSED; made: those of models that are loaded now."""
 
-    made: those of the models that are being loaded; asked: what a model has asked a method for, of what is packed.
-    """
-
+    runtime = "SGLang"
     made: ClassVar[list[MoeqConfig]] = []
 
     def __init__(self, stored: Stored, fused: Mapping[str, list[str]] | None = None) -> None:
@@ -34,7 +32,6 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
         self.bits = {self.known(name): width for name, width in self.bits.items()}
         tied = stored.others.tied if stored.others is not None else {}
         self.tied = {self.known(head) for head in tied.values()}
-        self.asked: set[int | str] = set()
         self.made.append(self)
 
     @classmethod
@@ -50,27 +47,15 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, FusedMoE):
-            number = layer_of(prefix)
-            if number not in self.experts:
-                return UnquantizedFusedMoEMethod()
-            self.asked.add(number)
-            return MoeqExperts(self.stored.encoding, self.experts[number])
+            widths = self.widths_in(prefix)
+            return UnquantizedFusedMoEMethod() if widths is None else MoeqExperts(self.stored.encoding, widths)
         packed = self.packed_in(prefix)
-        self.asked |= packed.keys()
         if isinstance(layer, ParallelLMHead) and self.known(prefix) in self.tied:
             raise ValueError(f"moeq: {prefix} is the packed embeddings, but not in SGLang's model; export without")
         if packed and self.stored.others is not None:
             kind = MoeqEmbedding if isinstance(layer, VocabParallelEmbedding) else MoeqLinear
             return kind(self.stored.others.encoding, packed, prefix)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
-
-    def check(self) -> None:
-        """ValueError where a model passed over what is packed: SGLang leaves such tensors out without a word."""
-        lost = [f"the experts of layer {layer}" for layer in self.experts if layer not in self.asked]
-        lost += [name for name in self.bits if name not in self.asked]
-        if lost:
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            raise ValueError(f"moeq: SGLang's model does not take {lost[0]}{more} packed; export without, or use vLLM")
 
 
 def checked(load: Callable[..., Any], *given: Any, **named: Any) -> Any:

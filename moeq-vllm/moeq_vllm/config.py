@@ -16,7 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import WeightsMapper
 
 from moeq_kernels.checkpoint import Stored
-from moeq_kernels.method import Method, layer_of
+from moeq_kernels.method import Method
 from moeq_kernels.parts import ALL_PARTS, PROJECTIONS
 from moeq_vllm.experts import BEFORE, MoeqExperts
 from moeq_vllm.linear import DenseTable, MoeqEmbedding, MoeqLinear, MoeqTiedHead
@@ -31,6 +31,8 @@ GUARDS = re.compile(r"\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)(?:
 
 class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
     """tied: heads that have the tensors of embeddings; family: the model's."""
+
+    runtime = "vLLM"
 
     def __init__(self, stored: Stored) -> None:
         super().__init__(stored)
@@ -55,7 +57,13 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
         return other if other in self.bits else prefix
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override]
-        """Without the guards; experts have other names in vLLM's models of some families."""
+        """Without the guards; experts have other names in vLLM's models of some families.
+
+        Asked for when the model is built and nothing is loaded: ValueError where it has passed over what is packed.
+        """
+        config = get_current_vllm_config_or_none()
+        if config is None or config.parallel_config.pipeline_parallel_size == 1:  # else other processes have layers
+            self.check()
         renamed: dict[re.Pattern[str], str | None] = {GUARDS: None, OF_EXPERTS: rf"\1{BEFORE}\2"}
         if self.family in BLOCKS:
             renamed[re.compile(r"\.mlp\.experts\.")] = ".block_sparse_moe.experts."
@@ -65,10 +73,10 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
-            number = layer_of(prefix)
-            if number not in self.experts:
+            widths = self.widths_in(prefix)
+            if widths is None:
                 return UnquantizedFusedMoEMethod(layer.moe_config)
-            return MoeqExperts(layer.moe_config, self.stored.encoding, self.experts[number])
+            return MoeqExperts(layer.moe_config, self.stored.encoding, widths)
         packed = self.packed_in(prefix)
         if packed and self.stored.others is not None:
             kind = MoeqEmbedding if isinstance(layer, VocabParallelEmbedding) else MoeqLinear

@@ -29,6 +29,7 @@ from moeq_kernels.choice import choosing
 PROBE = Path(__file__).parent / "peer_plugin.py"
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe")
 TRAINED, TIED, EVERYTHING = "tiny-mixtral", "tied embeddings", "everything"
+ELSEWHERE = "a module that vLLM's model has not"
 UNEVEN = 2100  # words, of which vLLM gives two processes 1056 and 1044
 CASES = [(family, name) for family in (*FAMILIES, TRAINED) for name in RECIPES
          if (name != TIED and family != TRAINED) or name in ("a width for every matrix", "trellis codes")]  # fmt: skip
@@ -94,10 +95,18 @@ def later(block: dict[str, Any]) -> None:
     block["format_version"] = 99
 
 
+def elsewhere(block: dict[str, Any]) -> None:
+    """As where vLLM's model calls a module otherwise than transformers' does."""
+    bits = block["others"]["bits"]
+    name = next(iter(bits))
+    bits[name.replace("self_attn", "attention")] = bits.pop(name)
+
+
 WRONG = {
     "another width": (narrower, r"moeq: .*(?:of a packed weight are|is no part of)"),
     "fewer experts": (fewer, r"moeq: .*5 widths for 6 experts"),
     "a later format": (later, r"checkpoint format 99"),
+    ELSEWHERE: (elsewhere, r"moeq: vLLM's model does not take .*attention.* packed; quantize with --set others"),
 }
 
 
@@ -169,9 +178,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tupl
     } | {TRAINED: bundled_path(TRAINED)}
     for number, (family, name) in enumerate(CASES):
         found[family, name] = export(folder / f"run-{number}", models[family], RECIPES[name])
-    first = found["qwen3_moe", "nested"]
     for number, (name, (change, _)) in enumerate(WRONG.items()):
-        found["wrong", name] = tampered(first, folder / f"wrong-{number}", change)
+        right = found["qwen3_moe", "packed attention" if name == ELSEWHERE else "nested"]
+        found["wrong", name] = tampered(right, folder / f"wrong-{number}", change)
     return dict(zip(found, zip(found.values(), serve(list(found.values()), folder), strict=True), strict=True))
 
 
