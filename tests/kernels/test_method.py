@@ -1,4 +1,4 @@
-"""Which method a runtime's vocabulary tables are built with, and what a model passed over; of no runtime in particular."""
+"""Which method a runtime's vocabulary tables are built with, and what a model passed over; of no one runtime."""
 
 from __future__ import annotations
 
