@@ -145,7 +145,7 @@ def _placed_shapes(source: ModelSource, manifest: PlacementManifest) -> dict[str
     names = [layer.name for layer in manifest.layers] + [module.name for module in manifest.others]
     packed = tuple(f"{name}." for name in names)
     shapes = {key: header.shape for key, header in source.tensors.items() if not key.startswith(packed)}
-    shapes |= {f"{one.name}.weight": (one.rows, one.inputs) for one in manifest.others if one.tied is None}
+    shapes |= {f"{one.name}.weight": (one.rows, one.inputs) for one in manifest.others}
     for layer in manifest.layers:
         hidden, inner = layer.hidden_size, layer.intermediate_size
         for projection in layer.projections:

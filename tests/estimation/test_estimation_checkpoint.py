@@ -101,6 +101,18 @@ def test_a_checkpoint_whose_experts_are_given_fewer_numbers(tmp_path: Path) -> N
     assert found["estimate"]["capacity"]["ndp_expert_bytes"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_beside_the_experts_count_where_they_are_packed(tied: bool, tmp_path: Path) -> None:
+    """Embeddings that are the head too were none: as many weights were missing as the table has."""
+    source, out = save("qwen3_moe", tmp_path / "source", tie_word_embeddings=tied), tmp_path / "run"
+    others = "others={attention: 8, dense: 8, embeddings: 8, head: 8, method: rtn}"
+    recipe = load_recipe(None, [*SMALL, "assign={method: uniform, bits: 3, quantizer: rtn}", others])
+    context = Context(recipe=recipe, model_name=str(source), out=out, reporter=Reporter(quiet=True))
+    pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
+    wanted, found = (read_model(str(folder)).geometry for folder in (source, out / "checkpoint"))
+    assert found.non_expert_parameters == wanted.non_expert_parameters
+
+
 def test_uniform_widths_may_replace_those_of_the_checkpoint(finished: Path) -> None:
     assert case("--model", finished / "checkpoint", "--bits", "2")["estimate"]["placement"].startswith("2 code bits")
 
