@@ -38,6 +38,7 @@ _OWN_CODE = ("torch.", "transformers.modeling_utils", "transformers.generation",
 READS_WEIGHT = "the family's code reads its weight without calling it"
 OTHER_FILES = "on disk its weight is one tensor with weights of other modules"
 OTHER_TIES = "its weight is also that of another module"
+OWN_CLASS = "the family has a class of its own for it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ def find_others(model: nn.Module, layers: list[ExpertLayer], source: ModelSource
     source: the checkpoint, where modules whose weights it keeps in one tensor with others are to be left as they are.
     """
     modules = {module.weight: module for module in (*_resident(model), *_in_layers(model, layers))}
-    left: dict[str, tuple[str, str]] = {}
+    left = dict.fromkeys(_own_tables(model), (EMBEDDINGS, OWN_CLASS))
     kept = []
     ties = tied(model) if source is None else _stored_ties(model, source)
     for module in modules.values():
@@ -143,6 +144,13 @@ def _resident(model: Any) -> Iterator[OtherModule]:
         yield _other(names[id(table)], table, EMBEDDINGS, "")
     if type(head) is nn.Linear:
         yield _other(names[id(head)], head, HEAD, "")
+
+
+def _own_tables(model: Any) -> list[str]:
+    """The table of input tokens where it is more than an nn.Embedding: one that scales or norms what it looks up."""
+    table = model.get_input_embeddings()
+    owns = isinstance(table, nn.Embedding) and type(table) is not nn.Embedding
+    return [name for name, module in model.named_modules() if module is table] if owns else []
 
 
 def _other(name: str, module: nn.Linear | nn.Embedding, kind: str, block: str) -> OtherModule:

@@ -281,7 +281,7 @@ class Making:
                 rows += map(OtherRow.model_validate, replicas.made_rows(self.store, number, entry))
         others = self.context.model.others
         order = [module.name for module in others.modules]
-        there = {module.kind for module in others.modules}
+        there = {module.kind for module in others.modules} | {kind for kind, _ in others.left.values()}
         return OtherTable(
             modules=tuple(sorted(rows, key=lambda row: order.index(row.module))),
             left={name: reason for name, (kind, reason) in others.left.items() if kind in widths},

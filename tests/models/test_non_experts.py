@@ -19,6 +19,7 @@ from moeq.models.experts import find_expert_layers
 from moeq.models.non_experts import (
     OTHER_FILES,
     OTHER_TIES,
+    OWN_CLASS,
     READS_WEIGHT,
     OtherModule,
     OtherModules,
@@ -99,7 +100,8 @@ WANTED: dict[str, dict[str, str]] = {
 LEFT = {
     "jamba": {"mamba.dt_proj": READS_WEIGHT},
     "switch_transformers": {"mlp.wo": READS_WEIGHT, "shared": OTHER_TIES, "lm_head": OTHER_TIES},
-    "gemma4": {"lm_head": OTHER_TIES},
+    "gemma4": {"model.language_model.embed_tokens": OWN_CLASS, "lm_head": OTHER_TIES},
+    "muse_spark": {"model.language_model.embed_tokens": OWN_CLASS},
     "dots3_note": {"self_attn.indexer.weights_proj": READS_WEIGHT},
     "hy_v4": {"lm_head": READS_WEIGHT, "self_attn.indexer.weights_proj": READS_WEIGHT},
 }

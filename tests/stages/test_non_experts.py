@@ -21,6 +21,7 @@ from moeq.artifacts.replicas import layer_file
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models import loading
 from moeq.models.forward import forward
+from moeq.models.non_experts import OTHER_TIES, OWN_CLASS
 from moeq.models.source import read_header
 from moeq.models.streaming import StreamedModel
 from moeq.numerics import gptq
@@ -445,6 +446,16 @@ def test_what_the_model_lacks_or_keeps_is_said(tmp_path: Path) -> None:
     record = json.loads((made.directory("losses") / "stage.json").read_text())
     assert record["summary"]["others"]["not_in_this_model"] == ["shared"]
     assert record["summary"]["others"]["left_in_full_precision"] == len(table.left)
+
+
+def test_tables_that_stay_as_they_are_are_not_said_to_be_missing(tmp_path: Path) -> None:
+    """Gemma's table of words, of a class of its own, and its head, tied to it: "Not in this model" was said of both."""
+    model = family_models.save("gemma4_text", tmp_path / "model")
+    made = run(model, tmp_path / "run", "others={dense: 8, embeddings: 8, head: 8}")
+    table = others.table(made)
+    assert table is not None
+    assert table.absent == ("dense",)
+    assert table.left == {"model.embed_tokens": OWN_CLASS, "lm_head": OTHER_TIES}
 
 
 def test_loading_without_moeq_fails_by_these_guards_alone(deepseek: Path, tmp_path: Path) -> None:
