@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from moeq.runtime.hook import forget_hook
 from moeq.runtime.packed_experts import PACKED, PackedExperts, PackedLinear
 from moeq.runtime.packed_modules import PackedModule, prepare, replace_modules
 from moeq_kernels import choice
-from moeq_kernels.checkpoint import DENSE, FORMAT_VERSION, Stored, wrong_config
+from moeq_kernels.checkpoint import DENSE, FORMAT_VERSION, Others, Stored, wrong_config
 from moeq_kernels.widths import LAYOUT, LAYOUT_VERSION, METHOD, PARTS
 
 
@@ -180,7 +180,8 @@ def _named_as_here(config: MoeqConfig, model: Any) -> Stored:
     """What the checkpoint says, its modules by the names that this model has for them, and from now on in `config`.
 
     They differ where a checkpoint is loaded by another class than it was packed as, such as its base model: tensors are
-    renamed by transformers then. A head, or another part of the whole, that this class does not have is left out.
+    renamed by transformers then. A head, or another part of the whole, that this class does not have is left out; one
+    that has the embeddings' tensor stays in `config`, so that what is saved loads with it again.
     """
     stored = config.stored
     modules, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
@@ -199,9 +200,10 @@ def _named_as_here(config: MoeqConfig, model: Any) -> Stored:
     named = {name: here(name, "codes") for name in (*stored.others.bits, *stored.others.tied.values())}
     left_out = {name for name, own in named.items() if own not in modules and not hasattr(model, own.split(".")[0])}
     bits = {named[name]: width for name, width in stored.others.bits.items() if name not in left_out}
-    tied = {named[name]: named[head] for name, head in stored.others.tied.items() if head not in left_out}
-    config.others = config.others | {"bits": bits} | ({"tied": tied} if stored.others.tied else {})
-    return config.stored
+    tied = {named[name]: named[head] for name, head in stored.others.tied.items()}
+    config.others = config.others | {"bits": bits} | ({"tied": tied} if tied else {})
+    here_tied = {named[name]: named[head] for name, head in stored.others.tied.items() if head not in left_out}
+    return replace(config.stored, others=replace(Others.of(config.others), tied=here_tied))
 
 
 def _check_files(model: nn.Module, files: Sequence[str]) -> None:

@@ -157,6 +157,14 @@ def test_a_base_model_or_another_head_loads_and_saves_what_is_packed(
             assert torch.equal(classifier.model(ids).last_hidden_state, wanted)
 
 
+def test_a_saved_base_model_has_its_tied_head_again(exported: Exported, tmp_path: Path) -> None:
+    """As an unpacked one has: it got a head of random weights, with nothing but transformers' remark on new weights."""
+    folder, ids = exported("cohere2_moe"), torch.arange(3, 27).reshape(2, 12)
+    AutoModel.from_pretrained(folder, dtype=torch.float32).save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path)(ids).logits, load(folder)(ids).logits)
+
+
 def test_the_text_of_a_model_of_images_loads_alone(tmp_path: Path) -> None:
     """As transformers has it load: language_model lies at another place then."""
     save("qwen3_5_moe", tmp_path / "model")
