@@ -112,6 +112,7 @@ class MoeqHfQuantizer(HfQuantizer):  # type: ignore[misc]
                 setattr(model.get_submodule(name.rpartition(".")[0]), "_is_hf_initialized", True)  # noqa: B010
         if stored.others is not None:
             replace_modules(model, stored.others)
+            model.resize_token_embeddings = Resizing(model)  # type: ignore[assignment]
         _check_files(model, checkpoint_files or ())
         model.save_pretrained = Saving(model, tuple({os.path.dirname(file) for file in checkpoint_files or ()}))  # type: ignore[assignment]
         forget_hook(model.config)
@@ -335,3 +336,23 @@ class Footprint:
         own: int = type(self.model).get_memory_footprint(self.model, return_buffers)
         held = [getattr(module, "prepared", None) for module in self.model.modules() if isinstance(module, Puts)]
         return own + sum(int(prepared.nbytes) for prepared in held if return_buffers and prepared is not None)
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """`resize_token_embeddings` of a model with packed modules: packed embeddings and heads have the rows they have."""
+
+    model: Any
+
+    def __call__(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' where both are plain; else the embeddings, or ModelError for another number of rows."""
+        table = self.model.get_input_embeddings()
+        if not any(isinstance(one, PackedModule) for one in (table, self.model.get_output_embeddings())):
+            return type(self.model).resize_token_embeddings(self.model, new_num_tokens, *args, **kwargs)
+        if new_num_tokens in (None, table.num_embeddings):
+            return table
+        raise ModelError(
+            f"packed embeddings or heads of {table.num_embeddings} rows cannot be given {new_num_tokens}",
+            where=str(self.model.config.name_or_path or "model"),
+            do="make the checkpoint with others.embeddings: null and others.head: null",
+        )

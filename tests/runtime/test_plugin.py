@@ -165,6 +165,16 @@ def test_a_saved_base_model_has_its_tied_head_again(exported: Exported, tmp_path
         assert torch.equal(load(tmp_path)(ids).logits, load(folder)(ids).logits)
 
 
+def test_packed_embeddings_keep_their_rows(exported: Exported) -> None:
+    """Scripts that train resize to the tokenizer's length, most often the one that is there; it was a TypeError."""
+    model = copy.deepcopy(load(exported("cohere2_moe")))
+    rows = model.config.vocab_size
+    table = model.get_input_embeddings()
+    assert model.resize_token_embeddings(rows) is model.resize_token_embeddings() is table
+    with pytest.raises(ModelError, match=rf"{rows} rows cannot be given {rows + 8}; make .*others.embeddings: null"):
+        model.resize_token_embeddings(rows + 8)
+
+
 def test_the_text_of_a_model_of_images_loads_alone(tmp_path: Path) -> None:
     """As transformers has it load: language_model lies at another place then."""
     save("qwen3_5_moe", tmp_path / "model")
