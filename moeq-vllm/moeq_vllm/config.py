@@ -62,7 +62,8 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
         Asked for when the model is built and nothing is loaded: ValueError where it has passed over what is packed.
         """
         config = get_current_vllm_config_or_none()
-        if config is None or config.parallel_config.pipeline_parallel_size == 1:  # else other processes have layers
+        whole = config is None or config.parallel_config.pipeline_parallel_size == 1  # else others have some layers
+        if whole and (config is None or config.speculative_config is None):  # a model that drafts has not all of them
             self.check()
         renamed: dict[re.Pattern[str], str | None] = {GUARDS: None, OF_EXPERTS: rf"\1{BEFORE}\2"}
         if self.family in BLOCKS:
