@@ -7,10 +7,10 @@ A generated Qwen3-MoE in the shape of Qwen3-30B-A3B but for its number of layers
 heads, 151,936 tokens) beside its checkpoints at 4 bits in groups of 128: once the experts alone, once attention and
 head as well (--other-bits 8: as the qualities of `moeq run` have them); random codes, and the bf16 model has their
 values. Each is timed beside the bf16 original in one process, requests in turns; what is shown are ratios of medians.
-Goals: time within the experts of a decode step at batch 1 at
-most a fourth with experts alone packed; a whole step at most a third with all at 4 bits; at the largest batch not
-slower; the loaded model's tensors, and the growth of a process's resident memory by loading, at most 1.1 times what
-the manifest states; while it is loaded at most a layer more.
+Goals: time within the experts of a decode step at batch 1 at most a fourth with experts alone packed; a whole step at
+most a third with all at 4 bits; at the largest batch not slower; the loaded model's tensors, and the growth of a
+process's resident memory by loading, at most 1.1 times what the manifest states; while it is loaded at most a layer
+more.
 
 --small: the trained models of ../shared instead, packed by moeq's own stages: a whole step not slower than in bf16, and
 the tokens of kernels those of MOEQ_KERNEL=reference in float32 (in bf16, where rounding decides ties, a share is

@@ -14,25 +14,26 @@ from moeq_kernels.widths import FULL, METHOD, Width
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 HEAD = "lm_head"  # what heads are called, as modules
+GUARDS = re.compile(r"\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)(?:_bias)?$")  # of stacks of experts
 
 
 class Method:
     """What configurations of the method in vLLM and SGLang share; a base before the runtime's own.
 
-    stored: what the checkpoint says of its packed weights; bits: {module outside of the experts: width}; experts:
-    {layer: the width of every expert}; packed_modules_mapping: the runtime's {fused module: the checkpoint's in it};
-    tables: names of the vocabulary tables that the runtime's model has; asked: layers of experts, and modules beside
-    them, that it has asked a method for, of what is packed.
+    stored: what the checkpoint says of its packed weights; bits: {module outside of the experts: width}; tied: heads
+    that have the tensors of embeddings; experts: {layer: the width of every expert}; packed_modules_mapping: the
+    runtime's {fused module: the checkpoint's in it}; tables: names of the vocabulary tables that the runtime's model
+    has; asked: layers of experts, and modules beside them, that it has asked a method for.
     """
 
     runtime: str
-
     packed_modules_mapping: Mapping[str, Sequence[str]]
 
     def __init__(self, stored: Stored) -> None:
         super().__init__()
         self.stored = stored
         self.bits = dict(stored.others.bits) if stored.others is not None else {}
+        self.tied = set(stored.others.tied.values()) if stored.others is not None else set()
         self.experts: dict[int, Sequence[Width]] = {}
         self.tables: set[str] = set()
         self.asked: set[int | str] = set()

@@ -22,6 +22,7 @@ from moeq_kernels.widths import DROPPED, FULL, PARTS, Encoding, Width, width_of
 
 GATE, UP = "gate_proj", "up_proj"
 PROJECTIONS = {"w1": GATE, "w3": UP, "w2": DOWN}  # by the runtimes' names
+NUMBERS = {projection: number for number, projection in PROJECTIONS.items()}
 STEMS = ("w13", "w2")  # of their parameters
 PLACES: dict[Any, int] = {None: 0, "q": 0, "k": 1, "v": 2}  # of matrices in a fused layer, by the runtimes' names
 GUARD = "weight"  # of a packed module in the checkpoint; the weight itself where the module is dense

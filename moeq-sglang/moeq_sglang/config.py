@@ -30,8 +30,7 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
         super().__init__(stored)
         self.packed_modules_mapping = FUSED | dict(fused or {})
         self.bits = {self.known(name): width for name, width in self.bits.items()}
-        tied = stored.others.tied if stored.others is not None else {}
-        self.tied = {self.known(head) for head in tied.values()}
+        self.tied = {self.known(head) for head in self.tied}
         self.made.append(self)
 
     @classmethod

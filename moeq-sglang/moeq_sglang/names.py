@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from moeq_kernels.method import GUARDS
+from moeq_kernels.parts import NUMBERS
 from moeq_kernels.widths import METHOD
 
 EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.")
-GUARD = re.compile(r"\.mlp\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)(?:_bias)?$")  # of stacks of experts
 ROUTER = ".mlp.gate."
-MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def fused(choose: Callable[..., Any], config: Any) -> Any:
@@ -37,11 +37,11 @@ def weights(read: Callable[..., Any], loader: Any, config: Any, model: Any) -> A
 def known(found: Iterable[tuple[str, Tensor]], *, mixtral: bool) -> Iterator[tuple[str, Tensor]]:
     """Tensors without the guards, which some models do not pass over; Mixtral's experts have another name in SGLang."""
     for name, tensor in found:
-        if not GUARD.search(name):
+        if not GUARDS.search(name):
             yield renamed(name) if mixtral else name, tensor
 
 
 def renamed(name: str) -> str:
     """A tensor's name in SGLang's Mixtral, which knows nothing of what it does not find."""
-    called = EXPERT.sub(lambda found: f".block_sparse_moe.experts.{found[1]}.{MATRICES[found[2]]}.", name)
+    called = EXPERT.sub(lambda found: f".block_sparse_moe.experts.{found[1]}.{NUMBERS[found[2]]}.", name)
     return called.replace(ROUTER, ".block_sparse_moe.gate.")

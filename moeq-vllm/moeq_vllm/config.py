@@ -16,27 +16,24 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import WeightsMapper
 
 from moeq_kernels.checkpoint import Stored
-from moeq_kernels.method import Method
-from moeq_kernels.parts import ALL_PARTS, PROJECTIONS
+from moeq_kernels.method import GUARDS, Method
+from moeq_kernels.parts import ALL_PARTS, NUMBERS
 from moeq_vllm.experts import BEFORE, MoeqExperts
 from moeq_vllm.linear import DenseTable, MoeqEmbedding, MoeqLinear, MoeqTiedHead
 
-MATRICES = {projection: number for number, projection in PROJECTIONS.items()}
 BLOCKS = ("minimax_m2", "mixtral", "phimoe")  # families whose experts lie in a module of another name in vLLM
 NUMBERED = ("lfm2_moe", "minimax_m2", "phimoe")  # families whose experts' matrices have numbers in vLLM
 OF_EXPERTS = re.compile(rf"(\.experts\.\d+\.\w+\.)({'|'.join(ALL_PARTS)})$")
 BUILD = VocabParallelEmbedding.__init__
-GUARDS = re.compile(r"\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)(?:_bias)?$")  # of stacks of experts
 
 
 class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
-    """tied: heads that have the tensors of embeddings; family: the model's."""
+    """family: the model's."""
 
     runtime = "vLLM"
 
     def __init__(self, stored: Stored) -> None:
         super().__init__(stored)
-        self.tied = set(stored.others.tied.values()) if stored.others is not None else set()
         self.family = ""
 
     @classmethod
@@ -62,14 +59,16 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
         Asked for when the model is built and nothing is loaded: ValueError where it has passed over what is packed.
         """
         config = get_current_vllm_config_or_none()
-        whole = config is None or config.parallel_config.pipeline_parallel_size == 1  # else others have some layers
-        if whole and (config is None or config.speculative_config is None):  # a model that drafts has not all of them
+        if config is None or (
+            config.parallel_config.pipeline_parallel_size == 1  # else other processes have some layers
+            and config.speculative_config is None  # else a model that drafts, too, is loaded, and has not all of them
+        ):
             self.check()
         renamed: dict[re.Pattern[str], str | None] = {GUARDS: None, OF_EXPERTS: rf"\1{BEFORE}\2"}
         if self.family in BLOCKS:
             renamed[re.compile(r"\.mlp\.experts\.")] = ".block_sparse_moe.experts."
         if self.family in NUMBERED:
-            renamed |= {re.compile(rf"(\.experts\.\d+\.){own}\."): rf"\1{theirs}." for own, theirs in MATRICES.items()}
+            renamed |= {re.compile(rf"(\.experts\.\d+\.){own}\."): rf"\1{theirs}." for own, theirs in NUMBERS.items()}
         return WeightsMapper(orig_to_new_regex=renamed)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
