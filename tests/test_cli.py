@@ -37,7 +37,8 @@ FLAGS = {
     | {"recipe"}
     | {"--hardware", "--assignment", "--manifest", "--trace", "--bits", "--gpu-experts", "--group-size", "--policy"}
     | {"--grid", "--context", "--kv-growth", "--zipf", "--replicas", "--capacity", "--sheet", "--fit", "--kernels"}
-    | {"--samples", "--gpu-bits", "--cache-bits", "--rate", "--speed", "--memory", "--cost", "--losses", "--design"},
+    | {"--samples", "--gpu-bits", "--cache-bits", "--other-bits", "--rate", "--speed", "--memory", "--cost"}
+    | {"--losses", "--design"},
     "bench": {"checkpoint", "--dense", "--batch", "--prompt-tokens", "--new-tokens", "--repeat", "--grid", "--beams"}
     | {"--dynamic", "--peers", "--gguf", "--dtype", "--out", "--device", "--trust-remote-code", "--json", "--quiet"},
     "export": STAGE | DEVICE | {"--format", "--widen", "--verify"},

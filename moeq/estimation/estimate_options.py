@@ -94,6 +94,9 @@ class EstimateOptions(RunOptions):
     cache_bits: float = option(
         "Bits of an element of keys and values, as caches of 8 and 4 bits have them.", APART, default=16.0
     )
+    other_bits: float | None = option(
+        "Bits of a weight of all but the experts [default: as a packed checkpoint stores them, else 16].", APART
+    )
     kv_growth: bool = option("Keys and values grow with the request instead of --context.", APART, default=False)
     zipf: float | None = option("Exponent of Zipf routing, the placement's best experts the most popular.", APART)
     samples: int | None = option(

@@ -21,6 +21,7 @@ from moeq.estimation.subject import (
     of_manifest,
     read_model,
     read_placed,
+    with_others_of,
 )
 from moeq.estimator import (
     Estimate,
@@ -370,19 +371,25 @@ def _subject(asked: EstimateOptions, name: str, hardware: Hardware, *, batch: in
     check_path(asked.assignment, "give an assignment.json to --assignment")
     check_path(asked.manifest, "give a placement.json to --manifest, or its directory")
     model = read_model(name, trust_remote_code=asked.trust_remote_code)
-    if not 1 <= asked.cache_bits <= 32:
-        raise RecipeError(f"{asked.cache_bits:g} bits", where="--cache-bits", do="give 1 to 32")
-    model = replace(model, geometry=replace(model.geometry, cache_bits=asked.cache_bits))
+    for option, width in (("--cache-bits", asked.cache_bits), ("--other-bits", asked.other_bits)):
+        if width is not None and not 1 <= width <= 32:
+            raise RecipeError(f"{width:g} bits", where=option, do="give 1 to 32")
+    placed = None if asked.manifest is None else read_placed(asked.manifest)
+    manifest = model.manifest if placed is None else placed[0]
+    geometry = replace(model.geometry, cache_bits=asked.cache_bits)
+    if asked.other_bits is not None:
+        geometry = replace(geometry, other_bits=asked.other_bits)
+    elif manifest is not None:
+        geometry = with_others_of(manifest, geometry)
     if asked.assignment is not None:
-        return of_assignment(asked.assignment, model.geometry)
-    if asked.manifest is not None:
-        manifest, where = read_placed(asked.manifest)
-        return of_manifest(manifest, model.geometry, where)
+        return of_assignment(asked.assignment, geometry)
+    if placed is not None:
+        return of_manifest(placed[0], geometry, placed[1])
     if model.manifest is not None and not uniform:
         if grouped:
             do = "give --bits, too, or leave it out"
             raise RecipeError(f"{name} says how its codes are stored", where="--group-size", do=do)
-        return of_manifest(model.manifest, model.geometry, name)
+        return of_manifest(model.manifest, geometry, name)
     bits = DEFAULT_BITS if asked.bits is None else asked.bits
     for option, width in (("--bits", bits), ("--gpu-bits", asked.gpu_bits)):
         if not 1 <= width <= 16:
@@ -390,12 +397,12 @@ def _subject(asked: EstimateOptions, name: str, hardware: Hardware, *, batch: in
     group_size = asked.group_size or DEFAULT_GROUP
     codes: dict[str, Any] = {"group_size": group_size}
     if asked.losses is not None:
-        codes = codes_of_run(asked.losses, model.geometry)
+        codes = codes_of_run(asked.losses, geometry)
     hot = asked.gpu_experts
     if hot is None:
         stored = float(effective_bits(asked.gpu_bits, **codes))
-        hot = largest_gpu_experts(model.geometry, hardware, batch=batch, context=context, stored_bits=stored) or 0
-    return replace(_uniform(model.geometry, bits, hot, group_size, hot_bits=asked.gpu_bits), **codes)
+        hot = largest_gpu_experts(geometry, hardware, batch=batch, context=context, stored_bits=stored) or 0
+    return replace(_uniform(geometry, bits, hot, group_size, hot_bits=asked.gpu_bits), **codes)
 
 
 def _uniform(

@@ -239,6 +239,13 @@ def of_manifest(manifest: PlacementManifest, geometry: ModelGeometry, where: str
     )
 
 
+def with_others_of(manifest: PlacementManifest, geometry: ModelGeometry) -> ModelGeometry:
+    """A model's geometry with all but its experts at the bits at which a packed checkpoint of it stores them."""
+    packed = sum(module.rows * module.inputs for module in manifest.others)
+    stored = manifest.totals.packed_module_bytes
+    return geometry.with_others_packed(packed, stored, of=geometry.non_expert_parameters)
+
+
 def read_placed(path: Path) -> tuple[PlacementManifest, str]:
     """The manifest at a path (placement.json or the checkpoint's directory) and its name for messages."""
     from moeq.artifacts.manifest import read_manifest

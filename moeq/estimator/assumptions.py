@@ -47,6 +47,8 @@ def assumptions(
         else f"decode: keys and values of {simulation.context} tokens at every step",
         _kept_line(geometry, simulation.kv_tokens if kv_growth else simulation.context, hardware.count),
     ]
+    if geometry.other_bits != 16:
+        lines.append(f"all but the experts at {geometry.other_bits:.2f} bits a weight, under every policy")
     lines += _policy_lines(simulation)
     if encoder := geometry.encoder_layers:
         decoder = geometry.num_layers - encoder

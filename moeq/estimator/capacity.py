@@ -129,8 +129,8 @@ def plan_capacity(
 ) -> CapacityPlan:
     """What the placement needs on the GPU and on the near-data side at `batch` sequences of `context` tokens.
 
-    GPU: everything but the experts in FP16, the hot experts at their widths, keys and values in FP16. Near-data side:
-    FP16 and a replica at each of `replica_bits` of every expert, so that any sequence can be placed anew.
+    GPU: everything but the experts as it is stored, the hot experts at their widths, keys and values in FP16. Near-data
+    side: FP16 and a replica at each of `replica_bits` of every expert, so that any sequence can be placed anew.
     """
     largest = partial(largest_gpu_experts, geometry, hardware, batch=batch, context=context)
     geometry = geometry.across(hardware.count)

@@ -105,7 +105,8 @@ class ModelGeometry:
     through the others.
     visits: how many times a token goes through each of the MoE layers, None: once through all; visited_parameters: how
     many of the non_expert_parameters are read again for that, as often as they are.
-    cache_bits: of a key's or value's element, 16 for FP16; states stay as they are.
+    cache_bits: of a key's or value's element, 16 for FP16; states stay as they are. other_bits: stored for one of the
+    non_expert_parameters, scales and zero points counted.
     Raises EstimateError for sizes that no model has.
     """
 
@@ -125,6 +126,7 @@ class ModelGeometry:
     expert_hidden_size: int | None = None
     encoder_layers: int = 0
     cache_bits: float = 16.0
+    other_bits: float = 16.0
     visits: tuple[int, ...] | None = None
     visited_parameters: int = 0
 
@@ -152,10 +154,10 @@ class ModelGeometry:
 
     def sizes(self) -> dict[str, Any]:
         """All of it as a mapping; attention, what experts are given, an encoder's layers, visits and the bits of the
-        cache only where they are not the usual ones."""
+        cache and of all but the experts only where they are not the usual ones."""
         usual = {
-            "attention": None, "expert_hidden_size": None, "encoder_layers": 0, "cache_bits": 16.0, "visits": None,
-            "visited_parameters": 0,
+            "attention": None, "expert_hidden_size": None, "encoder_layers": 0, "cache_bits": 16.0, "other_bits": 16.0,
+            "visits": None, "visited_parameters": 0,
         }  # fmt: skip
         found = {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
         for kind in found.get("attention", ()):
@@ -174,8 +176,13 @@ class ModelGeometry:
 
     @property
     def non_expert_bytes(self) -> float:
-        """FP16 bytes of all but the experts."""
-        return 2.0 * self.non_expert_parameters
+        """Bytes of all but the experts, as it is stored."""
+        return self.other_bits / 8 * self.non_expert_parameters
+
+    def with_others_packed(self, weights: int, stored_bytes: int, *, of: int) -> ModelGeometry:
+        """With the non-expert parameters as a checkpoint stores its own: some weights, of so many, in some bytes, the
+        others in FP16."""
+        return replace(self, other_bits=16 + (8 * stored_bytes - 16 * weights) / of) if weights else self
 
     @property
     def kept(self) -> tuple[Attention, ...]:

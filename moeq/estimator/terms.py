@@ -142,7 +142,7 @@ def t_dense(
     read_and_again = geometry.non_expert_parameters + geometry.visited_parameters
     gpu, share = hardware.all_gpus, read_and_again / geometry.num_layers
     attended = np.asarray(context, dtype=np.float64)
-    read = 2 * share + sequences * geometry.kv_bytes_per_layer(attended, prompt=prompt)
+    read = geometry.other_bits / 8 * share + sequences * geometry.kv_bytes_per_layer(attended, prompt=prompt)
     macs = tokens * (share + geometry.attention_macs(attended, prompt=prompt))
     cost = _longer(
         memory=read / gpu.memory_rate,

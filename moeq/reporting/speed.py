@@ -142,7 +142,7 @@ def _capacity(estimate: Estimate) -> Raw:
     rows: list[Row | tuple[str, ...]] = [
         Row(cells=("GPU memory", human_bytes(c.gpu_capacity_bytes), fits[c.fits_gpu]), kind="group"),
         ("experts placed on the GPU", human_bytes(c.gpu_expert_bytes), ""),
-        ("the rest of the model, FP16", human_bytes(c.gpu_non_expert_bytes), ""),
+        ("the rest of the model", human_bytes(c.gpu_non_expert_bytes), ""),
         ("keys and values at most", human_bytes(c.gpu_kv_cache_bytes), ""),
         Row(cells=("NDP memory", human_bytes(c.ndp_capacity_bytes), fits[c.fits_ndp]), kind="group"),
         ("experts placed on the NDP", human_bytes(c.ndp_expert_bytes), ""),

@@ -239,7 +239,8 @@ def deciding(context: Context, sections: Sequence[AssignSection]) -> list[str] |
     experts; None for nothing."""
     names = [context.recipe.hardware_of(section) for section in sections]
     estimate = context.recipe.estimate
-    timed = [f"{estimate.geometry}, {estimate.context}"] if any(section.speed for section in sections) else []
+    packed = [f"others {widths}"] if (widths := context.recipe.others.widths()) else []
+    timed = [f"{estimate.geometry}, {estimate.context}", *packed] if any(section.speed for section in sections) else []
     others = [package for section in sections if (package := ALLOCATORS.origin(section.method)) is not None]
     widened = ["widened"] if context.recipe.export.widen and any(section.target for section in sections) else []
     sampled = any(section.trace not in (None, "closed") for section in sections)

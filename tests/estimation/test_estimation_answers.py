@@ -589,6 +589,21 @@ def test_a_cache_of_fewer_bits_takes_less_and_is_read_faster() -> None:
     assert moeq(*model, "--cache-bits", "0") == (2, "--cache-bits: 0 bits; give 1 to 32")
 
 
+def test_all_but_the_experts_at_fewer_bits_takes_less_and_is_read_faster() -> None:
+    model = ("--model", "mixtral-8x7b", "--bits", "3", "--gpu-experts", "2", *ONE)
+    whole, half = (as_json(*model, *more)["cases"][0] for more in ((), ("--other-bits", "8")))
+    rest = [case["capacity"]["gpu"]["parts"][0]["bytes"] for case in (whole, half)]
+    assert rest[0] == 2 * rest[1] == 2 * 1_605_636_096
+    dense = [
+        next(row for row in case["estimate"]["terms"] if row["term"] == "dense" and row["policy"] == "context_aware")
+        for case in (whole, half)
+    ]
+    assert dense[0]["bytes"] - dense[1]["bytes"] == pytest.approx(1_605_636_096)
+    assert dense[1]["seconds"] < dense[0]["seconds"]
+    assert "all but the experts at 8.00 bits a weight, under every policy" in half["estimate"]["assumptions"]
+    assert moeq(*model, "--other-bits", "40") == (2, "--other-bits: 40 bits; give 1 to 32")
+
+
 @pytest.mark.full
 def test_a_recipe_may_have_the_sizes_themselves(tmp_path: Path) -> None:
     named = load_geometry("mixtral-8x7b").sizes()

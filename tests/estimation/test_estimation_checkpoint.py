@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from moeq import pipeline
 from moeq.artifacts.assignment import read_assignment
+from moeq.artifacts.manifest import read_manifest
 from moeq.cli import app
 from moeq.errors import MoeqError
 from moeq.estimation.subject import read_model
@@ -111,6 +112,23 @@ def test_weights_beside_the_experts_count_where_they_are_packed(tied: bool, tmp_
     pipeline.run(context, ("profile", "losses", "assign", "quantize", "export"))
     wanted, found = (read_model(str(folder)).geometry for folder in (source, out / "checkpoint"))
     assert found.non_expert_parameters == wanted.non_expert_parameters
+    manifest = read_manifest(out / "checkpoint")
+    packed = sum(one.rows * one.inputs for one in manifest.others)
+    stored = 2 * (wanted.non_expert_parameters - packed) + sum(one.bytes for one in manifest.others)
+    assert 1.05 * wanted.non_expert_parameters < stored < 1.5 * wanted.non_expert_parameters
+    own = case("--model", out / "checkpoint")
+    for one in (own, case("--model", source, "--manifest", out / "checkpoint")):
+        assert one["capacity"]["gpu"]["parts"][0]["bytes"] == pytest.approx(stored)
+        said = (
+            f"all but the experts at {8 * stored / wanted.non_expert_parameters:.2f} bits a weight, under every policy"
+        )
+        assert said in one["estimate"]["assumptions"]
+    assert pipeline.run(context, ("estimate",))
+    of_run = json.loads((out / "estimate" / "estimate.json").read_text())
+    assert of_run["geometry"]["other_bits"] == pytest.approx(own["geometry"]["other_bits"])
+    as_saved = case("--model", out / "checkpoint", "--other-bits", "16")
+    assert as_saved["capacity"]["gpu"]["parts"][0]["bytes"] == 2 * wanted.non_expert_parameters
+    assert "other_bits" not in as_saved["geometry"]
 
 
 def test_uniform_widths_may_replace_those_of_the_checkpoint(finished: Path) -> None:
