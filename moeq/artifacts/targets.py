@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Unpack
 from moeq.errors import FormatError
 from moeq.runtimes import NATIVE, runtimes
 from moeq_kernels.iq_types import SETS
-from moeq_kernels.widths import DROPPED, FULL, Codes, Encoding, EncodingKeys
+from moeq_kernels.widths import DROPPED, FULL, Codes, Encoding, EncodingKeys, group_count
 
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Width
@@ -62,6 +62,7 @@ class Target:
     whether codes may be the leading bits of wider ones; codes: of what kinds; stacks: whether, where the experts of a
     layer share a width, their matrices may differ; blocks: {(bits, symmetric): of what a row and its groups must be
     multiples}, where only these grids have a type at all; block_bytes: what such a block takes, whatever its groups;
+    group_bytes: what a group takes beside its codes, where that is not a scale and a zero point as moeq packs them;
     runs: of what groups alone must be multiples, where scales may be rounded to fit; rounded: the name of such a target
     beside one that takes values as they are; proof: the test or source behind the row; called, snippet: the runtime in
     words and how it loads, where they are not its exporter's.
@@ -82,6 +83,7 @@ class Target:
     stacks: bool = False
     blocks: Mapping[tuple[int, bool], int] | None = None
     block_bytes: Mapping[tuple[int, bool], int] | None = None
+    group_bytes: int | None = None
     runs: Mapping[tuple[int, bool], int] | None = None
     rounded: str = ""
     proof: str
@@ -92,13 +94,19 @@ class Target:
         """Of what the groups of a grid must be multiples where it has blocks; None where no type holds it."""
         return (self.runs or self.blocks or {}).get((bits, symmetric))
 
+    @property
+    def has_own_bytes(self) -> bool:
+        """Whether a matrix may take other bytes in it than in the native format."""
+        return self.block_bytes is not None or self.group_bytes is not None
+
     def matrix_bytes(self, grid: Grid, *, widen: bool = False) -> int | None:
         """What it stores of a matrix; None where that is as the native format has it, or where it does not load it."""
         stored = loadable_grid(self, grid) if widen else grid
-        if self.blocks is None or self.block_bytes is None or Encoding.of(grid).codes == "iq":
+        if not self.has_own_bytes or Encoding.of(grid).codes == "iq" or refuse_matrix(self, stored) is not None:
             return None
-        if refuse_matrix(self, stored) is not None:
-            return None
+        if self.blocks is None or self.block_bytes is None:
+            groups = stored.rows * group_count(stored.inputs, stored.group_size)
+            return stored.rows * stored.inputs * stored.bits // 8 + groups * (self.group_bytes or 0)
         kind = (stored.bits, stored.symmetric)
         return grid.rows * grid.inputs // self.blocks[kind] * self.block_bytes[kind]
 

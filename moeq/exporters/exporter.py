@@ -8,7 +8,7 @@ without torch: it is imported inside of the functions. Other packages name their
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -111,11 +111,17 @@ def as_packed(sizes: ExportSizes) -> int:
 
 def as_autogptq(sizes: ExportSizes, ordered: bool = False) -> int:
     """As packed, and zero points of symmetric grids, too; ordered: and of every matrix the group of each input."""
-    stacked = ((weights // (grids[0].rows * grids[0].inputs), grids[-1]) for weights, grids, _ in sizes.stacks if grids)
     return as_packed(sizes) + sum(
-        count * (4 * grid.inputs * ordered + _zeros(grid) * grid.symmetric)
-        for count, grid in (*stacked, *((1, grid) for grid in sizes.others))
+        count * (4 * grid.inputs * ordered + _zeros(grid) * grid.symmetric) for count, grid in packed_matrices(sizes)
     )
+
+
+def packed_matrices(sizes: ExportSizes) -> Iterator[tuple[int, Grid]]:
+    """How many packed matrices there are of a grid: of experts, those of a stack, and each beside them."""
+    for weights, grids, _ in sizes.stacks:
+        if grids:
+            yield weights // (grids[0].rows * grids[0].inputs), grids[-1]
+    yield from ((1, grid) for grid in sizes.others)
 
 
 def _zeros(grid: Grid) -> int:

@@ -144,9 +144,9 @@ class Draft:
         return matrices, biases
 
     def matrices(
-        self, layer: ExpertLayer, bits: int | None = None
+        self, layer: ExpertLayer, bits: int | Mapping[str, int | None] | None = None
     ) -> Iterator[tuple[int, str, str, PackedWeight | Tensor]]:
-        """(expert, projection, name, matrix) in turn, each as the target can load it, or at `bits`.
+        """(expert, projection, name, matrix) in turn, each as the target can load it, or at `bits`, its projection's.
 
         FormatError for what it cannot load. The next expert is read, and its digest taken, meanwhile.
         """
@@ -159,7 +159,8 @@ class Draft:
             for projection, matrix in matrices.items():
                 name = f"{layer.name}.{expert}.{projection}"
                 if isinstance(matrix, PackedWeight):
-                    yield expert, projection, name, self.loadable(name, matrix, bits)
+                    own = bits.get(projection) if isinstance(bits, Mapping) else bits
+                    yield expert, projection, name, self.loadable(name, matrix, own)
                 else:
                     self.plain.append(name)
                     yield expert, projection, name, matrix
@@ -236,15 +237,23 @@ class Draft:
             for key, tensor in tensors.items():
                 add(key, tensor)
 
-    def finish(self, quantization: Mapping[str, Any] | None, renamed: Mapping[str, str] | None = None) -> None:
-        """Write what is not packed, config.json, the index, the side files, the model card and the digests of all."""
+    def finish(
+        self,
+        quantization: Mapping[str, Any] | None,
+        renamed: Mapping[str, str] | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write what is not packed, config.json, the index, the side files, the model card and the digests of all.
+
+        more: keys of config.json beside the source's.
+        """
         rest = write_plain(
             self.source.source, self.source.rest(), self.directory, self.options.max_shard_bytes, renamed
         )
         self.where |= rest
         write_index(self.directory, self.where)
         block = {} if quantization is None else {"quantization_config": dict(quantization)}
-        self.complete(self.sides.config(self.source.config | block))
+        self.complete(self.sides.config({**self.source.config, **(more or {}), **block}))
 
     def complete(self, config: Mapping[str, Any]) -> None:
         """Write config.json, the side files, the model card, the provenance and the digests of all files."""

@@ -19,7 +19,12 @@ FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # types of we
 
 def quantization_of(config: dict[str, Any]) -> dict[str, Any]:
     """The quantization that a config.json declares, for the whole or for its language model; empty when none."""
-    return dict(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {})
+    found = dict(
+        config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
+    )
+    if found and "quant_method" not in found and found == config.get("quantization"):
+        found["quant_method"] = "mlx"  # whose own checkpoints say it twice, and nothing of who wrote them
+    return found
 
 
 def refuse_quantized(config: dict[str, Any], path: object) -> None:

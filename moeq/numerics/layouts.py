@@ -4,14 +4,18 @@ GPTQ: `qweight` int32 [K*b/32, N], a column's codes as one little-endian bit str
 group's zero points likewise: less one modulo 2**b in AutoGPTQ's first format, as they are in the second and in
 auto-round's own. compressed-tensors: int32 [N, ceil(K*b/32)], a row's codes as one bit stream. N output rows, K inputs,
 G groups, b bits, B bytes of a
-row's stream, W words of 32 bits.
+row's stream, W words of 32 bits. MLX: `weight` uint32 [N, K*b/32] as compressed-tensors', and a code q stands for
+scale * q + bias.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack, packed_row_bytes, unpack
 from moeq_kernels.widths import SUPPORTED_BITS, WORD
 
@@ -73,3 +77,21 @@ def zeros_of(words: Tensor, bits: int, rows: int, *, less_one: bool = True) -> T
     stored = unpack(row_stream(words, bits, rows), bits, rows)
     zeros: Tensor = ((stored.to(torch.int64) + 1) % 2**bits).to(torch.uint8) if less_one else stored
     return zeros.mT.contiguous()
+
+
+def affine_parts(weight: PackedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A packed weight as MLX has it: `weight` uint32 [N, K*b/32], `scales` and `biases` [N, G] in a type."""
+    scales = weight.scales.to(dtype)
+    zeros: Tensor | float = 2.0 ** (weight.bits - 1)
+    if weight.zeros is not None:
+        zeros = unpack(weight.zeros, weight.bits, scales.shape[-1]).double()
+    words = row_words(weight.codes).view(torch.uint32)
+    return {"weight": words, "scales": scales, "biases": (-scales.double() * zeros).to(dtype)}
+
+
+def affine_values(parts: Mapping[str, Tensor], bits: int, inputs: int) -> Tensor:
+    """Values float32 [N, K] of what `affine_parts` gives, for K inputs."""
+    codes = unpack(row_stream(parts["weight"].view(torch.int32), bits, inputs), bits, inputs).float()
+    scales, biases = (parts[name].float()[..., None] for name in ("scales", "biases"))
+    values: Tensor = (codes.unflatten(-1, (scales.shape[-2], -1)) * scales + biases).flatten(-2)
+    return values

@@ -278,7 +278,7 @@ def summarize(context: Context, assignment: Assignment) -> dict[str, Any]:
 def _loaded_bits(context: Context, assignment: Assignment, size: int) -> dict[str, Any]:
     """What is stored for a weight of the experts where the recipe's target has blocks of its own."""
     section = context.recipe.assign
-    if target_of(section.target).block_bytes is None:
+    if not target_of(section.target).has_own_bytes:
         return {}
     there = total_loaded_bytes(context, section, assignment)
     if there == size:

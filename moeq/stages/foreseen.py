@@ -60,7 +60,7 @@ def _fullest(checkpoint: CheckpointSize, section: AssignSection, cold: Sequence[
         layer = layers[place]
         if section.code_bits is not None:
             return Fraction(bits, len(layer.projections))
-        if section.size is not None and target.block_bytes is None:
+        if section.size is not None and not target.has_own_bytes:
             return checkpoint.matrix_bytes(layer, name, bits)
         return loaded_bytes(checkpoint.context, section, layer, name, bits)
 

@@ -145,6 +145,18 @@ def llama_logits(request: dict[str, Any]) -> tuple[Any, None]:
     return torch.stack(logits), None
 
 
+def mlx_logits(request: dict[str, Any]) -> tuple[Any, None]:
+    """The logits that mlx-lm computes, in the wanted type; it shows nothing of its layers."""
+    import mlx.core as mx
+    import torch
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(Path(request["checkpoint"]))
+    model.set_dtype(getattr(mx, request["dtype"]))
+    logits = [model(mx.array([row])).astype(mx.float32)[0].tolist() for row in request["inputs"]["input_ids"]]
+    return torch.tensor(logits), None
+
+
 def vllm_logits(request: dict[str, Any]) -> tuple[Any, None]:
     """The logarithms of the probabilities that vLLM computes; it shows nothing of its layers."""
     from vllm import LLM, SamplingParams

@@ -19,7 +19,8 @@ from moeq.models.side_files import DATA, DATA_PATTERN, without_code
 from moeq.models.source import CONFIG, ModelSource
 
 NO_COMPUTATION = re.compile(  # keys of config.json that say how weights are stored or loaded, not what is computed
-    r"_.*|quantization_config|compression_config|(torch_)?dtype|transformers_version|use_cache|auto_map|custom_pipelines"
+    r"_.*|quantization(_config)?|compression_config|(torch_)?dtype|transformers_version|use_cache|auto_map|"
+    r"custom_pipelines"
 )
 OF_THE_WRITER = frozenset(  # keys of other files that whoever saves them again writes anew
     {"transformers_version", "_from_model_config", "_commit_hash", "name_or_path", "tokenizer_class", "processor_class"}

@@ -163,7 +163,7 @@ def _equal_experts(other: PackedSource, packed: PackedSource, found: Weights, re
             for expert in range(layer.num_experts):
                 theirs = other.expert(other.layers[place], expert)[0]
                 for projection, matrix in packed.expert(layer, expert)[0].items():
-                    wanted = theirs[projection]
+                    wanted = _written(packed, theirs[projection])
                     if isinstance(matrix, Tensor):
                         wanted = values(wanted).to(matrix.dtype)
                     error = relative_error(matrix, wanted)
@@ -177,11 +177,16 @@ def _equal_experts(other: PackedSource, packed: PackedSource, found: Weights, re
             advance()
 
 
+def _written(packed: PackedSource, matrix: PackedWeight | Tensor) -> PackedWeight | Tensor:
+    """What a checkpoint must hold of a matrix that it was made of."""
+    return packed.written(matrix) if isinstance(packed, Foreign) else matrix
+
+
 def _equal_others(made_of: PackedSource, packed: PackedSource, found: Weights, trust_remote_code: bool) -> None:
     """Packed modules outside of the experts; where the checkpoint has them as plain tensors, rounded to their type."""
     theirs, mine = packed_others(made_of), packed_others(packed)
     for name, read in mine.items():
-        if name not in theirs or not is_equal(read(), theirs[name]()):
+        if name not in theirs or not is_equal(read(), _written(packed, theirs[name]())):
             found.problems.append(f"{name}: its values differ")
     unpacked = [name for name in theirs if name not in mine and packed.source.read is None]
     if not unpacked:

@@ -11,6 +11,7 @@ from moeq.artifacts.files import PARTIAL
 from moeq.errors import EvaluationError
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers import open_packed
+from moeq.exporters.readers.foreign import Foreign
 from moeq.exporters.readers.gguf import Gguf
 from moeq.models.loading import memory_bytes
 from moeq.progress import Reporter
@@ -39,7 +40,7 @@ def check_written(
     if isinstance(made_of, Path):
         made_of = open_packed(made_of, trust_remote_code=trust_remote_code, as_values=True)
     size, memory = resident_bytes(packed), memory_bytes(torch.device("cpu"))
-    apart = isinstance(packed, Gguf) and packed.refitted
+    apart = _is_rounded(packed)
     del packed  # its headers and manifest; whoever checks it opens it again
     if size > memory:
         reporter.say(
@@ -65,6 +66,11 @@ def check_written(
     return verdict
 
 
+def _is_rounded(packed: PackedSource) -> bool:
+    """Whether its values need not be those of what it was made of: scales were rounded."""
+    return (isinstance(packed, Gguf) and packed.refitted) or (isinstance(packed, Foreign) and packed.rounds is not None)
+
+
 def _check_values(directory: Path, made_of: PackedSource | None, reporter: Reporter, trust_remote_code: bool) -> None:
     """EvaluationError where a checkpoint that cannot be loaded here holds other values than what it was made of."""
     if made_of is None:
@@ -73,7 +79,8 @@ def _check_values(directory: Path, made_of: PackedSource | None, reporter: Repor
     problems = differences(made_of, packed, reporter, trust_remote_code)
     if problems:
         raise EvaluationError(first_of(problems), where=str(directory), do="do not use it; write it again")
-    apart = isinstance(packed, Gguf) and packed.refitted
-    what = "as far from those of {} as it says" if apart else "those of {}"
+    what = "as far from those of {} as it says" if _is_rounded(packed) else "those of {}"
+    if isinstance(packed, Foreign) and packed.rounds is not None:
+        what = f"those of {{}}, scales and zero points in {str(packed.rounds).removeprefix('torch.')}"
     name = made_of.source.name.removesuffix(PARTIAL)  # of one that is still being made
     reporter.say(f"  its values are {what.format(escape(name))}")

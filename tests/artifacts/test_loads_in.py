@@ -54,7 +54,7 @@ def reasons(where: LoadsIn) -> dict[str, str]:
             [[4, 8], [4, 4]],
             {},
             {"transformers": "mixed widths"} | dict.fromkeys(("vllm", "vllm-gptq"), "8-bit")
-            | dict.fromkeys(("vllm-cuda", "humming", "llama.cpp", "llama.cpp-refit"), "mixed widths in a layer"),
+            | dict.fromkeys(("vllm-cuda", "humming", "mlx", "llama.cpp", "llama.cpp-refit"), "mixed widths in a layer"),
         ),
         (
             [[4, 4], [4, 4]],
@@ -73,10 +73,10 @@ def reasons(where: LoadsIn) -> dict[str, str]:
             [[4, 4]],
             {"others": [beside("dense", inputs=40)]},
             dict.fromkeys(("transformers", *VLLM), PACKED)
-            | {"gptqmodel": "dense: 40 inputs", "auto-round": "dense: 40 inputs"}
+            | dict.fromkeys(("gptqmodel", "auto-round", "mlx"), "dense: 40 inputs")
             | dict.fromkeys(("llama.cpp", "llama.cpp-refit"), "dense: 4 bits of 40 inputs in groups of 40"),
         ),
-        ([[4, 4]], {"group_size": 256}, dict.fromkeys(VLLM, "groups of 256")),
+        ([[4, 4]], {"group_size": 256}, dict.fromkeys((*VLLM, "mlx"), "groups of 256")),
         ([[4, 4]], {"inputs": 40}, {}),
     ],
 )  # fmt: skip
@@ -96,11 +96,11 @@ def test_one_bit_is_only_native() -> None:
     where = found([[1, 4], [1, 4]])
     told = reasons(where)
     assert told.pop("llama.cpp") == told.pop("llama.cpp-refit") == "mixed widths in a layer"
-    assert told == dict.fromkeys(("auto-round", "transformers", *VLLM, "gptqmodel"), "1-bit")
+    assert told == dict.fromkeys(("auto-round", "transformers", *VLLM, "gptqmodel", "mlx"), "1-bit")
     assert where["gptqmodel"] is not None
     where["gptqmodel"]["price"] = 0.042
     text = line(where)
-    assert text.startswith("loads in: native (transformers with moeq); not in auto-round, humming, transformers, ")
+    assert text.startswith("loads in: native (transformers with moeq); not in auto-round, humming, mlx, transformers, ")
     assert "gptqmodel (1-bit; +4.2 % loss)" in text
     where["gptqmodel"]["price"] = 23882.51
     assert "gptqmodel (1-bit; 23,900 times the loss)" in line(where)

@@ -16,7 +16,7 @@ from tiny_models import save_tiny
 from torch import Tensor
 
 from moeq.exporters import compressed_tensors
-from moeq.numerics.layouts import row_words
+from moeq.numerics.layouts import affine_parts, row_words
 from moeq_kernels import exl3
 from moeq_kernels.packed import PackedWeight
 from moeq_kernels.packing import pack, unpack
@@ -120,6 +120,11 @@ def humming_parts(packed: PackedWeight) -> dict[str, Tensor]:
     return parts
 
 
+def mlx_parts(packed: PackedWeight) -> dict[str, Tensor]:
+    """weight, scales and biases."""
+    return affine_parts(packed, torch.float16)
+
+
 def exl3_parts(packed: PackedWeight) -> dict[str, Tensor]:
     """trellis, suh, svh and mul1 of any codes of 2 bits of EXL3, in the place of a packed matrix."""
     rows, inputs = len(packed.scales), packed.inputs
@@ -210,6 +215,10 @@ def float_config(**changed: Any) -> dict[str, Any]:
 
 def exl3_config() -> dict[str, Any]:
     return {"quant_method": "exl3", "version": "1.4.1", "bits": 2.0, "head_bits": 16, "codebook": "mul1"}
+
+
+def mlx_config() -> dict[str, Any]:
+    return {"quant_method": "mlx", "group_size": GROUP, "bits": 4, "mode": "affine"}
 
 
 def humming_config(dynamic: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:

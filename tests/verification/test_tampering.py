@@ -355,7 +355,8 @@ def test_a_manifest_of_an_older_moeq_is_right_and_says_what_it_lacks(checkpoint:
     assert any(UNLIKE in problem for problem in found_against(checkpoint, model))
 
 
-FORMATS = ("gptq", "auto-round", "compressed-tensors", "humming", "dequantized", "gguf")
+MLX_FILE = "model-experts-001.safetensors"
+FORMATS = ("gptq", "auto-round", "compressed-tensors", "humming", "mlx", "dequantized", "gguf")
 
 
 @pytest.fixture(scope="module")
@@ -401,6 +402,17 @@ def change_expert(folder: Path, code: bool) -> None:
             for at in range(start, start + size, block):
                 data[at + 1] ^= 0x80
         (folder / FILE).write_bytes(data)
+        return
+    if (folder / MLX_FILE).is_file():
+        change = some_code if code else times(-1)
+        for part in ("weight",) if code else ("scales", "biases"):
+
+            def changed(stack: torch.Tensor) -> torch.Tensor:
+                words = stack.view(torch.int32) if code else stack
+                words[1] = change(words[1])
+                return stack
+
+            edit_tensor(folder, f"model.layers.1.mlp.switch_mlp.up_proj.{part}", changed)
         return
     prefix = "model.layers.1.mlp.experts.1.up_proj."
     keys = {name for file in folder.glob("*.safetensors") for name in load_file(file) if name.startswith(prefix)}

@@ -13,6 +13,7 @@ from moeq.errors import ArtifactError
 from moeq.exporters.gguf import ERRORS, FILE
 from moeq.exporters.readers import layout_of
 from moeq.exporters.readers.layout import CHECKED, Layout, packed_modules
+from moeq.exporters.readers.mlx import Mlx, unstacked
 from moeq.models.configuration import check_counts
 from moeq.models.source import CONFIG, ModelSource, TensorHeader, check_parts, open_source, read_config
 from moeq.models.stored_experts import LAYERS, Shape, checked_layers, stated
@@ -29,6 +30,7 @@ def packed(path: Path, label: str, trust_remote_code: bool = False) -> dict[str,
     """
     source = open_source(str(path))
     layout = layout_of(source)
+    source = _by_expert(source, layout)
     modules = packed_modules(source, layout)
     if layout is not None and any(layout.grid([module]) is None for module in modules):
         return _by_model(path, label, trust_remote_code)
@@ -80,10 +82,16 @@ def shapes_of(source: ModelSource) -> dict[str, Shape]:
     layout = layout_of(source)
     if layout is None:
         return {key: header.shape for key, header in source.tensors.items()}
+    source = _by_expert(source, layout)
     modules = packed_modules(source, layout)
     parts = {f"{module}.{part}" for module, headers in modules.items() for part in headers}
     shapes = {f"{module}.weight": _checked(module, headers, layout) for module, headers in modules.items()}
     return shapes | {key: header.shape for key, header in source.tensors.items() if key not in parts}
+
+
+def _by_expert(source: ModelSource, layout: Layout | None) -> ModelSource:
+    """A checkpoint with a tensor for each expert's matrix, where its layout has stacks of them."""
+    return unstacked(source)[0] if isinstance(layout, Mlx) else source
 
 
 def _checked(module: str, headers: dict[str, TensorHeader], layout: Layout) -> Shape:

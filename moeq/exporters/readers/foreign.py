@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -16,11 +17,13 @@ from moeq.artifacts.tensor_files import torch_dtype
 from moeq.errors import ArtifactError
 from moeq.exporters.packed_source import Matrices, PackedSource
 from moeq.exporters.readers.layout import Grid, Layout, packed_modules
+from moeq.exporters.readers.mlx import Mlx, unstacked
 from moeq.exporters.readers.names import WEIGHT, Names, sort_names
 from moeq.models import loading
 from moeq.models.experts import ExpertLayer
 from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource, TensorHeader
+from moeq.numerics.layouts import affine_parts, affine_values
 from moeq_kernels.packed import PackedWeight
 
 AGAIN = "make or download the checkpoint again"
@@ -48,7 +51,8 @@ class Foreign:
 
     as_values: matrices that PackedWeight cannot hold (groups that are not consecutive inputs) come as their values in
     float32; without it they are refused. of_activations: keys of how a runtime rounds activations or the key-value
-    cache, which is no part of the weights; they are not among the source's tensors.
+    cache, which is no part of the weights; they are not among the source's tensors. places: where in which stack a
+    tensor lies that has no key of its own on the disk.
     """
 
     source: ModelSource
@@ -58,6 +62,7 @@ class Foreign:
     layers: list[ExpertLayer]
     as_values: bool = False
     of_activations: tuple[str, ...] = ()
+    places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     _handles: dict[Path, Any] = field(default_factory=dict)
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
@@ -100,6 +105,21 @@ class Foreign:
         if layer.index in self._names.stacked:
             return self.source.tensors[self.stacked(layer)[0]].file.name
         return self._file(self._of_expert(layer, expert, layer.projections[0])).name
+
+    @cached_property
+    def rounds(self) -> torch.dtype | None:
+        """The type that scales and zero points were rounded to when it was written, in a layout that has one."""
+        if not isinstance(self.layout, Mlx):
+            return None
+        scales = (header.dtype for key, header in self.source.tensors.items() if key.endswith(f".{self.layout.anchor}"))
+        dtype: torch.dtype = torch_dtype(next(scales, "BF16"))
+        return dtype
+
+    def written(self, matrix: PackedWeight | Tensor) -> PackedWeight | Tensor:
+        """What a matrix is in such a checkpoint: its values [N, K] where these are rounded, else itself."""
+        if self.rounds is None or not isinstance(matrix, PackedWeight):
+            return matrix
+        return affine_values(affine_parts(matrix, self.rounds), matrix.bits, matrix.inputs)
 
     def check(self) -> None:
         """Compare every packed matrix's headers with the configuration; ArtifactError at the first that differs.
@@ -213,7 +233,12 @@ class Foreign:
         file = self.source.tensors[key].file
         if file not in self._handles:
             self._handles[file] = safe_open(file, "pt")
-        tensor: Tensor = self._handles[file].get_tensor(key)
+        tensor: Tensor
+        if key in self.places:
+            stack, number = self.places[key]
+            tensor = self._handles[file].get_slice(stack)[number]
+        else:
+            tensor = self._handles[file].get_tensor(key)
         return tensor
 
     def _stacks(self, layer: ExpertLayer) -> ExpertReader:
@@ -239,18 +264,22 @@ def packed_others(packed: PackedSource) -> dict[str, Callable[[], PackedWeight |
 _ORDERED = "quantize it again without act order (desc_act), or convert it to dequantized"
 
 
+QUANTIZATION = ("quantization_config", "compression_config", "quantization")  # keys of config.json
+
+
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration without its quantization."""
     text = {
         name: plain_config(part) if isinstance(part, dict) and re.search("_config$", name) else part
         for name, part in config.items()
     }
-    return {name: part for name, part in text.items() if name not in ("quantization_config", "compression_config")}
+    return {name: part for name, part in text.items() if name not in QUANTIZATION}
 
 
 def open_foreign(source: ModelSource, layout: Layout | None, trust_remote_code: bool, as_values: bool) -> Foreign:
     """Open a checkpoint whose layout is known; ModelError when transformers does not know its family."""
     config = plain_config(source.config)
+    source, places = unstacked(source) if isinstance(layout, Mlx) else (source, {})
     left = [] if layout is None else [key for key in source.tensors if OF_ACTIVATIONS.search(key)]
     kept = source.tensors.keys() - left
     source = replace(source, tensors={key: header for key, header in source.tensors.items() if key in kept})
@@ -263,4 +292,5 @@ def open_foreign(source: ModelSource, layout: Layout | None, trust_remote_code: 
         layers=layers,
         as_values=as_values,
         of_activations=tuple(left),
+        places=places,
     )

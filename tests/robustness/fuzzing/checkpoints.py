@@ -20,6 +20,7 @@ from moeq.exporters.front_matter import MOST_VALUES, NAME_CHARACTERS, read_origi
 from moeq.exporters.gguf_tokenizer import FILE, SETTINGS, TEMPLATE, tokenizer
 from moeq.exporters.readers import layout_of
 from moeq.exporters.readers.described import AGAIN, packed, shapes_of
+from moeq.exporters.readers.mlx import unstacked
 from moeq.exporters.readers.w8a8 import Int8Checkpoint, is_w8a8
 from moeq.models.corpus.hub_datasets import choose_files
 from moeq.models.source import INDEX, open_source
@@ -135,6 +136,13 @@ class Humming(_Foreign):
         return handmade.humming_parts(weight)
 
 
+class Mlx(_Foreign):
+    name, declared = "mlx", handmade.mlx_config()
+
+    def parts(self, weight: Any) -> dict[str, torch.Tensor]:
+        return handmade.mlx_parts(weight)
+
+
 class Exl3(_Foreign):
     name, declared, sides = "exl3", handmade.exl3_config(), (128, 128)
 
@@ -185,7 +193,7 @@ class ForeignTensors(TensorsTarget):
         source = open_source(str(self.folder))
         layout, shapes = layout_of(source), shapes_of(source)
         assert layout is not None
-        tensors = load_file(path)
+        tensors = self.one_by_one(load_file(path))
         for key in tensors:
             if key.endswith(f".{layout.anchor}"):
                 module = key.removesuffix(f".{layout.anchor}")
@@ -197,6 +205,10 @@ class ForeignTensors(TensorsTarget):
                 except ValueError as error:
                     raise ArtifactError(str(error), where=str(path), do=AGAIN) from None
                 assert values.shape == (rows, inputs)
+
+    def one_by_one(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors with those of every expert apart."""
+        return tensors
 
 
 class AwqFile(ForeignTensors):
@@ -221,6 +233,31 @@ class HummingFile(ForeignTensors):
     name = "humming_file"
     declared: ClassVar[dict[str, Any]] = handmade.humming_config()
     parts = staticmethod(handmade.humming_parts)
+
+
+class MlxFile(ForeignTensors):
+    """Experts in stacks."""
+
+    name = "mlx_file"
+    declared: ClassVar[dict[str, Any]] = handmade.mlx_config()
+    parts = staticmethod(handmade.mlx_parts)
+
+    def prepare(self, place: Place) -> None:
+        super().prepare(place)
+        path = self.folder / "model.safetensors"
+        tensors, stacks = load_file(path), dict[str, list[torch.Tensor]]()
+        called = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+        for key in [key for key in tensors if ".experts." in key]:
+            before, _, after = key.partition(".experts.")
+            _, name, part = after.split(".")
+            stacks.setdefault(f"{before}.switch_mlp.{called[name]}.{part}", []).append(tensors.pop(key))
+        write_tensors(path, tensors | {key: torch.stack(each) for key, each in stacks.items()}, {"format": "pt"})
+        self.data = path.read_bytes()
+
+    def one_by_one(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        places = unstacked(open_source(str(self.folder)))[1]
+        apart = {key: tensors[stack][number] for key, (stack, number) in places.items()}
+        return apart | {key: tensor for key, tensor in tensors.items() if ".switch_mlp." not in key}
 
 
 EIGHT = {"num_bits": 8, "type": "int", "symmetric": True}

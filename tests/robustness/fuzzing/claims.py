@@ -19,7 +19,7 @@ from moeq.artifacts.run import STAGES
 from moeq.artifacts.signature import read_signed
 from moeq.artifacts.stage import RECORD
 from moeq.artifacts.sums import SIGNATURE
-from moeq.comparison.subjects import _of_json
+from moeq.comparison.subjects import _of_json, _Opening
 from moeq.inspection import inspect
 from moeq.progress import Reporter
 
@@ -106,7 +106,7 @@ class Subject(JsonTarget):
     value: ClassVar[Any] = {"kind": "moeq evaluation", "schema_version": 1, "rows": []}
 
     def read(self, data: bytes) -> None:
-        assert _of_json(self.file("earlier.json", data), {}, False)
+        assert _of_json(self.file("earlier.json", data), _Opening([], False))
 
 
 class Copy(JsonTarget):

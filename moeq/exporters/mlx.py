@@ -1,0 +1,220 @@
+"""For mlx-lm, on Apple silicon and wherever MLX runs: a width for each stack of a layer's experts, with zero points.
+
+Of a matrix [N, K] `weight` uint32 [N, K*b/32] holds a row's codes as one little-endian bit stream; `scales` and
+`biases` [N, G] have the type of the model's other weights: a code q stands for scale * q + bias. The experts of a layer
+are three stacks [E, N, ...], as mlx-lm computes with them. `quantization` of config.json names every packed module with
+its grid. float16 and float32 keep the scales; bfloat16 rounds them. A symmetric grid stays symmetric: its biases are
+its scales times a power of two.
+N output rows, K inputs, G groups of inputs, b bits, E experts.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from moeq.artifacts.targets import ANY_GRID, ONE_WIDTH, Grid, Target, refuse_stack, widest_of
+from moeq.bounded import shown
+from moeq.errors import FormatError
+from moeq.exporters.exporter import Exporter, ExportSizes, Loader, as_packed, later, packed_matrices
+from moeq_kernels.widths import FULL, group_count
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from moeq.exporters.foreign import Draft
+    from moeq.models.disk_names import DiskNames
+    from moeq.models.experts import ExpertLayer
+    from moeq.models.source import ModelSource
+    from moeq_kernels.packed import PackedWeight
+
+NAME, VERSION = "mlx", "0.32.2"
+STACKS = "switch_mlp"  # what mlx-lm calls the experts of a layer
+PARTS = ("weight", "scales", "biases")
+GROUP_BYTES = 4  # a scale and a bias, of a model of 16 bits
+SPLIT = "kv_b_proj"  # which mlx-lm divides when it loads, and quantizes the halves again
+ONE_EXPERT = re.compile(r"(.+)\.experts\.\d+\.[^.]+\.weight")
+FAMILIES: dict[str, dict[str, Any]] = {  # settings that mlx-lm does not read, as it takes them
+    "mixtral": {"sliding_window": None},
+    "qwen2_moe": {
+        "norm_topk_prob": False, "use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1,
+    },
+    "qwen3_moe": {"use_sliding_window": False, "attention_bias": False},
+    "olmoe": {"clip_qkv": None},
+    "deepseek_v3": {"rope_interleave": True},
+    "glm4_moe": {},
+}  # fmt: skip
+OTHERS = "model-others.safetensors"  # mlx-lm reads files that are called model*
+
+
+def check(source: ModelSource, model: nn.Module) -> None:
+    """FormatError for a family that was not tried in mlx-lm, and for settings that mlx-lm does not heed."""
+    from moeq.exporters.foreign import check_whole
+
+    family = source.config.get("model_type")
+    if family not in FAMILIES:
+        what = f"model_type {family} was not tried in mlx-lm {VERSION}"
+        raise FormatError(what, where=f"for {NAME}", do=f"{ANY_GRID}; {NAME} is for {', '.join(FAMILIES)}")
+    check_whole(source, model)
+    for name, taken in ({"hidden_act": "silu"} | FAMILIES[family]).items():
+        own = getattr(model.config, name, taken)
+        if own != taken:
+            what = f"{name} is {shown(own)}, and mlx-lm {VERSION} computes as if it were {shown(taken)}"
+            raise FormatError(what, where=f"for {NAME}", do=ANY_GRID)
+
+
+def write(draft: Draft) -> None:
+    """FormatError for what mlx-lm would not load as it is meant."""
+    import torch
+
+    from moeq.models.declared import main_dtype
+    from moeq.numerics.layouts import affine_parts
+
+    check(draft.source.source, draft.model)
+    dtype = getattr(torch, main_dtype(draft.source.source))
+    grids: dict[str, dict[str, int]] = {}
+    for layer in draft.source.layers:
+        grids |= _write_layer(draft, layer, dtype)
+    others = {
+        name: draft.names.renamed(f"{name}.weight").removesuffix(".weight") for name in draft.source.other_names()
+    }
+    if others:
+        with draft.file(OTHERS, [f"{stem}.{part}" for stem in others.values() for part in PARTS]) as add:
+            for name, weight in draft.source.others():
+                loadable = draft.other(name, weight)
+                grids[others[name]] = _declared(loadable)
+                for part, tensor in affine_parts(loadable, dtype).items():
+                    add(f"{others[name]}.{part}", tensor)
+    common = next(iter(grids.values()), {"group_size": 64, "bits": 4})
+    quantization = {"quant_method": NAME, **common, "mode": "affine", **grids}
+    draft.finish(quantization, more={"quantization": quantization, **_earlier_names(draft)})
+
+
+def _earlier_names(draft: Draft) -> dict[str, Any]:
+    """Settings that transformers 5 saves under other names than mlx-lm reads: where it finds none it takes defaults."""
+    config, said = draft.source.config, draft.model.config
+    aliases: dict[str, str] = getattr(said, "attribute_map", {})
+    found = {name: config[own] for name, own in aliases.items() if own in config}
+    rope = dict(config.get("rope_parameters") or {})
+    if rope:
+        kind, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta", None)
+        found |= {} if theta is None else {"rope_theta": theta}
+        found |= {"partial_rotary_factor": rope.pop("partial_rotary_factor")} if "partial_rotary_factor" in rope else {}
+        found["rope_scaling"] = None if kind == "default" else {**rope, "type": kind}
+    return {name: value for name, value in found.items() if name not in config}
+
+
+def _write_layer(draft: Draft, layer: ExpertLayer, dtype: torch.dtype) -> dict[str, dict[str, int]]:
+    """Write the stacks of a layer's experts into a file of their own; returns the grids of those that are packed."""
+    import torch
+
+    from moeq.exporters.schemes import Scheme
+    from moeq.numerics.layouts import affine_parts
+    from moeq_kernels.packed import PackedWeight
+
+    stems = {projection: _stack(key, projection) for (_, projection), key in draft.expert_keys(layer).items()}
+    schemes = {projection: Scheme(draft) for projection in stems}
+    stacks: dict[str, Tensor] = {}
+    grids: dict[str, dict[str, int]] = {}
+    linear = partial(affine_parts, dtype=dtype)
+    for expert, projection, name, matrix in draft.matrices(layer, _widened(draft, layer)):
+        for part, tensor in schemes[projection].tensors(linear, name, matrix).items():
+            key = f"{stems[projection]}.{part}"
+            if key not in stacks:
+                stacks[key] = torch.empty((layer.num_experts, *tensor.shape), dtype=tensor.dtype)
+            stacks[key][expert] = tensor
+        if isinstance(matrix, PackedWeight):
+            grids[stems[projection]] = _declared(matrix)
+    draft.write(f"model-experts-{layer.index:03d}.safetensors", stacks)
+    return grids
+
+
+def _widened(draft: Draft, layer: ExpertLayer) -> dict[str, int | None]:
+    """{projection: the width that all of a stack are widened to}; nothing where each stays as it is."""
+    from moeq.exporters.foreign import grid_of
+    from moeq_kernels.packed import PackedWeight
+
+    if not draft.options.widen:
+        return {}
+    grids: dict[str, set[Grid]] = {}
+    for expert in range(layer.num_experts):
+        for projection, matrix in draft.source.expert(layer, expert)[0].items():
+            if isinstance(matrix, PackedWeight):
+                grids.setdefault(projection, set()).add(grid_of(matrix))
+    found: dict[str, int | None] = {}
+    for projection, several in grids.items():
+        each = sorted(several, key=lambda grid: grid.bits)
+        refused = refuse_stack(draft.target, each, full=False, widen=True)
+        if refused is not None:
+            raise FormatError(refused[0], where=f"for {NAME}: {layer.name}, {projection}", do=refused[1] or ONE_WIDTH)
+        found[projection] = widest_of(draft.target, each) if len(each) > 1 else None
+    return found
+
+
+def _stack(key: str, projection: str) -> str:
+    """What mlx-lm calls the stack that the matrix of one expert belongs to, by the matrix's key on disk."""
+    found = ONE_EXPERT.fullmatch(key)
+    if found is None:
+        raise FormatError(f"{key} is called as no expert of mlx-lm's", where=f"for {NAME}", do=ANY_GRID)
+    return f"{found[1]}.{STACKS}.{projection}"
+
+
+def _declared(weight: PackedWeight) -> dict[str, int]:
+    return {"group_size": weight.inputs if weight.group_size == -1 else weight.group_size, "bits": weight.bits}
+
+
+def refuse_other(names: DiskNames, name: str, shape: tuple[int, int]) -> tuple[str, str] | None:
+    """Why a matrix that mlx-lm divides cannot be written packed, and what to do."""
+    if not name.endswith(SPLIT):
+        return None
+    return f"mlx-lm divides {SPLIT} and would quantize it again", "set others.attention: null"
+
+
+def size(sizes: ExportSizes) -> int:
+    """As packed, zero points apart, and biases."""
+    more = 0
+    for count, grid in packed_matrices(sizes):
+        groups = grid.rows * group_count(grid.inputs, grid.group_size)
+        more += count * groups * (8 * GROUP_BYTES - 16 - grid.bits * (not grid.symmetric)) // 8
+    return as_packed(sizes) + more
+
+
+EXPORTER = Exporter(
+    name=NAME,
+    label="mlx",
+    help="grids with or without zero points, a width for the matrices of a kind of all experts of a layer, in stacks",
+    write=write,
+    check=check,
+    refuse_other=refuse_other,
+    runtime=f"mlx-lm {VERSION}",
+    snippet="""from mlx_lm import generate, load  # pip install mlx-lm; "mlx-lm[cpu]" on Linux
+model, tokenizer = load("THIS_DIRECTORY")""",
+    library="mlx",
+    targets=(
+        Target(
+            name=NAME,
+            widths=(2, 3, 4, 5, 6, 8, FULL),
+            granularity="layer",
+            groups=(32, 64, 128),
+            stacks=True,
+            group_bytes=GROUP_BYTES,
+            reads="`quantization`, a grid for each module: of experts, of a stack; zero points as biases",
+            multiple=32,
+            proof=f"tests/exporters/test_mlx.py, mlx-lm {VERSION}",
+        ),
+    ),
+    size=size,
+    families=tuple(FAMILIES),
+    separate=True,
+    layout=later("moeq.exporters.readers.mlx:Mlx"),
+    loaders=(
+        Loader(
+            name=NAME,
+            packages={"mlx_lm": "pip install mlx-lm", "torch": "pip install torch"},
+            load="mlx_logits",
+            logits_only=True,
+        ),
+    ),
+)
