@@ -168,7 +168,7 @@ def on_the_hub(names: Iterable[str]) -> list[str]:
 def published(card: str, name: str, branch: str | None) -> str:
     """A card as it stands on the hub: loaded by its name there, without base models that are none of the hub's."""
     there = f'"{name}"' if branch is None else f'"{name}", revision="{branch}"'
-    for loads in ("from_pretrained", "LLM"):
+    for loads in ("from_pretrained", "LLM", " = load"):
         card = card.replace(f'{loads}("THIS_DIRECTORY"', f"{loads}({there}")
     card = card.replace('GPTQModel.load("THIS_DIRECTORY"', f'GPTQModel.load("{name}"')
     front = _FRONT.match(card)

@@ -46,7 +46,6 @@ FAMILIES: dict[str, dict[str, Any]] = {  # settings that mlx-lm does not read, a
     "deepseek_v3": {"rope_interleave": True},
     "glm4_moe": {},
 }  # fmt: skip
-OTHERS = "model-others.safetensors"  # mlx-lm reads files that are called model*
 
 
 def check(source: ModelSource, model: nn.Module) -> None:
@@ -69,6 +68,7 @@ def write(draft: Draft) -> None:
     """FormatError for what mlx-lm would not load as it is meant."""
     import torch
 
+    from moeq.exporters.foreign import OTHERS_FILE
     from moeq.models.declared import main_dtype
     from moeq.numerics.layouts import affine_parts
 
@@ -81,7 +81,7 @@ def write(draft: Draft) -> None:
         name: draft.names.renamed(f"{name}.weight").removesuffix(".weight") for name in draft.source.other_names()
     }
     if others:
-        with draft.file(OTHERS, [f"{stem}.{part}" for stem in others.values() for part in PARTS]) as add:
+        with draft.file(OTHERS_FILE, [f"{stem}.{part}" for stem in others.values() for part in PARTS]) as add:
             for name, weight in draft.source.others():
                 loadable = draft.other(name, weight)
                 grids[others[name]] = _declared(loadable)
@@ -110,6 +110,7 @@ def _write_layer(draft: Draft, layer: ExpertLayer, dtype: torch.dtype) -> dict[s
     """Write the stacks of a layer's experts into a file of their own; returns the grids of those that are packed."""
     import torch
 
+    from moeq.exporters.foreign import layer_file
     from moeq.exporters.schemes import Scheme
     from moeq.numerics.layouts import affine_parts
     from moeq_kernels.packed import PackedWeight
@@ -127,7 +128,7 @@ def _write_layer(draft: Draft, layer: ExpertLayer, dtype: torch.dtype) -> dict[s
             stacks[key][expert] = tensor
         if isinstance(matrix, PackedWeight):
             grids[stems[projection]] = _declared(matrix)
-    draft.write(f"model-experts-{layer.index:03d}.safetensors", stacks)
+    draft.write(layer_file(layer.index), stacks)
     return grids
 
 

@@ -355,7 +355,6 @@ def test_a_manifest_of_an_older_moeq_is_right_and_says_what_it_lacks(checkpoint:
     assert any(UNLIKE in problem for problem in found_against(checkpoint, model))
 
 
-MLX_FILE = "model-experts-001.safetensors"
 FORMATS = ("gptq", "auto-round", "compressed-tensors", "humming", "mlx", "dequantized", "gguf")
 
 
@@ -403,7 +402,7 @@ def change_expert(folder: Path, code: bool) -> None:
                 data[at + 1] ^= 0x80
         (folder / FILE).write_bytes(data)
         return
-    if (folder / MLX_FILE).is_file():
+    if folder.joinpath("config.json").read_text("utf-8").count("switch_mlp"):
         change = some_code if code else times(-1)
         for part in ("weight",) if code else ("scales", "biases"):
 
