@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moeq.runtime.arranged import (
+    COMPUTED,
     OFFLOADED,
     arranging,
     is_offloaded,
@@ -47,6 +48,14 @@ def _products(module: Any, rows: Tensor) -> tuple[Sequence[int], torch.dtype]:
 def _rows_of(module: Any, ids: Tensor) -> tuple[Sequence[int], torch.dtype]:
     """Size and dtype of the embeddings of ids [...]."""
     return (*ids.shape, module.inputs), module.dtype
+
+
+def _as_cast(rows: Tensor) -> Tensor:
+    """Rows in the type that torch.autocast computes products in, as they reach an nn.Linear; themselves without it."""
+    kind = rows.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or rows.dtype not in COMPUTED:
+        return rows
+    return rows.to(torch.get_autocast_dtype(kind))
 
 
 class PackedModule(PackedLinear):
@@ -119,7 +128,7 @@ class PackedModule(PackedLinear):
         return output if rows.dim() == 2 else output.view(*rows.shape[:-1], self.out_features)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self.product(rows)
+        return self.product(_as_cast(rows))
 
 
 class PackedEmbedding(PackedModule):
@@ -144,7 +153,7 @@ class PackedEmbedding(PackedModule):
 
         IndexError on a CPU for ids that there are not, as nn.Embedding gives; a GPU is not waited for."""
         if as_head:
-            output = self.product(ids)
+            output = self.product(_as_cast(ids))
             return output if bias is None else output + bias
         return self.look_up(ids)
 

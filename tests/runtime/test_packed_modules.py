@@ -58,6 +58,43 @@ def test_a_packed_linear_is_its_dequantized_linear(bits: int, symmetric: bool, b
     assert ("zeros" in packed.state_dict()) == (not symmetric)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_autocast_reaches_packed_modules_as_it_does_linears(dtype: torch.dtype, training: bool, compiled: bool) -> None:
+    """The type of what a linear gives, and of a head that shares the embeddings, with and without gradients."""
+    original = nn.Linear(64, 32, dtype=dtype)
+    encoding = Encoding(group_size=16, symmetric=False)
+    linear, embeddings = (
+        PackedModule(original, 4, encoding),
+        PackedEmbedding(nn.Embedding(32, 64, dtype=dtype), 4, encoding),
+    )
+    weight = packed_weight(original.weight.float(), 4, False)
+    fill(linear, weight)
+    fill(embeddings, weight)
+    linear.get_buffer("bias").copy_(original.bias)
+    with torch.no_grad():
+        original.weight.copy_(weight.dequantize())
+    head = TiedHead(nn.Linear(64, 32, bias=False), embeddings)
+    for module in (linear, embeddings, head):
+        module.train(training)
+    rows = torch.randn(3, 64, dtype=dtype)
+    for gradients in (False, True):
+        given = rows.clone().requires_grad_(gradients)
+        with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16):
+            wanted = original(given)
+            found = [(torch.compile(one, backend="eager") if compiled else one)(given) for one in (linear, head)]
+        for one in found:
+            assert one.dtype == wanted.dtype
+            assert one.requires_grad == gradients
+        torch.testing.assert_close(found[0], wanted, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(found[1], wanted - original.bias.to(wanted.dtype), rtol=0.02, atol=0.02)
+        if gradients:
+            found[0].sum().backward()
+            torch.testing.assert_close(given.grad, original.weight.sum(0).expand(3, -1), rtol=0.02, atol=0.02)
+    assert linear(rows).dtype == dtype
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_embedding_dequantizes_what_is_looked_up(dtype: torch.dtype) -> None:
     original = nn.Embedding(60, 40, padding_idx=2, dtype=dtype)
