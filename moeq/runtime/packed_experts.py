@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from moeq.artifacts.assignment import FULL, Width, width_of
 from moeq.models.experts import DOWN, ExpertLayer, ExpertMath
 from moeq.models.kinds import jetmoe, numbered
+from moeq.runtime import shown
 from moeq.runtime.arranged import (
     GRADIENTS,
     OFFLOADED,
@@ -83,7 +84,7 @@ class PackedLinear(Puts):
         biased: bool,
     ) -> None:
         super().__init__()
-        self.inputs, self.bits, self.encoding = inputs, bits, encoding
+        self.inputs, self.outputs, self.bits, self.encoding = inputs, rows, bits, encoding
         self.biased = biased
         self.arranged: Arranged | None = None
         if biased:
@@ -93,6 +94,9 @@ class PackedLinear(Puts):
             return
         for part, (shape, dtype) in packed_shapes(rows, inputs, bits, encoding).items():
             self.register_buffer(part, torch.empty(shape, dtype=dtype))
+
+    def extra_repr(self) -> str:
+        return shown.of_linear(self.inputs, self.outputs, self.bits, self.encoding, self.biased)
 
     @property
     def device(self) -> torch.device:
@@ -192,7 +196,7 @@ class PackedExperts(Puts):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.policy = choice.policy()
+        self.policy, self.encoding = choice.policy(), encoding
         self.take_over(layer, original)
         for expert, widths in enumerate(bits):
             linears = nn.ModuleDict()
@@ -202,6 +206,18 @@ class PackedExperts(Puts):
             self.add_module(str(expert), linears)
         for name, shape in guard_shapes(layer).items():
             _register(self, name, torch.zeros(shape, dtype=GUARD_DTYPE))
+
+    def __repr__(self) -> str:
+        """Its experts summed up, which would be a line for every matrix of every expert."""
+        children = dict(self.named_children())
+        experts = [children.pop(name) for name in list(children) if name.isdigit()]
+        if not experts:  # its weights are elsewhere
+            return super().__repr__()
+        widths = [
+            {name: linear.bits for name, linear in one.named_children() if isinstance(linear, PackedLinear)}
+            for one in experts
+        ]
+        return shown.within(type(self).__name__, shown.of_experts(widths, self.encoding), children.items())
 
     def take_over(self, layer: ExpertLayer, original: nn.Module) -> None:
         """What the original module computes and holds beside its experts' weights."""

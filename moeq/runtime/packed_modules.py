@@ -181,6 +181,9 @@ class TiedHead(nn.Module):
         bias = getattr(original, "bias", None)
         self.register_buffer("bias", None if bias is None else torch.empty_like(bias, requires_grad=False))
 
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
     @property
     def embeddings(self) -> PackedEmbedding:
         return self._embeddings[0]

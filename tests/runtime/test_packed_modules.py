@@ -11,8 +11,10 @@ from packed_layers import matrix_of, trellis_of
 from torch import nn
 
 from moeq.errors import ArtifactError
+from moeq.models.experts import find_expert_layers
 from moeq.numerics import gptq
 from moeq.numerics.storing import packed_of
+from moeq.runtime.packed_experts import PackedExperts
 from moeq.runtime.packed_modules import (
     GUARD_SHAPE,
     PackedEmbedding,
@@ -23,7 +25,7 @@ from moeq.runtime.packed_modules import (
 from moeq_kernels import choice
 from moeq_kernels.checkpoint import Others
 from moeq_kernels.packed import PackedWeight
-from moeq_kernels.widths import Encoding
+from moeq_kernels.widths import DROPPED, Encoding
 
 
 def packed_weight(weight: torch.Tensor, bits: int, symmetric: bool) -> PackedWeight:
@@ -171,3 +173,33 @@ def test_modules_are_put_in_place_and_no_longer_tied() -> None:
 def test_a_module_that_cannot_be_packed_is_refused(name: str) -> None:
     with pytest.raises(ArtifactError, match=f"config.json, {name}.*export the checkpoint again"):
         replace_modules(build("mixtral"), widths({name: 4}))
+
+
+def test_a_printed_model_says_sizes_widths_and_encoding_of_what_is_packed() -> None:
+    """Of a layer's experts in a line and one for each matrix, however many they are; a dropped one is counted."""
+    grid = Encoding(group_size=16, symmetric=True)
+    linear = PackedModule(nn.Linear(64, 32), 4, grid)
+    assert repr(linear) == (
+        "PackedModule(in_features=64, out_features=32, bias=True, bits=4, group_size=16, symmetric=True)"
+    )
+    embeddings = PackedEmbedding(nn.Embedding(96, 64), 2, Encoding.trellis(10))
+    assert repr(embeddings) == "PackedEmbedding(in_features=64, out_features=96, bias=False, bits=2, state_bits=10)"
+    head = TiedHead(nn.Linear(64, 96, bias=False), embeddings)
+    assert repr(head) == "TiedHead(in_features=64, out_features=96, bias=False)"
+
+    model = build("mixtral")
+    layer = find_expert_layers(model)[0]
+    original = model.get_submodule(layer.name)
+    mixed = {"gate_proj": 2, "up_proj": 2, "down_proj": 16}
+    widths = [DROPPED, mixed, *[3] * (layer.num_experts - 2)]
+    experts = PackedExperts(layer, widths, encoding=grid, original=original, dtype=torch.float32)
+    count = layer.num_experts - 2
+    assert repr(experts).splitlines() == [
+        "PackedExperts(",
+        f"  {layer.num_experts} experts, 1 dropped, group_size=16, symmetric=True",
+        f"  gate_proj: 1 of 2 bits, {count} of 3 bits",
+        f"  up_proj: 1 of 2 bits, {count} of 3 bits",
+        f"  down_proj: {count} of 3 bits, 1 of 16 bits",
+        *(f"  ({name}): {child!r}" for name, child in original.named_children()),
+        ")",
+    ]
