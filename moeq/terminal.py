@@ -399,7 +399,7 @@ def print_summary(summary: dict[str, Any], indent: int = 0, of: str = "") -> Non
     """Nested figures as indented lines; of: the key that they stand under, whose unit they have."""
     console = PlainConsole()
     for key, value in summary.items():
-        label = f"{' ' * indent}{str(key).replace('_', ' ')}"
+        label = f"{' ' * indent}{str(key) if '.' in str(key) else str(key).replace('_', ' ')}"  # a file's name stays
         if key == "loads_in":
             line = loads_in.line(value)
             within = Padding(Text(line), (0, 0, 0, indent), expand=False) if console.wraps else f"{'':{indent}}{line}"

@@ -140,6 +140,11 @@ def test_a_row_that_shares_one_scale_is_no_group_of_minus_one(capsys: pytest.Cap
     assert capsys.readouterr().out == "group size: all of a row\n"
 
 
+def test_names_of_files_are_told_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary({"checked_files": {"configuration_moeq.py": "moeq's own hook"}})
+    assert capsys.readouterr().out == "checked files\n  configuration_moeq.py: moeq's own hook\n"
+
+
 def test_without_shapes_the_widths_speak() -> None:
     where = loads_in([[2, 4]], group_size=128, symmetric=True, names=["layers.0"])
     assert reasons(where)["vllm-cuda"] == "mixed widths in a layer"
