@@ -242,13 +242,13 @@ def _plan_table(plan: Plan) -> Table:
 
 
 def print_prices(prices: list[dict[str, Any]]) -> None:
-    """What the restriction of every target costs in objective, and below why some load nothing of it."""
+    """What the restriction of every target costs in objective, and below why some load nothing, or not all, of it."""
     console = PlainConsole()
     table = empty_table("target", ("bits", "experts", "objective", "times"), no_wrap=True)
     refused: dict[str, list[str]] = {}
     for row in prices:
-        if row["refusal"]:
-            refused.setdefault(row["refusal"], []).append(row["target"])
+        if reason := row["refusal"] or row["beside"]:
+            refused.setdefault(reason, []).append(row["target"])
         table.add_row(
             row["target"],
             figure(row["bits_per_weight"], "{:.3g}"),
@@ -261,8 +261,8 @@ def print_prices(prices: list[dict[str, Any]]) -> None:
     for reason, names in refused.items():
         console.print(f"{', '.join(names)}: {reason}")
     console.print(
-        "bits: stored for a weight of the experts. times: the least objective within the target, over that of any mix "
-        "on the same budget.",
+        "bits: stored for a weight of the experts. times: the least objective within the target, of the experts alone, "
+        "over that of any mix on the same budget.",
         style="dim",
     )
 

@@ -82,12 +82,12 @@ def loads_in(
         elif reason is not None:
             reason = _short(target, widths, own.symmetric, own.nested) or reason.rpartition(": ")[2].partition(";")[0]
         else:
-            reason, do = _in_the_way(target, others, partial(refuse_other, name))
+            reason, do = in_the_way(target, others, partial(refuse_other, name))
         found[name] = None if reason is None else {"reason": reason, "do": do, "price": None}
     return found
 
 
-def _in_the_way(
+def in_the_way(
     target: Target,
     others: Sequence[Packed | PlacedModule],
     refuse_other: Callable[[Packed | PlacedModule], str | None],

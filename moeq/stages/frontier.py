@@ -47,13 +47,19 @@ def frontier(context: Context) -> dict[str, Any]:
 
 def prices(context: Context) -> list[dict[str, Any]]:
     """What every target's restriction costs in objective, on the budget of the recipe's assignment; nothing is known of
-    one that does not load the model at any widths, or reads no codes of the kind that was measured."""
+    one that does not load the model at any widths, or reads no codes of the kind that was measured. beside: why a
+    target that loads the experts, of which alone the price is, does not load what the recipe packs beside them."""
     inputs = inputs_of(context, context.recipe.assign, context.recipe.name)
     refused = {name: _never(context, target) for name, target in targets().items()}
     read = [name for name, why in refused.items() if why is None]
     found = {price.target: price for price in report.prices(inputs, load(context), read, loading.seen_by(context))}
     found |= {name: report.Price(target=name, refusal=why) for name, why in refused.items() if why}
-    return [asdict(found[name]) for name in refused]
+    return [asdict(price) | {"beside": _beside(context, price)} for price in map(found.__getitem__, refused)]
+
+
+def _beside(context: Context, price: report.Price) -> str | None:
+    refused = None if price.refusal else loading.refuse_beside(context, targets()[price.target])
+    return None if refused is None else "; ".join(refused)
 
 
 def _never(context: Context, target: Target) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from moeq.artifacts.assignment import FULL, Assignment
-from moeq.artifacts.loads_in import LoadsIn, Packed, by_widths, loads_in
+from moeq.artifacts.loads_in import LoadsIn, Packed, by_widths, in_the_way, loads_in
 from moeq.artifacts.manifest import PlacedModule
 from moeq.artifacts.targets import Target, grids_of, refuse_stack
 from moeq.assigners import report
@@ -44,6 +44,13 @@ def where_it_loads(context: Context, assignment: Assignment, inputs: AssignInput
         if why is not None and price.refusal is None and price.ratio is not None:
             why["price"] = price.ratio - 1
     return found
+
+
+def refuse_beside(context: Context, target: Target) -> tuple[str, str] | None:
+    """Why a target does not load what the recipe packs beside the experts, and what to do; None where it does."""
+    refuse = partial(_refuse_other, DiskNames(context.model.skeleton), target.name)
+    reason, do = in_the_way(target, _packed_beside(context), refuse)
+    return None if reason is None else (reason, do)
 
 
 def _packed_beside(context: Context) -> list[Packed]:

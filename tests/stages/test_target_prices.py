@@ -24,6 +24,7 @@ from moeq.stages import assign, assign_ahead, export, frontier
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_weights, total_bytes, total_loaded_bytes
 from moeq.stages.loading import where_it_loads
+from moeq.terminal import print_prices
 
 SMALL = (
     "corpus.sequences=8", "corpus.sequence_length=48", "losses.methods=[rtn]", "eval.compare=[]",
@@ -157,6 +158,32 @@ def test_a_runtime_that_does_not_load_the_model_has_no_price(tmp_path: Path) -> 
     for name, why in loads.items():
         assert why is None or (why["reason"] in prices[name]["refusal"] and prices[name]["ratio"] is None), name
     assert "auto-round" in {name for name, why in loads.items() if why is not None and "has biases" in why["reason"]}
+
+
+@pytest.mark.parametrize("packed", [{}, {"attention": 8}, {"attention": 8, "embeddings": 8, "head": 8}])
+def test_what_is_packed_beside_the_experts_is_told_with_the_prices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], packed: dict[str, int]
+) -> None:
+    """The price is of the experts alone: a target may load those, and not the rest, as where it loads says."""
+    losses = {"methods": ["rtn"], "group_size": 64, "symmetric": True, "bits": [4]}
+    assigned = {"method": "uniform", "quantizer": "rtn", "bits": 4}
+    sections = {"losses": losses, "assign": assigned, "others": packed}
+    recipe = load_recipe(None, [*SMALL, *(f"{name}={json.dumps(section)}" for name, section in sections.items())])
+    context = Context(recipe=recipe, model_name="bundled:tiny-mixtral", out=tmp_path, reporter=Reporter(quiet=True))
+    pipeline.run(context, ("profile", "losses", "assign"))
+    prices = frontier.prices(context)
+    priced = {price["target"] for price in prices if not price["refusal"]}
+    wanted = {
+        name: f"{why['reason']}; {why['do']}"
+        for name, why in where_it_loads(context, assign.load(context)).items()
+        if why is not None and "`others`" in why["do"] and name in priced
+    }
+    assert {price["target"]: price["beside"] for price in prices if price["beside"]} == wanted
+    assert ("vllm" in wanted, "auto-round" in wanted) == (bool(packed), "head" in packed)
+    print_prices(prices)
+    lines = capsys.readouterr().out
+    assert ("packed modules beside the experts; run without `others`" in lines) == bool(packed)
+    assert ("auto-round, gptqmodel: packed embeddings and heads; leave" in lines) == ("head" in packed)
 
 
 @pytest.mark.cases(2)
