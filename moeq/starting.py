@@ -87,6 +87,9 @@ def context_of(asked: RunOptions, command: str) -> Context:
         do = f"name one (moeq {command} MODEL), a recipe, or --out of a run"
         if path is not None:
             do = "give --model, or write `model:` in it"
+        if path is None and asked.out is not None:
+            do = f"give the directory of a run, or name a model or a recipe (moeq {command} MODEL --out {asked.out})"
+            raise RecipeError("no run is there, and no model is named", where=f"--out {asked.out}", do=do)
         raise RecipeError("no model", where=str(start), do=do)
     out = out or Path(RUNS) / (recipe.name if path is not None else short_name(model))
     context = opened(recipe, command, out=out, model=model, check=asked.check, quiet=asked.quiet)

@@ -69,7 +69,11 @@ def of_a_run(*more: Case, dense: bool = False) -> list[Case]:
     return [
         (("no.yaml",), 13, "no.yaml: no such file or directory"),
         (("broken.yaml",), 2, "broken.yaml"),
-        (("--out", "nowhere"), 2, "no model"),
+        (
+            ("--out", "nowhere"),
+            2,
+            "--out nowhere: no run is there, and no model is named; give the directory of a run, or",
+        ),
         (("unnamed.yaml",), 2, "unnamed.yaml: no model; give --model, or write `model:` in it"),
         (("--model", "./nowhere"), 13, "./nowhere: no such file or directory"),
         (("--model", "no where"), 3, "no where: neither a directory that is there nor a hub id"),
