@@ -80,9 +80,15 @@ def has_speed(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def caption(
-    rows: Sequence[dict[str, Any]], estimated: dict[str, Any], width: int, replicas: int = 0, *, edited: bool = False
+    rows: Sequence[dict[str, Any]],
+    estimated: dict[str, Any] | None,
+    width: int,
+    replicas: int = 0,
+    *,
+    edited: bool = False,
 ) -> str:
-    """What the columns mean that a window of that width holds; estimated: the summary of the stage `estimate`.
+    """What the columns mean that a window of that width holds; estimated: the summary of the stage `estimate`, which
+    rows without speeds do without.
 
     replicas: bytes of what the checkpoint holds of experts at other widths; edited: whether the assignment was, by
     hand.
@@ -94,15 +100,19 @@ def caption(
     whole = ", everything else stored alike in all rows but the original" if _others_differ(rows) else ""
     errors = [row["accuracy_stderr"] for row in rows if row["accuracy_stderr"] is not None]
     accuracy = f" acc: accuracy, standard error {100 * max(errors):.1f} points." if errors else ""
-    of = "this model" if estimated["geometry_is_the_models"] else f"{estimated['geometry']} with this bit mix"
-    speed = f" speed-up: estimated decode speed over MoNDE by its bandwidth rule / cost-optimal, for {of}."
+    speed = "" if estimated is None or not has_speed(rows) else _speeds(estimated)
     told = width >= NARROW and any(row["perplexity_change"] is not None for row in rows)
     changed = " +: perplexity over the original's." if told else ""
     return (
         f"{exported}. bits: stored for a weight of the experts; all bits: of all tensors{others}; scales and zero "
         "points counted, as they are in all bytes. whole: every file of the checkpoint, at most, as --size limits "
-        f"it{whole}.{changed}{kl_caption(rows)}{accuracy}{speed if has_speed(rows) else ''}"
+        f"it{whole}.{changed}{kl_caption(rows)}{accuracy}{speed}"
     )
+
+
+def _speeds(estimated: dict[str, Any]) -> str:
+    of = "this model" if estimated["geometry_is_the_models"] else f"{estimated['geometry']} with this bit mix"
+    return f" speed-up: estimated decode speed over MoNDE by its bandwidth rule / cost-optimal, for {of}."
 
 
 def explanations(rows: Sequence[dict[str, Any]], said: str) -> Iterator[tuple[str, str]]:

@@ -13,23 +13,24 @@ from moeq.stages import non_experts as others
 from moeq.stages.context import Context
 
 
-def final_rows(context: Context) -> list[dict[str, Any]]:
+def final_rows(context: Context, *, speeds: bool = True) -> list[dict[str, Any]]:
     """One row a variant, largest first: its label (as people read it), bytes, perplexity, KL to the original in nats a
     token with its standard error, share of tokens whose likeliest is the same, accuracy, estimated decode speed-ups
-    over MoNDE (none of a model so small that the estimate tells nothing of it); of image classifiers cross_entropy and
-    logit_error too.
+    over MoNDE (none of a model so small that the estimate tells nothing of it, nor where no speeds are wanted, which
+    needs no estimate); of image classifiers cross_entropy and logit_error too.
 
     bits_per_weight: stored for a weight of the experts; stored_bits: of all tensors; code_bits: of the experts'
     codes alone; expert_bytes, total_bytes: of the experts' tensors, and of all; checkpoint_bytes: of all files of
     the checkpoint, as `assign.size` limits them; expert_share, total_share, checkpoint_share: of the original's
     bytes.
     """
-    report, estimates, weights = evaluate.load(context), estimate.load(context), others.weights(context)
+    report, weights = evaluate.load(context), others.weights(context)
+    estimates = estimate.load(context) if speeds else None
     original, named = report.row(evaluate.ORIGINAL), context.labels
     rows = []
     for row in sorted(report.rows, key=lambda row: -row.expert_bytes):
-        estimated = estimates.of(row.name)
-        speed = estimate.decode_speedups(estimated) if estimated is not None and estimates.tells_speed else {}
+        estimated = estimates.of(row.name) if estimates is not None and estimates.tells_speed else None
+        speed = {} if estimated is None else estimate.decode_speedups(estimated)
         change = None
         if row.perplexity is not None and original is not None and original.perplexity:
             change = row.perplexity / original.perplexity - 1

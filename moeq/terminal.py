@@ -112,7 +112,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def print_final(rows: Sequence[dict[str, Any]], paths: Mapping[str, Path], outcomes: Sequence[Outcome]) -> None:
-    """The table at the end of a run, two in windows that cannot hold it, and where things are."""
+    """The table at the end of a run or of its evaluation, two in windows that cannot hold it, and where things are."""
     console = PlainConsole()
     for number, shown in enumerate(final_table.tables(rows, console.width)):
         if number:
@@ -121,7 +121,7 @@ def print_final(rows: Sequence[dict[str, Any]], paths: Mapping[str, Path], outco
     found = {outcome.stage: outcome.record.summary for outcome in outcomes}
     replicas = found.get("export", {}).get("other_replica_bytes", 0)
     edited = any(outcome.edited for outcome in outcomes if outcome.stage == "assign")
-    caption = final_table.caption(rows, found["estimate"], console.width, replicas, edited=edited)
+    caption = final_table.caption(rows, found.get("estimate"), console.width, replicas, edited=edited)
     console.print(caption, style="dim")
     for term, meaning in final_table.explanations(rows, caption):
         console.print(f"{term}: {meaning}", style="dim")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -16,6 +17,21 @@ from moeq.estimation.estimate_options import EstimateOptions
 from moeq.options import DeviceOption, DynamicOption, JsonOption, QuietOption, TrustOption, takes_options
 from moeq.registry import POLICIES
 
+if TYPE_CHECKING:
+    from moeq.pipeline import Outcome
+    from moeq.stages.context import Context
+
+
+def _print_evaluated(context: Context, outcome: Outcome) -> None:
+    """The table that the run ends with, without speeds, which are not estimated by then."""
+    from moeq import results, terminal
+    from moeq.artifacts.evaluation import NAME
+    from moeq.artifacts.stage import read_record
+
+    export = replace(outcome, stage="export", record=read_record(context.finished("export"), "export"))
+    rows = results.final_rows(context, speeds=False)
+    terminal.print_final(rows, {"evaluation": context.finished("eval") / NAME}, [export, outcome])
+
 
 @takes_options("device", "workers")
 def evaluate(asked: EvalOptions) -> None:
@@ -24,7 +40,7 @@ def evaluate(asked: EvalOptions) -> None:
     from moeq.comparison import refusals
 
     if refusals.needs_a_run(asked):
-        run_stage(asked, "eval")
+        run_stage(asked, "eval", _print_evaluated)
         return
     refusals.check(asked)
     from moeq import terminal

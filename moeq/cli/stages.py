@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moeq.cli.ending import show
 from moeq.errors import RecipeError
@@ -14,16 +15,24 @@ from moeq.options import BUDGETS, FORMAT, BudgetOptions, RunOptions, StageOption
 from moeq.registry import ALLOCATORS, EXPORTERS
 from moeq.runtimes import OF_FOLDED, ONNX, QONNX, written
 
+if TYPE_CHECKING:
+    from moeq.pipeline import Outcome
+    from moeq.stages.context import Context
 
-def run_stage(asked: RunOptions, name: str) -> None:
-    """One stage on what is there, and what came of it."""
+
+def run_stage(asked: RunOptions, name: str, told: Callable[[Context, Outcome], None] | None = None) -> None:
+    """One stage on what is there, and what came of it; told: in words, where its summary is not."""
     from moeq.starting import context_of
 
     context = context_of(asked, name)
     from moeq import pipeline, terminal
 
-    outcome = terminal.outcome_json(pipeline.run_alone(context, name))
-    show(outcome, lambda _: terminal.print_summary(outcome["summary"]), json=asked.json, quiet=asked.quiet)
+    outcome = pipeline.run_alone(context, name)
+
+    def in_words(_: Any) -> None:
+        terminal.print_summary(outcome.record.summary) if told is None else told(context, outcome)
+
+    show(terminal.outcome_json(outcome), in_words, json=asked.json, quiet=asked.quiet)
 
 
 @takes_options("device")

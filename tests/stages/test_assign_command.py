@@ -1,4 +1,4 @@
-"""`moeq assign` on a finished run: budgets, targets, prices, frontier, and a checkpoint within its size."""
+"""`moeq assign` on a finished run: budgets, targets, prices, frontier, a checkpoint within its size; `moeq eval`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from moeq import cli, estimator, inspection, pipeline
+from moeq import cli, estimator, inspection, pipeline, results
 from moeq.artifacts import sealed
 from moeq.artifacts.effects import read_effects
 from moeq.artifacts.sensitivities import COLUMNS_KEY, MODEL_KEY, columns_digest, read_sensitivities, write_sensitivities
@@ -201,6 +201,26 @@ def test_another_models_table_is_not_taken(finished: Context, tmp_path: Path) ->
     context = context_of(Path(finished.model_name), tmp_path / "run")
     assert min(min(values) for values in traces(context, context.recipe.eval.compare[2])) > 0
     assert min(min(values) for values in assign.sensitivities(context).column("frobenius_hessian_trace")) > 0
+
+
+def test_an_evaluation_by_itself_ends_with_the_table_of_the_run(finished: Context, tmp_path: Path) -> None:
+    """Without speeds, which need an estimate that there may not be yet."""
+    out = tmp_path / "run"
+    shutil.copytree(finished.out, out)
+    shutil.rmtree(out / "estimate")
+    shutil.rmtree(out / "report")
+    done = CliRunner().invoke(cli.app, ["eval", "--out", str(out), "--quiet"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.exception
+    assert not done.stdout, "as asked for"
+    done = CliRunner().invoke(cli.app, ["eval", "--out", str(out)], env={"COLUMNS": "200"})
+    lines = done.stdout.splitlines()
+    rows = results.final_rows(finished)
+    assert lines[0].split()[:3] == ["assignment", "bits", "all"]
+    for line, row in zip(lines[1:], rows, strict=False):
+        assert line.startswith(row["label"])
+        assert f"{row['perplexity']:.2f}" in line.split()
+    assert not any(line.startswith(("name ", "rows")) for line in lines)
+    assert lines[-1] == f"evaluation {out / 'eval' / 'eval.json'}"
 
 
 def test_prices_frontier_and_gap(finished: Context, tmp_path: Path) -> None:
