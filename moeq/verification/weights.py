@@ -5,9 +5,10 @@ Read and compared expert by expert and parameter by parameter: a layer is never 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ from torch import Tensor
 from moeq.artifacts.assignment import MIXED
 from moeq.artifacts.files import CHUNK_BYTES
 from moeq.artifacts.tensor_files import torch_dtype
+from moeq.exporters.foreign import OTHERS_FILE
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import Matrices, PackedSource
 from moeq.exporters.readers.foreign import Foreign, packed_others
 from moeq.exporters.readers.gguf import Gguf
-from moeq.models.experts import ExpertLayer
+from moeq.models.experts import ExpertLayer, find_expert_layers
 from moeq.models.loading import skeleton, source_dtype
+from moeq.models.non_experts import find_others
 from moeq.models.parameters import ParameterReader
 from moeq.models.single import ExpertReader
 from moeq.models.source import ModelSource
@@ -95,7 +98,7 @@ def compare_weights(source: ModelSource, packed: PackedSource, reporter: Reporte
             found.problems.append(f"{name}: {source.name} has no such weights")
         else:
             found.judge(name, read(), exact, stated.get(name))
-    _tensors(source, packed, found, reader, trust_remote_code)
+    _tensors(source, packed, found, reader, trust_remote_code, _unpacked(source, packed, trust_remote_code))
     if found.recorded and found.unrecorded:
         found.problems.append(f"the errors of {found.unrecorded} matrices are not written down, those of others are")
     return found
@@ -204,6 +207,19 @@ def _read(mine: ParameterReader, name: str, packed: PackedSource) -> tuple[Tenso
     return mine.read(name), torch_dtype(dtypes.pop()) if len(dtypes) == 1 else torch.float32
 
 
+def _unpacked(source: ModelSource, packed: PackedSource, trust_remote_code: bool) -> dict[str, list[str]]:
+    """The parameters beside the experts that `moeq convert` unpacked, as the name of their file says, and the tensors
+    that each is made of: of modules that can be packed alone, among which are no routers."""
+    keys = {key for key in packed.rest() if packed.source.tensors[key].file.name == OTHERS_FILE}
+    if not keys:
+        return {}
+    model = skeleton(source, source_dtype(source), trust_remote_code)
+    modules = find_others(model, find_expert_layers(model), source).modules
+    reader = ParameterReader(_plain(packed), trust_remote_code)
+    names = set(reader.made_of(keys)) & {module.weight for module in modules}
+    return {name: reader.keys(name) for name in sorted(names)}
+
+
 def _where(packed: PackedSource, what: str, layer: int, expert: int) -> str:
     return f"{what}, {packed.file_of(packed.layers[layer], expert)}" if isinstance(packed, Foreign) else what
 
@@ -214,10 +230,13 @@ def _tensors(
     found: Weights,
     reader: ParameterReader | None = None,
     trust_remote_code: bool = False,
+    unpacked: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
     """Tensors beside experts and packed modules: those of the same name and type byte for byte; others, where a reader
-    of the original is given, by the parameters that they make, rounded to the type that the checkpoint has."""
-    apart = set()
+    of the original is given, by the parameters that they make, rounded to the type that the checkpoint has.
+
+    unpacked: parameters whose values were packed, and are judged as those of the experts are, with their tensors."""
+    apart, rounded = set(), {key for keys in unpacked.values() for key in keys}
     for key in packed.rest():
         header = packed.source.tensors[key]
         theirs = plain_header(source, key) if key in source.tensors else None
@@ -227,7 +246,8 @@ def _tensors(
         chunks = zip_longest(*(_pieces(plain_chunks(each, key)) for each in (packed.source, source)))
         same = theirs[1] == header.shape and all(first == second for first, second in chunks)
         found.equal += same
-        found.changed += [] if same else [key]
+        if not same:
+            apart.add(key) if key in rounded else found.changed.append(key)
     if reader is None or not apart:
         return
     mine = ParameterReader(_plain(packed), trust_remote_code)
@@ -237,9 +257,9 @@ def _tensors(
             found.changed.append(name)
         elif is_equal(value, wanted, dtype):
             found.equal += 1
-        elif packed.source.read is None or value.dim() < 2:
+        elif (packed.source.read is None and name not in unpacked) or value.dim() < 2:
             found.changed.append(name)
-        else:  # of a file whose matrices are packed by its own types
+        else:  # of a file whose matrices are packed by its own types, or unpacked
             found.judge(name, value, wanted.to(dtype).float(), None)
 
 
