@@ -18,9 +18,7 @@ from moeq_kernels.widths import DROPPED, FULL, Codes, Encoding, EncodingKeys, gr
 if TYPE_CHECKING:
     from moeq.artifacts.assignment import Width
 
-Granularity = Literal[
-    "projection", "expert", "stack", "layer", "model"
-]  # stack: one matrix of all of a layer's experts
+Granularity = Literal["projection", "expert", "stack", "layer", "model"]  # stack: a matrix of all of a layer's experts
 FINENESS: tuple[Granularity, ...] = ("projection", "expert", "stack", "layer", "model")
 OF_MATRICES: tuple[Granularity, ...] = ("projection", "stack")  # where matrices of an expert may differ
 MIXED = {
@@ -64,9 +62,8 @@ class Target:
     multiples}, where only these grids have a type at all; block_bytes: what such a block takes, whatever its groups;
     group_bytes: what a group takes beside its codes, where that is not a scale and a zero point as moeq packs them;
     runs: of what groups alone must be multiples, where scales may be rounded to fit; rounded: the name of such a target
-    beside one that takes values as they are; proof: the test or source behind the row; called, snippet: the runtime in
-    words and how it loads, where they are not its exporter's.
-    """
+    beside one that takes values as they are; proof: the test or source behind the row; called, snippet: in words and in
+    Python, where not its exporter's."""
 
     name: str
     widths: tuple[int, ...]
@@ -97,7 +94,7 @@ class Target:
     @property
     def has_own_bytes(self) -> bool:
         """Whether a matrix may take other bytes in it than in the native format."""
-        return self.block_bytes is not None or self.group_bytes is not None
+        return (self.block_bytes, self.group_bytes) != (None, None)
 
     def matrix_bytes(self, grid: Grid, *, widen: bool = False) -> int | None:
         """What it stores of a matrix; None where that is as the native format has it, or where it does not load it."""

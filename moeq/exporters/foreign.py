@@ -42,7 +42,7 @@ from moeq_kernels.packed import PackedWeight, widened
 AHEAD = 4  # tensors that may wait to be written
 OTHERS_PLAIN = (
     "modules outside of the experts are loaded in full precision only",
-    "run without `others`, or write it for auto-round or gptqmodel",
+    "run without `others`, as --for has it, or write it for llama.cpp or mlx",
 )
 Names = dict[tuple[int, str], str]  # {(expert, projection): key of the matrix}
 Tensors = Callable[[str, PackedWeight | Tensor], Mapping[str, Tensor]]  # of a matrix, by what follows its module's name
