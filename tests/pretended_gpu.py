@@ -164,8 +164,9 @@ def _made_of_numbers(make: Any) -> Any:
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(data, list | tuple):
             data = tree_map(lambda one: one.item() if isinstance(one, There) else one, data)
-        result = make(data, *args, **kwargs)
-        return result if device is None else result.to(device)
+        if device is None:
+            return make(data, *args, **kwargs)
+        return make(data, *args, device=CPU if _is_there(device) else device, **kwargs).to(device)
 
     return made
 

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moeq.artifacts.dynamic_log import Mask
-from moeq.artifacts.manifest import NAME as MANIFEST
+from moeq.artifacts.places import MANIFEST
 from moeq.artifacts.stage import read_model
 
 SCHEMA_VERSION = 1

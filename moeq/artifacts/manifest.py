@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 
 from moeq.artifacts.assignment import DROPPED, WIDTHS, Tier, Width
 from moeq.artifacts.files import write_json
+from moeq.artifacts.places import MANIFEST
 from moeq.artifacts.reading import PlainName, inside, tensor_bytes
 from moeq.artifacts.stage import Frozen, ModelStamp, read_model
 from moeq.bounded import shown
@@ -27,7 +28,7 @@ from moeq_kernels.iq_types import SETS
 from moeq_kernels.widths import CODEBOOKS, LAYOUT, STATE_BITS, TRELLIS_BITS, Encoding
 
 SCHEMA_VERSION = 1
-NAME = "placement.json"
+NAME = MANIFEST
 REMEDY = "export the checkpoint again"
 LEFT_OUT = "give the checkpoint as moeq wrote it (save_pretrained leaves this out), or export it again"
 LAYOUT_KEYS = ("name", "version", "group_size", "symmetric")

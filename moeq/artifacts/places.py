@@ -7,7 +7,8 @@ from pathlib import Path
 from moeq.artifacts.stage import RECORD
 from moeq.errors import RecipeError
 
-MODEL_FILES = ("config.json", "placement.json", "*.safetensors", "*.gguf")  # of a checkpoint, ours or another's
+MANIFEST = "placement.json"  # of a checkpoint in the native format
+MODEL_FILES = ("config.json", MANIFEST, "*.safetensors", "*.gguf")  # of a checkpoint, ours or another's
 ELSEWHERE = "choose another --out"
 
 

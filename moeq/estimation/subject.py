@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moeq.artifacts.assignment import Assignment, read_assignment
+from moeq.artifacts.places import MANIFEST
 from moeq.errors import EstimateError, ModelError, RecipeError
 from moeq.estimator import ModelGeometry, Placement, geometry_from_config, load_geometry
 from moeq.estimator.geometry import HEADS, HIDDEN, KV_HEADS, NESTED, TOP_K, codebook_of, effective_bits, preset_of
@@ -26,7 +27,6 @@ if TYPE_CHECKING:  # torch and transformers are imported where a configuration o
     from moeq.models.source import ModelSource
     from moeq.models.stored_experts import Shape
 
-MANIFEST = "placement.json"
 STATED = (TOP_K, HEADS, KV_HEADS, HIDDEN)  # without one of each the family decides
 BUFFERS = re.compile(  # what weights hold that are no parameters: corrections of routers, tables, decays
     r"(correction_bias|expert_bias|expert_biases|tid2eid|layer_scalar|inv_freq|_decay|slope_rate|balancing_biases)$"

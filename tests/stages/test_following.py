@@ -47,7 +47,7 @@ def test_rows_of_the_checkpoint_whose_precision_follows(tmp_path: Path) -> None:
     original, own, high, low, most, again = rows.values()
     assert list(rows)[3:] == [
         "dynamic 4/2 bits in its own bytes period=1 ema=0.5 certainty=0", "dynamic 4/2 bits in 1.00 GiB",
-        "dynamic 4/2 bits in 1.00 GiB (2)",
+        "dynamic 4/2 bits in 1.00 GiB host 1.00 MiB",
     ]  # fmt: skip
     assert low.perplexity == pytest.approx(own.perplexity, rel=1e-4)
     assert most.perplexity == again.perplexity == pytest.approx(high.perplexity, rel=1e-4)

@@ -150,13 +150,15 @@ def figures(made: Made, tiny_qwen: Path) -> Figures:
     run = made.folder / "run"
     rows = json.loads((run / "eval" / "eval.json").read_text("utf-8"))["rows"]
     whole = sum(size // 2 for size in tensor_bytes(tiny_qwen).values())
+    beside = next(row["other_bytes"] for row in rows if row["assignment"] is None) // 2
     known: Figures = {}
     for row in rows:
         bits, codes = stored(row["assignment"], tiny_qwen)
         assert row["assignment"] is None or bits > codes + 0.3, "a test that cannot tell them apart"
         everything = 8 * (row["expert_bytes"] + row["other_bytes"]) / whole
         cold = stored(row["assignment"], tiny_qwen, "ndp")[0]
-        known[row["name"]] = {"experts": {bits}, "ndp": {cold}, "all": {everything}}
+        rest = 8 * row["other_bytes"] / beside  # which estimates say
+        known[row["name"]] = {"experts": {bits}, "ndp": {cold}, "all": {everything, rest}}
     run_recipe = load_recipe(run / "recipe.yaml")
     known |= {label: known[name] for name, label in labels(run_recipe).items()}
     known[""] = {of: set().union(*(one[of] for one in known.values())) for of in ("experts", "ndp", "all")}
