@@ -346,7 +346,12 @@ def _probe_here() -> None:
             return
         with tempfile.TemporaryDirectory() as folder:
             launch.write_request(Path(folder), wanted)
-            with patch.dict(os.environ, {names.VARIABLE: names.REFERENCE}):
+            with (
+                patch.dict(os.environ, {names.VARIABLE: names.REFERENCE}),
+                open(os.devnull, "w") as log,
+                contextlib.redirect_stdout(log),
+                contextlib.redirect_stderr(log),  # as what a process of its own prints is nobody's
+            ):
                 probe.main(Path(folder))
             yield SimpleNamespace(args=[folder], wait=lambda timeout: 0)
 

@@ -24,6 +24,8 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from moeq import cli
+from moeq.models.loading import full_precision
+from moeq.models.source import open_source
 from moeq.recipe import load_recipe
 from moeq.recipe.labels import AS_TRAINED, labels
 
@@ -160,7 +162,8 @@ def figures(made: Made, tiny_qwen: Path) -> Figures:
         rest = 8 * row["other_bytes"] / beside  # which estimates say
         known[row["name"]] = {"experts": {bits}, "ndp": {cold}, "all": {everything, rest}}
     run_recipe = load_recipe(run / "recipe.yaml")
-    known |= {label: known[name] for name, label in labels(run_recipe).items()}
+    called = labels(run_recipe, full_precision(open_source(str(tiny_qwen))))
+    known |= {label: known[name] for name, label in called.items()}
     known[""] = {of: set().union(*(one[of] for one in known.values())) for of in ("experts", "ndp", "all")}
     return known
 
@@ -300,11 +303,12 @@ def check_page(text: str, figures: Figures) -> int:
     return heads
 
 
-def test_pages_and_drawings(made: Made, figures: Figures) -> None:
+def test_pages_and_drawings(made: Made, figures: Figures, tiny_qwen: Path) -> None:
     folder = made.folder
     report = (folder / "run" / "report" / "report.html").read_text("utf-8")
     assert check_page(report, figures) == 2
-    named = set(labels(load_recipe(folder / "run" / "recipe.yaml")).values()) - {AS_TRAINED}
+    kept_in = full_precision(open_source(str(tiny_qwen)))
+    named = set(labels(load_recipe(folder / "run" / "recipe.yaml"), kept_in).values()) - {AS_TRAINED}
     titles = {name for name in named if f">{name}: " in report}
     assert titles == named, "every map of widths has its bits in its title"
     drawings = [*(folder / "drawn").glob("*.svg"), folder / "run" / "assign" / "frontier.svg"]
