@@ -185,7 +185,7 @@ def size(sizes: ExportSizes) -> int:
 EXPORTER = Exporter(
     name=NAME,
     label="mlx",
-    help="grids with or without zero points, a width for the matrices of a kind of all experts of a layer, in stacks",
+    help="grids with or without zero points, one width for each matrix of all of a layer's experts",
     write=write,
     check=check,
     refuse_other=refuse_other,
