@@ -257,6 +257,25 @@ def test_what_moeq_does_not_read_is_said(qwen: Path, tmp_path: Path, changed: di
         open_other(open_source(str(tmp_path / "out"))).check()
 
 
+def test_an_expert_beside_its_stack_is_refused(qwen: Path, tmp_path: Path) -> None:
+    """As is a stack of no experts; a name that holds the stack's twice is none of an expert's."""
+    write("mlx", MadeSource(qwen, lambda *_: 4, group_size=GROUP), tmp_path / "out", WriteOptions())
+    file = tmp_path / "out" / "model-experts-000.safetensors"
+    kept, name = load_file(file), "model.layers.0.mlp.switch_mlp.up_proj.scales"
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text("utf-8"))
+    for added, message in (
+        ({"model.layers.0.mlp.experts.1.up_proj.scales": kept[name][1].clone()}, "lies beside"),
+        ({name: kept[name][:0]}, "is \\[0, "),
+        ({f"x.switch_mlp.{name}": kept[name].clone()}, "no part of the model|weight \\[\\] is no matrix"),
+    ):
+        save_file(kept | added, file, {"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(added, file.name)
+        (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ArtifactError, match=message):
+            open_other(open_source(str(tmp_path / "out"))).check()
+        index["weight_map"] = {key: one for key, one in index["weight_map"].items() if key in kept or one != file.name}
+
+
 def test_verifying_says_what_is_missing(qwen: Path, tmp_path: Path) -> None:
     write("mlx", MadeSource(qwen, by_stack, group_size=GROUP), tmp_path / "out", WriteOptions())
     with pytest.raises(NotInstalledError, match="mlx_lm cannot be imported there"):

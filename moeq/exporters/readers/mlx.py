@@ -73,7 +73,7 @@ class Mlx:
 def unstacked(source: ModelSource) -> tuple[ModelSource, dict[str, tuple[str, int]]]:
     """A checkpoint with a tensor for each expert instead of stacks of them, and {its key: (the stack's, its place)}.
 
-    ArtifactError for more experts than any model has.
+    ArtifactError for more experts than any model has, and for one that lies beside the stack.
     """
     tensors: dict[str, TensorHeader] = {}
     places: dict[str, tuple[str, int]] = {}
@@ -84,6 +84,9 @@ def unstacked(source: ModelSource) -> tuple[ModelSource, dict[str, tuple[str, in
         if not 0 < header.shape[0] <= MOST_EXPERTS:
             raise ArtifactError(f"{key} is {list(header.shape)}", where=str(header.file), do="make it again")
         for number, name in enumerate(_names(key, header.shape[0])):
+            if name in source.tensors:
+                what = f"{name} lies beside {key}: nothing says which of the two counts"
+                raise ArtifactError(what, where=str(header.file), do="remove one of them, or make it again")
             size = header.bytes // header.shape[0]
             offset = header.offset + number * size
             tensors[name] = replace(header, shape=header.shape[1:], offset=offset, bytes=size)
@@ -92,7 +95,7 @@ def unstacked(source: ModelSource) -> tuple[ModelSource, dict[str, tuple[str, in
 
 
 def _names(key: str, count: int) -> Iterator[str]:
-    before, after = key.split(STACKS)
+    before, _, after = key.partition(STACKS)
     return (f"{before}{EXPERTS}{number}.{after}" for number in range(count))
 
 
