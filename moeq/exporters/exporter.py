@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from moeq.artifacts.targets import Grid, Target
 from moeq.registry import EXPORTERS
 from moeq.runtimes import runtimes
-from moeq_kernels.widths import group_count
+from moeq_kernels.widths import Encoding, group_count
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -114,6 +114,14 @@ def as_autogptq(sizes: ExportSizes, ordered: bool = False) -> int:
     return as_packed(sizes) + sum(
         count * (4 * grid.inputs * ordered + _zeros(grid) * grid.symmetric) for count, grid in packed_matrices(sizes)
     )
+
+
+def more_bytes(target: Target, grid: Grid, *, widen: bool) -> int:
+    """What a target takes of a packed matrix beyond the native format's bytes; 0 for one that it does not load."""
+    from moeq_kernels.packed import packed_bytes
+
+    there = target.matrix_bytes(grid, widen=widen)
+    return 0 if there is None else there - packed_bytes(grid.rows, grid.inputs, grid.bits, Encoding.of(grid))
 
 
 def packed_matrices(sizes: ExportSizes) -> Iterator[tuple[int, Grid]]:

@@ -10,15 +10,14 @@ N output rows, K inputs, G groups of inputs, b bits, E experts.
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moeq.artifacts.targets import ANY_GRID, ONE_WIDTH, Grid, Target, refuse_stack, widest_of
 from moeq.bounded import shown
 from moeq.errors import FormatError
-from moeq.exporters.exporter import Exporter, ExportSizes, Loader, as_packed, later, packed_matrices
-from moeq_kernels.widths import FULL, group_count
+from moeq.exporters.exporter import Exporter, ExportSizes, Loader, as_packed, later, more_bytes, packed_matrices
+from moeq_kernels.widths import FULL
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +30,8 @@ if TYPE_CHECKING:
     from moeq_kernels.packed import PackedWeight
 
 NAME, VERSION = "mlx", "0.32.2"
-STACKS = "switch_mlp"  # what mlx-lm calls the experts of a layer
-PARTS = ("weight", "scales", "biases")
 GROUP_BYTES = 4  # a scale and a bias, of a model of 16 bits
 SPLIT = "kv_b_proj"  # which mlx-lm divides when it loads, and quantizes the halves again
-ONE_EXPERT = re.compile(r"(.+)\.experts\.\d+\.[^.]+\.weight")
 FAMILIES: dict[str, dict[str, Any]] = {  # settings that mlx-lm does not read, as it takes them
     "mixtral": {"sliding_window": None},
     "qwen2_moe": {
@@ -46,6 +42,19 @@ FAMILIES: dict[str, dict[str, Any]] = {  # settings that mlx-lm does not read, a
     "deepseek_v3": {"rope_interleave": True},
     "glm4_moe": {},
 }  # fmt: skip
+
+
+TARGET = Target(
+    name=NAME,
+    widths=(2, 3, 4, 5, 6, 8, FULL),
+    granularity="layer",
+    groups=(32, 64, 128),
+    stacks=True,
+    group_bytes=GROUP_BYTES,
+    reads="`quantization`, a grid for each module: of experts, of a stack; zero points as biases",
+    multiple=32,
+    proof=f"tests/exporters/test_mlx.py, mlx-lm {VERSION}",
+)
 
 
 def check(source: ModelSource, model: nn.Module) -> None:
@@ -69,6 +78,7 @@ def write(draft: Draft) -> None:
     import torch
 
     from moeq.exporters.foreign import OTHERS_FILE
+    from moeq.exporters.readers.mlx import Mlx
     from moeq.models.declared import main_dtype
     from moeq.numerics.layouts import affine_parts
 
@@ -81,7 +91,7 @@ def write(draft: Draft) -> None:
         name: draft.names.renamed(f"{name}.weight").removesuffix(".weight") for name in draft.source.other_names()
     }
     if others:
-        with draft.file(OTHERS_FILE, [f"{stem}.{part}" for stem in others.values() for part in PARTS]) as add:
+        with draft.file(OTHERS_FILE, [f"{stem}.{part}" for stem in others.values() for part in Mlx.parts]) as add:
             for name, weight in draft.source.others():
                 loadable = draft.other(name, weight)
                 grids[others[name]] = _declared(loadable)
@@ -156,10 +166,12 @@ def _widened(draft: Draft, layer: ExpertLayer) -> dict[str, int | None]:
 
 def _stack(key: str, projection: str) -> str:
     """What mlx-lm calls the stack that the matrix of one expert belongs to, by the matrix's key on disk."""
-    found = ONE_EXPERT.fullmatch(key)
-    if found is None:
+    from moeq.exporters.readers.mlx import STACKS, stack_of
+
+    before, found, _ = stack_of(key).partition(STACKS)
+    if not found:
         raise FormatError(f"{key} is called as no expert of mlx-lm's", where=f"for {NAME}", do=ANY_GRID)
-    return f"{found[1]}.{STACKS}.{projection}"
+    return f"{before}{STACKS}{projection}"
 
 
 def _declared(weight: PackedWeight) -> dict[str, int]:
@@ -174,12 +186,9 @@ def refuse_other(names: DiskNames, name: str, shape: tuple[int, int]) -> tuple[s
 
 
 def size(sizes: ExportSizes) -> int:
-    """As packed, zero points apart, and biases."""
-    more = 0
-    for count, grid in packed_matrices(sizes):
-        groups = grid.rows * group_count(grid.inputs, grid.group_size)
-        more += count * groups * (8 * GROUP_BYTES - 16 - grid.bits * (not grid.symmetric)) // 8
-    return as_packed(sizes) + more
+    """As packed, and what MLX takes more of every matrix."""
+    more = (count * more_bytes(TARGET, grid, widen=sizes.widen) for count, grid in packed_matrices(sizes))
+    return as_packed(sizes) + sum(more)
 
 
 EXPORTER = Exporter(
@@ -193,19 +202,7 @@ EXPORTER = Exporter(
     snippet="""from mlx_lm import generate, load  # pip install mlx-lm; "mlx-lm[cpu]" on Linux
 model, tokenizer = load("THIS_DIRECTORY")""",
     library="mlx",
-    targets=(
-        Target(
-            name=NAME,
-            widths=(2, 3, 4, 5, 6, 8, FULL),
-            granularity="layer",
-            groups=(32, 64, 128),
-            stacks=True,
-            group_bytes=GROUP_BYTES,
-            reads="`quantization`, a grid for each module: of experts, of a stack; zero points as biases",
-            multiple=32,
-            proof=f"tests/exporters/test_mlx.py, mlx-lm {VERSION}",
-        ),
-    ),
+    targets=(TARGET,),
     size=size,
     families=tuple(FAMILIES),
     separate=True,

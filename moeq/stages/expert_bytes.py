@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from moeq.artifacts.assignment import DROPPED, FULL, Assignment, Tier, Width, width_of
 from moeq.artifacts.targets import grids_of, target_of
+from moeq.exporters.exporter import more_bytes
 from moeq.models.experts import ExpertLayer
 from moeq.models.loading import source_dtype
 from moeq.recipe import AssignSection
@@ -43,8 +44,7 @@ def loaded_bytes(context: Context, section: AssignSection, layer: ExpertLayer, p
         return own
     target, widen = target_of(section.target), context.recipe.export.widen
     (grid,) = grids_of(layer, projection, [bits], **vars(encoding))
-    there = target.matrix_bytes(grid, widen=widen)
-    return own if there is None else there + own - packed_bytes(grid.rows, grid.inputs, bits, encoding)
+    return own + more_bytes(target, grid, widen=widen)
 
 
 def store_bytes(layer: ExpertLayer, widths: Sequence[int], encoding: Encoding) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from moeq.artifacts import manifest
 from moeq.artifacts.assignment import DROPPED, FULL
 from moeq.artifacts.targets import Target, target_of
+from moeq.exporters.exporter import more_bytes
 from moeq.folders import bytes_in
 from moeq.recipe import AssignSection
 from moeq.stages.autogptq_size import AutoGptqSize, is_autogptq
@@ -17,8 +18,6 @@ from moeq.stages.context import Context
 from moeq.stages.expert_bytes import loaded_bytes
 from moeq.stages.non_expert_sizes import Others
 from moeq.tables import human_size
-from moeq_kernels.packed import packed_bytes
-from moeq_kernels.widths import Encoding
 
 NAMED = 1024  # bytes of what a module's tensors are called, in headers, the index and config.json
 Matrices = Sequence[Mapping[str, Mapping[int, int]]]
@@ -78,10 +77,7 @@ def _beside_stacks(size: CheckpointSize, target: Target) -> int:
     """Bytes that no width decides where experts lie in stacks: those of the native checkpoint without its manifest, and
     what the target takes more of what is packed beside the experts."""
     others = Others(size.context)
-    more = sum(
-        (target.matrix_bytes(grid) or 0) - packed_bytes(grid.rows, grid.inputs, grid.bits, Encoding.of(grid))
-        for grid in others.grids()
-    )
+    more = sum(more_bytes(target, grid, widen=size.recipe.export.widen) for grid in others.grids())
     stacks = sum(len(layer.projections) for layer in size.layers)
     own = sum(taken for name, taken in size.fixed.items() if name not in (manifest.NAME, SCHEMA))
     return own + more + NAMED * (len(others.modules) + stacks)

@@ -22,6 +22,7 @@ from moeq.exporters.readers.layout import (
     expect,
     group_length,
     read_back,
+    shape_of_words,
 )
 from moeq.models.source import TensorHeader
 from moeq_kernels.widths import SUPPORTED_BITS, WORD, group_count
@@ -64,10 +65,7 @@ class Humming:
         return next(rules, self.whole)
 
     def shape(self, headers: Mapping[str, TensorHeader], grid: Grid) -> tuple[int, int]:
-        packed = headers["weight"].shape if "weight" in headers else ()
-        if len(packed) != 2 or packed[1] * WORD % grid.bits:
-            raise ValueError(f"weight {list(packed)} is no matrix of {grid.bits} bits")
-        return packed[0], packed[1] * WORD // grid.bits
+        return shape_of_words(headers, grid)
 
     def check(self, headers: Mapping[str, TensorHeader], grid: Grid, rows: int, inputs: int) -> None:
         if grid.bits not in WIDTHS:

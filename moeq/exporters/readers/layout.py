@@ -123,6 +123,14 @@ def expect(headers: Mapping[str, TensorHeader], part: str, dtypes: tuple[str, ..
         raise ValueError(f"{part} is {header.dtype} {list(header.shape)}, not {wanted} as config.json has it")
 
 
+def shape_of_words(headers: Mapping[str, TensorHeader], grid: Grid) -> tuple[int, int]:
+    """Rows and inputs of `weight` [N, K*b/32], words of rows of codes; ValueError where they do not say."""
+    packed = headers["weight"].shape if "weight" in headers else ()
+    if len(packed) != 2 or packed[1] * WORD % grid.bits:
+        raise ValueError(f"weight {list(packed)} is no matrix of {grid.bits} bits")
+    return packed[0], packed[1] * WORD // grid.bits
+
+
 def read_back(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, grid: Grid, inputs: int, index: Tensor | None
 ) -> Stored:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moeq.bounded import shown
 from moeq.errors import ArtifactError
-from moeq.exporters.readers.layout import FLOATS, Grid, Parts, Stored, checked_grid, expect, read_back
+from moeq.exporters.readers.layout import FLOATS, Grid, Parts, Stored, checked_grid, expect, read_back, shape_of_words
 from moeq.models.source import ModelSource, TensorHeader
 from moeq_kernels.widths import WORD
 
@@ -46,10 +46,7 @@ class Mlx:
         return next((self.own[name] for name in found if name in self.own), self.whole)
 
     def shape(self, headers: Mapping[str, TensorHeader], grid: Grid) -> tuple[int, int]:
-        packed = headers["weight"].shape if "weight" in headers else ()
-        if len(packed) != 2 or packed[1] * WORD % grid.bits:
-            raise ValueError(f"weight {list(packed)} is no matrix of {grid.bits} bits")
-        return packed[0], packed[1] * WORD // grid.bits
+        return shape_of_words(headers, grid)
 
     def check(self, headers: Mapping[str, TensorHeader], grid: Grid, rows: int, inputs: int) -> None:
         if grid.bits not in WIDTHS or inputs % grid.group_size or inputs * grid.bits % WORD:
