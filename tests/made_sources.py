@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import family_models
 import torch
 from family_models import build
 from packed_layers import any_codes
@@ -39,6 +40,39 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "num_hidden_layers": 3, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
         "v_head_dim": 32, "q_lora_rank": 64, "kv_lora_rank": 64, "head_dim": 32,
     },
+}  # fmt: skip
+LAYERS = {"num_hidden_layers": 3}
+OF_MLX: dict[str, dict[str, Any]] = {  # families that mlx-lm computes, as it does
+    "mixtral": {"sliding_window": None, "intermediate_size": 96},
+    "qwen2_moe": {"mlp_only_layers": []},
+    "qwen3_vl_moe": {
+        "text_config": {**SIZES, **LAYERS, "mlp_only_layers": [0]}, "vision_config": {"out_hidden_size": 128},
+    },
+    "qwen3_5_moe": {
+        "text_config": {
+            **SIZES, "num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"],
+            "linear_num_value_heads": 32, "linear_value_head_dim": 4, "linear_num_key_heads": 16,
+            "linear_key_head_dim": 8,
+        },
+        "vision_config": {"out_hidden_size": 128},
+    },
+    "gemma4": {"text_config": {**family_models.GEMMA4, **SIZES, **LAYERS}},
+    "glm4_moe": LAYERS,
+    "glm4_moe_lite": FAMILIES["deepseek_v3"],
+    "gpt_oss": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+            "truncate": True,  # else mlx-lm rounds the ends of the ramp, and the model does not
+        },
+    },
+    "minimax_m2": {"intermediate_size": 96},
+    "lfm2_moe": LAYERS,
+    "dots1": LAYERS,
+    "afmoe": {**LAYERS, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "granitemoe": {"intermediate_size": 96},
+    "exaone_moe": LAYERS,
+    "solar_open": {},
+    "laguna": LAYERS,
 }  # fmt: skip
 
 

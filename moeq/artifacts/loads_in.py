@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
+from moeq.artifacts.sized import Sized
 from moeq.artifacts.targets import (
     CODES,
     NESTED,
     Grid,
-    Sized,
     Target,
     make_others,
     refusal,
     refuse_layers,
     refuse_matrix,
+    refuse_shape,
     targets,
 )
 from moeq.errors import FormatError
@@ -80,7 +81,12 @@ def loads_in(
         if own.codes not in target.codes:
             reason, do = CODES[own.codes], make_others(target)
         elif reason is not None:
-            reason = _short(target, widths, own.symmetric, own.nested) or reason.rpartition(": ")[2].partition(";")[0]
+            unfit = next((why for layer in layers if (why := _unfit(target, layer)) is not None), None)
+            reason = (
+                unfit
+                or _short(target, widths, own.symmetric, own.nested)
+                or reason.rpartition(": ")[2].partition(";")[0]
+            )
         else:
             reason, do = in_the_way(target, others, partial(refuse_other, name))
         found[name] = None if reason is None else {"reason": reason, "do": do, "price": None}
@@ -118,6 +124,12 @@ def _unknown(check: Callable[[str], None], name: str) -> str | None:
     except FormatError as error:
         return error.what.partition(";")[0]
     return None
+
+
+def _unfit(target: Target, layer: Sized) -> str | None:
+    """Why a target packs none of a layer's matrices of some shape, at whatever width."""
+    shapes = (layer.shape(projection) for projection in layer.projections)
+    return next((why for shape in shapes if (why := refuse_shape(target, *shape)) is not None), None)
 
 
 def _short(target: Target, widths: Sequence[Sequence[Width]], symmetric: bool, nested: bool) -> str | None:

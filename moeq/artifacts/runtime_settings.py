@@ -12,7 +12,8 @@ from itertools import product
 from typing import get_args
 
 from moeq.artifacts.loads_in import TABLES
-from moeq.artifacts.targets import CODES, FINENESS, Grid, Sized, Target, may_differ, refuse_matrix
+from moeq.artifacts.sized import Sized
+from moeq.artifacts.targets import CODES, FINENESS, Grid, Target, may_differ, refuse_matrix
 from moeq.errors import RecipeError
 from moeq.recipe import BUDGETS, SHARED, Bits, Recipe
 from moeq.registry import ALLOCATORS, QUANTIZERS

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
+from moeq.artifacts.sized import Sized
 from moeq.errors import FormatError
 from moeq.runtimes import NATIVE, runtimes
 from moeq_kernels.iq_types import SETS
@@ -147,9 +148,8 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     """Why a target cannot load one packed matrix, whatever lies beside it, and the nearest thing that works."""
     if (refused := refuse_codes(target, Encoding.of(grid))) is not None:
         return refused
-    for what, size in (("rows", grid.rows), ("inputs", grid.inputs)):  # which no setting changes
-        if size % target.multiple:
-            return f"{size} {what}; {target.name} packs multiples of {target.multiple}", ANY_GRID
+    if (unfit := refuse_shape(target, grid.rows, grid.inputs)) is not None:
+        return unfit, ANY_GRID
     if grid.nested and not target.nested:
         return f"{grid.bits} bits that lead wider codes; {target.name} has no such grid", "set losses.nested: false"
     if grid.bits not in target.widths:
@@ -171,6 +171,14 @@ def refuse_matrix(target: Target, grid: Grid) -> tuple[str, str] | None:
     if target.blocks is None or Encoding.of(grid).codes == "iq":
         return None
     return _refuse_blocks(target, target.blocks, grid)
+
+
+def refuse_shape(target: Target, rows: int, inputs: int) -> str | None:
+    """Why a target packs no matrix of a shape, which no setting changes; None where it does."""
+    for what, size in (("rows", rows), ("inputs", inputs)):
+        if size % target.multiple:
+            return f"{size} {what}; {target.name} packs multiples of {target.multiple}"
+    return None
 
 
 def refuse_codes(target: Target, encoding: Encoding) -> tuple[str, str] | None:
@@ -221,16 +229,6 @@ def _refuse_blocks(target: Target, blocks: Mapping[tuple[int, bool], int], grid:
     if widens:
         return why, WIDEN
     return why, f"set losses.group_size: {least}, and {WIDEN}" if grid.inputs % least == 0 else ANY_GRID
-
-
-class Sized(Protocol):
-    """A MoE layer: its name, the matrices of one expert, and their rows and inputs."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def projections(self) -> tuple[str, ...]: ...
-    def shape(self, projection: str) -> tuple[int, int]: ...
 
 
 def refuse_layers(

@@ -282,6 +282,11 @@ def check_whole(source: ModelSource, model: nn.Module) -> None:
     """As `check_experts`; FormatError also where parameters of a layer's experts hold more than these, which are not
     packed: transformers, which loads the packed ones by the module, finds none of the others."""
     check_experts(source, model)
+    check_counts(source, model)
+
+
+def check_counts(source: ModelSource, model: nn.Module) -> None:
+    """FormatError where parameters of a layer's experts hold more than these."""
     for layer in find_expert_layers(model, needed=False):
         module = model.get_submodule(layer.name)
         most = max(module.get_parameter(name).shape[0] for name in layer.parameters)

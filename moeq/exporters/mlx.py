@@ -11,15 +11,18 @@ N output rows, K inputs, G groups of inputs, b bits, E experts.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from moeq.artifacts.targets import ANY_GRID, ONE_WIDTH, Grid, Target, refuse_stack, widest_of
 from moeq.bounded import shown
 from moeq.errors import FormatError
 from moeq.exporters.exporter import Exporter, ExportSizes, Loader, as_packed, later, more_bytes, packed_matrices
+from moeq.exporters.mlx_families import EXPERTS, FAMILIES, Family
 from moeq_kernels.widths import FULL
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch import Tensor, nn
 
@@ -31,17 +34,6 @@ if TYPE_CHECKING:
 
 NAME, VERSION = "mlx", "0.32.2"
 GROUP_BYTES = 4  # a scale and a bias, of a model of 16 bits
-SPLIT = "kv_b_proj"  # which mlx-lm divides when it loads, and quantizes the halves again
-FAMILIES: dict[str, dict[str, Any]] = {  # settings that mlx-lm does not read, as it takes them
-    "mixtral": {"sliding_window": None},
-    "qwen2_moe": {
-        "norm_topk_prob": False, "use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1,
-    },
-    "qwen3_moe": {"use_sliding_window": False, "attention_bias": False},
-    "olmoe": {"clip_qkv": None},
-    "deepseek_v3": {"rope_interleave": True},
-    "glm4_moe": {},
-}  # fmt: skip
 
 
 TARGET = Target(
@@ -59,18 +51,22 @@ TARGET = Target(
 
 def check(source: ModelSource, model: nn.Module) -> None:
     """FormatError for a family that was not tried in mlx-lm, and for settings that mlx-lm does not heed."""
-    from moeq.exporters.foreign import check_whole
+    from moeq.exporters.foreign import check_counts
 
-    family = source.config.get("model_type")
-    if family not in FAMILIES:
-        what = f"model_type {family} was not tried in mlx-lm {VERSION}"
+    family = _family(source.config.get("model_type"))
+    check_counts(source, model)
+    whole: Any = model.config
+    for name, own, taken in family.unheeded(whole.get_text_config()):
+        what = f"{name} is {shown(own)}, and mlx-lm {VERSION} computes as if it were {shown(taken)}"
+        raise FormatError(what, where=f"for {NAME}", do=ANY_GRID)
+
+
+def _family(model_type: str | None) -> Family:
+    family = None if model_type is None else FAMILIES.get(model_type)
+    if family is None:
+        what = f"model_type {model_type} was not tried in mlx-lm {VERSION}"
         raise FormatError(what, where=f"for {NAME}", do=f"{ANY_GRID}; {NAME} is for {', '.join(FAMILIES)}")
-    check_whole(source, model)
-    for name, taken in ({"hidden_act": "silu"} | FAMILIES[family]).items():
-        own = getattr(model.config, name, taken)
-        if own != taken:
-            what = f"{name} is {shown(own)}, and mlx-lm {VERSION} computes as if it were {shown(taken)}"
-            raise FormatError(what, where=f"for {NAME}", do=ANY_GRID)
+    return family
 
 
 def write(draft: Draft) -> None:
@@ -83,10 +79,11 @@ def write(draft: Draft) -> None:
     from moeq.numerics.layouts import affine_parts
 
     check(draft.source.source, draft.model)
+    family = _family(draft.source.config["model_type"])
     dtype = getattr(torch, main_dtype(draft.source.source))
     grids: dict[str, dict[str, int]] = {}
     for layer in draft.source.layers:
-        grids |= _write_layer(draft, layer, dtype)
+        grids |= _write_layer(draft, layer, f"{block_of(draft, layer)}{family.stacks}", dtype)
     others = {
         name: draft.names.renamed(f"{name}.weight").removesuffix(".weight") for name in draft.source.other_names()
     }
@@ -97,18 +94,29 @@ def write(draft: Draft) -> None:
                 grids[others[name]] = _declared(loadable)
                 for part, tensor in affine_parts(loadable, dtype).items():
                     add(f"{others[name]}.{part}", tensor)
+    grids |= {family.own(name): grid for name, grid in grids.items()}
     common = next(iter(grids.values()), {"group_size": 64, "bits": 4})
     quantization = {"quant_method": NAME, **common, "mode": "affine", **grids}
-    draft.finish(quantization, more={"quantization": quantization, **_earlier_names(draft)})
+    draft.finish(quantization, more={"quantization": quantization, **_settings(draft, family)})
 
 
-def _earlier_names(draft: Draft) -> dict[str, Any]:
+def _settings(draft: Draft, family: Family) -> dict[str, Any]:
+    """Keys of config.json beside the source's that mlx-lm reads."""
+    config, said = draft.source.config, cast("Any", draft.model.config)
+    text = said.get_text_config()
+    if text is said:
+        return _earlier_names(config, said) | family.more(said)
+    inner = config["text_config"]
+    own = {**_earlier_names(inner, text), **family.more(text), "tie_word_embeddings": bool(said.tie_word_embeddings)}
+    return {"vocab_size": text.vocab_size, "text_config": {**inner, **own}}
+
+
+def _earlier_names(config: Mapping[str, Any], said: Any) -> dict[str, Any]:
     """Settings that transformers 5 saves under other names than mlx-lm reads: where it finds none it takes defaults."""
-    config, said = draft.source.config, draft.model.config
     aliases: dict[str, str] = getattr(said, "attribute_map", {})
     found = {name: config[own] for name, own in aliases.items() if own in config}
     rope = dict(config.get("rope_parameters") or {})
-    if rope:
+    if rope and not any(isinstance(each, dict) for each in rope.values()):
         kind, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta", None)
         found |= {} if theta is None else {"rope_theta": theta}
         found |= {"partial_rotary_factor": rope.pop("partial_rotary_factor")} if "partial_rotary_factor" in rope else {}
@@ -116,7 +124,7 @@ def _earlier_names(draft: Draft) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in config}
 
 
-def _write_layer(draft: Draft, layer: ExpertLayer, dtype: torch.dtype) -> dict[str, dict[str, int]]:
+def _write_layer(draft: Draft, layer: ExpertLayer, stem: str, dtype: torch.dtype) -> dict[str, dict[str, int]]:
     """Write the stacks of a layer's experts into a file of their own; returns the grids of those that are packed."""
     import torch
 
@@ -125,13 +133,16 @@ def _write_layer(draft: Draft, layer: ExpertLayer, dtype: torch.dtype) -> dict[s
     from moeq.numerics.layouts import affine_parts
     from moeq_kernels.packed import PackedWeight
 
-    stems = {projection: _stack(key, projection) for (_, projection), key in draft.expert_keys(layer).items()}
+    stems = {projection: f"{stem}{projection}" for projection in layer.projections}
     schemes = {projection: Scheme(draft) for projection in stems}
     stacks: dict[str, Tensor] = {}
     grids: dict[str, dict[str, int]] = {}
     linear = partial(affine_parts, dtype=dtype)
     for expert, projection, name, matrix in draft.matrices(layer, _widened(draft, layer)):
-        for part, tensor in schemes[projection].tensors(linear, name, matrix).items():
+        parts = dict(schemes[projection].tensors(linear, name, matrix))
+        if layer.biased:
+            parts["bias"] = draft.biases[name]
+        for part, tensor in parts.items():
             key = f"{stems[projection]}.{part}"
             if key not in stacks:
                 stacks[key] = torch.empty((layer.num_experts, *tensor.shape), dtype=tensor.dtype)
@@ -164,14 +175,12 @@ def _widened(draft: Draft, layer: ExpertLayer) -> dict[str, int | None]:
     return found
 
 
-def _stack(key: str, projection: str) -> str:
-    """What mlx-lm calls the stack that the matrix of one expert belongs to, by the matrix's key on disk."""
-    from moeq.exporters.readers.mlx import STACKS, stack_of
-
-    before, found, _ = stack_of(key).partition(STACKS)
+def block_of(draft: Draft, layer: ExpertLayer) -> str:
+    """The name on disk of the module that has a layer's experts in its own module `experts`."""
+    block, found, _ = draft.names.renamed(f"{layer.name}.").rpartition(EXPERTS)
     if not found:
-        raise FormatError(f"{key} is called as no expert of mlx-lm's", where=f"for {NAME}", do=ANY_GRID)
-    return f"{before}{STACKS}{projection}"
+        raise FormatError(f"{layer.name} is called as no experts of mlx-lm's", where=f"for {NAME}", do=ANY_GRID)
+    return block
 
 
 def _declared(weight: PackedWeight) -> dict[str, int]:
@@ -179,10 +188,10 @@ def _declared(weight: PackedWeight) -> dict[str, int]:
 
 
 def refuse_other(names: DiskNames, name: str, shape: tuple[int, int]) -> tuple[str, str] | None:
-    """Why a matrix that mlx-lm divides cannot be written packed, and what to do."""
-    if not name.endswith(SPLIT):
-        return None
-    return f"mlx-lm divides {SPLIT} and would quantize it again", "set others.attention: null"
+    """Why a matrix beside the experts cannot be written packed, and what to do."""
+    plain = _family(names.model.config.model_type).plain
+    why = next((why for end, why in plain.items() if name.endswith(end)), None)
+    return None if why is None else (why, f"leave {name} out of `others`, as `moeq run --for {NAME}` does")
 
 
 def size(sizes: ExportSizes) -> int:
@@ -205,7 +214,6 @@ model, tokenizer = load("THIS_DIRECTORY")""",
     targets=(TARGET,),
     size=size,
     families=tuple(FAMILIES),
-    separate=True,
     layout=later("moeq.exporters.readers.mlx:Mlx"),
     loaders=(
         Loader(

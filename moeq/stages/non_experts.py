@@ -7,6 +7,7 @@ reverse. A class of modules that is there is not made again when another gets an
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from torch import Tensor
 
 from moeq.artifacts import non_experts as artifact
@@ -21,9 +23,11 @@ from moeq.artifacts import replicas
 from moeq.artifacts.files import digest_of
 from moeq.artifacts.non_experts import MadeOthers, OtherIndex, OtherRow, OtherTable
 from moeq.artifacts.replicas import LayerReplicas
+from moeq.artifacts.targets import refuse_shape, targets
 from moeq.errors import ArtifactError, RecipeError
 from moeq.models.corpus import Sequences
 from moeq.models.declared import scale_keys
+from moeq.models.disk_names import DiskNames
 from moeq.models.non_experts import EMBEDDINGS, HEAD, OtherModule, by_block, weight_keys
 from moeq.models.streaming import blocks_of
 from moeq.models.walk import end_batch
@@ -39,6 +43,7 @@ from moeq.quantizers.non_experts import (
 )
 from moeq.recipe import Recipe
 from moeq.registry import QUANTIZERS
+from moeq.runtimes import runtimes
 from moeq.stages.context import Context
 from moeq.stages.expert_bytes import expert_weights
 from moeq.stages.replicas import lacking
@@ -60,7 +65,33 @@ def grid(recipe: Recipe, kind: str) -> Grid:
 
 
 def chosen(context: Context) -> list[OtherModule]:
-    """The modules that the recipe gives a width, but for a head that is one tensor with the embeddings."""
+    """The modules that the recipe gives a width, but for a head that is one tensor with the embeddings, and for those
+    that its target has no place for."""
+    left = left_out(context)
+    return [module for module in _given_widths(context) if module.name not in left]
+
+
+def left_out(context: Context) -> dict[str, str]:
+    """{module: why} of those that the recipe gives a width and its target holds in full precision only.
+
+    Of a target that loads no packed modules at all there are none: what the recipe asks for is refused.
+    """
+    name = context.recipe.assign.target
+    target = None if name is None else targets()[name]
+    modules = _given_widths(context)
+    if target is None or not target.others or not modules:
+        return {}
+    names, refuse = DiskNames(context.model.skeleton), runtimes()[target.name].exporter.refuse_other
+    found: dict[str, str] = {}
+    for module in modules:
+        own = None if refuse is None else refuse(names, module.name, (module.rows, module.inputs))
+        why = own[0] if own is not None else refuse_shape(target, module.rows, module.inputs)
+        if why is not None:
+            found[module.name] = why
+    return found
+
+
+def _given_widths(context: Context) -> list[OtherModule]:
     widths = context.recipe.others.widths()
     return [module for module in context.model.others.of(widths) if module.tied is None] if widths else []
 
@@ -156,6 +187,8 @@ class Making:
         self.context, self.sequences = context, sequences
         self.directory = context.directory("losses")
         self.modules = chosen(context)
+        for why, count in Counter(left_out(context).values()).items():
+            context.reporter.say(f"  {count} matrices beside the experts stay in full precision: {escape(why)}")
         stride = heldout_stride(context.recipe.losses.heldout_fraction)
         self.heldout = torch.arange(len(sequences)) % stride == stride - 1
         for name in (artifact.NAME, artifact.INDEX):

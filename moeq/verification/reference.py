@@ -57,6 +57,7 @@ def streamed(
     whole = {layer.name for layer, keys in zip(packed.layers, stacked, strict=False) if keys}
     keys = [*packed.rest(), *(key for stack in stacked for key in stack)]
     others = packed_others(packed)
+    one_more, rounds = (packed.one_more, packed.rounds) if isinstance(packed, Foreign) else ((), None)
     supplied = {
         f"{layer.name}.{part}" for layer in packed.layers for part in layer.parameters if layer.name not in whole
     }
@@ -90,6 +91,9 @@ def streamed(
             for module, read in others.items():
                 if model.block_of(module) == block:
                     target.get_parameter(f"{module}.weight").copy_(rounded_values(read(), stored))
+            for name, vector in target.named_parameters() if one_more else ():
+                if name.endswith(one_more) and model.block_of(name.rpartition(".")[0]) == block:
+                    vector.copy_((vector.to(rounds) + 1.0).to(vector.dtype) - 1.0)
 
     fill_others(model.model, "")
     model.overlay, model.block_overlay = fill, fill_others

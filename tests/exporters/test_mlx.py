@@ -10,7 +10,7 @@ import numpy as np
 import peers
 import pytest
 import torch
-from made_sources import IDS, Choose, MadeSource, reference_logits, save_model
+from made_sources import IDS, OF_MLX, Choose, MadeSource, reference_logits, save_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from moeq.artifacts.stage import read_record
 from moeq.errors import ArtifactError, FormatError
 from moeq.exporters import write
 from moeq.exporters.foreign import WriteOptions
+from moeq.exporters.mlx_families import FAMILIES
 from moeq.exporters.readers import open_other, open_packed
 from moeq.exporters.readers.foreign import Foreign
 from moeq.folders import bytes_in
@@ -26,6 +27,7 @@ from moeq.inspection import inspect
 from moeq.models.source import open_source
 from moeq.progress import Reporter
 from moeq.recipe import load_recipe
+from moeq.stages import non_experts
 from moeq.stages.context import Context
 from moeq.verification.launch import NotInstalledError
 from moeq.verification.verify import Options, verify
@@ -34,6 +36,7 @@ from moeq_kernels.packed import PackedWeight
 
 GROUP = 32
 BLOCKS = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 OTHERS = {"model.layers.0.self_attn.q_proj": 4, "model.layers.1.self_attn.o_proj": 8, "model.embed_tokens": 8}
 BY_STACK = {"gate_proj": 2, "up_proj": 3, "down_proj": 5}
 
@@ -109,6 +112,39 @@ def test_every_matrix_is_what_an_independent_reader_finds(model: Path, tmp_path:
     assert not any(".experts." in key for key in tensors)
 
 
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_read_back(family: str, tmp_path: Path) -> None:
+    """Stacks under the name that mlx-lm has for them, whatever the family calls its experts on the disk."""
+    source = MadeSource(
+        save_model(tmp_path / "model", family, **OF_MLX.get(family, {})),
+        lambda *_: 4,
+        group_size=GROUP,
+        symmetric=False,
+    )
+    write("mlx", source, tmp_path / "out", WriteOptions())
+    found = open_packed(tmp_path / "out", as_values=True)
+    assert isinstance(found, Foreign)
+    found.check()
+    for layer in found.layers:
+        for expert in (0, layer.num_experts - 1):
+            wanted, biases = source.expert(source.layers[layer.index], expert)
+            values, read = found.expert(layer, expert)
+            assert {name: tensor.tolist() for name, tensor in read.items()} == {
+                name: tensor.tolist() for name, tensor in biases.items()
+            }
+            for name, matrix in values.items():
+                assert torch.equal(_values(matrix), _values(found.written(wanted[name])))
+    declared, keys = config_of(tmp_path / "out")["quantization"], tensors_of(tmp_path / "out")
+    stacks = {key.removesuffix(".scales") for key in keys if key.endswith(".scales")}
+    assert len(stacks) == 3 * len(found.layers)
+    assert {FAMILIES[family].own(name) for name in stacks} <= declared.keys()
+
+
+def _values(matrix: PackedWeight | Tensor) -> Tensor:
+    return matrix.dequantize() if isinstance(matrix, PackedWeight) else matrix
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_what_was_written_is_read_back(model: Path, tmp_path: Path, symmetric: bool) -> None:
     """A symmetric grid as one; of zero points the values that MLX computes with, and no others."""
@@ -180,7 +216,12 @@ def test_what_mlx_has_no_place_for_is_refused(
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("granitemoe", {}, "model_type granitemoe was not tried in mlx-lm"),
+        ("jamba", {}, "model_type jamba was not tried"),  # mlx-lm makes the chosen experts' weights add up to 1
+        ("ernie4_5_moe", {}, "model_type ernie4_5_moe was not tried in mlx-lm"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, r"swiglu_limit is 6\.0, and mlx-lm"),
+        ("dots1", {"layer_types": ["sliding_attention", "full_attention"]}, r"layer_types is \['sliding_attention'"),
+        ("qwen3_moe", {"rope_parameters": YARN}, "rope_type is 'yarn', and mlx-lm .* as if it were 'default'"),
+        ("olmoe", {"rope_parameters": YARN | {"attention_factor": 1.5}}, r"attention_factor is 1\.5, and mlx-lm"),
         ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob is True, and mlx-lm .* as if it were False"),
         ("mixtral", {"sliding_window": 16}, "sliding_window is 16, and mlx-lm"),
         ("olmoe", {"clip_qkv": 2.0}, r"clip_qkv is 2\.0, and mlx-lm"),
@@ -199,7 +240,7 @@ def test_a_matrix_that_mlx_lm_divides_is_refused(tmp_path: Path) -> None:
     path = save_model(tmp_path / "model", "deepseek_v3")
     others = {"model.layers.0.self_attn.kv_b_proj": 8}
     with pytest.raises(
-        FormatError, match="kv_b_proj: mlx-lm divides kv_b_proj and would quantize it again; set others"
+        FormatError, match=r"kv_b_proj: mlx-lm divides kv_b_proj and would quantize it again; leave .*kv_b_proj out"
     ):
         write("mlx", MadeSource(path, lambda *_: 4, group_size=GROUP, others=others), tmp_path / "out", WriteOptions())
 
@@ -297,6 +338,48 @@ def test_mlx_lm_computes_with_its_values(model: Path, tmp_path: Path, symmetric:
     wanted, given = (one.double().log_softmax(-1) for one in (reference_logits(source), found))
     divergence = (wanted.exp() * (wanted - given)).sum(-1)
     assert 0 < float(divergence.median()) < 2e-3, "a token may be routed otherwise"
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mlx_lm_computes_every_family(family: str, tmp_path: Path) -> None:
+    """With packed modules beside the experts."""
+    python = peers.interpreter("mlx")
+    path = save_model(tmp_path / "model", family, **OF_MLX.get(family, {}))
+    names = MadeSource(path, lambda *_: 4).model.state_dict()
+    others = {name.removesuffix(".weight"): 8 for name in names if name.endswith(("o_proj.weight", "q_proj.weight"))}
+    source = MadeSource(path, by_stack, group_size=GROUP, symmetric=False, others=others)
+    write("mlx", source, tmp_path / "out", WriteOptions())
+    verdict = verify(tmp_path / "out", Options(python=python), Reporter(quiet=True))
+    assert verdict.problems == ()
+    assert verdict.logits_error < 1e-4
+
+
+def test_a_run_leaves_out_what_its_target_has_no_place_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And says so; without the target it packs that, too."""
+    path = save_model(tmp_path / "model", "deepseek_v3")
+    settings = (
+        "corpus.sequences=4", "corpus.sequence_length=32", "losses.methods=[rtn]", "losses.bits=[4]",
+        "losses.group_size=32", "assign.method=optimal", "assign.bits_per_weight=5", "eval.compare=[]",
+        "others={attention: 8, method: rtn, symmetric: true}",
+    )  # fmt: skip
+    for_mlx = ("assign.target=mlx", "export.formats=[mlx]")
+    ends = {"": ("profile", "losses"), "mlx": ("profile", "losses", "assign", "quantize", "export")}
+    for target, stages in ends.items():
+        context = Context(
+            recipe=load_recipe(None, (*settings, *(for_mlx if target else ()))),
+            model_name=str(path), out=tmp_path / f"out{target}", reporter=Reporter(),
+        )  # fmt: skip
+        pipeline.run(context, stages)
+        said, left = capsys.readouterr().err, [f"model.layers.{layer}.self_attn.kv_b_proj" for layer in range(3)]
+        packed = {module.name for module in non_experts.chosen(context)}
+        assert ("3 matrices beside the experts stay in full precision: mlx-lm divides kv_b_proj" in said) == bool(
+            target
+        )
+        assert packed.isdisjoint(left) if target else packed > set(left)
+    tensors = tensors_of(tmp_path / "outmlx" / "checkpoint-mlx")
+    assert all(f"{name}.weight" in tensors and f"{name}.scales" not in tensors for name in left)
+    assert all(f"{name.replace('kv_b_proj', 'q_b_proj')}.scales" in tensors for name in left)
 
 
 def test_a_size_limits_the_checkpoint_for_mlx(qwen: Path, tmp_path: Path) -> None:

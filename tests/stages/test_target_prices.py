@@ -147,14 +147,18 @@ def test_a_matrix_that_no_block_fits_takes_a_width_that_one_does(tmp_path: Path)
 
 
 def test_a_runtime_that_does_not_load_the_model_has_no_price(tmp_path: Path) -> None:
-    """Other runtimes read no experts with biases, whatever their widths; that is said, no lack of budget."""
-    model = str(family_models.save("gpt_oss", tmp_path / "model"))
+    """Most read no experts with biases, whatever their widths; that is said, no lack of budget."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128}
+    model = str(family_models.save("gpt_oss", tmp_path / "model", **sizes))
     recipe = load_recipe(None, [*SMALL[:-1], "assign={method: optimal, quantizer: rtn, bits_per_weight: 8}"])
     context = Context(recipe=recipe, model_name=model, out=tmp_path / "run", reporter=Reporter(quiet=True))
     pipeline.run(context, ("profile", "losses", "assign"))
     prices = {price["target"]: price for price in frontier.prices(context)}
     assert prices["native"]["ratio"] == 1
     loads = where_it_loads(context, assign.load(context))
+    reads = loads.pop("mlx")  # which has a place for biases
+    assert reads is None or "mixed widths" in reads["reason"]
+    assert prices["mlx"]["ratio"] > 1
     for name, why in loads.items():
         assert why is None or (why["reason"] in prices[name]["refusal"] and prices[name]["ratio"] is None), name
     assert "auto-round" in {name for name, why in loads.items() if why is not None and "has biases" in why["reason"]}

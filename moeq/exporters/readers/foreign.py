@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moeq.artifacts.tensor_files import torch_dtype
 from moeq.errors import ArtifactError
+from moeq.exporters.mlx_families import FAMILIES
 from moeq.exporters.packed_source import Matrices, PackedSource
 from moeq.exporters.readers.layout import Grid, Layout, packed_modules
 from moeq.exporters.readers.mlx import Mlx, unstacked
@@ -114,6 +115,12 @@ class Foreign:
         scales = (header.dtype for key, header in self.source.tensors.items() if key.endswith(f".{self.layout.anchor}"))
         dtype: torch.dtype = torch_dtype(next(scales, "BF16"))
         return dtype
+
+    @property
+    def one_more(self) -> tuple[str, ...]:
+        """Ends of the names of vectors that its runtime adds 1 to and rounds."""
+        family = FAMILIES.get(self.config.get("model_type", "")) if isinstance(self.layout, Mlx) else None
+        return () if family is None else family.one_more
 
     def written(self, matrix: PackedWeight | Tensor) -> PackedWeight | Tensor:
         """What a matrix is in such a checkpoint: its values [N, K] where these are rounded, else itself."""

@@ -7,12 +7,14 @@ others, which MLX's own quantization makes, comes as its values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moeq.bounded import shown
 from moeq.errors import ArtifactError
+from moeq.exporters.mlx_families import EXPERTS, STACKS
 from moeq.exporters.readers.layout import FLOATS, Grid, Parts, Stored, checked_grid, expect, read_back, shape_of_words
 from moeq.models.source import ModelSource, TensorHeader
 from moeq_kernels.widths import WORD
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
-STACKS, EXPERTS = ".switch_mlp.", ".experts."
-DIMENSIONS = 3  # of a stack
+_STACK = re.compile(rf"({'|'.join(map(re.escape, STACKS))})((?:gate|up|down)_proj)\.(\w+)$")
+DIMENSIONS = {"bias": 2}  # of a stack; of others 3
 MOST_EXPERTS = 1 << 16
 
 
@@ -40,7 +42,7 @@ class Mlx:
         self.left_out = {name for name, one in declared.items() if one is False}
 
     def grid(self, names: Sequence[str]) -> Grid | None:
-        found = [stack_of(name) for name in names]
+        found = [stack for name in names for stack in stacks_of(name)]
         if any(name in self.left_out for name in found):
             return None
         return next((self.own[name] for name in found if name in self.own), self.whole)
@@ -75,12 +77,13 @@ def unstacked(source: ModelSource) -> tuple[ModelSource, dict[str, tuple[str, in
     tensors: dict[str, TensorHeader] = {}
     places: dict[str, tuple[str, int]] = {}
     for key, header in source.tensors.items():
-        if STACKS not in key or len(header.shape) != DIMENSIONS:
+        parts = _STACK.search(key)
+        if parts is None or len(header.shape) != DIMENSIONS.get(parts[3], 3):
             tensors[key] = header
             continue
         if not 0 < header.shape[0] <= MOST_EXPERTS:
             raise ArtifactError(f"{key} is {list(header.shape)}", where=str(header.file), do="make it again")
-        for number, name in enumerate(_names(key, header.shape[0])):
+        for number, name in enumerate(_names(key, parts, header.shape[0])):
             if name in source.tensors:
                 what = f"{name} lies beside {key}: nothing says which of the two counts"
                 raise ArtifactError(what, where=str(header.file), do="remove one of them, or make it again")
@@ -91,16 +94,16 @@ def unstacked(source: ModelSource) -> tuple[ModelSource, dict[str, tuple[str, in
     return replace(source, tensors=tensors), places
 
 
-def _names(key: str, count: int) -> Iterator[str]:
-    before, _, after = key.partition(STACKS)
-    return (f"{before}{EXPERTS}{number}.{after}" for number in range(count))
+def _names(key: str, parts: re.Match[str], count: int) -> Iterator[str]:
+    before = key[: parts.start()]
+    return (f"{before}{EXPERTS}{number}.{parts[2]}.{parts[3]}" for number in range(count))
 
 
-def stack_of(name: str) -> str:
-    """What MLX calls the module that an expert's matrix is part of; another's name as it is."""
+def stacks_of(name: str) -> list[str]:
+    """What MLX may call the module that an expert's matrix is part of; another's name as it is."""
     before, found, after = name.partition(EXPERTS)
     number, _, projection = after.partition(".")
-    return f"{before}{STACKS}{projection}" if found and number.isdigit() else name
+    return [f"{before}{stacks}{projection}" for stacks in STACKS] if found and number.isdigit() else [name]
 
 
 def _zeros(scales: Tensor, biases: Tensor, bits: int) -> Tensor | None:

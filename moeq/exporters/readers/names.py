@@ -173,10 +173,10 @@ def _take_apart(names: Names, source: ModelSource, layers: list[ExpertLayer]) ->
 
 def _by_meaning(source: ModelSource, model: Any, layer: ExpertLayer) -> bool:
     """Whether what is called gate_proj is the gate: GPTQModel calls the first half of rows so that hold both in turns,
-    which shows in nothing; auto-round and compressed-tensors take them apart."""
+    which shows in nothing; auto-round, compressed-tensors and mlx-lm take them apart."""
     declared = quantization_of(source.config)
     method, by_auto_round = declared.get("quant_method"), "autoround_version" in declared
-    apart = by_auto_round or method in ("auto-round", "compressed-tensors")
+    apart = by_auto_round or method in ("auto-round", "compressed-tensors", "mlx")
     return apart or "interleaved" not in layer.kind.remarks(model.get_submodule(layer.name))
 
 
