@@ -170,7 +170,8 @@ READERS = {
         runtime="humming", package=None, computes="float16", bound=0.005, not_run="no CUDA device was at hand"
     ),
     "mlx-lm": Reader(
-        runtime="mlx", package="mlx", loader="mlx", bound=1e-4, computes="float32, scales rounded to bfloat16"
+        runtime="mlx", package="mlx", loader="mlx", bound=1e-4, computes="float32, scales rounded to bfloat16",
+        families=tuple(name for name in FAMILIES if name != "gpt_oss"),  # tests/exporters/test_mlx.py: by its own values
     ),
     "transformers": Reader(runtime="dequantized", package="", **ROUNDED),
     "vLLM, of gptqmodel": Reader(runtime="gptqmodel", **GIVEN, **OF_VLLM),
