@@ -171,7 +171,7 @@ READERS = {
     ),
     "mlx-lm": Reader(
         runtime="mlx", package="mlx", loader="mlx", bound=1e-4, computes="float32, scales rounded to bfloat16",
-        families=tuple(name for name in FAMILIES if name != "gpt_oss"),  # tests/exporters/test_mlx.py: by its own values
+        families=tuple(name for name in FAMILIES if name != "gpt_oss"),  # see test_mlx.py
     ),
     "transformers": Reader(runtime="dequantized", package="", **ROUNDED),
     "vLLM, of gptqmodel": Reader(runtime="gptqmodel", **GIVEN, **OF_VLLM),
