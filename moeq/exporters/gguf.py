@@ -21,6 +21,11 @@ FILE = GGUF
 STACKS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 REFIT = "llama.cpp-refit"
 ERRORS = "moeq.refit."  # before a tensor's name: a key of the relative error that rounding its scales made, by expert
+FAMILIES = (  # as gguf_known has them
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "gpt_oss", "qwen3_next",
+    "minimax_m2", "dots1", "hunyuan_v1_moe", "qwen3_5_moe_text", "lfm2_moe", "granitemoe", "granitemoeshared",
+    "deepseek_v2", "glm4_moe_lite", "solar_open", "hy_v3", "exaone_moe", "afmoe", "mellum", "laguna",
+)  # fmt: skip
 LLAMA_CPP = Loader(
     name="llama.cpp",
     packages={"llama_cpp": "pip install llama-cpp-python"},
@@ -103,7 +108,7 @@ model = Llama("THIS_DIRECTORY/{FILE}")""",
         ),
     ),
     size=size,
-    families=("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"),  # as gguf_families.FAMILIES has them
+    families=FAMILIES,
     file=FILE,
     opened=later("moeq.exporters.readers.gguf:opened"),
     described=later("moeq.exporters.readers.described:gguf"),

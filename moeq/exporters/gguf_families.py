@@ -1,4 +1,4 @@
-"""Families that llama.cpp knows: what it calls their tensors, how it turns some of them, what it wants to know.
+"""Families that llama.cpp knows (`gguf_known`): what a file holds of their tensors, and what is refused.
 
 It computes a family as its own code says, whatever config.json says beside it: what that code does not do is refused.
 Letters: H attention heads, D their size, R the latent size of deepseek's keys and values.
@@ -7,7 +7,7 @@ Letters: H attention heads, D their size, R the latent size of deepseek's keys a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,30 +17,14 @@ from torch import Tensor
 from moeq.artifacts.targets import ANY_GRID
 from moeq.errors import FormatError
 from moeq.exporters.gguf import STACKS
+from moeq.exporters.gguf_known import DECAY, FAMILIES, NAMES, ONE_ADDED, WHOLE, Family
+from moeq.exporters.gguf_parameters import Value, rope_of
 from moeq.models.experts import ExpertLayer
 
-Value = int | float | bool | str | list[str] | list[int] | list[float]
-
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
-    "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp",
-}  # fmt: skip
 HEAD, TABLE = "output.weight", "token_embd.weight"
-CORRECTION = "mlp.gate.e_score_correction_bias"
-IN_FLOAT32 = ("ffn_gate_inp", "ffn_gate_inp_shexp", "exp_probs_b")  # beside all vectors
-_KEY = re.compile(r"(?:model\.layers\.(?P<block>\d+)\.)?(?P<module>.+)\.(?P<leaf>weight|bias)")
+FLAT = ("ffn_gate_inp_shexp", "exp_probs_b", "ssm_conv1d", "shortconv.conv")  # without sides of 1
+IN_FLOAT32 = ("ffn_gate_inp", "ffn_gate_inp_shexp", "exp_probs_b", "ssm_conv1d", "conv")  # beside all vectors
+_KEY = re.compile(r"(?:model\.layers\.(?P<block>\d+)\.)?(?P<tail>.+)")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -48,89 +32,26 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 class Piece:
     """One tensor of a file, made of one tensor of the checkpoint.
 
-    rows: the order of its rows, where it is another; split: which part of deepseek's kv_b_proj it is.
+    rows: which of its rows, in what order, where not all as they are; columns: the order of its columns; split: which
+    part of deepseek's kv_b_proj it is; change: what is written instead of its values (see gguf_known).
     """
 
     name: str
     shape: tuple[int, ...]
     rows: Tensor | None = None
+    columns: Tensor | None = None
     split: str = ""
+    change: str = ""
 
     @property
     def as_it_is(self) -> bool:
         """Whether it has the bytes of the checkpoint's tensor, but for its type."""
-        return self.rows is None and not self.split
+        return self.rows is None and self.columns is None and not self.split and not self.change
 
     @property
     def in_float32(self) -> bool:
         """Whether llama.cpp wants it in float32."""
         return len(self.shape) == 1 or self.name.split(".")[-2] in IN_FLOAT32
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """arch: as GGUF calls it; turned: whether q_proj and k_proj are kept with a head's two halves interleaved;
-    own_head: whether a head of tied embeddings is written too; norm: what norm_topk_prob must be; more: what it wants
-    to know beside the common; alike: whether transformers loads its GGUF files right."""
-
-    arch: str
-    more: Callable[[Any], dict[str, Value]]
-    turned: bool = False
-    own_head: bool = False
-    norm: bool | None = None
-    alike: bool = False
-
-
-def _nothing(config: Any) -> dict[str, Value]:
-    return {}
-
-
-def _qwen(config: Any) -> dict[str, Value]:
-    lengths: dict[str, Value] = {"expert_feed_forward_length": config.moe_intermediate_size}
-    if config.model_type == "qwen2_moe":
-        lengths["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
-    return lengths
-
-
-def _heads(config: Any) -> dict[str, Value]:
-    size = _head_size(config)
-    return {"attention.key_length": size, "attention.value_length": size, "rope.dimension_count": size}
-
-
-def _deepseek(config: Any) -> dict[str, Value]:
-    rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
-    values: dict[str, Value] = {
-        "attention.head_count_kv": 1,
-        "attention.kv_lora_rank": rank,
-        "attention.key_length": rank + rope,
-        "attention.value_length": rank,
-        "attention.key_length_mla": config.qk_nope_head_dim + rope,
-        "attention.value_length_mla": config.v_head_dim,
-        "rope.dimension_count": rope,
-        "leading_dense_block_count": config.first_k_dense_replace,
-        "expert_feed_forward_length": config.moe_intermediate_size,
-        "expert_shared_count": config.n_shared_experts,
-        "expert_weights_scale": float(config.routed_scaling_factor),
-        "expert_weights_norm": bool(config.norm_topk_prob),
-        "expert_gating_func": 2,  # sigmoid
-        "expert_group_count": config.n_group,
-        "expert_group_used_count": config.topk_group,
-    }
-    if config.q_lora_rank is not None:
-        values["attention.q_lora_rank"] = config.q_lora_rank
-    scaled = _rope(config)
-    if scaled.get("rope_type") == "yarn" and scaled.get("mscale_all_dim"):
-        values["rope.scaling.yarn_log_multiplier"] = 0.1 * float(scaled["mscale_all_dim"])
-    return values
-
-
-FAMILIES = {
-    "mixtral": Family(arch="llama", more=_heads, turned=True),
-    "qwen2_moe": Family(arch="qwen2moe", more=_qwen, own_head=True, norm=False, alike=True),
-    "qwen3_moe": Family(arch="qwen3moe", more=lambda config: _heads(config) | _qwen(config), norm=True, alike=True),
-    "olmoe": Family(arch="olmoe", more=_nothing, own_head=True, norm=False),
-    "deepseek_v3": Family(arch="deepseek2", more=_deepseek),
-}
 
 
 def family_of(config: Any) -> Family:
@@ -149,44 +70,26 @@ def _reasons(config: Any, family: Family) -> Iterator[str]:
     """What of a configuration llama.cpp's code for the family does not do."""
     window = getattr(config, "sliding_window", None)
     used = window if getattr(config, "use_sliding_window", True) else None
-    if used and used < config.max_position_embeddings:
+    if not family.windows and used and used < config.max_position_embeddings:
         yield f"its attention within a window of {used} tokens"
-    if config.hidden_act not in ("silu", "swish"):
-        yield f"its activation {config.hidden_act}"
+    activation = getattr(config, "hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        yield f"its activation {activation}"
     if family.norm is not None and bool(config.norm_topk_prob) != family.norm:
         yield f"routing weights with norm_topk_prob: {str(not family.norm).lower()}"
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
         yield "dense layers among those with experts"
     if getattr(config, "clip_qkv", None) is not None:
         yield "clipped queries, keys and values (clip_qkv)"
-    if family.arch in ("qwen2moe", "olmoe") and _head_size(config) * config.num_attention_heads != config.hidden_size:
-        yield f"heads of {_head_size(config)} that do not add up to the hidden size"
-    if family.arch == "olmoe" and config.num_key_value_heads != config.num_attention_heads:
-        yield "heads that share keys and values"
-    if family.arch in ("qwen3moe", "olmoe", "deepseek2") and getattr(config, "attention_bias", False):
-        yield "attention with biases (attention_bias)"
-    if family.arch == "deepseek2":
-        yield from _deepseek_reasons(config)
-    yield from _rope_reasons(config)
+    if family.attention_bias is not None and bool(getattr(config, "attention_bias", False)) != family.attention_bias:
+        yield f"attention {'without' if family.attention_bias else 'with'} biases (attention_bias)"
+    for reasons in family.reasons:
+        yield from reasons(config)
+    yield from _rope_reasons(config, family)
 
 
-def _deepseek_reasons(config: Any) -> Iterator[str]:
-    if not config.rope_interleave:
-        yield "rotary embeddings of halves (rope_interleave: false)"
-    if not config.n_shared_experts:
-        yield "layers without a shared expert"
-    if (config.q_lora_rank is None) != (config.num_hidden_layers in (26, 27)):
-        yield f"{config.num_hidden_layers} layers with q_lora_rank {config.q_lora_rank}"
-    rope = _rope(config)
-    if rope.get("rope_type") == "linear":
-        yield "rotary embeddings of type linear in latent attention"
-    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
-    if rope.get("rope_type") == "yarn" and not (mscale and mscale == of_all):
-        yield f"yarn with mscale {mscale} and mscale_all_dim {of_all}, which must be equal"
-
-
-def _rope_reasons(config: Any) -> Iterator[str]:
-    rope = _rope(config)
+def _rope_reasons(config: Any, family: Family) -> Iterator[str]:
+    rope = rope_of(config)
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "linear", "yarn"):
         yield f"rotary embeddings of type {kind} as moeq would write them"
@@ -194,34 +97,25 @@ def _rope_reasons(config: Any) -> Iterator[str]:
         yield "yarn with attention_factor or truncate: false as moeq would write them"
     if kind == "yarn" and ((rope.get("beta_fast") or 32) != 32 or (rope.get("beta_slow") or 1) != 1):
         yield "yarn with another beta_fast than 32, or beta_slow than 1: it does not take them from the file"
-    if kind == "yarn" and config.model_type != "deepseek_v3" and rope.get("mscale") and rope.get("mscale_all_dim"):
+    if kind == "yarn" and not family.mscale and rope.get("mscale") and rope.get("mscale_all_dim"):
         yield "yarn with mscale and mscale_all_dim"
-    if rope.get("partial_rotary_factor", 1) != 1:
+    if not family.partial and rope.get("partial_rotary_factor", 1) != 1:
         yield "rotary embeddings of a part of a head"
-
-
-def _rope(config: Any) -> Mapping[str, Any]:
-    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    return parameters
-
-
-def _head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def parameters(config: Any, family: Family) -> dict[str, Value]:
     """What llama.cpp wants to know of a model, {key without the architecture: value}."""
-    rope = _rope(config)
+    rope = rope_of(config)
     experts = next(getattr(config, name) for name in ("num_local_experts", "num_experts") if hasattr(config, name))
     values: dict[str, Value] = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None) or config.moe_intermediate_size,
         "vocab_size": config.vocab_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "attention.layer_norm_rms_epsilon": float(getattr(config, "rms_norm_eps", None) or config.norm_eps),
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
         "expert_count": experts,
         "expert_used_count": config.num_experts_per_tok,
@@ -236,7 +130,9 @@ def parameters(config: Any, family: Family) -> dict[str, Value]:
             "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast") or 32),
             "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow") or 1),
         }
-    return values | family.more(config)
+    for more in family.more:
+        values |= more(config)
+    return values
 
 
 def block_of(layer: ExpertLayer) -> int:
@@ -252,6 +148,11 @@ def stack_name(layer: ExpertLayer, projection: str) -> str:
     return f"blk.{block_of(layer)}.{STACKS[projection]}.weight"
 
 
+def bias_name(layer: ExpertLayer, projection: str) -> str:
+    """What GGUF calls one bias of all of a layer's experts."""
+    return f"{stack_name(layer, projection).removesuffix('weight')}bias"
+
+
 def stack_shapes(layers: Iterable[ExpertLayer]) -> dict[str, tuple[int, ...]]:
     """{name: shape} of the stacks of layers' experts."""
     return {
@@ -261,9 +162,18 @@ def stack_shapes(layers: Iterable[ExpertLayer]) -> dict[str, tuple[int, ...]]:
     }
 
 
+def expert_shapes(layer: ExpertLayer) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of all that a file holds of a layer's experts: the stacks, and their biases."""
+    biases = {
+        bias_name(layer, projection): (layer.num_experts, layer.shape(projection)[0])
+        for projection in layer.projections
+    }
+    return stack_shapes([layer]) | (biases if layer.biased else {})
+
+
 def is_beyond(config: Any, key: str) -> bool:
     """Whether a tensor is of a layer after the last: of those that predict further tokens, which no loader runs."""
-    parts = _KEY.fullmatch(key.replace(CORRECTION, "mlp.gate.bias"))
+    parts = _KEY.fullmatch(key)
     return parts is not None and parts["block"] is not None and int(parts["block"]) >= config.num_hidden_layers
 
 
@@ -272,32 +182,48 @@ def pieces(config: Any, family: Family, key: str, shape: tuple[int, ...], *, tie
 
     tied: whether the head is the embeddings, which is not so where a checkpoint has both with other values.
     """
-    if key.endswith(f".{CORRECTION}"):
-        return [Piece(name=f"blk.{key.split('.')[2]}.exp_probs_b.bias", shape=shape)]
-    parts = _KEY.fullmatch(key)
-    stem = None if parts is None else NAMES.get(parts["module"])
-    if parts is None or stem is None or (parts["block"] is None) != (parts["module"] in list(NAMES)[:3]):
-        do = "write it for another runtime"
-        raise FormatError("moeq knows no name for it in GGUF", where=f"for llama.cpp: {key}", do=do)
-    start = "" if parts["block"] is None else f"blk.{parts['block']}."
-    name = f"{start}{stem}.{parts['leaf']}"
+    stem, leaf, start = _named(family, key)
     if stem == "attn_kv_b":
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         return [
             Piece(name=f"{start}attn_k_b.weight", shape=(heads, rank, config.qk_nope_head_dim), split="k"),
             Piece(name=f"{start}attn_v_b.weight", shape=(heads, config.v_head_dim, rank), split="v"),
         ]
-    if stem == "ffn_gate_inp_shexp":
-        shape = shape[-1:]
-    rows = None
-    if family.turned and stem in ("attn_q", "attn_k"):
-        heads = config.num_attention_heads if stem == "attn_q" else config.num_key_value_heads
-        rows = torch.arange(shape[0]).view(heads, 2, -1).mT.reshape(-1)
     if stem == "output" and tied:
         return []
-    doubled = stem == "token_embd" and tied and family.own_head
-    head = [Piece(name=HEAD, shape=shape)] if doubled else []
-    return [Piece(name=name, shape=shape, rows=rows), *head]
+    shape = tuple(size for size in shape if size != 1) if stem in FLAT else shape
+    change = family.changes.get(f"{stem}{leaf}", "")
+    found = [
+        Piece(
+            name=f"{start}{name}{leaf}",
+            shape=shape if rows is None else (len(rows), *shape[1:]),
+            rows=rows,
+            columns=columns,
+            change=change,
+        )
+        for name, rows, columns in family.orders(config, stem, shape[0])
+    ]
+    if stem == "token_embd" and tied and family.own_head:
+        found.append(Piece(name=HEAD, shape=shape))
+    return found
+
+
+def _named(family: Family, key: str) -> tuple[str, str, str]:
+    """What GGUF calls a tensor: its stem, what follows that, and what comes before."""
+    parts = _KEY.fullmatch(key)
+    assert parts is not None, key
+    start = "" if parts["block"] is None else f"blk.{parts['block']}."
+    whole = family.names.get(parts["tail"]) or WHOLE.get(parts["tail"])
+    if start and whole is not None:
+        stem, dot, leaf = whole.partition(".")
+        return stem, dot + leaf, start
+    module, _, leaf = parts["tail"].rpartition(".")
+    stem = family.names.get(module) or NAMES.get(module, "")
+    of_all = module == "lm_head" or module.startswith("model.")
+    if not stem or leaf not in ("weight", "bias") or bool(start) == of_all:
+        do = "write it for another runtime"
+        raise FormatError("moeq knows no name for it in GGUF", where=f"for llama.cpp: {key}", do=do)
+    return stem, f".{leaf}", start
 
 
 def made(config: Any, piece: Piece, tensor: Tensor) -> Tensor:
@@ -306,15 +232,25 @@ def made(config: Any, piece: Piece, tensor: Tensor) -> Tensor:
         nope = config.qk_nope_head_dim
         heads = tensor.view(config.num_attention_heads, nope + config.v_head_dim, -1)
         return heads[:, :nope].mT if piece.split == "k" else heads[:, nope:]
-    return (tensor if piece.rows is None else tensor[piece.rows]).reshape(piece.shape)
+    tensor = tensor if piece.rows is None else tensor[piece.rows]
+    tensor = tensor if piece.columns is None else tensor[:, piece.columns]
+    if piece.change == ONE_ADDED:
+        tensor = tensor.float() + 1
+    elif piece.change == DECAY:
+        tensor = -tensor.float().exp()
+    return tensor.reshape(piece.shape)
 
 
-def restored(first: Piece, parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """The tensor of the checkpoint that pieces were made of; first: of them."""
-    if first.split:
+def restored(made_of: Sequence[Piece], parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The tensor of the checkpoint that pieces were made of."""
+    if made_of[0].split:
         return torch.cat([parts[0].mT, parts[1]], 1).reshape(shape)
-    if first.rows is None:
+    if made_of[0].as_it_is:
         return parts[0].reshape(shape)
-    whole = torch.empty_like(parts[0])
-    whole[first.rows] = parts[0]
+    whole = parts[0].new_empty((shape[0], parts[0].numel() // len(parts[0]) if parts[0].dim() > 1 else 1))
+    for piece, part in zip(made_of, parts, strict=True):
+        part = {ONE_ADDED: lambda x: x - 1, DECAY: lambda x: (-x).log()}.get(piece.change, lambda x: x)(part)
+        part = part.reshape(len(part), -1)
+        part = part if piece.columns is None else part[:, piece.columns.argsort()]
+        whole[slice(None) if piece.rows is None else piece.rows] = part
     return whole.reshape(shape)

@@ -12,7 +12,7 @@ from typing import Any
 
 from moeq.artifacts.reading import read_json_file
 from moeq.errors import FormatError
-from moeq.exporters.gguf_families import Value
+from moeq.exporters.gguf_parameters import Value
 from moeq.models.source import VOCABULARIES, ModelSource
 
 FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"

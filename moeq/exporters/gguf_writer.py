@@ -27,14 +27,14 @@ from torch import Tensor
 from moeq.artifacts.files import read_back
 from moeq.artifacts.storage import storage_errors
 from moeq.artifacts.targets import ANY_GRID, ONE_WIDTH, WIDEN, Grid, refuse_stack, widest_of
-from moeq.artifacts.tensor_files import dtype_name, tensor_bytes, torch_dtype
+from moeq.artifacts.tensor_files import dtype_name, tensor_bytes
 from moeq.errors import FormatError, RecipeError
 from moeq.exporters.foreign import Draft, check_other, grid_of
 from moeq.exporters.gguf import ERRORS, FILE
 from moeq.exporters.gguf_families import (
-    Family,
     Piece,
-    Value,
+    bias_name,
+    expert_shapes,
     family_of,
     is_beyond,
     made,
@@ -43,11 +43,13 @@ from moeq.exporters.gguf_families import (
     stack_name,
     stack_shapes,
 )
+from moeq.exporters.gguf_known import Family
+from moeq.exporters.gguf_parameters import Value
 from moeq.exporters.gguf_tokenizer import tokenizer
 from moeq.models.disk_names import DiskNames
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource
-from moeq.models.weights import is_ignored, plain_chunks, plain_header
+from moeq.models.weights import is_ignored, plain_chunks, plain_header, plain_tensor
 from moeq.numerics import ggml
 from moeq.numerics.ggml_refit import refit
 from moeq.numerics.ggml_types import FLOATS, NEAREST, TYPES
@@ -178,7 +180,7 @@ def write(draft: Draft) -> None:
     gguf, source, config = package(), draft.source, cast(Any, draft.model.config)
     family = family_of(config)
     plain, packed = _plain(draft, family), _packed(draft, family)
-    shapes = stack_shapes(source.layers)
+    shapes = {name: shape for layer in source.layers for name, shape in expert_shapes(layer).items()}
     shapes |= {piece.name: piece.shape for parts in (*plain.values(), *packed.values()) for piece in parts}
     path = draft.directory / FILE
     with storage_errors(path), path.open("wb") as stream:
@@ -228,8 +230,6 @@ def _plain(draft: Draft, family: Family) -> dict[str, list[Piece]]:
     that transformers passes over (rotary embeddings' frequencies, which older checkpoints have)."""
     config: Any = draft.model.config
     own = draft.model.state_dict()
-    for layer in draft.source.layers:
-        draft.expert_keys(layer)
     tied = _is_tied(draft)
     return {
         key: pieces(config, family, key, plain_header(draft.source.source, key)[1], tied=tied)
@@ -274,19 +274,23 @@ def _pieces_of(names: DiskNames, family: Family, name: str, shape: tuple[int, in
 def refuse_other(names: DiskNames, name: str, shape: tuple[int, int]) -> tuple[str, str] | None:
     """Why GGUF keeps a module outside of the experts otherwise than as a matrix of blocks."""
     for piece in _pieces_of(names, family_of(names.model.config), name, shape, False):
-        if piece.split or piece.in_float32:
+        if piece.split or piece.in_float32 or piece.columns is not None:
             why = "it is kept transposed" if piece.split else "it is kept in float32"
+            why = why if piece.columns is None else "its columns are kept in another order"
             return f"packed, and {why} in GGUF", f"leave {name} out of `others`, or {ANY_GRID}"
     return None
 
 
 def _write_layer(draft: Draft, writer: Writer, layer: ExpertLayer) -> None:
     """Write the stacks of one layer."""
-    experts = [draft.expert(layer, expert)[0] for expert in range(layer.num_experts)]
+    experts = [draft.expert(layer, expert) for expert in range(layer.num_experts)]
     for projection in layer.projections:
-        matrices = [expert.pop(projection) for expert in experts]
+        matrices = [expert[0].pop(projection) for expert in experts]
         kind, stack = _stack(draft, writer, layer, projection, matrices)
         writer.add(stack_name(layer, projection), kind, stack)
+    for projection in layer.projections if layer.biased else ():
+        biases = (tensor_bytes(expert[1][projection].float()) for expert in experts)
+        writer.add(bias_name(layer, projection), "F32", biases)
 
 
 def _rounded(writer: Writer) -> list[str]:
@@ -373,8 +377,7 @@ def _contents(draft: Draft, config: Any, key: str, piece: Piece) -> tuple[str, I
     dtype = plain_header(source, key)[0]
     if piece.as_it_is and (dtype == "F32" or not piece.in_float32):
         return _float_type(dtype, key), plain_chunks(source, key)
-    whole = torch.frombuffer(bytearray(b"".join(plain_chunks(source, key))), dtype=torch_dtype(dtype))
-    tensor = made(config, piece, whole.view(plain_header(source, key)[1]))
+    tensor = made(config, piece, plain_tensor(source, key))
     tensor = tensor.float() if piece.in_float32 else tensor
     return _float_type(dtype_name(tensor.dtype), key), [tensor_bytes(tensor)]
 

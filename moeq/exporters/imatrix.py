@@ -21,7 +21,8 @@ from torch import Tensor
 from moeq.artifacts.files import read_back, write_atomically
 from moeq.artifacts.tensor_files import tensor_bytes
 from moeq.exporters.gguf_families import HEAD as FILE_HEAD
-from moeq.exporters.gguf_families import Value, family_of, pieces
+from moeq.exporters.gguf_families import family_of, pieces
+from moeq.exporters.gguf_parameters import Value
 from moeq.exporters.gguf_writer import Entry, Writer, package
 from moeq.models.non_experts import EMBEDDINGS, HEAD, OtherModule
 

@@ -110,6 +110,11 @@ def plain_chunks(source: ModelSource, key: str) -> Iterator[bytes]:
         yield _plain(source, key).contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def plain_tensor(source: ModelSource, key: str) -> Tensor:
+    """A whole tensor as an unpacked checkpoint has it."""
+    return _plain(source, key) if source.read is None else source.read(key)
+
+
 def _plain(source: ModelSource, key: str) -> Tensor:
     """A tensor of a file as an unpacked checkpoint has it."""
     names = [key, scales] if (scales := _scales_key(source, key)) is not None else [key]

@@ -428,7 +428,7 @@ def test_what_is_refused_of_a_family_fails_or_lies(case: str, tmp_path: Path, mo
 def test_rows_that_are_not_turned_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peers.interpreter("llama-cpp-python")
     source = MadeSource(in_float32(made(tmp_path / "model", "mixtral")), lambda layer, expert, projection: 16)
-    flat = replace(gguf_families.FAMILIES["mixtral"], turned=False)
+    flat = replace(gguf_families.FAMILIES["mixtral"], orders=gguf_families.FAMILIES["olmoe"].orders)
     logits = llama_logits(forced(source, tmp_path / "out", monkeypatch, flat), tmp_path)
     assert typical(logits, reference_logits(source)) > WRONG
 

@@ -82,8 +82,10 @@ def test_runtimes_of_families() -> None:
     rows = {row.model_type: row for row in families()}
     assert suitability.runtimes_of(None) == suitability.runtimes_of(rows["doge"]) == []
     assert suitability.runtimes_of(rows["mixtral"]) == list(runtimes())
-    assert set(suitability.runtimes_of(rows["glm4_moe"])) == set(runtimes()) - {"llama.cpp", "llama.cpp-refit"}
-    assert suitability.runtimes_of(rows["gpt_oss"]) == ["native", "dequantized"]
+    others = {"llama.cpp", "llama.cpp-refit", "mlx", "exl3"}
+    assert set(suitability.runtimes_of(rows["phimoe"])) == set(runtimes()) - others
+    assert set(suitability.runtimes_of(rows["glm4_moe"])) == set(runtimes())
+    assert suitability.runtimes_of(rows["gpt_oss"]) == ["native", "dequantized", "llama.cpp", "llama.cpp-refit"]
     assert next(set(exporter.families) for exporter in EXPORTERS if exporter.name == "gguf") == set(FAMILIES)
 
 

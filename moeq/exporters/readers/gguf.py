@@ -25,16 +25,19 @@ from moeq.exporters.gguf import ERRORS, FILE
 from moeq.exporters.gguf_families import (
     HEAD,
     TABLE,
-    Family,
     Piece,
-    Value,
+    bias_name,
+    expert_shapes,
     family_of,
+    made,
     parameters,
     pieces,
     restored,
     stack_name,
     stack_shapes,
 )
+from moeq.exporters.gguf_known import Family
+from moeq.exporters.gguf_parameters import Value
 from moeq.exporters.packed_source import Matrices
 from moeq.exporters.readers.described import gguf_headers
 from moeq.models import loading
@@ -66,8 +69,9 @@ class Gguf:
     as_values: bool = True
 
     def expert(self, layer: ExpertLayer, expert: int) -> tuple[Matrices, dict[str, Tensor]]:
-        """Matrices of one expert; its biases are none."""
+        """Matrices and biases of one expert."""
         matrices: Matrices = {}
+        biases: dict[str, Tensor] = {}
         for projection in layer.projections:
             name = stack_name(layer, projection)
             stack = self.file.tensors[name]
@@ -80,7 +84,10 @@ class Gguf:
                 matrices[projection] = self._bytes(offset, size).view(ggml.FLOAT_DTYPES[stack.type.name]).view(shape)
             else:
                 matrices[projection] = self._packed(stack, offset, size, shape, what)
-        return matrices, {}
+            if layer.biased:
+                every = self.file.tensors[bias_name(layer, projection)]
+                biases[projection] = self._stored(every, every.shape)[expert]
+        return matrices, biases
 
     def refit_error(self, layer: ExpertLayer, expert: int, projection: str) -> float | None:
         """How far the file says that an expert's matrix is from the one that was converted, relative; None where it
@@ -105,9 +112,9 @@ class Gguf:
     def others(self) -> Iterator[tuple[str, PackedWeight]]:
         """Packed modules outside of the experts, in the order of their rows that the checkpoint has."""
         for module in self.other_names():
-            piece = self._pieces[self._others[module]][0]
+            piece, *further = self._pieces[self._others[module]]
             tensor = self.file.tensors[piece.name]
-            if piece.split or len(tensor.shape) != 2:
+            if piece.split or piece.columns is not None or further or len(tensor.shape) != 2:
                 where = f"{self.file.path}, {piece.name}"
                 raise FormatError(
                     f"{tensor.type.name} that is a part of {self._others[module]}", where=where, do=PLAINER
@@ -124,7 +131,8 @@ class Gguf:
     def check(self) -> None:
         """ArtifactError unless the file holds every tensor of the model, in its shape, and no other."""
         others = {piece.name: piece.shape for parts in self._pieces.values() for piece in parts}
-        check_tensors(self.file, stack_shapes(self.layers) | others)
+        experts = {name: shape for layer in self.layers for name, shape in expert_shapes(layer).items()}
+        check_tensors(self.file, experts | others)
 
     @property
     def by_transformers(self) -> bool:
@@ -133,8 +141,18 @@ class Gguf:
 
     def read(self, key: str) -> Tensor:
         """A tensor that is not of an expert as the checkpoint has it."""
-        parts = [self._stored(self.file.tensors[piece.name], piece) for piece in self._pieces[key]]
-        return restored(self._pieces[key][0], parts, self.source.tensors[key].shape)
+        parts = [self._stored(self.file.tensors[piece.name], piece.shape) for piece in self._pieces[key]]
+        return restored(self._pieces[key], parts, self.source.tensors[key].shape)
+
+    def is_changed(self, key: str) -> bool:
+        """Whether the file holds something computed of a tensor, from which it comes back but for rounding."""
+        return any(piece.change for piece in self._pieces[key])
+
+    def holds(self, key: str, tensor: Tensor) -> bool:
+        """Whether the file holds what is written of this tensor."""
+        config = self.model.config
+        pairs = ((self._stored(self.file.tensors[one.name], one.shape), one) for one in self._pieces[key])
+        return all(torch.equal(stored.float(), made(config, one, tensor).float()) for stored, one in pairs)
 
     @cached_property
     def _others(self) -> dict[str, str]:
@@ -169,13 +187,13 @@ class Gguf:
         alike = self.family.own_head and (head.type, head.shape) == (table.type, table.shape)
         return alike and torch.equal(*(self._bytes(one.offset, one.bytes) for one in (head, table)))
 
-    def _stored(self, tensor: GgufTensor, piece: Piece) -> Tensor:
-        """A piece as it is stored: in its own type where that is a floating-point one, else its values."""
+    def _stored(self, tensor: GgufTensor, shape: tuple[int, ...]) -> Tensor:
+        """A tensor as it is stored: in its own type where that is a floating-point one, else its values."""
         if tensor.type.name not in FLOATS:
             rows = tensor.bytes // tensor.type.row_bytes(tensor.shape[-1])
-            return self._values(tensor, tensor.offset, tensor.bytes, (rows, tensor.shape[-1])).view(piece.shape)
+            return self._values(tensor, tensor.offset, tensor.bytes, (rows, tensor.shape[-1])).view(shape)
         dtype = ggml.FLOAT_DTYPES[tensor.type.name]
-        return self._bytes(tensor.offset, tensor.bytes).view(dtype).view(piece.shape)
+        return self._bytes(tensor.offset, tensor.bytes).view(dtype).view(shape)
 
     def _values(self, tensor: GgufTensor, offset: int, size: int, shape: tuple[int, int]) -> Tensor:
         data = self._bytes(offset, size).view(shape[0], -1)

@@ -1,0 +1,73 @@
+"""Tiny models of the families that are written as GGUF, with all that sets them apart."""
+
+from typing import Any
+
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+MIXED = ["dense", "sparse", "sparse"]
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+HALF = ROPE | {"partial_rotary_factor": 0.5}
+ROUTED = {
+    "first_k_dense_replace": 1, "n_shared_experts": 2, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "num_hidden_layers": 3,
+}  # fmt: skip
+DELTA = {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "rope_parameters": ROPE | {"partial_rotary_factor": 0.25}, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+PLAIN_YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0,
+}  # fmt: skip
+YARN = PLAIN_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+GRANITE = {
+    "intermediate_size": 96, "logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 4.0,
+    "attention_multiplier": 0.2, "attention_bias": True,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "num_hidden_layers": 3, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "q_lora_rank": 64, "kv_lora_rank": 64, "head_dim": None, "n_shared_experts": 2,
+}  # fmt: skip
+SETTINGS: dict[str, dict[str, Any]] = {
+    "glm4_moe": ROUTED | {"use_qk_norm": True, "attention_bias": True, "rope_parameters": HALF},
+    "ernie4_5_moe": {
+        "num_hidden_layers": 3, "moe_layer_start_index": 1, "moe_num_shared_experts": 2, "num_attention_heads": 4,
+    },
+    "gpt_oss": {
+        "intermediate_size": 96, "num_hidden_layers": 3, "layer_types": WINDOWS, "sliding_window": 8,
+        "rope_parameters": ROPE,
+    },
+    "qwen3_next": DELTA | {"mlp_only_layers": [], "norm_topk_prob": True},
+    "minimax_m2": {"intermediate_size": 96, "rope_parameters": HALF},
+    "dots1": ROUTED | {"sliding_window": None, "num_key_value_heads": 4},
+    "hunyuan_v1_moe": {
+        "intermediate_size": 96,
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 8.0, "factor": 1.0, "rope_theta": 10000.0},
+    },
+    "qwen3_5_moe_text": DELTA,
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "tie_word_embeddings": True,
+    },
+    "granitemoe": GRANITE,
+    "granitemoeshared": GRANITE | {"shared_intermediate_size": 160},
+    "deepseek_v2": LATENT | {"routed_scaling_factor": 2.5, "rope_parameters": YARN},
+    "glm4_moe_lite": LATENT | ROUTED | {"mlp_layer_types": MIXED},
+    "solar_open": ROUTED,
+    "hy_v3": {"num_hidden_layers": 3, "mlp_layer_types": MIXED, "num_shared_experts": 2},
+    "exaone_moe": ROUTED | {
+        "num_experts": 8, "num_shared_experts": 2, "sliding_window": 8, "layer_types": WINDOWS,
+        "mlp_layer_types": MIXED, "sliding_window_pattern": 2,
+    },
+    "afmoe": {
+        "num_hidden_layers": 5, "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 2.5, "mup_enabled": True,
+        "sliding_window": 8, "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],
+    },
+    "mellum": {
+        "mlp_layer_types": None, "layer_types": WINDOWS, "num_hidden_layers": 3, "sliding_window": 8,
+        "rope_parameters": {"full_attention": PLAIN_YARN, "sliding_attention": ROPE},
+    },
+    "laguna": {
+        "mlp_layer_types": MIXED, "layer_types": [*WINDOWS[1:], "full_attention"], "num_hidden_layers": 3,
+        "sliding_window": 8, "moe_routed_scaling_factor": 2.5, "num_attention_heads_per_layer": [4, 2, 4],
+        "rope_parameters": {"full_attention": HALF | {"rope_theta": 500000.0}, "sliding_attention": ROPE},
+    },
+}  # fmt: skip

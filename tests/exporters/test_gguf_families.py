@@ -1,0 +1,374 @@
+"""The families that are written as GGUF beside those of test_gguf.py: llama.cpp computes each in float32, with dense
+layers, shared experts, corrections, windows, parts of a head and what else sets it apart; what it computes otherwise is
+refused, and wrong when it is written all the same.
+
+Skipped where gguf, or llama-cpp-python, is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peers
+import pytest
+import torch
+import transformers
+from exporters.families_gguf import DELTA, HALF, PLAIN_YARN, ROPE, SETTINGS, WINDOWS
+from family_models import _randomize as randomize
+from family_models import configuration
+from gguf_read import check_stacks, llama_logits, tensors_of
+from made_sources import FAMILIES, IDS, SIZES, MadeSource, reference_logits, save_model
+from safetensors.torch import load_file, save_file
+
+from moeq.conversion import convert
+from moeq.errors import FormatError
+from moeq.exporters import gguf, gguf_families, gguf_orders, write
+from moeq.exporters.foreign import WriteOptions
+from moeq.exporters.gguf_families import bias_name
+from moeq.exporters.gguf_known import Family
+from moeq.exporters.imatrix import matrix_of
+from moeq.exporters.readers import open_packed
+from moeq.models.non_experts import find_others
+from moeq.models.source import open_source
+from moeq.progress import Reporter
+from moeq.verification.reference import streamed
+from moeq.verification.verify import Options, require, verify
+from moeq.verification.weights import compare_weights
+from moeq_kernels.packed import PackedWeight
+
+RIGHT = 1e-4  # of all logits, in float32
+WRONG = 0.002
+QUICK = ("gpt_oss", "qwen3_next", "qwen3_5_moe_text", "granitemoeshared", "lfm2_moe")  # all that is done to tensors
+SOME = [family if family in QUICK else pytest.param(family, marks=pytest.mark.full) for family in SETTINGS]
+Change = Callable[[Family], Family]
+
+
+def made(folder: Path, family: str, **settings: Any) -> Path:
+    """A model in float32."""
+    folder.parent.mkdir(exist_ok=True)
+    save_model(folder, family, **SETTINGS[family] | settings)
+    tensors = {key: tensor.float() for key, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}), "utf-8")
+    return folder
+
+
+def exported(source: MadeSource, out: Path) -> Path:
+    peers.module("gguf")
+    write("llama.cpp", source, out, WriteOptions())
+    return out
+
+
+def plain(path: Path) -> MadeSource:
+    return MadeSource(path, lambda *place: 16)
+
+
+def difference(source: MadeSource, out: Path, folder: Path) -> float:
+    """How far llama.cpp's logits are from transformers', relative; infinite where it does not load the file."""
+    logits = llama_logits(out, folder)
+    wanted = reference_logits(source)
+    return float("inf") if isinstance(logits, str) else float((logits - wanted).norm() / wanted.norm())
+
+
+def test_all_families_are_here() -> None:
+    others = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"}  # test_gguf.py
+    assert {*SETTINGS, *others} == set(gguf_families.FAMILIES) == set(gguf.FAMILIES)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("family", SOME)
+def test_what_is_written_is_read_back(family: str, tmp_path: Path) -> None:
+    """The values of packed experts, biases, and all that llama.cpp has turned, split or changed."""
+    source = MadeSource(made(tmp_path / "model", family), lambda layer, expert, projection: (4, 8)[layer % 2])
+    out = exported(source, tmp_path / "out")
+    check_stacks(source, tensors_of(out))
+    read = open_packed(out, as_values=True)
+    logits = streamed(read, torch.float32).model(input_ids=IDS, use_cache=False).logits
+    assert torch.allclose(logits, reference_logits(source), atol=1e-4)
+    packed = open_packed(out)
+    for layer, mine in zip(source.layers, packed.layers, strict=True):
+        matrices, biases = source.expert(layer, 1)
+        there, theirs = packed.expert(mine, 1)
+        assert all(torch.equal(biases[name], theirs[name]) for name in (biases if layer.biased else ()))
+        for name, matrix in matrices.items():
+            found = there[name]
+            assert isinstance(matrix, PackedWeight)
+            assert isinstance(found, PackedWeight)
+            assert all(torch.equal(part, found.parts()[key]) for key, part in matrix.parts().items())
+
+
+@pytest.mark.parametrize("family", list(SETTINGS))
+def test_llama_cpp_computes_the_families(family: str, tmp_path: Path) -> None:
+    peers.interpreter("llama-cpp-python")
+    source = plain(made(tmp_path / "model", family))
+    assert difference(source, exported(source, tmp_path / "out"), tmp_path) < RIGHT
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss", "qwen3_next", "granitemoeshared"])
+def test_verify_finds_packed_experts_right(family: str, tmp_path: Path) -> None:
+    """4 and 8 bits by layer."""
+    python = peers.interpreter("llama-cpp-python")
+    model = made(tmp_path / "model", family)
+    source = MadeSource(model, lambda layer, expert, projection: (4, 8)[layer % 2])
+    out = exported(source, tmp_path / "out")
+    require(verify(out, Options(python=str(python), against=str(model)), Reporter(quiet=True)))
+
+
+YARN_OF = {"rope_parameters": PLAIN_YARN | {"beta_fast": 32, "beta_slow": 1}}
+SCALED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": ("gpt_oss", {"rope_parameters": PLAIN_YARN}),
+    "part of a head": ("glm4_moe", {"rope_parameters": PLAIN_YARN | {"partial_rotary_factor": 0.5}}),
+    "linear": ("glm4_moe", {"rope_parameters": HALF | {"rope_type": "linear", "factor": 2.0}}),
+    "qwen3_next": ("qwen3_next", {"rope_parameters": PLAIN_YARN | {"partial_rotary_factor": 0.25}}),
+    "sections": ("qwen3_5_moe_text", {"rope_parameters": DELTA["rope_parameters"] | {"mrope_section": [2, 1, 1]}}),
+    "without windows": ("laguna", {"layer_types": ["full_attention"] * 3}),
+    "by element": ("laguna", {"gating": "per-element"}),
+    "no bias": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, "n_group": 1, "topk_group": 1}),
+    "as many values": ("qwen3_5_moe_text", {"linear_num_key_heads": 6}),
+    "tied": ("gpt_oss", {"tie_word_embeddings": True}),
+    "own head": ("lfm2_moe", {"tie_word_embeddings": False}),
+    "without scaling": ("hunyuan_v1_moe", {"rope_parameters": ROPE}),
+    "by layer": ("hunyuan_v1_moe", {"moe_topk": [2, 2]}),
+    "all with experts": ("exaone_moe", {"mlp_layer_types": ["sparse"] * 3}),
+    "dense anywhere": ("hy_v3", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+}
+
+
+@pytest.mark.parametrize("case", list(SCALED))
+def test_llama_cpp_computes_other_settings(case: str, tmp_path: Path) -> None:
+    peers.interpreter("llama-cpp-python")
+    family, settings = SCALED[case]
+    source = plain(made(tmp_path / "model", family, **settings))
+    assert difference(source, exported(source, tmp_path / "out"), tmp_path) < RIGHT
+
+
+def test_llama_cpp_computes_the_light_deepseek(tmp_path: Path) -> None:
+    """Which has no latent queries: llama.cpp takes it by its number of layers."""
+    peers.interpreter("llama-cpp-python")
+    config = configuration("deepseek_v2", **SIZES | SETTINGS["deepseek_v2"] | {"num_hidden_layers": 26})
+    config.q_lora_rank = None
+    torch.manual_seed(11)
+    model = transformers.DeepseekV2ForCausalLM(config).eval()
+    randomize(model)
+    for name, weight in model.named_parameters():
+        weight.data /= 4 if weight.dim() > 1 and ".layers." in name else 1
+    model.save_pretrained(tmp_path / "model")
+    source = plain(tmp_path / "model")
+    assert "model.layers.0.self_attn.q_proj.weight" in source.rest()
+    assert difference(source, exported(source, tmp_path / "out"), tmp_path) < RIGHT
+
+
+NEAR = {"full_attention": ROPE | {"rope_theta": 500000.0}, "sliding_attention": ROPE}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "shared": ("glm4_moe", {"n_shared_experts": 0}, "without a shared expert"),
+    "truncate": ("gpt_oss", {"rope_parameters": PLAIN_YARN | {"truncate": False}}, "truncate: false"),
+    "alpha": ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
+    "limit": ("gpt_oss", {"swiglu_limit": 0.5}, "swiglu_limit 0.5"),
+    "no window": ("gpt_oss", {"layer_types": ["full_attention"] * 3}, "without a window"),
+    "without biases": ("gpt_oss", {"attention_bias": False}, "attention without biases"),
+    "interval": ("ernie4_5_moe", {"moe_layer_interval": 2}, "dense layers among"),
+    "end": ("ernie4_5_moe", {"moe_layer_end_index": 1}, "dense layers among"),
+    "biases": ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
+    "norm of ernie": ("ernie4_5_moe", {"moe_norm_min": 0.9}, "moe_norm_min"),
+    "layer types": (
+        "qwen3_next", {"layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"]},
+        "full attention in other layers",
+    ),
+    "values": ("qwen3_next", {"linear_value_head_dim": 64}, "keys of 32, values of 64"),
+    "epsilon": ("qwen3_next", {"rms_norm_eps": 0.01}, "rms_norm_eps 0.01"),
+    "norm of next": ("qwen3_next", {"norm_topk_prob": False}, "norm_topk_prob: false"),
+    "dense of next": ("qwen3_next", {"mlp_only_layers": [0]}, "dense layers among"),
+    "sections": (
+        "qwen3_5_moe_text", {"rope_parameters": DELTA["rope_parameters"] | {"mrope_section": [1, 0, 3]}},
+        "mrope_section",
+    ),
+    "keys": ("dots1", {"num_key_value_heads": 2}, "share keys and values"),
+    "biases of dots": ("dots1", {"attention_bias": True}, "attention_bias"),
+    "window of dots": (
+        "dots1", {"sliding_window": 8, "max_window_layers": 0, "layer_types": ["sliding_attention"] * 3}, "window of 8",
+    ),
+    "counts": ("hunyuan_v1_moe", {"moe_topk": [2, 3]}, "other moe_topk in other layers"),
+    "scale": ("lfm2_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+    "bias of experts": ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias"),
+    "norm of lfm2": ("lfm2_moe", {"norm_topk_prob": False}, "norm_topk_prob: false"),
+    "convolution": ("lfm2_moe", {"conv_bias": True}, "conv_bias"),
+    "groups": (
+        "deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}, "group_limited_greedy",
+    ),
+    "mscale": ("deepseek_v2", {"rope_parameters": PLAIN_YARN}, "mscale None"),
+    "halves": ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave: false"),
+    "dense of lite": (
+        "glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "dense layers among",
+    ),
+    "first dense": ("exaone_moe", {"mlp_layer_types": ["sparse", "sparse", "dense"]}, "dense layers among"),
+    "mup": ("afmoe", {"mup_enabled": False}, "mup_enabled"),
+    "every third": ("afmoe", {"layer_types": [*WINDOWS, *WINDOWS[:2]]}, "layer_types"),
+    "theta": ("mellum", {"rope_parameters": NEAR}, "another rope_theta within windows"),
+    "scaled": (
+        "mellum", {"rope_parameters": {"full_attention": PLAIN_YARN, "sliding_attention": PLAIN_YARN}},
+        "scaled rotary embeddings within windows",
+    ),
+    "norm of mellum": ("mellum", {"norm_topk_prob": False}, "norm_topk_prob: false"),
+    "first window": ("laguna", {"layer_types": WINDOWS}, "a window in the first layer"),
+    "cap": ("laguna", {"moe_router_logit_softcapping": 0.5}, "soft cap"),
+    "activation": ("granitemoe", {"hidden_act": "gelu"}, "activation gelu"),
+    "part": ("afmoe", {"rope_parameters": HALF}, "a part of a head"),
+    "part of hunyuan": ("hy_v3", {"rope_parameters": HALF}, "a part of a head"),
+}  # fmt: skip
+NOT_MADE = ("part of hunyuan", "part", "shared")  # transformers itself does not do it
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_llama_cpp_computes_otherwise_is_refused(case: str) -> None:
+    family, settings, why = REFUSED[case]
+    config = configuration(family, **SIZES | FAMILIES.get(family, {}) | SETTINGS[family] | settings)
+    with pytest.raises(FormatError, match=why):
+        gguf_families.family_of(config)
+    gguf_families.family_of(configuration(family, **SIZES | FAMILIES.get(family, {}) | SETTINGS[family]))
+
+
+def forced(source: MadeSource, out: Path, monkeypatch: pytest.MonkeyPatch, change: Change | None = None) -> Path:
+    """Write what would be refused, or as another family would be."""
+    name = source.config["model_type"]
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_families, "_reasons", lambda *arguments: iter(()))
+        if change is not None:
+            patch.setitem(gguf_families.FAMILIES, name, change(gguf_families.FAMILIES[name]))
+        return exported(source, out)
+
+
+@pytest.mark.parametrize("case", [case for case in REFUSED if case not in NOT_MADE])
+def test_what_is_refused_fails_or_lies(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers.interpreter("llama-cpp-python")
+    family, settings, _ = REFUSED[case]
+    source = plain(made(tmp_path / "model", family, **settings))
+    try:
+        out = forced(source, tmp_path / "out", monkeypatch)
+    except FormatError:
+        return  # a tensor that has no name there
+    assert difference(source, out, tmp_path) > WRONG
+
+
+def renamed(first: str, second: str) -> Change:
+    """The family with two names for each other."""
+    names = gguf_families.NAMES
+    return lambda one: replace(one, names={**one.names, first: names[second], second: names[first]})
+
+
+WITHOUT: dict[str, tuple[str, Change]] = {
+    "norms": ("qwen3_next", lambda one: replace(one, changes={"ssm_a": one.changes["ssm_a"]})),
+    "decay": ("qwen3_next", lambda one: replace(one, changes={**one.changes, "ssm_a": ""})),
+    "tiles": ("qwen3_5_moe_text", lambda one: replace(one, orders=gguf_orders.as_they_are)),
+    "rows": (
+        "granitemoeshared",
+        lambda one: replace(
+            one,
+            orders=lambda config, stem, rows: (
+                gguf_orders.granite(config, stem, rows)
+                if "shexp" in stem
+                else gguf_orders.as_they_are(config, stem, rows)
+            ),
+        ),
+    ),
+    "turned": ("ernie4_5_moe", lambda one: replace(one, orders=gguf_orders.halves_interleaved)),
+    "norms of heads": ("glm4_moe", renamed("self_attn.q_norm", "self_attn.k_norm")),
+    "dense": ("glm4_moe", renamed("mlp.gate_proj", "mlp.up_proj")),
+    "shared": ("glm4_moe", renamed("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")),
+    "norm of the router's input": ("hy_v3", renamed("input_layernorm", "post_attention_layernorm")),
+    "keys": ("exaone_moe", renamed("self_attn.k_proj", "self_attn.v_proj")),
+}
+for _family in ("glm4_moe", "dots1", "exaone_moe", "afmoe", "hy_v3", "laguna", "lfm2_moe", "minimax_m2", "gpt_oss"):
+    WITHOUT[f"parameters of {_family}"] = (_family, lambda one: replace(one, more=one.more[:1]))
+
+
+@pytest.mark.parametrize("case", list(WITHOUT))
+def test_what_is_left_out_is_noticed(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers.interpreter("llama-cpp-python")
+    family, change = WITHOUT[case]
+    source = plain(made(tmp_path / "model", family))
+    assert difference(source, forced(source, tmp_path / "out", monkeypatch, change), tmp_path) > WRONG
+
+
+def test_biases_of_experts_lie_in_stacks_beside_theirs(tmp_path: Path) -> None:
+    source = MadeSource(made(tmp_path / "model", "gpt_oss"), lambda *place: 4)
+    found = tensors_of(exported(source, tmp_path / "out"))
+    for layer in source.layers:
+        for projection in layer.projections:
+            wanted = torch.stack([source.expert(layer, expert)[1][projection] for expert in range(layer.num_experts)])
+            assert torch.equal(found[bias_name(layer, projection)], wanted)
+            assert wanted.unique().numel() > layer.num_experts
+
+
+def test_gguf_with_biases_is_converted_from_and_to(tmp_path: Path) -> None:
+    source = MadeSource(made(tmp_path / "model", "gpt_oss"), lambda *place: 4)
+    out = exported(source, tmp_path / "out")
+    convert(out, "native", tmp_path / "native")
+    convert(tmp_path / "native", "llama.cpp", tmp_path / "again")
+    first, second = (tensors_of(path) for path in (out, tmp_path / "again"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_packed_modules_that_are_kept_otherwise_are_refused(tmp_path: Path) -> None:
+    """Columns in another order; what is split is packed in llama.cpp's file, and read as values."""
+    model = made(tmp_path / "model", "qwen3_5_moe_text")
+    with pytest.raises(FormatError, match="its columns are kept in another order"):
+        exported(
+            MadeSource(model, lambda *place: 4, others={"model.layers.0.linear_attn.out_proj": 4}), tmp_path / "out"
+        )
+    module = "model.layers.0.linear_attn.in_proj_qkvz"
+    source = MadeSource(made(tmp_path / "next", "qwen3_next"), lambda *place: 4, others={module: 8})
+    out = exported(source, tmp_path / "out")
+    assert torch.equal(
+        open_packed(out, as_values=True).source.read(f"{module}.weight"), dict(source.others())[module].dequantize()
+    )
+    with pytest.raises(FormatError, match="Q8_0 that is a part of"):
+        list(open_packed(out).others())
+
+
+def test_the_importance_matrix_knows_the_names(tmp_path: Path) -> None:
+    for family, missing in (("glm4_moe", set()), ("qwen3_next", {"linear_attn.in_proj_qkvz"})):
+        source = plain(made(tmp_path / family, family))
+        others = find_others(source.model, source.layers, source.source).modules
+        without = {module.name for module in others if matrix_of(source.model.config, module) is None}
+        assert {name.partition(".layers.")[2].partition(".")[2] for name in without if ".layers." in name} == missing
+
+
+def test_what_is_computed_of_a_tensor_is_compared_as_it_is_written(tmp_path: Path) -> None:
+    """Norms that are near 0 lose digits where 1 is added: `moeq verify --against` holds what is written against it."""
+    model = save_model(tmp_path / "model", "qwen3_next", **SETTINGS["qwen3_next"])
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.0.input_layernorm.weight"
+    tensors[name][:3] = torch.tensor([1e-6, -3e-7, 0.0])
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    out = exported(plain(model), tmp_path / "out")
+    found = compare_weights(open_source(str(model)), open_packed(out), Reporter(quiet=True), False)
+    assert not found.changed
+    assert not found.problems
+    tensors[name][5] += 0.01
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    found = compare_weights(open_source(str(model)), open_packed(out), Reporter(quiet=True), False)
+    assert found.changed == [name]
+
+
+def test_names_are_ggufs_own(tmp_path: Path) -> None:
+    """Where its package has the family, and a name for the tensor."""
+    package = peers.module("gguf")
+    theirs_of = {name: key for key, name in package.MODEL_ARCH_NAMES.items()}
+    compared = 0
+    for family in ("glm4_moe", "gpt_oss", "ernie4_5_moe", "afmoe", "lfm2_moe", "granitemoe", "hunyuan_v1_moe"):
+        source = plain(made(tmp_path / family, family))
+        config = source.model.config
+        kind = gguf_families.family_of(config)
+        theirs = package.get_tensor_name_map(theirs_of[kind.arch], config.num_hidden_layers)
+        for key in source.rest():
+            own = gguf_families.pieces(config, kind, key, source.source.tensors[key].shape, tied=False)
+            name = theirs.get_name(key, try_suffixes=(".weight", ".bias"))
+            compared += name is not None
+            assert name is None or own[0].name in (name, f"{name}.weight", f"{name}.bias")
+    assert compared > 150
