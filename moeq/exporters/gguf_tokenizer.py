@@ -22,17 +22,34 @@ LAST_SCORE = -1e9  # of tokens that no merge makes
 
 _CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_EXAONE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_CASED = (  # llama.cpp's gpt-4o knows the case of a to z alone, and no marks
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DEEPSEEK = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
     "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
 )
+DIGITS = "digits"  # not a pattern: each is cut off, and the rest as of bytes alone
 NAMES = {  # the patterns that a text is split by before its bytes, and what llama.cpp calls them
     (): "gpt-2",
     (_CONTRACTED + r"\p{N}" + _REST,): "qwen2",
     (_CONTRACTED + r"\p{N}{1,3}" + _REST,): "llama-bpe",
+    (_MARKED,): "qwen35",
+    (_EXAONE,): "exaone-moe",
     _DEEPSEEK: "deepseek-v3",
+    (DIGITS,): "refact",
 }
 WHOLE, MERGED = "llama-bpe", "dbrx"  # of one pattern: words that are tokens are taken whole, and only by merges
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -121,10 +138,12 @@ def _bytes(source: ModelSource, data: dict[str, Any], merges: list[list[str]]) -
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
         raise _refused(source, f"a pre-tokenizer {[step.get('type') for step in steps]} that does not end in bytes")
     *splits, last = steps
-    patterns = tuple(_plain((step.get("pattern") or {}).get("Regex", "")) for step in splits)
-    plain = all(step.get("type") == "Split" and step.get("behavior") == "Isolated" for step in splits)
+    patterns = tuple(_pattern(step) for step in splits)
     known = {tuple(map(_plain, own)): name for own, name in NAMES.items()}
-    name = known.get(patterns) if plain and bool(last.get("use_regex", True)) == (not splits) else None
+    whole = not set(patterns) - {DIGITS}
+    name = known.get(patterns) if bool(last.get("use_regex", True)) == whole else None
+    if patterns == (_plain(_CASED),):
+        raise _refused(source, "words that llama.cpp cuts otherwise: with capitals beyond A to Z, or with marks")
     if name is None:
         raise _refused(source, "a pre-tokenizer that moeq knows no name of llama.cpp's for")
     model = data["model"]
@@ -133,6 +152,14 @@ def _bytes(source: ModelSource, data: dict[str, Any], merges: list[list[str]]) -
             raise _refused(source, f"tokens that no merges make (ignore_merges), which llama.cpp has of {WHOLE} alone")
         name = MERGED
     return {"ggml.model": "gpt2", "ggml.pre": name, "ggml.merges": [" ".join(pair) for pair in merges]}
+
+
+def _pattern(step: dict[str, Any]) -> str:
+    """What a step cuts out; nothing for one of another kind."""
+    if step.get("type") == "Digits" and step.get("individual_digits"):
+        return DIGITS
+    alone = step.get("type") == "Split" and step.get("behavior") == "Isolated"
+    return _plain((step.get("pattern") or {}).get("Regex", "")) if alone else ""
 
 
 def _has_unmade(model: dict[str, Any], merges: list[list[str]]) -> bool:

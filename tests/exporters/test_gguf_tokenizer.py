@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from made_sources import MadeSource, save_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from moeq.errors import FormatError
-from moeq.exporters import write
+from moeq.exporters import gguf_tokenizer, write
 from moeq.exporters.foreign import WriteOptions
-from moeq.exporters.gguf_tokenizer import NAMES, tokenizer
+from moeq.exporters.gguf_tokenizer import _CASED, DIGITS, NAMES, tokenizer
 from moeq.models.source import open_source
 
 TEXTS = (
@@ -24,21 +25,29 @@ TEXTS = (
     "emoji 🦊 and ünïcödé — dashes…",
     "<bos> a special token, and plain <eos>",
 )
+SCRIPTS = (  # capitals, marks, spaces and numbers of others than English
+    "ÉCOLE ÜBER Straße ГОРОД Город HTTPServer iPhone camelCase",
+    "नमस्ते हिन्दी ကမ္ဘာ e\u0301cole",
+    "a  b\n \n c//d\r\n\r\n/e",
+    "I'VE you'Re l'ÉTÉ",
+    "北京 2024年 ﷺ ﬀ ǅ ª º Ⅷ ½",
+)
 SPECIAL = ["<unk>", "<bos>", "<eos>", "<pad>"]
 CORPUS = [*TEXTS, "the quick brown fox jumps over the lazy dog " * 3, "don't won't can't 2024 1999 100"] * 5
 SIZE = 600
 
 
-def byte_level(splits: tuple[str, ...]) -> Tokenizer:
+def byte_level(splits: tuple[str, ...], corpus: Sequence[str] = CORPUS, size: int = SIZE) -> Tokenizer:
     """Byte-level BPE whose text is split by patterns first."""
     made = Tokenizer(models.BPE())
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits]
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    steps = [digits if cut == DIGITS else pre_tokenizers.Split(Regex(cut), "isolated") for cut in splits]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits in ((), (DIGITS,)))
     made.pre_tokenizer = pre_tokenizers.Sequence([*steps, last]) if splits else last
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=SIZE, initial_alphabet=alphabet, special_tokens=SPECIAL)
+        corpus, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, special_tokens=SPECIAL)
     )
     return made
 
@@ -99,6 +108,30 @@ def test_llama_cpp_cuts_texts_alike(kind: str, template: bool, tmp_path: Path) -
     for text in TEXTS:
         found, wanted = by_llama(out, text, tmp_path), made.encode(text).ids
         assert found["ids"] == wanted, (text, made.encode(text).tokens)
+
+
+@pytest.mark.parametrize("splits", list(NAMES), ids=NAMES.values())
+def test_llama_cpp_cuts_other_scripts_alike(splits: tuple[str, ...], tmp_path: Path) -> None:
+    """With tokens of whole words, so that every cut is seen."""
+    peers.interpreter("llama-cpp-python")
+    made = byte_level(splits, SCRIPTS * 8, 1200)
+    out = exported(with_tokenizer(tmp_path / "model", made), tmp_path / "out")
+    for text in SCRIPTS:
+        assert by_llama(out, text, tmp_path)["ids"] == made.encode(text).ids, text
+
+
+def test_what_llama_cpp_cuts_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patterns that know the case of every script: llama.cpp's gpt-4o does not."""
+    made = byte_level((_CASED,), SCRIPTS * 8, 1200)
+    model = with_tokenizer(tmp_path / "model", made)
+    with pytest.raises(FormatError, match="with capitals beyond A to Z, or with marks"):
+        tokenizer(open_source(str(model)), 2048)
+    peers.interpreter("llama-cpp-python")
+    monkeypatch.setattr(gguf_tokenizer, "_CASED", "")
+    monkeypatch.setitem(NAMES, (_CASED,), "gpt-4o")
+    out = exported(model, tmp_path / "out")
+    wrong = [text for text in SCRIPTS if by_llama(out, text, tmp_path)["ids"] != made.encode(text).ids]
+    assert wrong == [*SCRIPTS[:2]]
 
 
 def with_unmade_tokens(splits: tuple[str, ...], *, whole: bool) -> Tokenizer:
