@@ -53,6 +53,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     TRAINED: {},
 }  # fmt: skip
+FURTHER: dict[str, dict[str, Any]] = {  # of those that llama.cpp has
+    "glm4_moe": {"first_k_dense_replace": 1, "num_hidden_layers": 3, "use_qk_norm": True, "attention_bias": True},
+    "qwen3_next": {
+        "mlp_only_layers": [], "norm_topk_prob": True, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "shared_expert_intermediate_size": 256, "rms_norm_eps": 1e-6,
+    },
+}  # fmt: skip
 LONGEST = 140  # characters of a sentence
 OF_FILES = ("llama.cpp", "mlx")  # loaders that take what moeq writes of a plain model, too
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -156,7 +164,7 @@ READERS = {
     "gptqmodel 7.7": Reader(runtime="gptqmodel", package="gptqmodel-7.7.0", loader="gptqmodel", **ROUNDED),
     "llama.cpp": Reader(
         runtime="llama.cpp", package="llama-cpp-python", loader="llama.cpp", group_size=256, bound=0.005,
-        computes="float32, activations rounded to 8 bits",
+        computes="float32, activations rounded to 8 bits", families=(*FAMILIES, *FURTHER),
     ),
     "llama.cpp, i-quants": Reader(
         runtime="llama.cpp", iq="iq-s", package="llama-cpp-python", loader="llama.cpp", bound=0.005,
@@ -208,7 +216,7 @@ def made_model(folder: Path, family: str) -> Path:
     """
     if family == TRAINED:
         return bundled_path(TRAINED)
-    save_model(folder, family, **SIZES | FAMILIES[family])
+    save_model(folder, family, **SIZES | (FAMILIES | FURTHER)[family])
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor.dim() > 1 and ".layers." in name:
@@ -260,6 +268,8 @@ def exported(
     refused: dict[Place, Cell] = {}
     written: dict[Place, tuple[Path, Tensor]] = {}
     for family in families:
+        if not any(family in READERS[name].families for name in names):
+            continue
         model = made_model(folder / family, family)
         for name in names:
             reader = READERS[name]
@@ -378,7 +388,7 @@ def is_here(package: str | None) -> bool:
     return folder is not None and (not package or (Path(folder) / package / "bin" / "python").exists())
 
 
-def rows_of(names: Collection[str], families: Collection[str] = tuple(FAMILIES)) -> dict[str, dict[str, Any]]:
+def rows_of(names: Collection[str], families: Collection[str] = (*FAMILIES, *FURTHER)) -> dict[str, dict[str, Any]]:
     """What the file keeps of readers that share a package, measured now."""
     package = READERS[next(iter(names))].package
     with tempfile.TemporaryDirectory(prefix="moeq-served-") as folder:
@@ -405,7 +415,7 @@ def packages(names: Iterable[str] = READERS) -> dict[str | None, list[str]]:
 
 def main(words: list[str]) -> None:
     """Measure the named readers (all) of the named families (theirs); the rest of the file stays."""
-    families = [word for word in words if word in FAMILIES] or [*FAMILIES]
+    families = [word for word in words if word in FAMILIES | FURTHER] or [*FAMILIES, *FURTHER]
     for names in packages([word for word in words if word in READERS] or READERS).values():
         rows = rows_of(names, families)
         there = kept() if KEPT.exists() else {}

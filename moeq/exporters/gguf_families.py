@@ -93,8 +93,10 @@ def _rope_reasons(config: Any, family: Family) -> Iterator[str]:
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "linear", "yarn"):
         yield f"rotary embeddings of type {kind} as moeq would write them"
-    if kind == "yarn" and (rope.get("attention_factor") is not None or rope.get("truncate") is False):
-        yield "yarn with attention_factor or truncate: false as moeq would write them"
+    if kind == "yarn" and rope.get("attention_factor") is not None:
+        yield "yarn with attention_factor as moeq would write it"
+    if kind == "yarn" and rope.get("truncate") is False:
+        yield "yarn with truncate: false (it does with true, which config.json may be made to say)"
     if kind == "yarn" and ((rope.get("beta_fast") or 32) != 32 or (rope.get("beta_slow") or 1) != 1):
         yield "yarn with another beta_fast than 32, or beta_slow than 1: it does not take them from the file"
     if kind == "yarn" and not family.mscale and rope.get("mscale") and rope.get("mscale_all_dim"):
