@@ -23,8 +23,17 @@ from moeq.models.experts import ExpertLayer
 
 HEAD, TABLE = "output.weight", "token_embd.weight"
 FLAT = ("ffn_gate_inp_shexp", "exp_probs_b", "ssm_conv1d", "shortconv.conv")  # without sides of 1
-IN_FLOAT32 = ("ffn_gate_inp", "ffn_gate_inp_shexp", "exp_probs_b", "ssm_conv1d", "conv")  # beside all vectors
-_KEY = re.compile(r"(?:model\.layers\.(?P<block>\d+)\.)?(?P<tail>.+)")
+IN_FLOAT32 = (
+    "ffn_gate_inp",
+    "ffn_gate_inp_shexp",
+    "ssm_conv1d",
+    "shortconv.conv",
+    "ssm_a",
+    "ssm_d",
+    "ssm_norm",
+)  # beside all vectors
+_KEY = re.compile(r"(?:(?:model|backbone)\.layers\.(?P<block>\d+)\.)?(?P<tail>.+)")
+_AROUND = re.compile(r"^blk\.\d+\.|\.(?:weight|bias)$")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -51,7 +60,7 @@ class Piece:
     @property
     def in_float32(self) -> bool:
         """Whether llama.cpp wants it in float32."""
-        return len(self.shape) == 1 or self.name.split(".")[-2] in IN_FLOAT32
+        return len(self.shape) == 1 or _AROUND.sub("", self.name) in IN_FLOAT32
 
 
 def family_of(config: Any) -> Family:
@@ -105,6 +114,11 @@ def _rope_reasons(config: Any, family: Family) -> Iterator[str]:
         yield "rotary embeddings of a part of a head"
 
 
+def _epsilon(config: Any) -> float:
+    named = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+    return float(next(getattr(config, name) for name in named if hasattr(config, name)))
+
+
 def parameters(config: Any, family: Family) -> dict[str, Value]:
     """What llama.cpp wants to know of a model, {key without the architecture: value}."""
     rope = rope_of(config)
@@ -117,7 +131,7 @@ def parameters(config: Any, family: Family) -> dict[str, Value]:
         "vocab_size": config.vocab_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": float(getattr(config, "rms_norm_eps", None) or config.norm_eps),
+        "attention.layer_norm_rms_epsilon": _epsilon(config),
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
         "expert_count": experts,
         "expert_used_count": config.num_experts_per_tok,
@@ -194,6 +208,7 @@ def pieces(config: Any, family: Family, key: str, shape: tuple[int, ...], *, tie
     if stem == "output" and tied:
         return []
     shape = tuple(size for size in shape if size != 1) if stem in FLAT else shape
+    shape = family.shapes(config, f"{stem}{leaf}", shape)
     change = family.changes.get(f"{stem}{leaf}", "")
     found = [
         Piece(
@@ -221,7 +236,7 @@ def _named(family: Family, key: str) -> tuple[str, str, str]:
         return stem, dot + leaf, start
     module, _, leaf = parts["tail"].rpartition(".")
     stem = family.names.get(module) or NAMES.get(module, "")
-    of_all = module == "lm_head" or module.startswith("model.")
+    of_all = module == "lm_head" or module.startswith(("model.", "backbone."))
     if not stem or leaf not in ("weight", "bias") or bool(start) == of_all:
         do = "write it for another runtime"
         raise FormatError("moeq knows no name for it in GGUF", where=f"for llama.cpp: {key}", do=do)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeq.exporters import gguf_orders as orders
+from moeq.exporters import gguf_hybrid as hybrid
+from moeq.exporters import gguf_orders as ordered
 from moeq.exporters import gguf_parameters as of
 from moeq.exporters.gguf_orders import Order
 from moeq.exporters.gguf_parameters import Value
@@ -48,7 +49,8 @@ ONE_ADDED, DECAY = "one added", "decay"  # what is written of a tensor w: w + 1,
 class Family:
     """arch: as GGUF calls it; names: of modules and of whole parameters that are not called as in NAMES and WHOLE;
     changes: what is written of a tensor where that is not the tensor itself, by its name in GGUF; orders(config, stem,
-    rows): what a tensor is written as; own_head: whether a head of tied embeddings is written too.
+    rows): what a tensor is written as; shapes(config, name, shape): in which shape; own_head: whether a head of tied
+    embeddings is written too.
 
     more: what it wants to know beside the common; reasons: what of a configuration it does not compute, beside the
     common: norm: what norm_topk_prob must be; attention_bias: what it must be; partial: whether it turns a part of a
@@ -61,7 +63,8 @@ class Family:
     reasons: tuple[Callable[[Any], Iterator[str]], ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     changes: Mapping[str, str] = field(default_factory=dict)
-    orders: Callable[[Any, str, int], list[Order]] = orders.as_they_are
+    orders: Callable[[Any, str, int], list[Order]] = ordered.as_they_are
+    shapes: Callable[[Any, str, tuple[int, ...]], tuple[int, ...]] = ordered.in_its_shape
     own_head: bool = False
     norm: bool | None = None
     attention_bias: bool | None = None
@@ -97,14 +100,26 @@ GRANITE_NAMES = {
     "block_sparse_moe.router.layer": "ffn_gate_inp", "shared_mlp.input_linear": "ffn_gate_up_shexp",
     "shared_mlp.output_linear": "ffn_down_shexp",
 }  # fmt: skip
+MAMBA = {"dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "D": "ssm_d"} | {
+    "in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out",
+}  # fmt: skip
+HYBRID_NAMES = GRANITE_NAMES | {f"mamba.{part}": name for part, name in MAMBA.items()}
+NEMOTRON_NAMES = {
+    "backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "norm": "attn_norm",
+    **{f"mixer.{part}": name for part, name in MAMBA.items()},
+    **{f"mixer.{part}_proj": f"attn_{part}" for part in "qkv"}, "mixer.o_proj": "attn_output",
+    "mixer.gate": "ffn_gate_inp", "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp", "mixer.shared_experts.down_proj": "ffn_down_shexp",
+    "mixer.fc1_latent_proj": "ffn_latent_down", "mixer.fc2_latent_proj": "ffn_latent_up",
+}  # fmt: skip
 HY_V3_NAMES = SHARED | {"mlp.router.gate": "ffn_gate_inp", "mlp.expert_bias": "exp_probs_b"}
 LAGUNA_NAMES = {"self_attn.g_proj": "attn_gate", "mlp.experts.e_score_correction_bias": "exp_probs_b.bias"}
 GRANITE = Family(
-    arch="granitemoe", more=(of.heads, of.granite), reasons=(of.granite_reasons,), names=GRANITE_NAMES,
-    orders=orders.granite,
+    arch="granitemoe", more=(of.heads, hybrid.granite), reasons=(hybrid.granite_reasons,), names=GRANITE_NAMES,
+    orders=ordered.granite,
 )  # fmt: skip
 FAMILIES = {
-    "mixtral": Family(arch="llama", more=(of.heads,), orders=orders.halves_interleaved),
+    "mixtral": Family(arch="llama", more=(of.heads,), orders=ordered.halves_interleaved),
     "qwen2_moe": Family(
         arch="qwen2moe", more=(of.qwen,), reasons=(of.whole_heads,), own_head=True, norm=False, alike=True
     ),
@@ -134,12 +149,12 @@ FAMILIES = {
     ),
     "qwen3_next": Family(
         arch="qwen3next", more=(of.heads, of.qwen, of.recurrent), reasons=(of.recurrent_reasons,), names=NEXT_NAMES,
-        changes=NEXT_CHANGES, orders=orders.by_group, norm=True, attention_bias=False, partial=True,
+        changes=NEXT_CHANGES, orders=ordered.by_group, norm=True, attention_bias=False, partial=True,
     ),
     "qwen3_5_moe_text": Family(
         arch="qwen35moe", more=(of.heads, of.qwen, of.recurrent, of.sections),
         reasons=(of.recurrent_reasons, of.sections_reasons), names=QWEN35_NAMES, changes=NEXT_CHANGES,
-        orders=orders.tiled, attention_bias=False, partial=True,
+        orders=ordered.tiled, attention_bias=False, partial=True,
     ),
     "minimax_m2": Family(arch="minimax-m2", more=(of.heads, of.minimax), own_head=True, partial=True),
     "lfm2_moe": Family(
@@ -147,6 +162,21 @@ FAMILIES = {
     ),
     "granitemoe": GRANITE,
     "granitemoeshared": GRANITE,
+    "granitemoehybrid": Family(
+        arch="granitehybrid", more=(of.heads, hybrid.granite, hybrid.mamba, hybrid.granite_hybrid),
+        reasons=(hybrid.granite_reasons, hybrid.mamba_reasons, hybrid.granite_hybrid_reasons), names=HYBRID_NAMES,
+        changes={"ssm_a": DECAY}, orders=ordered.granite, shapes=hybrid.mamba_shapes,
+    ),
+    "nemotron_h": Family(
+        arch="nemotron_h_moe", more=(of.heads, hybrid.mamba, hybrid.nemotron),
+        reasons=(hybrid.mamba_reasons, hybrid.nemotron_reasons), names=NEMOTRON_NAMES, changes={"ssm_a": DECAY},
+        shapes=hybrid.mamba_shapes,
+    ),
+    "mimo_v2_flash": Family(
+        arch="mimo2", more=(of.heads, of.windows, hybrid.mimo), reasons=(of.window_reasons, hybrid.mimo_reasons),
+        names={"self_attn.attention_sink_bias": "attn_sinks.weight"}, own_head=True, norm=True, attention_bias=False,
+        partial=True, windows=True,
+    ),
     "dots1": Family(
         arch="dots1", more=(of.heads, of.routed), reasons=(of.shared_reasons, of.own_keys), own_head=True,
         attention_bias=False,

@@ -295,23 +295,6 @@ def afmoe_reasons(config: Any) -> Iterator[str]:
         yield "windows in other layers than all but every fourth (layer_types)"
 
 
-def granite(config: Any) -> dict[str, Value]:
-    shared = getattr(config, "shared_intermediate_size", None)
-    return {
-        "logit_scale": float(config.logits_scaling),
-        "residual_scale": float(config.residual_multiplier),
-        "embedding_scale": float(config.embedding_multiplier),
-        "attention.scale": float(config.attention_multiplier),
-    } | ({} if shared is None else {"expert_shared_feed_forward_length": shared})
-
-
-def granite_reasons(config: Any) -> Iterator[str]:
-    scales = ("logits_scaling", "residual_multiplier", "embedding_multiplier", "attention_multiplier")
-    for name in scales:
-        if not getattr(config, name):
-            yield f"{name}: 0"
-
-
 def softmax(config: Any) -> dict[str, Value]:
     """Of deepseek_v2's experts."""
     return {

@@ -70,4 +70,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "sliding_window": 8, "moe_routed_scaling_factor": 2.5, "num_attention_heads_per_layer": [4, 2, 4],
         "rope_parameters": {"full_attention": HALF | {"rope_theta": 500000.0}, "sliding_attention": ROPE},
     },
+    "granitemoehybrid": GRANITE | {
+        "shared_intermediate_size": 160, "layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3,
+        "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_chunk_size": 8,
+        "position_embedding_type": None,
+    },
+    "nemotron_h": {
+        "layer_types": ["linear_attention", "moe", "full_attention", "moe"], "num_hidden_layers": None,
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32, "moe_latent_size": 96,
+        "moe_shared_expert_intermediate_size": 160, "routed_scaling_factor": 2.5, "n_routed_experts": 8, "n_group": 4,
+        "topk_group": 2, "num_experts_per_tok": 3, "chunk_size": 8, "sliding_window": None,
+    },
+    "mimo_v2_flash": {
+        "num_hidden_layers": 3, "mlp_layer_types": MIXED, "layer_types": WINDOWS, "sliding_window": 8,
+        "attention_value_scale": 0.707, "v_head_dim": 48, "num_key_value_heads": 2,
+        "rope_parameters": {"full_attention": HALF | {"rope_theta": 500000.0}, "sliding_attention": HALF},
+    },
 }  # fmt: skip
