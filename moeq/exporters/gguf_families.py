@@ -7,7 +7,7 @@ Letters: H attention heads, D their size, R the latent size of deepseek's keys a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from moeq.artifacts.targets import ANY_GRID
 from moeq.errors import FormatError
 from moeq.exporters.gguf import STACKS
 from moeq.exporters.gguf_known import DECAY, FAMILIES, NAMES, ONE_ADDED, WHOLE, Family
-from moeq.exporters.gguf_parameters import Value, rope_of
+from moeq.exporters.gguf_parameters import CASED, Value, rope_of
 from moeq.models.experts import ExpertLayer
 
 HEAD, TABLE = "output.weight", "token_embd.weight"
@@ -104,14 +104,21 @@ def _rope_reasons(config: Any, family: Family) -> Iterator[str]:
         yield f"rotary embeddings of type {kind} as moeq would write them"
     if kind == "yarn" and rope.get("attention_factor") is not None:
         yield "yarn with attention_factor as moeq would write it"
-    if kind == "yarn" and rope.get("truncate") is False:
-        yield "yarn with truncate: false (it does with true, which config.json may be made to say)"
     if kind == "yarn" and ((rope.get("beta_fast") or 32) != 32 or (rope.get("beta_slow") or 1) != 1):
         yield "yarn with another beta_fast than 32, or beta_slow than 1: it does not take them from the file"
     if kind == "yarn" and not family.mscale and rope.get("mscale") and rope.get("mscale_all_dim"):
         yield "yarn with mscale and mscale_all_dim"
     if not family.partial and rope.get("partial_rotary_factor", 1) != 1:
         yield "rotary embeddings of a part of a head"
+
+
+def remarks(config: Any, values: Mapping[str, Value]) -> Iterator[str]:
+    """What llama.cpp computes a little otherwise, whoever wrote the file; values: what it says of the tokenizer."""
+    rope = rope_of(config)
+    if rope.get("rope_type") == "yarn" and rope.get("truncate") is False:
+        yield "llama.cpp rounds the ends of yarn's ramp, which truncate: false forbids; far positions differ a little"
+    if values.get("ggml.pre") == CASED:
+        yield "llama.cpp cuts words with capitals beyond A to Z, or with marks, into other tokens"
 
 
 def _epsilon(config: Any) -> float:

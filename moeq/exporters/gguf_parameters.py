@@ -10,6 +10,7 @@ from typing import Any
 
 Value = int | float | bool | str | list[str] | list[int] | list[float] | list[bool]
 
+CASED = "gpt-4o"  # the pattern of words that llama.cpp has for the letters of English alone
 SOFTMAX, SIGMOID = 1, 2  # of llama.cpp's numbers for what makes weights of a router's logits
 
 

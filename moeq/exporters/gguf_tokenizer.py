@@ -12,7 +12,7 @@ from typing import Any
 
 from moeq.artifacts.reading import read_json_file
 from moeq.errors import FormatError
-from moeq.exporters.gguf_parameters import Value
+from moeq.exporters.gguf_parameters import CASED, Value
 from moeq.models.source import VOCABULARIES, ModelSource
 
 FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -30,7 +30,7 @@ _EXAONE = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-_CASED = (  # llama.cpp's gpt-4o knows the case of a to z alone, and no marks
+_CASED_WORDS = (  # llama.cpp's gpt-4o knows the case of a to z alone, and no marks
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,6 +46,7 @@ NAMES = {  # the patterns that a text is split by before its bytes, and what lla
     (): "gpt-2",
     (_CONTRACTED + r"\p{N}" + _REST,): "qwen2",
     (_CONTRACTED + r"\p{N}{1,3}" + _REST,): "llama-bpe",
+    (_CASED_WORDS,): CASED,
     (_MARKED,): "qwen35",
     (_EXAONE,): "exaone-moe",
     _DEEPSEEK: "deepseek-v3",
@@ -142,8 +143,6 @@ def _bytes(source: ModelSource, data: dict[str, Any], merges: list[list[str]]) -
     known = {tuple(map(_plain, own)): name for own, name in NAMES.items()}
     whole = not set(patterns) - {DIGITS}
     name = known.get(patterns) if bool(last.get("use_regex", True)) == whole else None
-    if patterns == (_plain(_CASED),):
-        raise _refused(source, "words that llama.cpp cuts otherwise: with capitals beyond A to Z, or with marks")
     if name is None:
         raise _refused(source, "a pre-tokenizer that moeq knows no name of llama.cpp's for")
     model = data["model"]

@@ -40,6 +40,7 @@ from moeq.exporters.gguf_families import (
     made,
     parameters,
     pieces,
+    remarks,
     stack_name,
     stack_shapes,
 )
@@ -207,7 +208,7 @@ def write(draft: Draft) -> None:
                 writer.add(piece.name, *_packed_module(draft, writer, name, piece, weight))
         writer.finish()
     read_back(path, writer.start, writer.crc)
-    draft.notes += _rounded(writer)
+    draft.notes += [*_rounded(writer), *remarks(config, tokenizer(source.source, config.vocab_size))]
     draft.complete(draft.sides.config(source.config))
 
 

@@ -95,6 +95,7 @@ def write(draft: Draft) -> None:
                 for part, tensor in affine_parts(loadable, dtype).items():
                     add(f"{others[name]}.{part}", tensor)
     grids |= {family.own(name): grid for name, grid in grids.items()}
+    draft.notes += family.remarks(cast("Any", draft.model.config).get_text_config())
     common = next(iter(grids.values()), {"group_size": 64, "bits": 4})
     quantization = {"quant_method": NAME, **common, "mode": "affine", **grids}
     draft.finish(quantization, more={"quantization": quantization, **_settings(draft, family)})

@@ -57,6 +57,13 @@ class Family:
             if kind == "yarn" and rope.get("attention_factor") is not None:
                 yield "attention_factor", rope["attention_factor"], None
 
+    def remarks(self, config: Any) -> Iterator[str]:
+        """What it computes a little otherwise; config: of the text."""
+        if any(rope.get("rope_type") == "yarn" and rope.get("truncate") is False for rope in ropes(config)):
+            yield "mlx-lm rounds the ends of yarn's ramp, which truncate: false forbids; far positions differ a little"
+        if self.one_more:
+            yield "mlx-lm adds 1 to the weights of norms, and rounds the sums to the type that they are stored in"
+
 
 def ropes(config: Any) -> list[Mapping[str, Any]]:
     """The parameters of a model's rotary embeddings: of all layers, or of each type of them."""
