@@ -34,6 +34,7 @@ IN_FLOAT32 = (
 )  # beside all vectors
 _KEY = re.compile(r"(?:(?:model|backbone)\.layers\.(?P<block>\d+)\.)?(?P<tail>.+)")
 _AROUND = re.compile(r"^blk\.\d+\.|\.(?:weight|bias)$")
+SEEING = "model.language_model."
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -69,6 +70,8 @@ def family_of(config: Any) -> Family:
     where = f"for llama.cpp: model_type {config.model_type}"
     if family is None:
         known = f"it is written for {', '.join(FAMILIES)}; {ANY_GRID}"
+        if config.get_text_config().model_type in FAMILIES:
+            known = "save its language model: AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
         raise FormatError("moeq knows no names of its tensors in GGUF", where=where, do=known)
     for reason in _reasons(config, family):
         raise FormatError(f"llama.cpp does not compute {reason}", where=where, do=ANY_GRID)
@@ -194,9 +197,14 @@ def expert_shapes(layer: ExpertLayer) -> dict[str, tuple[int, ...]]:
     return stack_shapes([layer]) | (biases if layer.biased else {})
 
 
+def of_text(key: str) -> str:
+    """What a tensor of the language model of one that sees is called in the language model alone."""
+    return f"model.{key.removeprefix(SEEING)}" if key.startswith(SEEING) else key
+
+
 def is_beyond(config: Any, key: str) -> bool:
     """Whether a tensor is of a layer after the last: of those that predict further tokens, which no loader runs."""
-    parts = _KEY.fullmatch(key)
+    parts = _KEY.fullmatch(of_text(key))
     return parts is not None and parts["block"] is not None and int(parts["block"]) >= config.num_hidden_layers
 
 
@@ -234,7 +242,7 @@ def pieces(config: Any, family: Family, key: str, shape: tuple[int, ...], *, tie
 
 def _named(family: Family, key: str) -> tuple[str, str, str]:
     """What GGUF calls a tensor: its stem, what follows that, and what comes before."""
-    parts = _KEY.fullmatch(key)
+    parts = _KEY.fullmatch(of_text(key))
     assert parts is not None, key
     start = "" if parts["block"] is None else f"blk.{parts['block']}."
     whole = family.names.get(parts["tail"]) or WHOLE.get(parts["tail"])

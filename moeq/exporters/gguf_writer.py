@@ -38,6 +38,7 @@ from moeq.exporters.gguf_families import (
     family_of,
     is_beyond,
     made,
+    of_text,
     parameters,
     pieces,
     remarks,
@@ -258,10 +259,11 @@ def _is_tied(draft: Draft) -> bool:
     config: Any = draft.model.config
     if not config.tie_word_embeddings or head.removesuffix(".weight") in source.other_names():
         return False
-    plain = set(source.rest())
+    plain = {of_text(key): key for key in source.rest()}
     if head not in plain:
         return True
-    if table not in plain or plain_header(source.source, head) != plain_header(source.source, table):
+    head, table = plain[head], plain.get(table, "")
+    if not table or plain_header(source.source, head) != plain_header(source.source, table):
         return False
     both = zip_longest(*(plain_chunks(source.source, key) for key in (head, table)))
     return all(first == second for first, second in both)

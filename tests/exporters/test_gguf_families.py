@@ -140,6 +140,22 @@ def test_gpt_oss_as_it_was_released_is_written_with_a_note(tmp_path: Path) -> No
     require(verify(out, Options(python=str(python)), Reporter(quiet=True)))
 
 
+def test_the_language_model_of_one_that_sees_is_written(tmp_path: Path) -> None:
+    """As transformers saves it alone, its tensors called as in the whole; of the whole that is advised."""
+    parts = {"linear_num_value_heads": 16, "linear_num_key_heads": 8, "linear_key_head_dim": 32}
+    parts |= {"linear_value_head_dim": 32}
+    text = {**SIZES, **parts, "layer_types": [*["linear_attention"] * 3, "full_attention"], "num_hidden_layers": 4}
+    save_model(tmp_path / "whole", "qwen3_5_moe", text_config=text, vision_config={"out_hidden_size": 128})
+    with pytest.raises(FormatError, match=r"knows no names .*; save its language model: AutoModelForCausalLM"):
+        exported(plain(tmp_path / "whole"), tmp_path / "out")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "text")
+    source = MadeSource(tmp_path / "text", lambda *_: 8)
+    assert any(key.startswith("model.language_model.") for key in source.rest())
+    out = exported(source, tmp_path / "out")
+    python = peers.interpreter("llama-cpp-python")
+    require(verify(out, Options(python=str(python)), Reporter(quiet=True)))
+
+
 YARN_OF = {"rope_parameters": PLAIN_YARN | {"beta_fast": 32, "beta_slow": 1}}
 SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {"rope_parameters": PLAIN_YARN}),
