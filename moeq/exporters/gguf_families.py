@@ -125,8 +125,8 @@ def remarks(config: Any, values: Mapping[str, Value]) -> Iterator[str]:
 
 
 def _epsilon(config: Any) -> float:
-    named = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
-    return float(next(getattr(config, name) for name in named if hasattr(config, name)))
+    named = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+    return float(next(value for name in named if (value := getattr(config, name, None)) is not None))
 
 
 def parameters(config: Any, family: Family) -> dict[str, Value]:

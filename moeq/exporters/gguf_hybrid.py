@@ -1,4 +1,4 @@
-"""As `gguf_parameters`, of families with state space layers (Mamba 2), and of those whose layers differ in heads."""
+"""As `gguf_parameters`, of families with state space layers (Mamba 2), and of those whose layers differ otherwise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from moeq.exporters.gguf_parameters import SIGMOID, Value, head_size, near_rope, rope_of, shared_experts
+from moeq.exporters.gguf_parameters import (
+    SIGMOID,
+    SOFTMAX,
+    Value,
+    dense_layers,
+    dense_reasons,
+    head_size,
+    near_rope,
+    rope_of,
+    shared_experts,
+)
 
 
 def granite(config: Any) -> dict[str, Value]:
@@ -128,3 +138,30 @@ def mimo_reasons(config: Any) -> Iterator[str]:
         yield "rotary embeddings of an odd number of dimensions"
     if config.routed_scaling_factor != 1:
         yield f"routing weights times {config.routed_scaling_factor} (routed_scaling_factor)"
+
+
+def cohere(config: Any) -> dict[str, Value]:
+    """An epsilon of 0 of RMSNorm stands for LayerNorm."""
+    soft = config.expert_selection_fn == "softmax"
+    size, shared = config.intermediate_size, config.num_shared_experts
+    return {
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps or 0),
+        "attention.layer_norm_epsilon": float(config.layer_norm_eps),
+        "logit_scale": float(config.logit_scale),
+        "feed_forward_length": config.prefix_dense_intermediate_size or size,
+        "leading_dense_block_count": dense_layers(config),
+        "expert_feed_forward_length": size,
+        "expert_shared_count": shared,
+        "expert_shared_feed_forward_length": size * shared,
+        "expert_weights_norm": soft or bool(config.norm_topk_prob),
+        "expert_gating_func": SOFTMAX if soft else SIGMOID,
+    }
+
+
+def cohere_reasons(config: Any) -> Iterator[str]:
+    yield from dense_reasons(config)
+    first = config.layer_types[: dense_layers(config)]
+    if "full_attention" in first and config.prefix_dense_sliding_window_pattern != 1:
+        yield "full attention without rotary embeddings in dense layers (prefix_dense_sliding_window_pattern)"
+    if config.num_shared_experts and config.shared_expert_combination_strategy != "average":
+        yield f"shared experts of which it takes the {config.shared_expert_combination_strategy}"

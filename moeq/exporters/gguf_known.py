@@ -132,6 +132,10 @@ FAMILIES = {
         arch="deepseek2", more=(of.latent, of.softmax), reasons=(of.latent_reasons, of.softmax_reasons),
         attention_bias=False, mscale=True,
     ),
+    "mistral4": Family(
+        arch="mistral4", more=(of.latent, of.routed, of.mistral4), reasons=(of.latent_reasons,),
+        attention_bias=False, partial=True, mscale=True,
+    ),
     "glm4_moe": Family(
         arch="glm4moe", more=(of.heads, of.routed), reasons=(of.shared_reasons,), names=AFTER_ATTENTION, partial=True
     ),
@@ -176,6 +180,10 @@ FAMILIES = {
         arch="mimo2", more=(of.heads, of.windows, hybrid.mimo), reasons=(of.window_reasons, hybrid.mimo_reasons),
         names={"self_attn.attention_sink_bias": "attn_sinks.weight"}, own_head=True, norm=True, attention_bias=False,
         partial=True, windows=True,
+    ),
+    "cohere2_moe": Family(
+        arch="cohere2moe", more=(of.heads, of.windows, hybrid.cohere),
+        reasons=(of.window_reasons, hybrid.cohere_reasons), attention_bias=False, windows=True,
     ),
     "dots1": Family(
         arch="dots1", more=(of.heads, of.routed), reasons=(of.shared_reasons, of.own_keys), own_head=True,

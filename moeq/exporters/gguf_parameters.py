@@ -308,6 +308,15 @@ def softmax(config: Any) -> dict[str, Value]:
     }
 
 
+def mistral4(config: Any) -> dict[str, Value]:
+    rope = rope_of(config)
+    return {
+        "expert_gating_func": SOFTMAX,
+        "attention.temperature_scale": float(rope.get("llama_4_scaling_beta") or 0),
+        "attention.temperature_length": int(rope.get("original_max_position_embeddings") or 0),
+    }
+
+
 def softmax_reasons(config: Any) -> Iterator[str]:
     if config.topk_method != "greedy":
         yield f"experts chosen by topk_method {config.topk_method}"

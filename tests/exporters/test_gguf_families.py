@@ -17,7 +17,7 @@ import peers
 import pytest
 import torch
 import transformers
-from exporters.families_gguf import DELTA, HALF, PLAIN_YARN, ROPE, SETTINGS, WINDOWS
+from exporters.families_gguf import DELTA, HALF, PLAIN_YARN, ROPE, SETTINGS, WINDOWS, YARN
 from family_models import _randomize as randomize
 from family_models import configuration
 from gguf_read import check_stacks, llama_logits, tensors_of
@@ -177,6 +177,9 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "not latent": ("nemotron_h", {"moe_latent_size": None}),
     "not latent and not normed": ("nemotron_h", {"norm_topk_prob": False}),
     "values as they are": ("mimo_v2_flash", {"attention_value_scale": 1.0}),
+    "sigmoid": ("cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "rms_norm_eps": 1e-5}),
+    "place": ("mistral4", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.0}}),
+    "no shared": ("cohere2_moe", {"num_shared_experts": 0, "expert_selection_fn": "sigmoid"}),
     "dense anywhere": ("hy_v3", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
 }
 
@@ -276,6 +279,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": dict.fromkeys(NEAR, ROPE | {"partial_rotary_factor": 0.3})},
         "odd number",
     ),
+    "sum": ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}, "takes the sum"),
+    "rope of dense": ("cohere2_moe", {"prefix_dense_sliding_window_pattern": 2}, "in dense layers"),
     "activation": ("granitemoe", {"hidden_act": "gelu"}, "activation gelu"),
     "part": ("afmoe", {"rope_parameters": HALF}, "a part of a head"),
     "part of hunyuan": ("hy_v3", {"rope_parameters": HALF}, "a part of a head"),
