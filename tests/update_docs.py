@@ -25,6 +25,7 @@ from moeq.papers import PAPERS, TERMS, Paper, named
 from moeq.recipe import Recipe
 from moeq.registry import EXPORTERS
 from moeq.runtimes import Runtime, runtimes
+from moeq.suitability import runtimes_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moeq"
@@ -158,8 +159,9 @@ def all_families() -> str:
     rows = []
     for row in families():
         whole = f"{mark[row.quantized]}: {row.told}" if row.told else mark[row.quantized]
-        rows.append((row.model_type, row.model, row.experts, mark[row.streamed], whole))
-    return table("| model_type | class | experts | streams | quantizes, exports, loads |", rows)
+        known = ", ".join(name for name in ("llama.cpp", "mlx") if name in runtimes_of(row))
+        rows.append((row.model_type, row.model, row.experts, mark[row.streamed], whole, known))
+    return table("| model_type | class | experts | streams | quantizes, exports, loads | also for |", rows)
 
 
 def cell(value: str | float | None) -> str:
