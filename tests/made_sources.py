@@ -57,6 +57,14 @@ OF_MLX: dict[str, dict[str, Any]] = {  # families that mlx-lm computes, as it do
         "vision_config": {"out_hidden_size": 128},
     },
     "gemma4": {"text_config": {**family_models.GEMMA4, **SIZES, **LAYERS}},
+    "gemma4_text": {**family_models.GEMMA4, **LAYERS},
+    "deepseek_v2": {
+        **FAMILIES["deepseek_v3"], "head_dim": None, "topk_method": "greedy", "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+            "mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1,
+        },
+    },
+    "mistral4": {**FAMILIES["deepseek_v3"], "head_dim": None},
     "glm4_moe": LAYERS,
     "glm4_moe_lite": FAMILIES["deepseek_v3"],
     "gpt_oss": {

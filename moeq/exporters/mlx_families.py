@@ -6,7 +6,7 @@ It computes a family as its own code says, whatever config.json says beside it: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 EXPERTS = ".experts."
@@ -53,7 +53,7 @@ class Family:
         for rope in ropes(config):
             kind = rope.get("rope_type", "default")
             if kind not in self.rope:
-                yield "rope_type", kind, "default"
+                yield "rope_type", kind, self.rope[0]
             if kind == "yarn" and rope.get("attention_factor") is not None:
                 yield "attention_factor", rope["attention_factor"], None
 
@@ -107,6 +107,7 @@ QWEN2 = {"norm_topk_prob": False, "use_sliding_window": False, "mlp_only_layers"
 QWEN3 = {"use_sliding_window": False, "attention_bias": False}
 GPT_OSS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True, "tie_word_embeddings": False}
 UNTIED = {"tie_word_embeddings": False}
+GEMMA4 = Family(taken={"hidden_activation": "gelu_pytorch_tanh"}, stacks=GLU, rope=("default", "proportional"))
 FAMILIES: dict[str, Family] = {
     "mixtral": Family(taken={"sliding_window": None}),
     "qwen2_moe": Family(taken=QWEN2),
@@ -115,6 +116,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": Family(taken={"attention_bias": False, "layer_types": _interval}, sees=True, one_more=ZERO_CENTERED),
     "olmoe": Family(taken={"clip_qkv": None}, rope=SCALED),
     "deepseek_v3": Family(taken={"rope_interleave": True}, plain=LATENT, rope=SCALED),
+    "deepseek_v2": Family(taken=UNTIED | {"norm_topk_prob": False, "mlp_bias": False}, rope=("yarn",)),
+    "mistral4": Family(plain=LATENT, rope=SCALED),
     "glm4_moe": Family(taken=UNTIED),
     "glm4_moe_lite": Family(
         taken=UNTIED | {"rope_interleave": True, "mlp_layer_types": _dense_first},
@@ -124,9 +127,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(taken=GPT_OSS, stacks=EXPERTS, rope=SCALED),
     "minimax_m2": Family(more=_minimax),
-    "gemma4": Family(
-        taken={"hidden_activation": "gelu_pytorch_tanh"}, stacks=GLU, sees=True, rope=("default", "proportional")
-    ),
+    "gemma4": replace(GEMMA4, sees=True),
+    "gemma4_text": GEMMA4,
     "lfm2_moe": Family(taken={"tie_word_embeddings": True}, plain=NUMBERED),
     "dots1": Family(taken={"attention_bias": False, "layer_types": _full}, stacks=EXPERTS, rope=SCALED),
     "afmoe": Family(taken={"attention_bias": False}, stacks=EXPERTS, rope=SCALED),

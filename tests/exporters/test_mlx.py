@@ -36,6 +36,7 @@ from moeq_kernels.packed import PackedWeight
 
 GROUP = 32
 BLOCKS = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
+BESIDE = tuple(f"{name}.weight" for name in ("o_proj", "q_proj", "self_attn.kv_b_proj", "embed_tokens"))
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 OTHERS = {"model.layers.0.self_attn.q_proj": 4, "model.layers.1.self_attn.o_proj": 8, "model.embed_tokens": 8}
 BY_STACK = {"gate_proj": 2, "up_proj": 3, "down_proj": 5}
@@ -347,7 +348,8 @@ def test_mlx_lm_computes_every_family(family: str, tmp_path: Path) -> None:
     python = peers.interpreter("mlx")
     path = save_model(tmp_path / "model", family, **OF_MLX.get(family, {}))
     names = MadeSource(path, lambda *_: 4).model.state_dict()
-    others = {name.removesuffix(".weight"): 8 for name in names if name.endswith(("o_proj.weight", "q_proj.weight"))}
+    others = {name.removesuffix(".weight"): 8 for name in names if name.endswith(BESIDE)}
+    others = {name: bits for name, bits in others.items() if not name.endswith(tuple(FAMILIES[family].plain))}
     source = MadeSource(path, by_stack, group_size=GROUP, symmetric=False, others=others)
     write("mlx", source, tmp_path / "out", WriteOptions())
     verdict = verify(tmp_path / "out", Options(python=python), Reporter(quiet=True))
