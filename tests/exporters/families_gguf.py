@@ -35,7 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {
         "head_dim": 64,
-        "intermediate_size": 96, "num_hidden_layers": 3, "layer_types": WINDOWS, "sliding_window": 8,
+        "intermediate_size": 96, "num_hidden_layers": 3, "layer_types": sorted(WINDOWS, reverse=True),
+        "sliding_window": 8,
         "rope_parameters": ROPE,
     },
     "qwen3_next": DELTA | {"mlp_only_layers": [], "norm_topk_prob": True},
