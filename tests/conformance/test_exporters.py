@@ -29,6 +29,7 @@ from moeq.exporters.exporter import Exporter, ExportSizes, loaders
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.packed_source import Checkable, Matrices
 from moeq.exporters.readers import open_packed
+from moeq.exporters.readers.foreign import Foreign
 from moeq.exporters.readers.gguf import Gguf
 from moeq.models.experts import ExpertLayer
 from moeq.models.source import ModelSource
@@ -109,7 +110,7 @@ def check_values(source: MadeSource, out: Path) -> None:
         for expert in range(layer.num_experts):
             theirs = found.expert(other, expert)[0]
             for name, matrix in source.expert(layer, expert)[0].items():
-                wanted, read = values(matrix), theirs[name]
+                wanted, read = values(found.written(matrix) if isinstance(found, Foreign) else matrix), theirs[name]
                 wanted = wanted.to(read.dtype).float() if isinstance(read, Tensor) else wanted
                 stated = found.refit_error(other, expert, name) if isinstance(found, Gguf) else None
                 assert torch.equal(values(read), wanted) or 0 < (stated or 0) < ROUNDED, (layer.name, expert, name)
