@@ -81,7 +81,7 @@ def loads_in(
         if own.codes not in target.codes:
             reason, do = CODES[own.codes], make_others(target)
         elif reason is not None:
-            unfit = next((why for layer in layers if (why := _unfit(target, layer)) is not None), None)
+            unfit = next((why.partition(";")[0] for layer in layers if (why := _unfit(target, layer))), None)
             reason = (
                 unfit
                 or _short(target, widths, own.symmetric, own.nested)

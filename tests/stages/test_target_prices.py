@@ -156,8 +156,10 @@ def test_a_runtime_that_does_not_load_the_model_has_no_price(tmp_path: Path) -> 
     prices = {price["target"]: price for price in frontier.prices(context)}
     assert prices["native"]["ratio"] == 1
     loads = where_it_loads(context, assign.load(context))
-    reads = loads.pop("mlx")  # which has a place for biases
-    assert reads is None or "mixed widths" in reads["reason"]
+    for name in ("mlx", "llama.cpp", "llama.cpp-refit"):  # which have a place for biases
+        reads = loads.pop(name)
+        assert reads is None or "has biases" not in reads["reason"]
+        assert prices[name]["refusal"] is None or "has biases" not in prices[name]["refusal"]
     assert prices["mlx"]["ratio"] > 1
     for name, why in loads.items():
         assert why is None or (why["reason"] in prices[name]["refusal"] and prices[name]["ratio"] is None), name

@@ -202,7 +202,6 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.evaluation.reference_logits.ReferenceLogits.read": WRITTEN,
     "moeq.evaluation.reference_logits.ReferenceLogits.again": WRITTEN,
     "moeq.exporters.gguf_writer.Writer._header": WRITTEN,
-    "moeq.exporters.gguf_writer._contents": WRITTEN,
     "moeq.exporters.native_conversion.write": WRITTEN,
     "moeq.exporters.native_writer.export": WRITTEN,
     "moeq.exporters.plain.write_index": WRITTEN,
