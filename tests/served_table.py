@@ -168,7 +168,8 @@ READERS = {
     ),
     "llama.cpp, i-quants": Reader(
         runtime="llama.cpp", iq="iq-s", package="llama-cpp-python", loader="llama.cpp", bound=0.005,
-        computes="float32, activations rounded to 8 bits", families=tuple(name for name in FAMILIES if name != TRAINED),
+        computes="float32, activations rounded to 8 bits",
+        families=tuple(name for name in FAMILIES if name not in (TRAINED, "gpt_oss")),  # of the latter up to .006
     ),
     "llama.cpp, refitted": Reader(
         runtime="llama.cpp-refit", package="llama-cpp-python", loader="llama.cpp", bound=0.02,
