@@ -278,9 +278,9 @@ def refuse_other(names: DiskNames, name: str, shape: tuple[int, int]) -> tuple[s
     """Why GGUF keeps a module outside of the experts otherwise than as a matrix of blocks."""
     for piece in _pieces_of(names, family_of(names.model.config), name, shape, False):
         if piece.split or piece.in_float32 or piece.columns is not None:
-            why = "it is kept transposed" if piece.split else "it is kept in float32"
-            why = why if piece.columns is None else "its columns are kept in another order"
-            return f"packed, and {why} in GGUF", f"leave {name} out of `others`, or {ANY_GRID}"
+            how = "transposed" if piece.split else "in float32"
+            how = how if piece.columns is None else "with its columns in another order"
+            return f"GGUF keeps it {how}, and not packed", f"leave {name} out of `others`, or {ANY_GRID}"
     return None
 
 

@@ -338,7 +338,7 @@ def test_other_families_are_refused(tmp_path: Path) -> None:
 
 def test_packed_modules_that_gguf_keeps_otherwise_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
     others = {"model.layers.1.self_attn.kv_b_proj": 4}
-    with pytest.raises(FormatError, match=r"kv_b_proj: packed, and it is kept transposed.*leave"):
+    with pytest.raises(FormatError, match=r"kv_b_proj: GGUF keeps it transposed.*leave"):
         exported(MadeSource(models["deepseek_v3"], four, others=others), tmp_path / "out")
     overrides = ["losses.symmetric=true", "losses.group_size=32", "others={attention: 4, symmetric: true}"]
     context = Context(
@@ -349,7 +349,7 @@ def test_packed_modules_that_gguf_keeps_otherwise_are_refused(models: dict[str, 
     grids = {"group_size": 32, "symmetric": True}
     refused = where_it_loads(context, Assignment(name="a", method="uniform", layers=layers, **grids))["llama.cpp"]
     assert refused is not None
-    assert refused["reason"] == "attention: packed, and it is kept transposed in GGUF"
+    assert refused["reason"] == "attention: GGUF keeps it transposed, and not packed"
 
 
 def test_packed_modules_that_are_turned(tmp_path: Path) -> None:

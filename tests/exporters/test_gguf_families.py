@@ -397,7 +397,7 @@ def test_gguf_with_biases_is_converted_from_and_to(tmp_path: Path) -> None:
 def test_packed_modules_that_are_kept_otherwise_are_refused(tmp_path: Path) -> None:
     """Columns in another order; what is split is packed in llama.cpp's file, and read as values."""
     model = made(tmp_path / "model", "qwen3_5_moe_text")
-    with pytest.raises(FormatError, match="its columns are kept in another order"):
+    with pytest.raises(FormatError, match="GGUF keeps it with its columns in another order"):
         exported(
             MadeSource(model, lambda *place: 4, others={"model.layers.0.linear_attn.out_proj": 4}), tmp_path / "out"
         )
