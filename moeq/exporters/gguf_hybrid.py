@@ -15,7 +15,7 @@ from moeq.exporters.gguf_parameters import (
     head_size,
     near_rope,
     rope_of,
-    shared_experts,
+    weighed,
 )
 
 
@@ -91,18 +91,16 @@ def mamba_shapes(config: Any, name: str, shape: tuple[int, ...]) -> tuple[int, .
 
 def nemotron(config: Any) -> dict[str, Value]:
     size, latent = config.moe_intermediate_size, config.moe_latent_size
-    return {
-        "attention.layer_norm_epsilon": float(config.layer_norm_epsilon),
-        "feed_forward_length": [size if kind == "moe" else 0 for kind in config.layer_types],
-        "expert_feed_forward_length": size,
-        "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
-        "expert_shared_count": shared_experts(config),
-        "expert_weights_scale": float(config.routed_scaling_factor),
-        "expert_weights_norm": bool(config.norm_topk_prob),
-        "expert_gating_func": SIGMOID,
-        "expert_group_count": config.n_group,
-        "expert_group_used_count": config.topk_group,
-    } | ({} if latent is None else {"moe_latent_size": latent})
+    return (
+        {
+            "attention.layer_norm_epsilon": float(config.layer_norm_epsilon),
+            "feed_forward_length": [size if kind == "moe" else 0 for kind in config.layer_types],
+            "expert_feed_forward_length": size,
+            "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+        }
+        | weighed(config)
+        | ({} if latent is None else {"moe_latent_size": latent})
+    )
 
 
 def nemotron_reasons(config: Any) -> Iterator[str]:

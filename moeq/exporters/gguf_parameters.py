@@ -73,6 +73,12 @@ def routed(config: Any) -> dict[str, Value]:
     return {
         "leading_dense_block_count": dense_layers(config),
         "expert_feed_forward_length": config.moe_intermediate_size,
+    } | weighed(config)
+
+
+def weighed(config: Any) -> dict[str, Value]:
+    """Of shared experts, and of the weights of those that corrected sigmoids choose."""
+    return {
         "expert_shared_count": shared_experts(config),
         "expert_weights_scale": float(config.routed_scaling_factor),
         "expert_weights_norm": bool(config.norm_topk_prob),

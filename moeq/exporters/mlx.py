@@ -83,7 +83,7 @@ def write(draft: Draft) -> None:
     dtype = getattr(torch, main_dtype(draft.source.source))
     grids: dict[str, dict[str, int]] = {}
     for layer in draft.source.layers:
-        grids |= _write_layer(draft, layer, f"{block_of(draft, layer)}{family.stacks}", dtype)
+        grids |= _write_layer(draft, layer, f"{_block_of(draft, layer)}{family.stacks}", dtype)
     others = {
         name: draft.names.renamed(f"{name}.weight").removesuffix(".weight") for name in draft.source.other_names()
     }
@@ -176,7 +176,7 @@ def _widened(draft: Draft, layer: ExpertLayer) -> dict[str, int | None]:
     return found
 
 
-def block_of(draft: Draft, layer: ExpertLayer) -> str:
+def _block_of(draft: Draft, layer: ExpertLayer) -> str:
     """The name on disk of the module that has a layer's experts in its own module `experts`."""
     block, found, _ = draft.names.renamed(f"{layer.name}.").rpartition(EXPERTS)
     if not found:
