@@ -28,14 +28,15 @@ from moeq.artifacts.provenance import (
 )
 from moeq.artifacts.sums import NAME as SUMS
 from moeq.artifacts.sums import Sums
-from moeq.errors import ArtifactError, RecipeError
-from moeq.exporters import write
+from moeq.errors import ArtifactError, FormatError, RecipeError
+from moeq.exporters import gguf, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.front_matter import CARD, Origin, read_origin
 from moeq.exporters.native_reader import NativeReader
 from moeq.exporters.packed_source import Checkable, PackedSource
 from moeq.exporters.readers import PLAIN, format_of, open_packed
 from moeq.exporters.readers.foreign import Foreign
+from moeq.exporters.readers.gguf import Gguf
 from moeq.folders import bytes_in
 from moeq.models.drafts import left_drafts
 from moeq.models.side_files import find_side_files
@@ -71,12 +72,7 @@ def convert(
     name = named(name, convertible(), "--to")
     check_absent(out)
     _check_apart(out)
-    source = open_packed(checkpoint, trust_remote_code=trust_remote_code, as_values=name == PLAIN)
-    if format_of(source.source) == PLAIN:
-        do = "make a packed one of it with `moeq run`"
-        raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)
-    if isinstance(source, Checkable):
-        source.check()
+    source = _opened(checkpoint, name, trust_remote_code)
     sides, origin = find_side_files(source.source.path, source.config, trust_remote_code), read_origin(checkpoint)
     sums, statement = check_listed(checkpoint, reporter)
     if sums is None and isinstance(source, NativeReader):  # whose manifest has digests of all tensors
@@ -109,6 +105,20 @@ def convert(
     summary |= {"notes": said} if said else {}
     verified = {} if verdict is None else {"verified_with": verdict.target, "logits_error": verdict.logits_error}
     return summary | verified | {"loads_in": {name: None}}
+
+
+def _opened(checkpoint: Path, name: str, trust_remote_code: bool) -> PackedSource:
+    """What is to be converted; FormatError, ArtifactError where it is not, for the runtime `name`."""
+    source = open_packed(checkpoint, trust_remote_code=trust_remote_code, as_values=name == PLAIN)
+    if format_of(source.source) == PLAIN:
+        do = "make a packed one of it with `moeq run`"
+        raise ArtifactError("nothing in it is packed", where=str(checkpoint), do=do)
+    if isinstance(source, Checkable):
+        source.check()
+    if isinstance(source, Gguf) and source.absent and runtimes()[name].exporter is not gguf.EXPORTER:
+        do = "convert the checkpoint that it was made of"
+        raise FormatError("it holds the language model alone of one that sees", where=str(checkpoint), do=do)
+    return source
 
 
 def convertible() -> tuple[str, ...]:

@@ -25,7 +25,7 @@ FAMILIES = (  # as gguf_known has them
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "gpt_oss", "qwen3_next",
     "minimax_m2", "dots1", "hunyuan_v1_moe", "qwen3_5_moe_text", "lfm2_moe", "granitemoe", "granitemoeshared",
     "deepseek_v2", "glm4_moe_lite", "solar_open", "hy_v3", "exaone_moe", "afmoe", "mellum", "laguna",
-    "granitemoehybrid", "nemotron_h", "mimo_v2_flash", "mistral4", "cohere2_moe",
+    "granitemoehybrid", "nemotron_h", "mimo_v2_flash", "mistral4", "cohere2_moe", "qwen3_5_moe", "qwen3_vl_moe",
 )  # fmt: skip
 LLAMA_CPP = Loader(
     name="llama.cpp",

@@ -70,10 +70,8 @@ def family_of(config: Any) -> Family:
     where = f"for llama.cpp: model_type {config.model_type}"
     if family is None:
         known = f"it is written for {', '.join(FAMILIES)}; {ANY_GRID}"
-        if config.get_text_config().model_type in FAMILIES:
-            known = "save its language model: AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(DIRECTORY)"
         raise FormatError("moeq knows no names of its tensors in GGUF", where=where, do=known)
-    for reason in _reasons(config, family):
+    for reason in _reasons(config.get_text_config(), family):
         raise FormatError(f"llama.cpp does not compute {reason}", where=where, do=ANY_GRID)
     return family
 
@@ -115,9 +113,17 @@ def _rope_reasons(config: Any, family: Family) -> Iterator[str]:
         yield "rotary embeddings of a part of a head"
 
 
-def remarks(config: Any, values: Mapping[str, Value]) -> Iterator[str]:
-    """What llama.cpp computes a little otherwise, whoever wrote the file; values: what it says of the tokenizer."""
-    rope = rope_of(config)
+def remarks(config: Any, family: Family, values: Mapping[str, Value]) -> Iterator[str]:
+    """What a file leaves out, and what llama.cpp computes a little otherwise, whoever wrote it; values: what it says
+    of the tokenizer."""
+    if sees(config):
+        yield (
+            "the file holds the language model; llama.cpp takes what sees from an mmproj file, which its own converter "
+            "makes of the model"
+        )
+    text = config.get_text_config()
+    yield from family.remarks(text)
+    rope = rope_of(text)
     if rope.get("rope_type") == "yarn" and rope.get("truncate") is False:
         yield "llama.cpp rounds the ends of yarn's ramp, which truncate: false forbids; far positions differ a little"
     if values.get("ggml.pre") == CASED:
@@ -129,8 +135,9 @@ def _epsilon(config: Any) -> float:
     return float(next(value for name in named if (value := getattr(config, name, None)) is not None))
 
 
-def parameters(config: Any, family: Family) -> dict[str, Value]:
-    """What llama.cpp wants to know of a model, {key without the architecture: value}."""
+def parameters(whole: Any, family: Family) -> dict[str, Value]:
+    """What llama.cpp wants to know of a model, {key without the architecture: value}; whole: its configuration."""
+    config = whole.get_text_config()
     rope = rope_of(config)
     experts = next(getattr(config, name) for name in ("num_local_experts", "num_experts") if hasattr(config, name))
     values: dict[str, Value] = {
@@ -158,7 +165,7 @@ def parameters(config: Any, family: Family) -> dict[str, Value]:
         }
     for more in family.more:
         values |= more(config)
-    return values
+    return values | (family.of_whole(whole) if sees(whole) else {})
 
 
 def block_of(layer: ExpertLayer) -> int:
@@ -202,10 +209,20 @@ def of_text(key: str) -> str:
     return f"model.{key.removeprefix(SEEING)}" if key.startswith(SEEING) else key
 
 
+def sees(config: Any) -> bool:
+    """Whether a model has more than a language model."""
+    return config.get_text_config() is not config
+
+
+def is_beside(config: Any, name: str) -> bool:
+    """Whether a parameter, by its name in memory, is no part of the language model."""
+    return sees(config) and not name.startswith((SEEING, "lm_head."))
+
+
 def is_beyond(config: Any, key: str) -> bool:
     """Whether a tensor is of a layer after the last: of those that predict further tokens, which no loader runs."""
-    parts = _KEY.fullmatch(of_text(key))
-    return parts is not None and parts["block"] is not None and int(parts["block"]) >= config.num_hidden_layers
+    parts, layers = _KEY.fullmatch(of_text(key)), config.get_text_config().num_hidden_layers
+    return parts is not None and parts["block"] is not None and int(parts["block"]) >= layers
 
 
 def pieces(config: Any, family: Family, key: str, shape: tuple[int, ...], *, tied: bool) -> list[Piece]:
@@ -214,6 +231,7 @@ def pieces(config: Any, family: Family, key: str, shape: tuple[int, ...], *, tie
     tied: whether the head is the embeddings, which is not so where a checkpoint has both with other values.
     """
     stem, leaf, start = _named(family, key)
+    config = config.get_text_config()
     if stem == "attn_kv_b":
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         return [
@@ -260,6 +278,7 @@ def _named(family: Family, key: str) -> tuple[str, str, str]:
 
 def made(config: Any, piece: Piece, tensor: Tensor) -> Tensor:
     """A piece of a tensor of the checkpoint."""
+    config = config.get_text_config()
     if piece.split:
         nope = config.qk_nope_head_dim
         heads = tensor.view(config.num_attention_heads, nope + config.v_head_dim, -1)

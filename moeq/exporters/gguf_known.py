@@ -52,15 +52,18 @@ class Family:
     rows): what a tensor is written as; shapes(config, name, shape): in which shape; own_head: whether a head of tied
     embeddings is written too.
 
-    more: what it wants to know beside the common; reasons: what of a configuration it does not compute, beside the
-    common: norm: what norm_topk_prob must be; attention_bias: what it must be; partial: whether it turns a part of a
-    head; windows: whether it knows of windows; mscale: of yarn's. alike: whether transformers loads its GGUF files
+    more: what it wants to know beside the common; of_whole: what of a model that sees, of its whole configuration;
+    reasons: what of a configuration it does not compute, beside the common: norm: what norm_topk_prob must be;
+    attention_bias: what it must be; partial: whether it turns a part of a head; windows: whether it knows of windows;
+    mscale: of yarn's; remarks: what it computes a little otherwise. alike: whether transformers loads its GGUF files
     right.
     """
 
     arch: str
     more: tuple[Callable[[Any], dict[str, Value]], ...] = ()
     reasons: tuple[Callable[[Any], Iterator[str]], ...] = ()
+    remarks: Callable[[Any], Iterator[str]] = lambda config: iter(())
+    of_whole: Callable[[Any], dict[str, Value]] = lambda whole: {}
     names: Mapping[str, str] = field(default_factory=dict)
     changes: Mapping[str, str] = field(default_factory=dict)
     orders: Callable[[Any, str, int], list[Order]] = ordered.as_they_are
@@ -118,6 +121,11 @@ GRANITE = Family(
     arch="granitemoe", more=(of.heads, hybrid.granite), reasons=(hybrid.granite_reasons,), names=GRANITE_NAMES,
     orders=ordered.granite,
 )  # fmt: skip
+QWEN35 = Family(
+    arch="qwen35moe", more=(of.heads, of.qwen, of.recurrent, of.sections),
+    reasons=(of.recurrent_reasons, of.sections_reasons), names=QWEN35_NAMES, changes=NEXT_CHANGES,
+    orders=ordered.tiled, remarks=of.sections_remarks, attention_bias=False, partial=True,
+)  # fmt: skip
 FAMILIES = {
     "mixtral": Family(arch="llama", more=(of.heads,), orders=ordered.halves_interleaved),
     "qwen2_moe": Family(
@@ -155,10 +163,11 @@ FAMILIES = {
         arch="qwen3next", more=(of.heads, of.qwen, of.recurrent), reasons=(of.recurrent_reasons,), names=NEXT_NAMES,
         changes=NEXT_CHANGES, orders=ordered.by_group, norm=True, attention_bias=False, partial=True,
     ),
-    "qwen3_5_moe_text": Family(
-        arch="qwen35moe", more=(of.heads, of.qwen, of.recurrent, of.sections),
-        reasons=(of.recurrent_reasons, of.sections_reasons), names=QWEN35_NAMES, changes=NEXT_CHANGES,
-        orders=ordered.tiled, attention_bias=False, partial=True,
+    "qwen3_5_moe_text": QWEN35,
+    "qwen3_5_moe": QWEN35,
+    "qwen3_vl_moe": Family(
+        arch="qwen3vlmoe", more=(of.heads, of.qwen, of.sections), reasons=(of.sections_reasons,),
+        remarks=of.sections_remarks, of_whole=of.deepstack, attention_bias=False,
     ),
     "minimax_m2": Family(arch="minimax-m2", more=(of.heads, of.minimax), own_head=True, partial=True),
     "lfm2_moe": Family(

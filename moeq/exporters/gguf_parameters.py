@@ -11,6 +11,7 @@ from typing import Any
 Value = int | float | bool | str | list[str] | list[int] | list[float] | list[bool]
 
 CASED = "gpt-4o"  # the pattern of words that llama.cpp has for the letters of English alone
+LITTLE = 0.25  # radians, by which a few pairs of a head may be turned otherwise at the end of the context
 SOFTMAX, SIGMOID = 1, 2  # of llama.cpp's numbers for what makes weights of a router's logits
 
 
@@ -240,17 +241,43 @@ def recurrent_reasons(config: Any) -> Iterator[str]:
         yield f"linear attention beside norms with rms_norm_eps {config.rms_norm_eps}, not 1e-6"
 
 
+def _sections(config: Any) -> list[int]:
+    unsaid = (24, 20, 20) if config.model_type == "qwen3_vl_moe_text" else (11, 11, 10)
+    return [*(rope_of(config).get("mrope_section") or unsaid)]
+
+
 def sections(config: Any) -> dict[str, Value]:
     """Parts of a head for time, height and width, which are one for a text."""
-    parts = [*(rope_of(config).get("mrope_section") or (11, 11, 10))]
+    parts = _sections(config)
     return {"rope.dimension_sections": [*parts, 0]}
 
 
-def sections_reasons(config: Any) -> Iterator[str]:
-    parts = [*(rope_of(config).get("mrope_section") or (11, 11, 10))]
+def _unturned(config: Any) -> dict[int, float]:
+    """{pair of a head that llama.cpp does not turn: its angle at the last position of the context, in radians}."""
+    parts = _sections(config)
     pairs = int(heads(config)["rope.dimension_count"]) // 2  # type: ignore[arg-type]
-    if any(at % sum(parts) >= 3 * parts[at % sum(parts) % 3] for at in range(pairs)):
-        yield f"rotary embeddings with mrope_section {parts}"
+    still = [at for at in range(pairs) if at % sum(parts) >= 3 * parts[at % sum(parts) % 3]]
+    base = float(rope_of(config).get("rope_theta", 10000.0))
+    return {at: config.max_position_embeddings * base ** (-at / pairs) for at in still}
+
+
+def sections_reasons(config: Any) -> Iterator[str]:
+    if any(angle > LITTLE for angle in _unturned(config).values()):
+        yield f"rotary embeddings with mrope_section {_sections(config)}"
+
+
+def sections_remarks(config: Any) -> Iterator[str]:
+    still = _unturned(config)
+    if still:
+        yield (
+            f"llama.cpp does not turn {len(still)} of the slowest pairs of a head (mrope_section {_sections(config)}): "
+            f"by {max(still.values()):.1g} rad at the last position of the context, by less before it"
+        )
+
+
+def deepstack(whole: Any) -> dict[str, Value]:
+    """How many of its layers are given something of an image, too."""
+    return {"n_deepstack_layers": len(whole.vision_config.deepstack_visual_indexes)}
 
 
 def lfm2(config: Any) -> dict[str, Value]:

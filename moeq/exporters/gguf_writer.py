@@ -36,6 +36,7 @@ from moeq.exporters.gguf_families import (
     bias_name,
     expert_shapes,
     family_of,
+    is_beside,
     is_beyond,
     made,
     of_text,
@@ -174,7 +175,7 @@ def check(source: ModelSource, model: Any) -> None:
     """
     package()
     family_of(model.config)
-    tokenizer(source, model.config.vocab_size)
+    tokenizer(source, model.config.get_text_config().vocab_size)
 
 
 def write(draft: Draft) -> None:
@@ -209,34 +210,41 @@ def write(draft: Draft) -> None:
                 writer.add(piece.name, *_packed_module(draft, writer, name, piece, weight))
         writer.finish()
     read_back(path, writer.start, writer.crc)
-    draft.notes += [*_rounded(writer), *remarks(config, tokenizer(source.source, config.vocab_size))]
+    draft.notes += [*_rounded(writer), *remarks(config, family, _tokenizer(draft))]
     draft.complete(draft.sides.config(source.config))
 
 
 def _fields(draft: Draft, family: Family) -> dict[str, Value]:
     """The header's keys and values but for the architecture and the type."""
     config: Any = draft.model.config
-    source = draft.source.source
     return {
         "general.type": "model",
-        "general.name": draft.options.model_name or source.name,
+        "general.name": draft.options.model_name or draft.source.source.name,
         "general.quantization_version": QUANTIZATION_VERSION,
         "general.quantized_by": f"moeq {__version__}",
         **{f"{family.arch}.{key}": value for key, value in parameters(config, family).items()},
-        **{f"tokenizer.{key}": value for key, value in tokenizer(source, config.vocab_size).items()},
+        **{f"tokenizer.{key}": value for key, value in _tokenizer(draft).items()},
     }
+
+
+def _tokenizer(draft: Draft) -> dict[str, Value]:
+    config: Any = draft.model.config
+    return tokenizer(draft.source.source, config.get_text_config().vocab_size)
 
 
 def _plain(draft: Draft, family: Family) -> dict[str, list[Piece]]:
     """{key: what the file holds of it} of all tensors that are neither of routed experts nor packed, but for those
-    that transformers passes over (rotary embeddings' frequencies, which older checkpoints have)."""
+    beside the language model, and those that transformers passes over (rotary embeddings' frequencies, which older
+    checkpoints have)."""
     config: Any = draft.model.config
     own = draft.model.state_dict()
     tied = _is_tied(draft)
     return {
         key: pieces(config, family, key, plain_header(draft.source.source, key)[1], tied=tied)
         for key in draft.source.rest()
-        if not is_beyond(config, key) and (draft.names.in_memory(key) in own or not is_ignored(draft.model, key))
+        if not is_beside(config, draft.names.in_memory(key))
+        and not is_beyond(config, key)
+        and (draft.names.in_memory(key) in own or not is_ignored(draft.model, key))
     }
 
 

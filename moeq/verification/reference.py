@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moeq.exporters.packed_source import PackedSource
 from moeq.exporters.readers.foreign import Foreign, packed_others
+from moeq.exporters.readers.gguf import Gguf
 from moeq.models.experts import ExpertLayer, set_expert_biases, set_expert_weights
 from moeq.models.streaming import StreamedModel
 from moeq_kernels.packed import PackedWeight
@@ -62,6 +63,7 @@ def streamed(
         f"{layer.name}.{part}" for layer in packed.layers for part in layer.parameters if layer.name not in whole
     }
     supplied |= {f"{module}.weight" for module in others}
+    supplied |= set(packed.absent) if isinstance(packed, Gguf) else set()  # which texts are computed without
     tensors = {key: packed.source.tensors[key] for key in keys}
     plain = replace(packed.source, config=packed.config, tensors=tensors)
     model = StreamedModel(plain, dtype, CPU, trust_remote_code, frozenset(supplied))

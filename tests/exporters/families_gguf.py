@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from made_sources import SIZES
+
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 MIXED = ["dense", "sparse", "sparse"]
 ROPE = {"rope_type": "default", "rope_theta": 50000.0}  # not what llama.cpp takes where nothing is said
@@ -48,6 +50,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "dynamic", "alpha": 8.0, "factor": 1.0, "rope_theta": 10000.0},
     },
     "qwen3_5_moe_text": DELTA,
+    "qwen3_5_moe": {"text_config": SIZES | DELTA, "vision_config": {"out_hidden_size": 128}},
+    "qwen3_vl_moe": {
+        "text_config": SIZES | {
+            "head_dim": 64, "num_hidden_layers": 3, "mlp_only_layers": [],
+            "rope_parameters": ROPE | {"mrope_section": [11, 11, 10]},
+        },
+        "vision_config": {"out_hidden_size": 128, "deepstack_visual_indexes": [0, 1]},
+    },
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "tie_word_embeddings": True,
     },

@@ -47,6 +47,7 @@ QUICK = (
     "gpt_oss",
     "qwen3_next",
     "qwen3_5_moe_text",
+    "qwen3_5_moe",
     "granitemoeshared",
     "lfm2_moe",
 )  # all that is done to tensors
@@ -140,20 +141,48 @@ def test_gpt_oss_as_it_was_released_is_written_with_a_note(tmp_path: Path) -> No
     require(verify(out, Options(python=str(python)), Reporter(quiet=True)))
 
 
-def test_the_language_model_of_one_that_sees_is_written(tmp_path: Path) -> None:
-    """As transformers saves it alone, its tensors called as in the whole; of the whole that is advised."""
-    parts = {"linear_num_value_heads": 16, "linear_num_key_heads": 8, "linear_key_head_dim": 32}
-    parts |= {"linear_value_head_dim": 32}
-    text = {**SIZES, **parts, "layer_types": [*["linear_attention"] * 3, "full_attention"], "num_hidden_layers": 4}
-    save_model(tmp_path / "whole", "qwen3_5_moe", text_config=text, vision_config={"out_hidden_size": 128})
-    with pytest.raises(FormatError, match=r"knows no names .*; save its language model: AutoModelForCausalLM"):
-        exported(plain(tmp_path / "whole"), tmp_path / "out")
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "text")
-    source = MadeSource(tmp_path / "text", lambda *_: 8)
-    assert any(key.startswith("model.language_model.") for key in source.rest())
+def test_of_a_model_that_sees_the_language_model_is_written(tmp_path: Path) -> None:
+    """The file is that of the language model as transformers saves it alone, its tensors called as in the whole."""
+    whole = made(tmp_path / "whole", "qwen3_5_moe")
+    transformers.AutoModelForCausalLM.from_pretrained(whole).save_pretrained(tmp_path / "text")
+    source, alone = (MadeSource(path, lambda *_: 8) for path in (whole, tmp_path / "text"))
+    assert any(key.startswith("model.visual.") for key in source.rest())
+    assert any(key.startswith("model.language_model.") for key in alone.rest())
     out = exported(source, tmp_path / "out")
+    assert "the file holds the language model" in (out / "README.md").read_text("utf-8")
+    first, second = (tensors_of(path) for path in (out, exported(alone, tmp_path / "alone")))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
     python = peers.interpreter("llama-cpp-python")
-    require(verify(out, Options(python=str(python)), Reporter(quiet=True)))
+    require(verify(out, Options(python=str(python), against=str(whole)), Reporter(quiet=True)))
+
+
+def test_what_has_no_vision_tower_becomes_no_model_that_sees(tmp_path: Path) -> None:
+    """GGUF of one is converted to GGUF, and to nothing else."""
+    out = exported(MadeSource(made(tmp_path / "model", "qwen3_vl_moe"), lambda *_: 4), tmp_path / "out")
+    with pytest.raises(FormatError, match=r"holds the language model alone .* convert the checkpoint"):
+        convert(out, "native", tmp_path / "native")
+    convert(out, "llama.cpp", tmp_path / "again", verify=False)
+    first, second = (tensors_of(path) for path in (out, tmp_path / "again"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_pairs_that_llama_cpp_does_not_turn_are_noted(tmp_path: Path) -> None:
+    """Of Qwen3-VL as it was released: two of 64, the slowest but one, which turn by little in its whole context."""
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text = SETTINGS["qwen3_vl_moe"]["text_config"] | {"head_dim": 128, "rope_parameters": rope}
+    as_released = SETTINGS["qwen3_vl_moe"] | {"text_config": text | {"max_position_embeddings": 262144}}
+    config = configuration("qwen3_vl_moe", **as_released)
+    said = [*gguf_families.remarks(config, gguf_families.family_of(config), {})]
+    assert "does not turn 2 of the slowest pairs" in said[1]
+    assert "by 0.1 rad" in said[1]
+    text = SETTINGS["qwen3_vl_moe"]["text_config"]
+    little = text | {"rope_parameters": text["rope_parameters"] | {"mrope_section": [12, 10, 10]}}
+    source = plain(made(tmp_path / "model", "qwen3_vl_moe", text_config=little))
+    assert RIGHT < difference(source, exported(source, tmp_path / "out"), tmp_path) < WRONG / 2
+    as_released["text_config"]["rope_parameters"] = rope | {"rope_theta": 5e4}
+    with pytest.raises(FormatError, match="mrope_section"):
+        gguf_families.family_of(configuration("qwen3_vl_moe", **as_released))
 
 
 YARN_OF = {"rope_parameters": PLAIN_YARN | {"beta_fast": 32, "beta_slow": 1}}

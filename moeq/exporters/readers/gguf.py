@@ -29,6 +29,7 @@ from moeq.exporters.gguf_families import (
     bias_name,
     expert_shapes,
     family_of,
+    is_beside,
     made,
     parameters,
     pieces,
@@ -154,6 +155,11 @@ class Gguf:
         pairs = ((self._stored(self.file.tensors[one.name], one.shape), one) for one in self._pieces[key])
         return all(torch.equal(stored.float(), made(config, one, tensor).float()) for stored, one in pairs)
 
+    @property
+    def absent(self) -> list[str]:
+        """Names in memory of what is beside the language model, which the file does not hold."""
+        return [name for name in self.model.state_dict() if is_beside(self.model.config, name)]
+
     @cached_property
     def _others(self) -> dict[str, str]:
         """{module in memory: key} of what is packed outside of the experts; none where all comes as values."""
@@ -172,7 +178,7 @@ class Gguf:
         kept = {
             names.renamed(name): tuple(tensor.shape)
             for name, tensor in self.model.state_dict().items()
-            if name not in experts
+            if name not in experts and not is_beside(config, name)
         }
         every = {key: pieces(config, self.family, key, shape, tied=self._is_tied) for key, shape in kept.items()}
         return {key: parts for key, parts in every.items() if parts}
