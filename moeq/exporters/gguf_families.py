@@ -18,7 +18,7 @@ from moeq.artifacts.targets import ANY_GRID
 from moeq.errors import FormatError
 from moeq.exporters.gguf import STACKS
 from moeq.exporters.gguf_known import DECAY, FAMILIES, NAMES, ONE_ADDED, WHOLE, Family
-from moeq.exporters.gguf_parameters import CASED, Value, rope_of
+from moeq.exporters.gguf_parameters import CASED, Value, layers, rope_of
 from moeq.models.experts import ExpertLayer
 
 HEAD, TABLE = "output.weight", "token_embd.weight"
@@ -101,7 +101,7 @@ def _reasons(config: Any, family: Family) -> Iterator[str]:
 def _rope_reasons(config: Any, family: Family) -> Iterator[str]:
     rope = rope_of(config)
     kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear", "yarn"):
+    if kind not in ("default", "linear", "yarn", *family.ropes):
         yield f"rotary embeddings of type {kind} as moeq would write them"
     if kind == "yarn" and rope.get("attention_factor") is not None:
         yield "yarn with attention_factor as moeq would write it"
@@ -140,6 +140,8 @@ def parameters(whole: Any, family: Family) -> dict[str, Value]:
     config = whole.get_text_config()
     rope = rope_of(config)
     experts = next(getattr(config, name) for name in ("num_local_experts", "num_experts") if hasattr(config, name))
+    used = next(getattr(config, name) for name in ("num_experts_per_tok", "top_k_experts") if hasattr(config, name))
+    shared = [int(layer.num_key_value_heads) for layer in layers(config)]
     values: dict[str, Value] = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -147,11 +149,11 @@ def parameters(whole: Any, family: Family) -> dict[str, Value]:
         "feed_forward_length": getattr(config, "intermediate_size", None) or config.moe_intermediate_size,
         "vocab_size": config.vocab_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": shared.pop() if len(set(shared)) == 1 else shared,
         "attention.layer_norm_rms_epsilon": _epsilon(config),
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
         "expert_count": experts,
-        "expert_used_count": config.num_experts_per_tok,
+        "expert_used_count": used,
     }
     if rope.get("rope_type") in ("linear", "yarn"):
         values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}

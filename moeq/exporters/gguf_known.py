@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
+from moeq.exporters import gguf_gemma as gemma
 from moeq.exporters import gguf_hybrid as hybrid
 from moeq.exporters import gguf_orders as ordered
 from moeq.exporters import gguf_parameters as of
@@ -53,15 +56,18 @@ class Family:
     embeddings is written too.
 
     more: what it wants to know beside the common; of_whole: what of a model that sees, of its whole configuration;
-    reasons: what of a configuration it does not compute, beside the common: norm: what norm_topk_prob must be;
-    attention_bias: what it must be; partial: whether it turns a part of a head; windows: whether it knows of windows;
-    mscale: of yarn's; remarks: what it computes a little otherwise. alike: whether transformers loads its GGUF files
-    right.
+    made(config): tensors that it wants and no checkpoint has, {name: tensor}; reasons: what of a configuration it does
+    not compute, beside the common: norm: what norm_topk_prob must be; attention_bias: what it must be; partial: whether
+    it turns a part of a head; windows: whether it knows of windows; mscale: of yarn's; ropes: types of rotary
+    embeddings beside the common; remarks: what it computes a little otherwise. alike: whether transformers loads its
+    GGUF files right.
     """
 
     arch: str
     more: tuple[Callable[[Any], dict[str, Value]], ...] = ()
     reasons: tuple[Callable[[Any], Iterator[str]], ...] = ()
+    ropes: tuple[str, ...] = ()
+    made: Callable[[Any], Mapping[str, Tensor]] = lambda config: {}
     remarks: Callable[[Any], Iterator[str]] = lambda config: iter(())
     of_whole: Callable[[Any], dict[str, Value]] = lambda whole: {}
     names: Mapping[str, str] = field(default_factory=dict)
@@ -126,6 +132,11 @@ QWEN35 = Family(
     reasons=(of.recurrent_reasons, of.sections_reasons), names=QWEN35_NAMES, changes=NEXT_CHANGES,
     orders=ordered.tiled, remarks=of.sections_remarks, attention_bias=False, partial=True,
 )  # fmt: skip
+GEMMA4 = Family(
+    arch="gemma4", more=(gemma.gemma4,), reasons=(of.window_reasons, of.near_reasons, gemma.gemma4_reasons),
+    names=gemma.NAMES, attention_bias=False, partial=True, windows=True, ropes=("proportional",),
+    made=gemma.frequencies,
+)  # fmt: skip
 FAMILIES = {
     "mixtral": Family(arch="llama", more=(of.heads,), orders=ordered.halves_interleaved),
     "qwen2_moe": Family(
@@ -165,6 +176,8 @@ FAMILIES = {
     ),
     "qwen3_5_moe_text": QWEN35,
     "qwen3_5_moe": QWEN35,
+    "gemma4": GEMMA4,
+    "gemma4_text": GEMMA4,
     "qwen3_vl_moe": Family(
         arch="qwen3vlmoe", more=(of.heads, of.qwen, of.sections), reasons=(of.sections_reasons,),
         remarks=of.sections_remarks, of_whole=of.deepstack, attention_bias=False,

@@ -27,6 +27,12 @@ def rope_of(config: Any) -> Mapping[str, Any]:
     return rope
 
 
+def layers(config: Any) -> list[Any]:
+    """The configuration of every layer."""
+    each = getattr(config, "per_layer_config", None) or {}
+    return [each[at] if each else config for at in range(config.num_hidden_layers)]
+
+
 def head_size(config: Any) -> int:
     """Of queries and keys."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

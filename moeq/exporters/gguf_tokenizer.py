@@ -102,7 +102,10 @@ def _parsed(source: ModelSource, data: dict[str, Any], settings: dict[str, Any],
         values |= _pieces(source, data, values["ggml.tokens"], merges)
     else:
         values |= _bytes(source, data, merges)
-    return values | _special(source, settings, data, tokens) | _template(source, settings)
+    values |= _special(source, settings, data, tokens) | _template(source, settings)
+    if values["ggml.model"] == LINES and not values["ggml.add_bos_token"]:  # llama.cpp does not ask
+        raise _refused(source, "a tokenizer like Gemma 4's that puts no token before a text")
+    return values
 
 
 def _read(source: ModelSource, name: str) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def _kind(number: int, tokens: dict[int, str], added: dict[int, Any], model: dic
     if model.get("unk_token") == text:
         return UNKNOWN
     if number in added:
-        return CONTROL if added[number].get("special") else USER_DEFINED
+        return CONTROL if added[number].get("special") and text not in SHOWN else USER_DEFINED
     return BYTE if model.get("byte_fallback") and _BYTE.fullmatch(text) else NORMAL
 
 
@@ -178,12 +181,18 @@ def _plain(pattern: str) -> str:
     return pattern.replace(r"\r", "\r").replace(r"\n", "\n")
 
 
+LINES = "gemma4"
+SHOWN = frozenset(  # of Gemma 4's special tokens those that a chat's parser is to see
+    ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
+)
 SPACE = "\u2581"  # as pieces have it
 
 
 def _pieces(source: ModelSource, data: dict[str, Any], tokens: Any, merges: list[list[str]]) -> dict[str, Value]:
     """BPE over characters, bytes where there are none; spaces are U+2581."""
     steps = [*_steps(data.get("normalizer"), "normalizers"), *_steps(data.get("pre_tokenizer"), "pretokenizers")]
+    cut = [step for step in steps if step.get("type") == "Split" and step.get("pattern") == {"String": " "}]
+    steps = [step for step in steps if step not in cut]  # no space is left to cut a text at
     known = {"Prepend", "Replace", "Metaspace"}
     if not steps or any(step.get("type") not in known for step in steps):
         raise _refused(source, f"text prepared by {[step.get('type') for step in steps]}")
@@ -197,12 +206,27 @@ def _pieces(source: ModelSource, data: dict[str, Any], tokens: Any, merges: list
         step["type"] == "Prepend" or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
         for step in steps
     )
+    if cut and not prefix:
+        return _lines(source, tokens, merges)
     ranks = {"".join(pair): -float(rank) for rank, pair in reversed(list(enumerate(merges)))}
     return {
         "ggml.model": "llama",
         "ggml.pre": "default",
         "ggml.scores": [ranks.get(token, LAST_SCORE) for token in tokens],
         "ggml.add_space_prefix": prefix,
+    }
+
+
+def _lines(source: ModelSource, tokens: Any, merges: list[list[str]]) -> dict[str, Value]:
+    """As Gemma 4 has it: merges by their ranks, within a line or a run of line ends."""
+    for pair in merges:
+        if 0 < "".join(pair).count("\n") < len("".join(pair)):
+            raise _refused(source, f"a merge {pair} of line ends with others")
+    return {
+        "ggml.model": LINES,
+        "ggml.scores": [0.0] * len(tokens),
+        "ggml.merges": [" ".join(pair) for pair in merges],
+        "ggml.add_space_prefix": False,
     }
 
 

@@ -121,7 +121,7 @@ class Writer:
         """The header, padded, as gguf's own writer has it."""
         writer = self.gguf.GGUFWriter(self.scratch, self.arch or "")  # which leaves empty texts out
         if self.arch is not None:
-            kinds = Counter(entry.type for name, entry in self.entries.items() if "_exps." in name)
+            kinds = Counter(entry.type for name, entry in self.entries.items() if name.endswith("_exps.weight"))
             common = next(iter(kinds)) if len(kinds) == 1 else None
             writer.add_file_type(_file_type(self.gguf, common))
         for key, value in self.fields.items():
@@ -185,6 +185,8 @@ def write(draft: Draft) -> None:
     plain, packed = _plain(draft, family), _packed(draft, family)
     shapes = {name: shape for layer in source.layers for name, shape in expert_shapes(layer).items()}
     shapes |= {piece.name: piece.shape for parts in (*plain.values(), *packed.values()) for piece in parts}
+    added = family.made(config.get_text_config())
+    shapes |= {name: tuple(tensor.shape) for name, tensor in added.items()}
     path = draft.directory / FILE
     with storage_errors(path), path.open("wb") as stream:
         writer = Writer(
@@ -208,6 +210,8 @@ def write(draft: Draft) -> None:
         for name, weight in source.others():
             for piece in packed[name]:
                 writer.add(piece.name, *_packed_module(draft, writer, name, piece, weight))
+        for name, tensor in added.items():
+            writer.add(name, "F32", [tensor_bytes(tensor)])
         writer.finish()
     read_back(path, writer.start, writer.crc)
     draft.notes += [*_rounded(writer), *remarks(config, family, _tokenizer(draft))]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from family_models import GEMMA4_VISION
 from made_sources import SIZES
 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -30,6 +31,16 @@ LATENT = {
     "num_key_value_heads": 4, "num_hidden_layers": 3, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
     "q_lora_rank": 64, "kv_lora_rank": 64, "head_dim": None, "n_shared_experts": 2,
 }  # fmt: skip
+NEAR_AND_FAR = ["sliding_attention", "sliding_attention", "full_attention"]
+GEMMA4 = {
+    "enable_moe_block": True, "num_hidden_layers": 3, "layer_types": NEAR_AND_FAR, "sliding_window": 8, "head_dim": 32,
+    "hidden_size_per_layer_input": 32, "final_logit_softcapping": 20.0,
+    "per_layer_config": {"2": {"head_dim": 64}},
+    "rope_parameters": {
+        "sliding_attention": ROPE,
+        "full_attention": ROPE | {"rope_type": "proportional", "rope_theta": 70000.0, "partial_rotary_factor": 0.25},
+    },
+}  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "glm4_moe": ROUTED | {"head_dim": 64, "use_qk_norm": True, "attention_bias": True, "rope_parameters": HALF},
     "ernie4_5_moe": {
@@ -51,6 +62,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_moe_text": DELTA,
     "qwen3_5_moe": {"text_config": SIZES | DELTA, "vision_config": {"out_hidden_size": 128}},
+    "gemma4": {"text_config": SIZES | GEMMA4, "vision_config": GEMMA4_VISION, "audio_config": None},
+    "gemma4_text": GEMMA4,
     "qwen3_vl_moe": {
         "text_config": SIZES | {
             "head_dim": 64, "num_hidden_layers": 3, "mlp_only_layers": [],

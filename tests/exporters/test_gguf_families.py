@@ -8,6 +8,7 @@ Skipped where gguf, or llama-cpp-python, is not installed.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +26,11 @@ from made_sources import FAMILIES, IDS, SIZES, MadeSource, reference_logits, sav
 from safetensors.torch import load_file, save_file
 
 from moeq.conversion import convert
-from moeq.errors import FormatError
+from moeq.errors import ArtifactError, FormatError
 from moeq.exporters import gguf, gguf_families, gguf_orders, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.gguf_families import bias_name
+from moeq.exporters.gguf_gemma import FREQUENCIES
 from moeq.exporters.gguf_known import Family
 from moeq.exporters.imatrix import matrix_of
 from moeq.exporters.readers import open_packed
@@ -113,9 +115,16 @@ def test_what_is_written_is_read_back(family: str, tmp_path: Path) -> None:
             assert all(torch.equal(part, found.parts()[key]) for key, part in matrix.parts().items())
 
 
+def halved(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """GELU as llama.cpp has it on a CPU: from a table of float16 for float16, between -10 and 10."""
+    near = torch.nn.functional.gelu(hidden.half().float(), approximate="tanh").half().float()
+    return torch.where(hidden >= 10, hidden, torch.where(hidden <= -10, 0.0, near))
+
+
 @pytest.mark.parametrize("family", list(SETTINGS))
-def test_llama_cpp_computes_the_families(family: str, tmp_path: Path) -> None:
+def test_llama_cpp_computes_the_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peers.interpreter("llama-cpp-python")
+    monkeypatch.setattr(transformers.activations.GELUTanh, "forward", halved)
     source = plain(made(tmp_path / "model", family))
     assert difference(source, exported(source, tmp_path / "out"), tmp_path) < RIGHT
 
@@ -185,6 +194,15 @@ def test_pairs_that_llama_cpp_does_not_turn_are_noted(tmp_path: Path) -> None:
         gguf_families.family_of(configuration("qwen3_vl_moe", **as_released))
 
 
+NEAR = {"full_attention": ROPE | {"rope_theta": 500000.0}, "sliding_attention": ROPE}
+FAR_HEADS = {"head_dim": 64}
+SHARING = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "per_layer_config": {"1": FAR_HEADS, "3": FAR_HEADS},
+}
+SLOWER = {"rope_type": "proportional", "factor": 4.0, "partial_rotary_factor": 0.5}
 YARN_OF = {"rope_parameters": PLAIN_YARN | {"beta_fast": 32, "beta_slow": 1}}
 SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {"rope_parameters": PLAIN_YARN}),
@@ -209,13 +227,22 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "sigmoid": ("cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "rms_norm_eps": 1e-5}),
     "place": ("mistral4", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.0}}),
     "no shared": ("cohere2_moe", {"num_shared_experts": 0, "expert_selection_fn": "sigmoid"}),
+    "keys as values": (
+        "gemma4_text",
+        {"attention_k_eq_v": True, "per_layer_config": {"2": {"head_dim": 64, "num_key_value_heads": 1}}},
+    ),
+    "shared keys": ("gemma4_text", SHARING | {"use_double_wide_mlp": True}),
+    "no embeddings of layers": ("gemma4_text", {"hidden_size_per_layer_input": 0, "final_logit_softcapping": None}),
+    "turned as a whole": ("gemma4_text", {"rope_parameters": dict.fromkeys(NEAR, ROPE)}),
+    "slower": ("gemma4_text", {"rope_parameters": NEAR | {"full_attention": ROPE | SLOWER}}),
     "dense anywhere": ("hy_v3", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
 }
 
 
 @pytest.mark.parametrize("case", list(SCALED))
-def test_llama_cpp_computes_other_settings(case: str, tmp_path: Path) -> None:
+def test_llama_cpp_computes_other_settings(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peers.interpreter("llama-cpp-python")
+    monkeypatch.setattr(transformers.activations.GELUTanh, "forward", halved)
     family, settings = SCALED[case]
     source = plain(made(tmp_path / "model", family, **settings))
     assert difference(source, exported(source, tmp_path / "out"), tmp_path) < RIGHT
@@ -237,7 +264,6 @@ def test_llama_cpp_computes_the_light_deepseek(tmp_path: Path) -> None:
     assert difference(source, exported(source, tmp_path / "out"), tmp_path) < RIGHT
 
 
-NEAR = {"full_attention": ROPE | {"rope_theta": 500000.0}, "sliding_attention": ROPE}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "shared": ("glm4_moe", {"n_shared_experts": 0}, "without a shared expert"),
     "alpha": ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
@@ -310,11 +336,38 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "sum": ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}, "takes the sum"),
     "rope of dense": ("cohere2_moe", {"prefix_dense_sliding_window_pattern": 2}, "in dense layers"),
+    "activation of gemma": ("gemma4_text", {"hidden_activation": "silu"}, "activation silu"),
+    "later tokens": ("gemma4_text", {"use_bidirectional_attention": "all"}, "later tokens"),
+    "tokens of layers": ("gemma4_text", {"vocab_size_per_layer_input": 4096}, "vocab_size_per_layer_input"),
+    "sharing": (
+        "gemma4_text",
+        SHARING
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": [*WINDOWS, "sliding_attention", "full_attention"],
+            "per_layer_config": {"1": FAR_HEADS, "4": FAR_HEADS},
+        },
+        "num_kv_shared_layers",
+    ),
+    "sizes within windows": (
+        "gemma4_text", {"per_layer_config": {"1": FAR_HEADS, "2": FAR_HEADS}}, "other sizes in other layers",
+    ),
+    "yarn of gemma": (
+        "gemma4_text", {"rope_parameters": NEAR | {"full_attention": PLAIN_YARN}}, "type yarn in layers without",
+    ),
+    "scaled of gemma": (
+        "gemma4_text", {"rope_parameters": NEAR | {"sliding_attention": PLAIN_YARN}}, "scaled rotary embeddings within",
+    ),
+    "no windows of gemma": (
+        "gemma4_text",
+        {"layer_types": ["full_attention"] * 3, "per_layer_config": dict.fromkeys("012", FAR_HEADS)},
+        "without a window",
+    ),
     "activation": ("granitemoe", {"hidden_act": "gelu"}, "activation gelu"),
     "part": ("afmoe", {"rope_parameters": HALF}, "a part of a head"),
     "part of hunyuan": ("hy_v3", {"rope_parameters": HALF}, "a part of a head"),
 }  # fmt: skip
-NOT_MADE = ("part of hunyuan", "part", "shared")  # transformers itself does not do it
+NOT_MADE = ("part of hunyuan", "part", "shared", "sizes within windows")  # transformers itself does not do it
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
@@ -354,6 +407,10 @@ def renamed(first: str, second: str) -> Change:
     return lambda one: replace(one, names={**one.names, first: names[second], second: names[first]})
 
 
+def config_pairs(config: Any) -> int:
+    return int(config.per_layer_config[2].head_dim // 2)
+
+
 WITHOUT: dict[str, tuple[str, Change]] = {
     "norms": ("qwen3_next", lambda one: replace(one, changes={"ssm_a": one.changes["ssm_a"]})),
     "decay": ("qwen3_next", lambda one: replace(one, changes={**one.changes, "ssm_a": ""})),
@@ -374,6 +431,10 @@ WITHOUT: dict[str, tuple[str, Change]] = {
     "dense": ("glm4_moe", renamed("mlp.gate_proj", "mlp.up_proj")),
     "shared": ("glm4_moe", renamed("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")),
     "norm of the router's input": ("hy_v3", renamed("input_layernorm", "post_attention_layernorm")),
+    "frequencies": (
+        "gemma4_text",
+        lambda one: replace(one, made=lambda config: {FREQUENCIES: torch.ones(config_pairs(config))}),
+    ),
     "groups of states": ("nemotron_h", lambda one: replace(one, shapes=gguf_orders.in_its_shape)),
     "decay of states": ("granitemoehybrid", lambda one: replace(one, changes={})),
     "keys": ("exaone_moe", renamed("self_attn.k_proj", "self_attn.v_proj")),
@@ -463,6 +524,16 @@ def test_what_is_computed_of_a_tensor_is_compared_as_it_is_written(tmp_path: Pat
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     found = compare_weights(open_source(str(model)), open_packed(out), Reporter(quiet=True), False)
     assert found.changed == [name]
+
+
+def test_frequencies_that_are_not_those_of_config_json_are_refused(tmp_path: Path) -> None:
+    out = exported(plain(made(tmp_path / "model", "gemma4_text")), tmp_path / "out")
+    offset = open_packed(out).file.tensors[FREQUENCIES].offset
+    with (out / "model.gguf").open("r+b") as file:
+        file.seek(offset)
+        file.write(struct.pack("<f", 2.0))
+    with pytest.raises(ArtifactError, match=rf"model\.gguf: tensor {FREQUENCIES} is not what config\.json says"):
+        open_packed(out)
 
 
 def test_names_are_ggufs_own(tmp_path: Path) -> None:

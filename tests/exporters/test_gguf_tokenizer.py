@@ -69,8 +69,29 @@ def of_characters(*, prepend: bool = True) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(data))
 
 
+def of_lines() -> Tokenizer:
+    """As Gemma 4's: merges of characters by their ranks, of which several make one token; runs of line ends."""
+    made = of_characters(prepend=False)
+    data = json.loads(made.to_str())
+    vocabulary = data["model"]["vocab"]
+    merges = [pair for pair in data["model"]["merges"] if "\n" not in "".join(pair)]
+    for number in range(2, 5):
+        vocabulary.setdefault("\n" * number, len(vocabulary))
+        merges.append(["\n" * (number - 1), "\n"])
+    for whole in [token for token in vocabulary if len(token) == 4 and "\n" not in token and token not in SPECIAL]:
+        merges += [[whole[:cut], whole[cut:]] for cut in (1, 2, 3) if {whole[:cut], whole[cut:]} <= vocabulary.keys()]
+    data["model"]["merges"] = [list(pair) for pair in dict.fromkeys(map(tuple, merges))]
+    data["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False,
+    }  # fmt: skip
+    found = Tokenizer.from_str(json.dumps(data))
+    found.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return found
+
+
 KINDS: dict[str, Any] = {name: lambda splits=splits: byte_level(splits) for splits, name in NAMES.items()}
 KINDS |= {"llama": of_characters, "llama without a first space": lambda: of_characters(prepend=False)}
+KINDS |= {"gemma4": of_lines}
 
 
 def with_tokenizer(folder: Path, made: Tokenizer | None, **settings: Any) -> Path:
@@ -106,7 +127,7 @@ def test_llama_cpp_cuts_texts_alike(kind: str, template: bool, tmp_path: Path) -
     if template:
         made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     out = exported(with_tokenizer(tmp_path / "model", made), tmp_path / "out")
-    for text in TEXTS:
+    for text in (*TEXTS, "a\n\nline\n\n\n\n\n\nand  \n one"):
         found, wanted = by_llama(out, text, tmp_path), made.encode(text).ids
         assert found["ids"] == wanted, (text, made.encode(text).tokens)
 
@@ -263,3 +284,21 @@ def test_rules_of_pieces_that_llama_cpp_does_not_have_are_refused(part: str, tmp
         FormatError, match={"replace": "'a' becomes 'b'", "prepend": "begin with '_'"}.get(part, "</w>")
     ):
         tokenizer(open_source(str(folder)), SIZE)
+
+
+def test_what_gemma_s_tokenizer_does_otherwise_in_llama_cpp_is_refused(tmp_path: Path) -> None:
+    """It always puts a token before a text, and cuts it at line ends, which no merge may cross."""
+    made = json.loads(of_lines().to_str())
+    for name, change, why in (
+        ("bare", {"post_processor": None}, "puts no token before a text"),
+        (
+            "across",
+            {"model": made["model"] | {"merges": [*made["model"]["merges"], ["a", "\n"]]}},
+            "a merge .* of line",
+        ),
+    ):
+        if name == "across":
+            change["model"]["vocab"] = change["model"]["vocab"] | {"a\n": len(made["model"]["vocab"])}
+        source = open_source(str(with_tokenizer(tmp_path / name, Tokenizer.from_str(json.dumps(made | change)))))
+        with pytest.raises(FormatError, match=why):
+            tokenizer(source, 2048)

@@ -133,7 +133,13 @@ class Gguf:
         """ArtifactError unless the file holds every tensor of the model, in its shape, and no other."""
         others = {piece.name: piece.shape for parts in self._pieces.values() for piece in parts}
         experts = {name: shape for layer in self.layers for name, shape in expert_shapes(layer).items()}
-        check_tensors(self.file, experts | others)
+        config: Any = self.model.config
+        added = self.family.made(config.get_text_config())
+        check_tensors(self.file, experts | others | {name: tuple(tensor.shape) for name, tensor in added.items()})
+        for name, wanted in added.items():
+            if not torch.equal(self._stored(self.file.tensors[name], wanted.shape), wanted):
+                what = f"tensor {name} is not what config.json says"
+                raise ArtifactError(what, where=str(self.file.path), do=AGAIN)
 
     @property
     def by_transformers(self) -> bool:
