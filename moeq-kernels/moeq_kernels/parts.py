@@ -127,18 +127,18 @@ class LayerParts:
             if local(expert) >= 0 and width != DROPPED
         }
         self.experts = sum(local(expert) >= 0 for expert in range(count))
-        self.complete = 0
+        self.complete, self.device = 0, torch.get_default_device()
         self.prepared: PreparedLayer | None = None
 
-    def place(self, layer: nn.Module, loader: Loader, before: str = "") -> None:
-        """Give a runtime's layer the parameters by whose names it looks for a loader; before: begins those of parts."""
+    def place(self, layer: nn.Module, loader: Loader) -> None:
+        """Give a runtime's layer the parameters by whose names it looks for a loader."""
         for stem in STEMS:
-            for part in (*(before + part for part in ALL_PARTS), GUARD, *(("bias",) if self.biased else ())):
-                self.device = placeholder(layer, f"{stem}_{part}", loader)
+            for part in (*ALL_PARTS, GUARD, *(("bias",) if self.biased else ())):
+                placeholder(layer, f"{stem}_{part}", loader)
 
-    def take(self, expert: int, shard: str, name: str, tensor: Tensor) -> bool:
-        """One tensor of w1, w2 or w3 of an expert, a guard is passed over; whether the expert is on this device."""
-        place, part = (self.local(expert), PROJECTIONS[shard]), name.rpartition("_")[2]
+    def take(self, expert: int, projection: str, part: str, tensor: Tensor) -> bool:
+        """One tensor of a matrix of an expert, a guard is passed over; whether the expert is on this device."""
+        place, name = (self.local(expert), projection), f"{self.name}.{expert}.{projection}.{part}"
         if place[0] >= 0 and part != GUARD:
             if self.prepared is not None:
                 raise _again(self.name)

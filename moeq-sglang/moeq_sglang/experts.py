@@ -14,7 +14,7 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from torch import Tensor
 
 from moeq_kernels.description import PreparedLayer
-from moeq_kernels.parts import GATE, UP, LayerParts
+from moeq_kernels.parts import GATE, PROJECTIONS, UP, LayerParts
 from moeq_kernels.widths import Encoding, Width
 
 GATES = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}  # act(gate_proj) * up_proj
@@ -65,7 +65,7 @@ class MoeqExperts(FusedMoEMethodBase):  # type: ignore[misc]
 
     def take(self, param: Tensor, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int) -> None:
         """One tensor of one expert."""
-        self.parts.take(expert_id, shard_id, weight_name, loaded_weight)
+        self.parts.take(expert_id, PROJECTIONS[shard_id], weight_name.rpartition("_")[2], loaded_weight)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """ValueError where a tensor never came."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -16,36 +17,35 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import WeightsMapper
 
 from moeq_kernels.checkpoint import Stored
-from moeq_kernels.method import GUARDS, Method
-from moeq_kernels.parts import ALL_PARTS, NUMBERS
-from moeq_vllm.experts import BEFORE, MoeqExperts
+from moeq_kernels.method import GUARDS, LAYER, Method, layer_of
+from moeq_vllm.experts import MoeqExperts
 from moeq_vllm.linear import DenseTable, MoeqEmbedding, MoeqLinear, MoeqTiedHead
+from moeq_vllm.names import EXPERT, Names, in_vllm
 
-BLOCKS = ("minimax_m2", "mixtral", "phimoe")  # families whose experts lie in a module of another name in vLLM
-NUMBERED = ("lfm2_moe", "minimax_m2", "phimoe")  # families whose experts' matrices have numbers in vLLM
-OF_EXPERTS = re.compile(rf"(\.experts\.\d+\.\w+\.)({'|'.join(ALL_PARTS)})$")
 BUILD = VocabParallelEmbedding.__init__
 
 
 class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
-    """family: the model's."""
+    """places: {where a layer's experts lie, from its number on: the number}; layers: those that vLLM has built.
+
+    renamed: what vLLM's model calls otherwise, beside its own mapping.
+    """
 
     runtime = "vLLM"
 
     def __init__(self, stored: Stored) -> None:
         super().__init__(stored)
-        self.family = ""
+        self.places = {name[LAYER.search(name).start(1) :]: layer_of(name) for name in stored.experts}
+        self.layers: dict[int, MoeqExperts] = {}
+        self.renamed: dict[re.Pattern[str], str | None] = {}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MoeqConfig:
         return cls(Stored.of(config))
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        self.family = getattr(hf_config, "model_type", "")
-
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Modules by vLLM's names, where it has others than the checkpoint."""
-        self.bits = hf_to_vllm_mapper.apply_dict(self.bits)
+        self.bits, self.renamed = in_vllm(hf_to_vllm_mapper, self.bits)
         self.tied = set(hf_to_vllm_mapper.apply_list(sorted(self.tied)))
 
     def known(self, prefix: str) -> str:
@@ -54,7 +54,7 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
         return other if other in self.bits else prefix
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override]
-        """Without the guards; experts have other names in vLLM's models of some families.
+        """Without the guards, and without what is of experts, which goes to their layers.
 
         Asked for when the model is built and nothing is loaded: ValueError where it has passed over what is packed.
         """
@@ -64,19 +64,24 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
             and config.speculative_config is None  # else a model that drafts, too, is loaded, and has not all of them
         ):
             self.check()
-        renamed: dict[re.Pattern[str], str | None] = {GUARDS: None, OF_EXPERTS: rf"\1{BEFORE}\2"}
-        if self.family in BLOCKS:
-            renamed[re.compile(r"\.mlp\.experts\.")] = ".block_sparse_moe.experts."
-        if self.family in NUMBERED:
-            renamed |= {re.compile(rf"(\.experts\.\d+\.){own}\."): rf"\1{theirs}." for own, theirs in NUMBERS.items()}
-        return WeightsMapper(orig_to_new_regex=renamed)
+        return Names(self.take, orig_to_new_regex={GUARDS: None, **self.renamed})
+
+    def take(self, name: str, tensor: Tensor) -> bool:
+        """A tensor of the checkpoint; whether it is of experts that this process computes, or other devices'."""
+        found = EXPERT.search(name)
+        layer = self.layers.get(self.places.get(found[1], -1)) if found else None
+        if found is None or layer is None:
+            return False
+        layer.parts.take(int(found[2]), found[3], found[4], tensor)
+        return True
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
             widths = self.widths_in(prefix)
             if widths is None:
                 return UnquantizedFusedMoEMethod(layer.moe_config)
-            return MoeqExperts(layer.moe_config, self.stored.encoding, widths)
+            self.layers[layer_of(prefix)] = experts = MoeqExperts(layer.moe_config, self.stored.encoding, widths)
+            return experts
         packed = self.packed_in(prefix)
         if packed and self.stored.others is not None:
             kind = MoeqEmbedding if isinstance(layer, VocabParallelEmbedding) else MoeqLinear

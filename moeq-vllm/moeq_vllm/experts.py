@@ -5,25 +5,61 @@ Letters: E experts, T tokens, k experts a token, H hidden size, I intermediate s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from moeq_kernels.description import PreparedLayer
+from moeq_kernels.description import Gate, PreparedLayer
 from moeq_kernels.parts import GATE, UP, LayerParts
 from moeq_kernels.widths import Encoding, Width
 from moeq_vllm.operators import make_known, routed
 
-BEFORE = "weight_"  # by which some of vLLM's models know a tensor of an expert
 NAMES = {  # of vLLM's activations, as kernels know them
     MoEActivation.SILU: "silu", MoEActivation.GELU: "gelu", MoEActivation.GELU_TANH: "gelu_pytorch_tanh",
 }  # fmt: skip
+CLAMPED = {  # activations with a clamp: how far, alpha and beta, as vLLM has them for layers that say nothing
+    MoEActivation.SILU: (None, 1.0, 0.0),
+    MoEActivation.SWIGLUOAI: (7.0, 1.702, 1.0),
+    MoEActivation.SWIGLUOAI_UNINTERLEAVE: (None, 1.0, 0.0),
+}
+
+
+def clamped(limit: float, alpha: float, beta: float, parts: Mapping[str, Tensor]) -> Tensor:
+    """(up + beta) * gate * sigmoid(alpha * gate) of gate and up [P, I], neither beyond the limit -> [P, I]."""
+    gate, up = parts[GATE].clamp(max=limit), parts[UP].clamp(-limit, limit)
+    return (up + beta) * gate * torch.sigmoid(alpha * gate)
+
+
+def of_vllm(activation: MoEActivation, parts: Mapping[str, Tensor]) -> Tensor:
+    """vLLM's own, of gate and up [P, I] -> [P, I]."""
+    output = torch.empty_like(parts[GATE])
+    apply_moe_activation(activation, output, torch.cat([parts[GATE], parts[UP]], -1))
+    return output
+
+
+def gate_of(moe: FusedMoEConfig, model: Any) -> tuple[Gate, str | None]:
+    """What makes one of a layer's gate and up, and its name where kernels compute it themselves.
+
+    model: the configuration of transformers' model, which reads from it what vLLM has as constants (gpt-oss).
+    """
+    activation = moe.activation
+    limit, alpha, beta = CLAMPED.get(activation, (None, 1.0, 0.0))
+    if activation == MoEActivation.SWIGLUOAI:
+        limit, alpha = getattr(model, "swiglu_limit", limit), getattr(model, "swiglu_alpha", alpha)
+    layers = (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)
+    limit, alpha, beta = (
+        own if own is not None else usual for own, usual in zip(layers, (limit, alpha, beta), strict=True)
+    )
+    if activation in CLAMPED and limit is not None:
+        return partial(clamped, limit, alpha, beta), None
+    return partial(of_vllm, activation), NAMES.get(activation)
 
 
 class MoeqExperts(FusedMoEMethodBase):
@@ -44,7 +80,7 @@ class MoeqExperts(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """num_experts: of this device."""
-        if not self.moe.is_act_and_mul or layer.activation == MoEActivation.SWIGLUOAI:
+        if not self.moe.is_act_and_mul:
             raise ValueError(f"moeq: {layer.layer_name}: experts with {layer.activation.value} are not served")
         self.name = make_known(layer.layer_name, self)
         self.own = num_experts
@@ -57,34 +93,12 @@ class MoeqExperts(FusedMoEMethodBase):
             layer.global_num_experts,
             (hidden_size, ranks.tp_size * count),
             params_dtype,
-            partial(self._gate, layer),
-            NAMES.get(layer.activation),
+            *gate_of(self.moe, get_current_vllm_config().model_config.hf_text_config),
             mine=slice(first, first + count),
             local=layer._map_global_expert_id_to_local_expert_id,
             biased=self.moe.has_bias,
             leads=ranks.tp_rank == 0,
         )
-        self.parts.place(layer, self.take, BEFORE)
-
-    def take(
-        self,
-        param: Tensor,
-        loaded_weight: Tensor,
-        weight_name: str,
-        shard_id: str,
-        expert_id: int,
-        return_success: bool = False,
-    ) -> bool | None:
-        """One tensor of one expert; experts of other devices are passed over."""
-        taken = self.parts.take(expert_id, shard_id, weight_name, loaded_weight)
-        return taken if return_success else None
-
-    def _gate(self, layer: Any, parts: dict[str, Tensor]) -> Tensor:
-        """Of activations that a kernel does not compute itself: vLLM's own."""
-        joined = torch.cat([parts[GATE], parts[UP]], -1)
-        output = torch.empty_like(parts[GATE])
-        apply_moe_activation(layer.activation, output, joined)
-        return output
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """ValueError where a tensor never came."""

@@ -34,7 +34,11 @@ UNEVEN = 2100  # words, of which vLLM gives two processes 1056 and 1044
 CASES = [(family, name) for family in (*FAMILIES, TRAINED) for name in RECIPES
          if (name != TIED and family != TRAINED) or name in ("a width for every matrix", "trellis codes")]  # fmt: skip
 CASES += [(family, EVERYTHING) for family in ("granitemoeshared", "granitemoehybrid")]  # several matrices in one
-OWN = {"granitemoehybrid": {"num_hidden_layers": 3}}
+CASES += [("gpt_oss", name) for name in RECIPES if name not in (TIED, "packed attention")]
+OWN = {
+    "granitemoehybrid": {"num_hidden_layers": 3},
+    "gpt_oss": {"swiglu_limit": 2.0, "swiglu_alpha": 1.5},  # not those that vLLM has as constants
+}
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 96,
           "head_dim": 64, "qk_head_dim": 96, "num_key_value_heads": 4, "topk_method": "noaux_tc"}  # fmt: skip
 CLOSE = {TRAINED: 4e-5}  # of log-probabilities in float32; 2.1e-5 with AVX2, where sums have another order
