@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -18,10 +18,12 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from moeq_kernels.checkpoint import Stored
 from moeq_kernels.method import GUARDS, LAYER, Method, layer_of
+from moeq_kernels.widths import FULL
 from moeq_vllm.experts import MoeqExperts
 from moeq_vllm.linear import DenseTable, MoeqEmbedding, MoeqLinear, MoeqTiedHead
 from moeq_vllm.names import EXPERT, Names, in_vllm
 
+REORDERED = {"llama4_text": (".q_proj", ".k_proj")}  # modules by family whose rows vLLM puts in another order
 BUILD = VocabParallelEmbedding.__init__
 
 
@@ -84,6 +86,7 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
             return experts
         packed = self.packed_in(prefix)
         if packed and self.stored.others is not None:
+            check_order(packed)
             kind = MoeqEmbedding if isinstance(layer, VocabParallelEmbedding) else MoeqLinear
             return kind(self.stored.others.encoding, packed)
         if isinstance(layer, ParallelLMHead) and prefix in self.tied:
@@ -91,6 +94,15 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, VocabParallelEmbedding):
             return DenseTable()
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+
+def check_order(packed: Mapping[str, int]) -> None:
+    """ValueError for modules whose rows vLLM's model reorders before it loads them: it would not those of parts."""
+    family = get_current_vllm_config().model_config.hf_text_config.model_type
+    lost = [name for name, width in packed.items() if width != FULL and name.endswith(REORDERED.get(family, ()))]
+    if lost:
+        do = "quantize with --set others.attention=null"
+        raise ValueError(f"moeq: {lost[0]}: vLLM reorders its rows, and is not served with it packed; {do}")
 
 
 def build_table(layer: VocabParallelEmbedding, *given: Any, **named: Any) -> None:

@@ -115,6 +115,10 @@ class MoeqEmbedding(MoeqLinear):
         found = super().compute(rows)
         return nn.functional.pad(found, (0, self.padding)) if self.padding else found
 
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        return with_bias(layer, super().apply(layer, x), bias)
+
     def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
         """ids [...] -> [..., K]."""
         ids = input_.reshape(-1)
@@ -138,8 +142,8 @@ class MoeqTiedHead(LinearMethodBase):  # type: ignore[misc]
         return layer
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        output: Tensor = self.embeddings.quant_method.apply(self.embeddings, x, bias)
-        return output
+        """x [..., K] -> [..., N]."""
+        return with_bias(layer, self.embeddings.quant_method.apply(self.embeddings, x), bias)
 
 
 class DenseTable(UnquantizedEmbeddingMethod):  # type: ignore[misc]
@@ -153,13 +157,26 @@ class DenseTable(UnquantizedEmbeddingMethod):  # type: ignore[misc]
         super().create_weights(layer, *sizes, params_dtype=params_dtype, **attributes)
         self.cast = get_current_vllm_config().model_config.head_dtype != params_dtype
 
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        return with_bias(layer, super().apply(layer, x), bias)
+
     def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """ValueError where vLLM would leave out a bias."""
+        if self.cast and getattr(layer, "bias", None) is not None:
+            raise ValueError("moeq: a head with a bias is served in the model's dtype: leave out head_dtype")
         if not current_platform.is_cpu():
             super().process_weights_after_loading(layer)
         elif isinstance(layer, ParallelLMHead) and not self.cast:
             dispatch_cpu_unquantized_gemm(layer, remove_weight=True)  # where it is tied, embeddings keep the weight
         else:
             layer.cpu_linear = nn.functional.linear  # of models whose head is the embeddings' module
+
+
+def with_bias(layer: nn.Module, output: Tensor, bias: Tensor | None) -> Tensor:
+    """output [..., N] of a table with the bias that is given, or its own: some of vLLM's models forget it (Phi-MoE)."""
+    bias = getattr(layer, "bias", None) if bias is None else bias
+    return output if bias is None else output + bias[: output.shape[-1]]  # without what vLLM pads it by
 
 
 def _replicated(layer: nn.Module) -> bool:
