@@ -5,16 +5,25 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from moeq_kernels.checkpoint import Stored
+from moeq_kernels.parts import LayerParts
 from moeq_kernels.widths import FULL, METHOD, Width
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 HEAD = "lm_head"  # what heads are called, as modules
+EXPERT = re.compile(r"(?:^|\.)layers\.(\d+\..+)\.(\d+)\.(\w+)\.(\w+)$")  # where, expert, projection, part
 GUARDS = re.compile(r"\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)(?:_bias)?$")  # of stacks of experts
+
+
+class Experts(Protocol):
+    """The experts of a layer as a runtime has them."""
+
+    parts: LayerParts
 
 
 class Method:
@@ -23,7 +32,8 @@ class Method:
     stored: what the checkpoint says of its packed weights; bits: {module outside of the experts: width}; tied: heads
     that have the tensors of embeddings; experts: {layer: the width of every expert}; packed_modules_mapping: the
     runtime's {fused module: the checkpoint's in it}; tables: names of the vocabulary tables that the runtime's model
-    has; asked: layers of experts, and modules beside them, that it has asked a method for.
+    has; asked: layers of experts, and modules beside them, that it has asked a method for; places: {where a layer's
+    experts lie, from its number on: the number}; layers: the experts that the runtime has built, by layer.
     """
 
     runtime: str
@@ -37,6 +47,10 @@ class Method:
         self.experts: dict[int, Sequence[Width]] = {}
         self.tables: set[str] = set()
         self.asked: set[int | str] = set()
+        self.places = {
+            name[found.start(1) :]: int(found[1]) for name in stored.experts if (found := LAYER.search(name))
+        }
+        self.layers: dict[int, Experts] = {}
         for name, widths in stored.experts.items():
             layer = layer_of(name)
             if layer < 0 or layer in self.experts:
@@ -99,6 +113,19 @@ class Method:
         number = layer_of(prefix)
         self.asked.add(number)
         return self.experts.get(number)
+
+    def take(self, name: str, tensor: Tensor) -> bool:
+        """A tensor of the checkpoint; whether it is of experts in a layer that the runtime has built here.
+
+        The runtimes' models have names of their own for those, each family others, and loaders that know no packed
+        ones; so they are not asked.
+        """
+        found = EXPERT.search(name)
+        layer = self.layers.get(self.places.get(found[1], -1)) if found else None
+        if found is None or layer is None:
+            return False
+        layer.parts.take(int(found[2]), found[3], found[4], tensor)
+        return True
 
     def check(self) -> None:
         """ValueError where a model that is built has passed over what is packed: it would not load it."""

@@ -21,9 +21,6 @@ from moeq_kernels.packed import PackedWeight, row_range, some_inputs
 from moeq_kernels.widths import DROPPED, FULL, PARTS, Encoding, Width, width_of
 
 GATE, UP = "gate_proj", "up_proj"
-PROJECTIONS = {"w1": GATE, "w3": UP, "w2": DOWN}  # by the runtimes' names
-NUMBERS = {projection: number for number, projection in PROJECTIONS.items()}
-STEMS = ("w13", "w2")  # of their parameters
 PLACES: dict[Any, int] = {None: 0, "q": 0, "k": 1, "v": 2}  # of matrices in a fused layer, by the runtimes' names
 GUARD = "weight"  # of a packed module in the checkpoint; the weight itself where the module is dense
 ALL = slice(None)
@@ -130,12 +127,6 @@ class LayerParts:
         self.complete, self.device = 0, torch.get_default_device()
         self.prepared: PreparedLayer | None = None
 
-    def place(self, layer: nn.Module, loader: Loader) -> None:
-        """Give a runtime's layer the parameters by whose names it looks for a loader."""
-        for stem in STEMS:
-            for part in (*ALL_PARTS, GUARD, *(("bias",) if self.biased else ())):
-                placeholder(layer, f"{stem}_{part}", loader)
-
     def take(self, expert: int, projection: str, part: str, tensor: Tensor) -> bool:
         """One tensor of a matrix of an expert, a guard is passed over; whether the expert is on this device."""
         place, name = (self.local(expert), projection), f"{self.name}.{expert}.{projection}.{part}"
@@ -150,12 +141,9 @@ class LayerParts:
                 self._prepare()
         return place[0] >= 0
 
-    def finish(self, layer: nn.Module) -> PreparedLayer:
-        """The layer as its kernel has it, placeholders taken away; ValueError where a tensor never came."""
-        prepared = self.prepared or self._prepare()  # which names what is missing
-        for name in [name for name, _ in layer.named_parameters(recurse=False) if name.startswith(STEMS)]:
-            delattr(layer, name)
-        return prepared
+    def finish(self) -> PreparedLayer:
+        """The layer as its kernel has it; ValueError where a tensor never came."""
+        return self.prepared or self._prepare()  # which names what is missing
 
     def _prepare(self) -> PreparedLayer:
         """Have a kernel take the layer; what was loaded is let go."""

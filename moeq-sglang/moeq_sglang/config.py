@@ -13,7 +13,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, Un
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from moeq_kernels.checkpoint import Stored
-from moeq_kernels.method import Method
+from moeq_kernels.method import Method, layer_of
 from moeq_sglang.experts import MoeqExperts
 from moeq_sglang.linear import MoeqEmbedding, MoeqLinear
 
@@ -47,7 +47,10 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, FusedMoE):
             widths = self.widths_in(prefix)
-            return UnquantizedFusedMoEMethod() if widths is None else MoeqExperts(self.stored.encoding, widths)
+            if widths is None:
+                return UnquantizedFusedMoEMethod()
+            self.layers[layer_of(prefix)] = experts = MoeqExperts(self.stored.encoding, widths)
+            return experts
         packed = self.packed_in(prefix)
         if isinstance(layer, ParallelLMHead) and self.known(prefix) in self.tied:
             raise ValueError(f"moeq: {prefix} is the packed embeddings, but not in SGLang's model; export without")

@@ -5,7 +5,8 @@ Letters: E experts, T tokens, k experts a token, H hidden size, I intermediate s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +15,26 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from torch import Tensor
 
 from moeq_kernels.description import PreparedLayer
-from moeq_kernels.parts import GATE, PROJECTIONS, UP, LayerParts
+from moeq_kernels.gates import clamped
+from moeq_kernels.parts import GATE, UP, LayerParts
 from moeq_kernels.widths import Encoding, Width
 
 GATES = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}  # act(gate_proj) * up_proj
-SPECIAL = ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")  # of gates of another form
+CLAMPED = ("gemm1_alpha", "gemm1_clamp_limit")  # of gates with a clamp (gpt-oss)
+SPECIAL = "swiglu_limit"  # of gates of another form
 SCALED = "routed_scaling_factor"  # applied by the kernels on CUDA and by SGLang's models elsewhere: not run, so refused
 
 
+def plain(act: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]) -> Tensor:
+    """act(gate) * up of gate and up [P, I] -> [P, I]."""
+    return act(parts[GATE]) * parts[UP]
+
+
 class MoeqExperts(FusedMoEMethodBase):  # type: ignore[misc]
-    """widths: of every expert of the layer. A layer is arranged as soon as its last tensor has come."""
+    """widths: of every expert of the layer; alpha: of a gate with a clamp, None for another.
+
+    A layer is arranged as soon as its last tensor has come.
+    """
 
     def __init__(self, encoding: Encoding, widths: Sequence[Width]) -> None:
         self.encoding, self.widths = encoding, widths
@@ -45,12 +56,13 @@ class MoeqExperts(FusedMoEMethodBase):  # type: ignore[misc]
             raise ValueError(f"moeq: {name}: experts are served on one device in SGLang; set --tp 1 and --ep 1")
         if layer.num_fused_shared_experts:
             raise ValueError(f"moeq: {name}: start SGLang with --disable-shared-experts-fusion")
-        odd = [key for key in SPECIAL if getattr(config, key) is not None]
-        odd += ["biases"] if with_bias else []
+        odd = [key for key in (SPECIAL,) if getattr(config, key) is not None]
         odd += [SCALED] if getattr(config, SCALED) not in (None, 1.0) else []
+        self.alpha, limit = (getattr(config, key) for key in CLAMPED)
+        if (self.alpha is None) != (limit is None) or (limit is not None and config.activation != "silu"):
+            odd += CLAMPED
         if odd or not config.is_gated or config.activation not in GATES:
             raise ValueError(f"moeq: {name}: experts with {', '.join(odd) or config.activation} are not served")
-        act = GATES[config.activation]
         self.parts = LayerParts(
             name,
             self.encoding,
@@ -58,18 +70,14 @@ class MoeqExperts(FusedMoEMethodBase):  # type: ignore[misc]
             num_experts,
             (hidden_size, intermediate_size_per_partition),
             params_dtype,
-            lambda parts: act(parts[GATE]) * parts[UP],
-            config.activation,
+            partial(plain, GATES[config.activation]) if limit is None else partial(clamped, limit, self.alpha, 1.0),
+            config.activation if limit is None else None,
+            biased=with_bias,
         )
-        self.parts.place(layer, self.take)
-
-    def take(self, param: Tensor, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int) -> None:
-        """One tensor of one expert."""
-        self.parts.take(expert_id, PROJECTIONS[shard_id], weight_name.rpartition("_")[2], loaded_weight)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """ValueError where a tensor never came."""
-        self.prepared = self.parts.finish(layer)
+        self.prepared = self.parts.finish()
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """None: `apply` computes itself, of standard routing with local numbers."""

@@ -1,18 +1,16 @@
-"""What SGLang's models call the tensors of a native checkpoint, and Mixtral's with fused experts."""
+"""What SGLang's models get of a native checkpoint, and what they call it; Mixtral's with fused experts."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from moeq_kernels.method import GUARDS
-from moeq_kernels.parts import NUMBERS
 from moeq_kernels.widths import METHOD
+from moeq_sglang.config import MoeqConfig
 
-EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.")
 ROUTER = ".mlp.gate."
 
 
@@ -27,21 +25,24 @@ def fused(choose: Callable[..., Any], config: Any) -> Any:
 
 
 def weights(read: Callable[..., Any], loader: Any, config: Any, model: Any) -> Any:
-    """A checkpoint's tensors as the model knows them."""
+    """A checkpoint's tensors as the model knows them; those of experts go to their layers.
+
+    ValueError where the model, now built, has passed over what is packed, or has another gate than config.json says.
+    """
     found = read(loader, config, model)
     if config.quantization != METHOD:
         return found
+    alpha = getattr(config.hf_text_config, "swiglu_alpha", None)
+    for made in MoeqConfig.made:
+        made.check()
+        others = {experts.alpha for experts in made.layers.values()} - {None, alpha}  # type: ignore[attr-defined]
+        if alpha is not None and others:
+            raise ValueError(f"moeq: SGLang's model has {others.pop()} for swiglu_alpha, config.json {alpha}")
     return known(found, mixtral=type(model).__name__ == "MixtralForCausalLM")
 
 
 def known(found: Iterable[tuple[str, Tensor]], *, mixtral: bool) -> Iterator[tuple[str, Tensor]]:
-    """Tensors without the guards, which some models do not pass over; Mixtral's experts have another name in SGLang."""
+    """Tensors that are not of packed experts, without the guards, which some models do not pass over."""
     for name, tensor in found:
-        if not GUARDS.search(name):
-            yield renamed(name) if mixtral else name, tensor
-
-
-def renamed(name: str) -> str:
-    """A tensor's name in SGLang's Mixtral, which knows nothing of what it does not find."""
-    called = EXPERT.sub(lambda found: f".block_sparse_moe.experts.{found[1]}.{NUMBERS[found[2]]}.", name)
-    return called.replace(ROUTER, ".block_sparse_moe.gate.")
+        if not GUARDS.search(name) and not any(made.take(name, tensor) for made in MoeqConfig.made):
+            yield name.replace(ROUTER, ".block_sparse_moe.gate.") if mixtral else name, tensor

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -17,28 +16,23 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import WeightsMapper
 
 from moeq_kernels.checkpoint import Stored
-from moeq_kernels.method import GUARDS, LAYER, Method, layer_of
+from moeq_kernels.method import GUARDS, Method, layer_of
 from moeq_kernels.widths import FULL
 from moeq_vllm.experts import MoeqExperts
 from moeq_vllm.linear import DenseTable, MoeqEmbedding, MoeqLinear, MoeqTiedHead
-from moeq_vllm.names import EXPERT, Names, in_vllm
+from moeq_vllm.names import Names, in_vllm
 
 REORDERED = {"llama4_text": (".q_proj", ".k_proj")}  # modules by family whose rows vLLM puts in another order
 BUILD = VocabParallelEmbedding.__init__
 
 
 class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
-    """places: {where a layer's experts lie, from its number on: the number}; layers: those that vLLM has built.
-
-    renamed: what vLLM's model calls otherwise, beside its own mapping.
-    """
+    """renamed: what vLLM's model calls otherwise, beside its own mapping."""
 
     runtime = "vLLM"
 
     def __init__(self, stored: Stored) -> None:
         super().__init__(stored)
-        self.places = {name[LAYER.search(name).start(1) :]: layer_of(name) for name in stored.experts}
-        self.layers: dict[int, MoeqExperts] = {}
         self.renamed: dict[re.Pattern[str], str | None] = {}
 
     @classmethod
@@ -67,15 +61,6 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
         ):
             self.check()
         return Names(self.take, orig_to_new_regex={GUARDS: None, **self.renamed})
-
-    def take(self, name: str, tensor: Tensor) -> bool:
-        """A tensor of the checkpoint; whether it is of experts that this process computes, or other devices'."""
-        found = EXPERT.search(name)
-        layer = self.layers.get(self.places.get(found[1], -1)) if found else None
-        if found is None or layer is None:
-            return False
-        layer.parts.take(int(found[2]), found[3], found[4], tensor)
-        return True
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from moeq_kernels.description import Gate, PreparedLayer
+from moeq_kernels.gates import clamped
 from moeq_kernels.parts import GATE, UP, LayerParts
 from moeq_kernels.widths import Encoding, Width
 from moeq_vllm.operators import make_known, routed
@@ -29,12 +30,6 @@ CLAMPED = {  # activations with a clamp: how far, alpha and beta, as vLLM has th
     MoEActivation.SWIGLUOAI: (7.0, 1.702, 1.0),
     MoEActivation.SWIGLUOAI_UNINTERLEAVE: (None, 1.0, 0.0),
 }
-
-
-def clamped(limit: float, alpha: float, beta: float, parts: Mapping[str, Tensor]) -> Tensor:
-    """(up + beta) * gate * sigmoid(alpha * gate) of gate and up [P, I], neither beyond the limit -> [P, I]."""
-    gate, up = parts[GATE].clamp(max=limit), parts[UP].clamp(-limit, limit)
-    return (up + beta) * gate * torch.sigmoid(alpha * gate)
 
 
 def of_vllm(activation: MoEActivation, parts: Mapping[str, Tensor]) -> Tensor:
@@ -102,7 +97,7 @@ class MoeqExperts(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """ValueError where a tensor never came."""
-        self.prepared = self.parts.finish(layer)
+        self.prepared = self.parts.finish()
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
         return None

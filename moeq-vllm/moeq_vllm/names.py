@@ -1,8 +1,4 @@
-"""Where the tensors of a native checkpoint go in vLLM: those of experts to their layers, others to the model.
-
-vLLM's models have names of their own for experts' tensors, each family others, and loaders that know no packed ones;
-so a model is not asked about them. What lies beside the experts it finds by its own mapping of names.
-"""
+"""What the tensors of a native checkpoint are called in vLLM, where those of experts go past its models."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from vllm.model_executor.models.utils import WeightsMapper
 from moeq_kernels.parts import ALL_PARTS
 
 Take = Callable[[str, Tensor], bool]
-EXPERT = re.compile(r"(?:^|\.)layers\.(\d+\..+)\.(\d+)\.(\w+)\.(\w+)$")  # where, expert, projection, part
 WEIGHT = ".weight"  # by which a model's own mapping knows a table
 
 

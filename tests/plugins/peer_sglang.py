@@ -36,7 +36,7 @@ from sglang.srt.server_args import ServerArgs
 def loaded(checkpoint):
     """SGLang's model, by nothing but the path."""
     args = ServerArgs(
-        model_path=checkpoint, device="cpu", attention_backend="torch_native", dtype="float32", disable_cuda_graph=True
+        model_path=checkpoint, device="cpu", attention_backend="triton", dtype="float32", disable_cuda_graph=True
     )
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0))
     initialize_moe_config()
@@ -47,6 +47,7 @@ def loaded(checkpoint):
         init_distributed_environment(backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=where)
         initialize_model_parallel()
     config = ModelConfig.from_server_args(args)
+    config.hf_config.dtype = config.dtype  # where GPT-OSS's model looks for it
     return get_model_loader(LoadConfig(), config).load_model(model_config=config, device_config=DeviceConfig("cpu"))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -30,9 +31,16 @@ PROBE = Path(__file__).parent / "peer_sglang.py"
 TOKENS, CLOSE = 5, 2e-5
 CASES = [("mixtral", "packed attention"), ("qwen3_moe", "a width for every matrix"), ("qwen3_moe", "nested"),
          ("qwen3_moe", "packed attention"), ("mixtral", "packed embeddings"), ("qwen3_moe", "packed embeddings"),
-         ("olmoe", "packed embeddings")]  # fmt: skip
+         ("olmoe", "packed embeddings"), ("gpt_oss", "a width for every matrix"), ("gpt_oss", "trellis codes"),
+         ("gpt_oss", "nested"), ("gpt_oss", "packed embeddings")]  # fmt: skip
 OWN = {"olmoe": {"num_key_value_heads": 4}}  # as many as heads, which SGLang's model takes for granted
-TIED = "tied embeddings"
+TIED, ALPHA = "tied embeddings", "another alpha"
+REFUSED = {
+    ("qwen3_moe", TIED): r"moeq: lm_head is the packed embeddings, but not in SGLang's model; export without",
+    ("qwen3_moe", "fewer experts"): r"moeq: .*5 widths for 6 experts; .*export the checkpoint again",
+    ("gpt_oss", "packed attention"): r"moeq: SGLang's model does not take \S+k_proj and 7 more packed; quantize with",
+    ("gpt_oss", ALPHA): r"moeq: SGLang's model has 1.702 for swiglu_alpha, config.json 1.5",
+}
 Answers = dict[tuple[str, str], tuple[Path, dict[str, Tensor], dict[str, Tensor] | str]]
 
 
@@ -63,11 +71,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     }
     tied = save_model(folder / TIED, "qwen3_moe", shared_expert_intermediate_size=0, tie_word_embeddings=True)
     jobs, made = [], {}
-    for number, (family, name) in enumerate([*CASES, ("qwen3_moe", TIED), ("qwen3_moe", "fewer experts")]):
+    for number, (family, name) in enumerate([*CASES, *REFUSED]):
         if name in RECIPES:
             checkpoint = export(folder / f"run-{number}", tied if name == TIED else models[family], RECIPES[name])
         else:
-            checkpoint = fewer(made["qwen3_moe", "nested"][0])
+            change = other_alpha if name == ALPHA else fewer
+            checkpoint = changed(made[family, "nested"][0], change)
         out = folder / f"{number}.out"
         made[family, name] = (checkpoint, given(checkpoint, folder / f"{number}.given"), out)
         jobs.append({"checkpoint": str(checkpoint), "given": str(folder / f"{number}.given"), "out": str(out)})
@@ -76,16 +85,24 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return {case: (path, some, answer(out)) for case, (path, some, out) in made.items()}
 
 
-def fewer(checkpoint: Path) -> Path:
-    """A copy whose config.json names fewer experts of a layer."""
-    copy = checkpoint.with_name("fewer")
+def changed(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy with another config.json."""
+    copy = checkpoint.with_name(change.__name__)
     copy.mkdir()
     for file in checkpoint.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     config = json.loads((copy / "config.json").read_text("utf-8"))
-    next(iter(config["quantization_config"]["experts"].values())).pop()
+    change(config)
     (copy / "config.json").write_text(json.dumps(config))
     return copy
+
+
+def fewer(config: dict[str, Any]) -> None:
+    next(iter(config["quantization_config"]["experts"].values())).pop()
+
+
+def other_alpha(config: dict[str, Any]) -> None:
+    config["swiglu_alpha"] = 1.5
 
 
 def close(found: Tensor, wanted: Tensor, what: object) -> None:
@@ -136,14 +153,8 @@ def test_a_linear_of_no_rows_gives_none(shape: tuple[int, ...], monkeypatch: pyt
     assert found.shape == (*shape, 32)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (TIED, r"moeq: lm_head is the packed embeddings, but not in SGLang's model; export without"),
-        ("fewer experts", r"moeq: .*5 widths for 6 experts; .*export the checkpoint again"),
-    ],
-)
-def test_what_is_not_served_is_said(name: str, message: str, answers: Answers) -> None:
-    found = answers["qwen3_moe", name][2]
+@pytest.mark.parametrize("case", REFUSED, ids="-".join)
+def test_what_is_not_served_is_said(case: tuple[str, str], answers: Answers) -> None:
+    found = answers[case][2]
     assert isinstance(found, str)
-    assert re.search(message, found), found[-500:]
+    assert re.search(REFUSED[case], found), found[-500:]
