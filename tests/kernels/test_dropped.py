@@ -131,18 +131,14 @@ def test_runtimes_that_hand_tensors_over_hand_none_over_of_dropped_experts() -> 
     widths = [4 if own else DROPPED for own in given.matrices]
     sizes = (HIDDEN, INTER)
     parts = LayerParts("layers.0", ENCODING, widths, EXPERTS, sizes, torch.float32, gate, "silu")
-    module = torch.nn.Module()
-    module.register_parameter("w13_weight", torch.nn.Parameter(torch.empty(1), requires_grad=False))
-    parts.place(module, lambda *_: None)
-    names = {"gate_proj": "w1", "up_proj": "w3", DOWN: "w2"}
     with pytest.raises(ValueError, match="the expert is dropped"):
-        parts.take(4, "w1", "w13_codes", torch.empty(0))
+        parts.take(4, "gate_proj", "codes", torch.empty(0))
     for expert, own in enumerate(given.matrices):
         for name, matrix in own.items():
             assert isinstance(matrix, PackedWeight)
             for part, tensor in matrix.parts().items():
-                assert parts.take(expert, names[name], f"{names[name]}_{part}", tensor)
-    prepared = parts.finish(module)
+                assert parts.take(expert, name, part, tensor)
+    prepared = parts.finish()
     wanted, _ = prepared_layer(given, CPU, "fixed")
     assert isinstance(prepared, WithoutDropped)
     assert wanted is not None

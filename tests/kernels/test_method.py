@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,3 +76,18 @@ def test_what_a_model_passed_over_is_said() -> None:
         chosen.check()
     chosen.packed_in("model.layers.0.mixer.in_proj")
     chosen.check()
+
+
+def test_tensors_of_experts_go_to_the_layers_that_are_built_here() -> None:
+    chosen, came = method(), list[tuple[Any, ...]]()
+    name = "model.layers.0.mlp.experts.3.up_proj.scales"
+    assert not chosen.take(name, torch.ones(1))  # the layer is another process's
+    chosen.layers[0] = SimpleNamespace(parts=SimpleNamespace(take=lambda *given: came.append(given)))
+    for other in (
+        "model.layers.1.mlp.experts.3.up_proj.scales", "model.layers.0.mlp.shared_experts.3.up_proj.scales",
+        "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.up_proj.scales", "lm_head.scales",
+    ):  # fmt: skip
+        assert not chosen.take(other, torch.ones(1))
+    assert chosen.take(name, torch.ones(1))
+    assert chosen.take(name.removeprefix("model.").replace("scales", "bias"), torch.ones(1))
+    assert [given[:3] for given in came] == [(3, "up_proj", "scales"), (3, "up_proj", "bias")]

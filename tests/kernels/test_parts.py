@@ -32,28 +32,26 @@ def test_a_matrix_that_comes_again() -> None:
         parts.take(*given)
 
 
-@pytest.mark.parametrize("wrong", ["w1_dense", "w2_bias", ""])
-def test_dense_experts_and_biases_with_other_shapes(wrong: str) -> None:
+@pytest.mark.parametrize("wrong", [("gate_proj", "dense"), ("down_proj", "bias"), None])
+def test_dense_experts_and_biases_with_other_shapes(wrong: tuple[str, str] | None) -> None:
     """On a device that has the first half of gate's and up's rows."""
-    layer, mine = nn.Module(), slice(0, 32)
     parts = LayerParts(
         "layers.0", GRID, [FULL, DROPPED], 2, (32, 64), torch.float32, lambda made: made["gate_proj"] * made["up_proj"],
-        None, mine=mine, biased=True,
+        None, mine=slice(0, 32), biased=True,
     )  # fmt: skip
-    parts.place(layer, parts.take)
-    sizes = {"w1": (64, 32), "w3": (64, 32), "w2": (32, 64)}
-    given = {f"{name}_dense": torch.ones(*size) for name, size in sizes.items()}
-    given |= {f"{name}_bias": torch.ones(rows) for name, (rows, _) in sizes.items()}
-    if wrong:
+    sizes = {"gate_proj": (64, 32), "up_proj": (64, 32), "down_proj": (32, 64)}
+    given = {(name, "dense"): torch.ones(*size) for name, size in sizes.items()}
+    given |= {(name, "bias"): torch.ones(rows) for name, (rows, _) in sizes.items()}
+    if wrong is not None:
         given[wrong] = torch.cat([given[wrong], given[wrong][:8]])
-    *before, last = given.items()
-    for name, tensor in before:
-        parts.take(0, name[:2], name, tensor)
-    if not wrong:
-        parts.take(0, last[0][:2], last[0], last[1])
-        assert parts.finish(layer) is not None
+    *before, ((name, part), last) = given.items()
+    for (projection, of), tensor in before:
+        parts.take(0, projection, of, tensor)
+    if wrong is None:
+        parts.take(0, name, part, last)
+        assert parts.finish() is not None
         with pytest.raises(ValueError, match=r"moeq: layers.0: packed weights .*; start the server again"):
-            parts.take(0, last[0][:2], last[0], last[1])
+            parts.take(0, name, part, last)
         return
-    with pytest.raises(ValueError, match=rf"moeq: layers.0.0.\w+_proj: {wrong[3:]} is .*; export the checkpoint again"):
-        parts.take(0, last[0][:2], last[0], last[1])
+    with pytest.raises(ValueError, match=rf"moeq: layers.0.0.\w+_proj: {wrong[1]} is .*; export the checkpoint again"):
+        parts.take(0, name, part, last)
