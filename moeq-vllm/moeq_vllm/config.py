@@ -41,7 +41,8 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Modules by vLLM's names, where it has others than the checkpoint."""
-        self.bits, self.renamed = in_vllm(hf_to_vllm_mapper, self.bits)
+        self.bits, renamed = in_vllm(hf_to_vllm_mapper, self.bits)
+        self.renamed |= renamed
         self.tied = set(hf_to_vllm_mapper.apply_list(sorted(self.tied)))
 
     def known(self, prefix: str) -> str:
@@ -82,7 +83,7 @@ class MoeqConfig(Method, QuantizationConfig):  # type: ignore[misc]
 
 
 def check_order(packed: Mapping[str, int]) -> None:
-    """ValueError for modules whose rows vLLM's model reorders before it loads them: it would not those of parts."""
+    """ValueError for modules whose rows vLLM's model reorders before it loads them, which it does not with parts."""
     family = get_current_vllm_config().model_config.hf_text_config.model_type
     lost = [name for name, width in packed.items() if width != FULL and name.endswith(REORDERED.get(family, ()))]
     if lost:
