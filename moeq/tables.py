@@ -51,6 +51,11 @@ def rounded(value: float, digits: int = 4) -> str:
     return f"{value:.{digits}g}" if value == 0 or 1e-3 <= size < 1e3 else f"{value:.{digits - 2}e}"
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """A number of things, with their name."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def human_seconds(seconds: float) -> str:
     """Seconds as s, min or h."""
     if seconds < 90:

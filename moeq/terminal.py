@@ -17,7 +17,7 @@ from moeq.artifacts import loads_in
 from moeq.final_table import empty_table, figure
 from moeq.folders import bytes_in
 from moeq.progress import PlainConsole
-from moeq.tables import NATS, human_bytes, human_seconds, human_size, kl_notes, p_value, rounded, too_few
+from moeq.tables import NATS, counted, human_bytes, human_seconds, human_size, kl_notes, p_value, rounded, too_few
 
 if TYPE_CHECKING:
     from moeq.models.support import Support
@@ -290,7 +290,8 @@ def print_comparison(results: dict[str, Any]) -> None:
     """Every measure of every evaluated subject, with its paired difference from the first one; p below 0.05 is bold."""
     console = PlainConsole()
     narrow = console.width < final_table.NARROW  # the interval follows from the difference and its p
-    figures = ("value", "difference", *(() if narrow else ("95 %",)), "p", "n")
+    of_differences = ("difference", *(() if narrow else ("95 %",)), "p", "n") if len(results["table"]) > 1 else ()
+    figures = ("value", *of_differences)
     table = empty_table("", figures, overflow="fold")
     flipped = False
     _add_sizes(table, results["rows"])
@@ -346,8 +347,8 @@ def _add_sizes(table: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     table.add_row("whole checkpoint", style="bold")
     first = sizes.get(rows[0]["name"])
     for name, size in sizes.items():
-        share = "" if first is None or name == rows[0]["name"] else f"{size / first - 1:+.1%}"
-        table.add_row(f"  {name}", human_size(size), share)
+        share = () if first is None or name == rows[0]["name"] else (f"{size / first - 1:+.1%}",)
+        table.add_row(f"  {name}", human_size(size), *share)
 
 
 def _notes(row: dict[str, Any]) -> list[str]:
@@ -356,10 +357,9 @@ def _notes(row: dict[str, Any]) -> list[str]:
     notes = [f"{count:,} requests ({kind}) were cut from the left" for kind, count in cut.items()]
     if text is None:
         return notes
-    documents = f"{text['documents']:,} {'document' if text['documents'] == 1 else 'documents'}"
     return [
-        f"perplexity of {text['tokens']:,} tokens of {documents}, window {text['window']}, stride {text['stride']}, "
-        f"counted: {text['counted']}",
+        f"perplexity of {text['tokens']:,} tokens of {counted(text['documents'], 'document')}, "
+        f"window {text['window']}, stride {text['stride']}, counted: {text['counted']}",
         *kl_notes(row),
         *notes,
     ]

@@ -10,7 +10,9 @@ from rich.table import Table
 
 from moeq.final_table import empty_table
 from moeq.progress import PlainConsole
-from moeq.tables import human_bytes, rounded
+from moeq.tables import counted, human_bytes, rounded
+
+TIMES = "first, a step: ms to the first token and of a decode step;"
 
 
 def print_bench(found: dict[str, Any], out: Path | None = None) -> None:
@@ -30,7 +32,8 @@ def print_bench(found: dict[str, Any], out: Path | None = None) -> None:
 def head(found: dict[str, Any]) -> Iterator[str]:
     """Machine, kernel, bandwidth and what every model takes."""
     machine, width, settings = found["machine"], found["bandwidth"], found["settings"]
-    yield f"machine    {machine['name']} ({machine['device']}, {machine['threads']} threads), torch {machine['torch']}"
+    threads = counted(machine["threads"], "thread")
+    yield f"machine    {machine['name']} ({machine['device']}, {threads}), torch {machine['torch']}"
     yield f"kernel     MOEQ_KERNEL={found['kernel']}" if found["kernel"] else "kernel     MOEQ_KERNEL is not set"
     yield f"bandwidth  {width['bytes_per_second'] / 1e9:.1f} GB/s ({width['how']})"
     yield (
@@ -43,7 +46,7 @@ def head(found: dict[str, Any]) -> Iterator[str]:
         yield f"{kind:<10} {model['model']}"
         yield f"{'':<10} {model['bits_per_weight']:.3g} bits a weight in {model['compute_dtype']}; {memory}"
         for how, layers in model["kernels"].items():
-            yield f"{'':<10} experts of {layers} layer{'s' * (layers > 1)} by {how}"
+            yield f"{'':<10} experts of {counted(layers, 'layer')} by {how}"
 
 
 def tables(found: dict[str, Any]) -> Iterator[tuple[str, Table, list[str]]]:
@@ -73,9 +76,10 @@ def _points(model: dict[str, Any]) -> tuple[str, Table, list[str]]:
         )  # fmt: skip
     title = f"Requests, {'packed' if model['packed'] else 'dense'}"
     notes = [
-        "first, a step: ms to the first token and of a decode step; prefill, decode:",
-        "tokens/s; experts: share of a step; a token: bytes moved; read, exp. read:",
-        "shares of the bandwidth, over the step and within the experts.",
+        TIMES,
+        "prefill, decode: tokens/s; experts: share of a step;",
+        "a token: bytes moved; read: share of the bandwidth;",
+        "exp. read: the same, within the experts.",
     ]
     return title, table, notes
 
@@ -90,7 +94,7 @@ def _ratios(rows: list[dict[str, Any]]) -> tuple[str, Table, list[str]]:
 
 def _one_expert(found: dict[str, Any], llama: dict[str, Any]) -> tuple[str, Table, list[str]]:
     tokens = [row["tokens"] for row in found["points"]]
-    table = empty_table("kernel", [f"{count} token{'s' * (count > 1)}" for count in tokens])
+    table = empty_table("kernel", [counted(count, "token") for count in tokens])
     for peer in found["peers"]:
         if peer["refusal"] is None:
             times = (row["seconds"][peer["name"]] for row in found["points"])
@@ -119,7 +123,8 @@ def _grid(found: dict[str, Any]) -> tuple[str, Table, list[str]]:
         f"speed-up by batch pruning: {found['mean_speed_up']:.3f} in the geometric mean, at most "
         f"{found['largest_speed_up']:.2f};",
         f"{paper['speed_up']} {paper['what']}.",
-        "tokens/s: of input; left out: rows, prompts' too, that no expert saw;",
+        "tokens/s: of input;",
+        "left out: rows, prompts' too, that no expert saw;",
         "same: both gave the same tokens.",
         f"Sentences' ends are {found['ends']}.",
     ]
@@ -146,8 +151,9 @@ def _dynamic(found: dict[str, Any]) -> Iterator[tuple[str, Table, list[str]]]:
                 f"{summary['high_experts_a_layer']} experts of every layer at {summary['high_bits']} bits, the others "
                 f"at {summary['low_bits']};",
                 "mixed: always the same ones.",
-                "first, a step: ms to the first token and of a decode step; prefill, decode:",
-                "tokens/s; of low: decode over that of static low; experts: bytes in memory.",
+                TIMES,
+                "prefill, decode: tokens/s; of low: decode over that of",
+                "static low; experts: bytes in memory.",
             ]
         yield f"Batch {one['batch']} (paper 001, Figure 5)", table, notes
 

@@ -19,7 +19,7 @@ import numpy as np
 from moeq.engine.arrays import decode, encode
 from moeq.engine.task import Closing, Failure, Function, Outcome, Shared, Task, Tensors
 from moeq.errors import PlanError, RecipeError
-from moeq.tables import human_bytes
+from moeq.tables import counted, human_bytes
 
 RETRIES = 20  # of a task whose worker or node was lost; Ray counts them
 PATIENCE = 600.0  # seconds that a cluster which grows has until it has a node for a task
@@ -105,7 +105,7 @@ class RayEngine(Closing):
         asked = {"CPU": self.threads, "memory": takes.ram_bytes, "GPU": 1 if takes.gpu_bytes else 0}
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         if not any(all(node.get(name, 0) >= amount for name, amount in asked.items()) for node in nodes):
-            cpus, memory = f"{self.threads} CPU{'s' * (self.threads > 1)}", f"{human_bytes(takes.ram_bytes)} of memory"
+            cpus, memory = f"{counted(self.threads, 'CPU')}", f"{human_bytes(takes.ram_bytes)} of memory"
             words = {"CPU": cpus, "memory": memory, "GPU": "a GPU"}
             what = f"no node of the Ray cluster has {' and '.join(words[name] for name in asked if asked[name])}"
             do = "start one that has, or choose other threads, losses.working_memory or device"

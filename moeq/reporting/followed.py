@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from moeq.artifacts.bench import Bench, Followed, Way
-from moeq.reporting import svg
+from moeq.reporting import formats, svg
 from moeq.reporting.charts import HEIGHT, WIDTH, plane_of
 from moeq.reporting.html import Drawing, Section, figure, lead, table
 from moeq.tables import human_bytes, rounded
@@ -32,7 +32,7 @@ def followed(bench: Bench) -> Section:
     text = (
         f"Experts change between {found.summary.high_bits} and {found.summary.low_bits} bits while the model runs, "
         f"{found.summary.high_experts_a_layer} of every layer in high precision (paper 001). Measured on "
-        f"{machine.name} ({machine.device}, {machine.threads} threads): {sums.promotions} promotions, "
+        f"{machine.name} ({machine.device}, {formats.count(machine.threads, 'thread')}): {sums.promotions} promotions, "
         f"{sums.demotions} demotions, "
         f"{human_bytes(sums.copied_bytes)} moved, {sums.failures} copies failed.{hits}"
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moeq.tables import rounded
+from moeq.tables import counted, rounded
 from moeq_kernels.widths import DROPPED
 
 MISSING = "\N{EN DASH}"
 NARROW_SPACE = "\N{NARROW NO-BREAK SPACE}"
-number = rounded
+number, count = rounded, counted
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
@@ -111,7 +111,3 @@ def span(values: Sequence[float], form: Callable[[float], str]) -> str:
     """The range of values; one figure when both ends read the same."""
     low, high = form(min(values)), form(max(values))
     return low if low == high else f"{low} to {high}"
-
-
-def count(number: int, noun: str, plural: str | None = None) -> str:
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

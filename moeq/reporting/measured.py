@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moeq.artifacts.bench import Bench, Measured
+from moeq.reporting import formats
 from moeq.reporting.html import Section, lead, table
 from moeq.tables import human_bytes, rounded
 
@@ -17,8 +18,9 @@ def measured(bench: Bench) -> Section:
     """Requests of every model that was timed in the same run, the checkpoint first."""
     machine, settings = bench.machine, bench.settings
     kernel = "" if bench.kernel is None else f" MOEQ_KERNEL was {bench.kernel}."
+    threads = formats.count(machine.threads, "thread")
     text = (
-        f"Measured on {machine.name} ({machine.device}, {machine.threads} threads, torch {machine.torch}), which reads "
+        f"Measured on {machine.name} ({machine.device}, {threads}, torch {machine.torch}), which reads "
         f"{bench.bandwidth.bytes_per_second / 1e9:.1f} GB/s ({bench.bandwidth.how}).{kernel}"
     )
     reading = READING.format(repeat=settings.repeat, prompt=settings.prompt_tokens, new=settings.new_tokens)

@@ -10,6 +10,7 @@ from typing import Any
 
 from moeq.bounded import shortened
 from moeq.errors import GateError
+from moeq.tables import counted
 
 LINE = 2000  # characters
 SHOWN = 4  # of a kind that are named on a terminal
@@ -99,7 +100,7 @@ class Reproduction:
 
     def _lines(self) -> Iterator[str]:
         for group, count in Counter(map(group_of, self.equal)).items():
-            yield f"{group}: {count} file{'s' * (count != 1)}, the same bytes"
+            yield f"{group}: {counted(count, 'file')}, the same bytes"
         yield from self.notes
         if self.is_equal:
             yield f"the same {len(self.equal)} files, byte by byte"

@@ -25,6 +25,7 @@ from moeq.models.loading import memory_bytes
 from moeq.progress import Reporter
 from moeq.recipe import Recipe
 from moeq.stages.context import Context
+from moeq.tables import counted
 
 ANY_GPU = ("auto", "cuda")  # devices of a recipe that choose no GPU
 PROCESSES = "processes"
@@ -78,7 +79,7 @@ def working(context: Context, count: int, preload: Sequence[str] = PRELOAD) -> I
         gpus=gpus(device),
     )
     try:
-        own = "a GPU each" if gpus(device) else f"{threads} threads each"
+        own = "a GPU each" if gpus(device) else f"{counted(threads, 'thread')} each"
         context.reporter.say(f"  {count} workers ({recipe.engine}), {own}")
         context.reporter.workers = engine.doing
         yield engine

@@ -171,6 +171,10 @@ def test_sizes_stand_beside_what_they_cost(
     told = capsys.readouterr().out
     assert "whole checkpoint" not in told
     assert "differences from" not in told, "one row has none"
+    print_comparison(compared | {key: compared[key][:1] for key in ("rows", "table")})
+    head, *_, note = capsys.readouterr().out.rstrip().splitlines()
+    assert head.split() == ["value"]
+    assert note.startswith("perplexity of ")
 
 
 def test_divergences_are_those_of_plain_forward_passes(
