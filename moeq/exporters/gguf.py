@@ -26,7 +26,7 @@ FAMILIES = (  # as gguf_known has them
     "minimax_m2", "dots1", "hunyuan_v1_moe", "qwen3_5_moe_text", "lfm2_moe", "granitemoe", "granitemoeshared",
     "deepseek_v2", "glm4_moe_lite", "solar_open", "hy_v3", "exaone_moe", "afmoe", "mellum", "laguna",
     "granitemoehybrid", "nemotron_h", "mimo_v2_flash", "mistral4", "cohere2_moe", "qwen3_5_moe", "qwen3_vl_moe",
-    "gemma4", "gemma4_text",
+    "gemma4", "gemma4_text", "llama4", "llama4_text",
 )  # fmt: skip
 LLAMA_CPP = Loader(
     name="llama.cpp",

@@ -34,7 +34,7 @@ IN_FLOAT32 = (
 )  # beside all vectors
 _KEY = re.compile(r"(?:(?:model|backbone)\.layers\.(?P<block>\d+)\.)?(?P<tail>.+)")
 _AROUND = re.compile(r"^blk\.\d+\.|\.(?:weight|bias)$")
-SEEING = "model.language_model."
+SEEING = {"model.language_model.": "model.", "language_model.": ""}  # of models that see, and alone
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -208,7 +208,7 @@ def expert_shapes(layer: ExpertLayer) -> dict[str, tuple[int, ...]]:
 
 def of_text(key: str) -> str:
     """What a tensor of the language model of one that sees is called in the language model alone."""
-    return f"model.{key.removeprefix(SEEING)}" if key.startswith(SEEING) else key
+    return next((alone + key.removeprefix(whole) for whole, alone in SEEING.items() if key.startswith(whole)), key)
 
 
 def sees(config: Any) -> bool:
@@ -218,7 +218,7 @@ def sees(config: Any) -> bool:
 
 def is_beside(config: Any, name: str) -> bool:
     """Whether a parameter, by its name in memory, is no part of the language model."""
-    return sees(config) and not name.startswith((SEEING, "lm_head."))
+    return sees(config) and not name.startswith((*SEEING, "lm_head."))
 
 
 def is_beyond(config: Any, key: str) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moeq.exporters import gguf_gemma as gemma
 from moeq.exporters import gguf_hybrid as hybrid
+from moeq.exporters import gguf_llama4 as llama
 from moeq.exporters import gguf_orders as ordered
 from moeq.exporters import gguf_parameters as of
 from moeq.exporters.gguf_orders import Order
@@ -137,6 +138,10 @@ GEMMA4 = Family(
     names=gemma.NAMES, attention_bias=False, partial=True, windows=True, ropes=("proportional",),
     made=gemma.frequencies,
 )  # fmt: skip
+LLAMA4 = Family(
+    arch="llama4", more=(of.heads, llama.llama4), reasons=(llama.llama4_reasons,), names=llama.NAMES,
+    attention_bias=False, ropes=("llama3",), made=llama.frequencies,
+)  # fmt: skip
 FAMILIES = {
     "mixtral": Family(arch="llama", more=(of.heads,), orders=ordered.halves_interleaved),
     "qwen2_moe": Family(
@@ -178,6 +183,8 @@ FAMILIES = {
     "qwen3_5_moe": QWEN35,
     "gemma4": GEMMA4,
     "gemma4_text": GEMMA4,
+    "llama4": LLAMA4,
+    "llama4_text": LLAMA4,
     "qwen3_vl_moe": Family(
         arch="qwen3vlmoe", more=(of.heads, of.qwen, of.sections), reasons=(of.sections_reasons,),
         remarks=of.sections_remarks, of_whole=of.deepstack, attention_bias=False,

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ANSWER, TENSORS = "answer.json", "tensors.safetensors"
+TILES = "amx_tile"  # what Linux calls those of a CPU
 PARENT = "MOEQ_VERIFY_PARENT"  # in the environment: the process that waits for the answer
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors")
@@ -128,10 +129,21 @@ def record(model: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama_logits(request: dict[str, Any]) -> tuple[Any, None]:
-    """The logits that llama.cpp computes, sequence by sequence; it shows nothing of its layers."""
+    """The logits that llama.cpp computes, sequence by sequence; it shows nothing of its layers.
+
+    On a CPU with tiles its form for them ends by a segmentation fault at the first matrix of 4 or 8 bits that is given
+    more than one token (llama-cpp-python 0.3.36, whoever wrote the file; ggml-org/llama.cpp issue 20824), and is left
+    out, which the versions say.
+    """
+    import llama_cpp
     import torch
     from llama_cpp import Llama
 
+    if TILES in _flags():
+        usual = llama_cpp.llama_model_default_params()
+        usual.use_extra_bufts = False
+        llama_cpp.llama_model_default_params = llama_cpp.llama_cpp.llama_model_default_params = lambda: usual
+        request["versions"] = {"llama_cpp": f"{llama_cpp.__version__} without its form for AMX"}
     rows = request["inputs"]["input_ids"]
     path = os.path.join(request["checkpoint"], request["loading"]["gguf_file"])
     float32 = 0  # ggml's number of the type, of the cache
@@ -143,6 +155,13 @@ def llama_logits(request: dict[str, Any]) -> tuple[Any, None]:
         logits.append(torch.tensor(model.scores[: len(row)].tolist()))
     model.close()
     return torch.stack(logits), None
+
+
+def _flags() -> list[str]:
+    """What the first CPU can do, as Linux calls it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8", "replace").splitlines() if info.is_file() else []
+    return next((line.split() for line in lines if line.startswith("flags")), [])
 
 
 def mlx_logits(request: dict[str, Any]) -> tuple[Any, None]:
@@ -299,6 +318,7 @@ def main(folder: Path) -> None:
             answer["versions"][package] = str(getattr(module, "__version__", None) or installed(package))
         answer["absent"] = None
         model, answer["loading"] = load(request)
+        answer["versions"] |= request.get("versions", {})
         tensors = {"logits": model} if request["logits_only"] else record(model.eval(), request)
         answer["unwritten"] = unwritten(tensors, folder / TENSORS)
     except Exception as error:

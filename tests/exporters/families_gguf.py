@@ -31,6 +31,10 @@ LATENT = {
     "num_key_value_heads": 4, "num_hidden_layers": 3, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
     "q_lora_rank": 64, "kv_lora_rank": 64, "head_dim": None, "n_shared_experts": 2,
 }  # fmt: skip
+LLAMA3 = ROPE | {
+    "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 NEAR_AND_FAR = ["sliding_attention", "sliding_attention", "full_attention"]
 GEMMA4 = {
     "enable_moe_block": True, "num_hidden_layers": 3, "layer_types": NEAR_AND_FAR, "sliding_window": 8, "head_dim": 32,
@@ -40,6 +44,11 @@ GEMMA4 = {
         "sliding_attention": ROPE,
         "full_attention": ROPE | {"rope_type": "proportional", "rope_theta": 70000.0, "partial_rotary_factor": 0.25},
     },
+}  # fmt: skip
+LLAMA4 = {
+    "intermediate_size": 96, "intermediate_size_mlp": 192, "num_hidden_layers": 4, "moe_layers": None,
+    "interleave_moe_layer_step": 2, "head_dim": 64, "num_experts_per_tok": 1, "rope_parameters": LLAMA3,
+    "attention_chunk_size": 8192,
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "glm4_moe": ROUTED | {"head_dim": 64, "use_qk_norm": True, "attention_bias": True, "rope_parameters": HALF},
@@ -64,6 +73,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"text_config": SIZES | DELTA, "vision_config": {"out_hidden_size": 128}},
     "gemma4": {"text_config": SIZES | GEMMA4, "vision_config": GEMMA4_VISION, "audio_config": None},
     "gemma4_text": GEMMA4,
+    "llama4": {"text_config": SIZES | LLAMA4, "vision_config": {"intermediate_size": 144}},
+    "llama4_text": LLAMA4,
     "qwen3_vl_moe": {
         "text_config": SIZES | {
             "head_dim": 64, "num_hidden_layers": 3, "mlp_only_layers": [],

@@ -18,7 +18,7 @@ import peers
 import pytest
 import torch
 import transformers
-from exporters.families_gguf import DELTA, HALF, PLAIN_YARN, ROPE, SETTINGS, WINDOWS, YARN
+from exporters.families_gguf import DELTA, HALF, LLAMA3, PLAIN_YARN, ROPE, SETTINGS, WINDOWS, YARN
 from family_models import _randomize as randomize
 from family_models import configuration
 from gguf_read import check_stacks, llama_logits, tensors_of
@@ -234,6 +234,10 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "shared keys": ("gemma4_text", SHARING | {"use_double_wide_mlp": True}),
     "no embeddings of layers": ("gemma4_text", {"hidden_size_per_layer_input": 0, "final_logit_softcapping": None}),
     "turned as a whole": ("gemma4_text", {"rope_parameters": dict.fromkeys(NEAR, ROPE)}),
+    "as released": ("llama4_text", {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}),
+    "yarn of llama": ("llama4_text", {"rope_parameters": PLAIN_YARN}),
+    "experts everywhere": ("llama4_text", {"interleave_moe_layer_step": 1, "rope_parameters": ROPE}),
+    "without norms": ("llama4_text", {"num_local_experts": 128, "use_qk_norm": False}),
     "slower": ("gemma4_text", {"rope_parameters": NEAR | {"full_attention": ROPE | SLOWER}}),
     "dense anywhere": ("hy_v3", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
 }
@@ -363,6 +367,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layer_types": ["full_attention"] * 3, "per_layer_config": dict.fromkeys("012", FAR_HEADS)},
         "without a window",
     ),
+    "chunks": ("llama4_text", {"attention_chunk_size": 4}, "chunks of 4 tokens"),
+    "turned everywhere": ("llama4_text", {"no_rope_layers": [1] * 4}, "no_rope_layers"),
+    "chunks everywhere": (
+        "llama4_text", {"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": 4}, "layer_types",
+    ),
+    "temperature": ("llama4_text", {"floor_scale": 4}, "floor_scale"),
+    "norms of llama": ("llama4_text", {"use_qk_norm": False}, "use_qk_norm: false"),
+    "norms of many": ("llama4_text", {"num_local_experts": 128}, "use_qk_norm: true"),
+    "experts here and there": ("llama4_text", {"moe_layers": [1, 2]}, "one in 2"),
     "activation": ("granitemoe", {"hidden_act": "gelu"}, "activation gelu"),
     "part": ("afmoe", {"rope_parameters": HALF}, "a part of a head"),
     "part of hunyuan": ("hy_v3", {"rope_parameters": HALF}, "a part of a head"),
@@ -401,10 +414,17 @@ def test_what_is_refused_fails_or_lies(case: str, tmp_path: Path, monkeypatch: p
     assert difference(source, out, tmp_path) > WRONG
 
 
+SHARED_UP = "feed_forward.shared_expert.up_proj"
+
+
 def renamed(first: str, second: str) -> Change:
     """The family with two names for each other."""
-    names = gguf_families.NAMES
-    return lambda one: replace(one, names={**one.names, first: names[second], second: names[first]})
+
+    def change(one: Family) -> Family:
+        names = {**gguf_families.NAMES, **one.names}
+        return replace(one, names={**one.names, first: names[second], second: names[first]})
+
+    return change
 
 
 def config_pairs(config: Any) -> int:
@@ -435,6 +455,8 @@ WITHOUT: dict[str, tuple[str, Change]] = {
         "gemma4_text",
         lambda one: replace(one, made=lambda config: {FREQUENCIES: torch.ones(config_pairs(config))}),
     ),
+    "frequencies of llama": ("llama4_text", lambda one: replace(one, made=lambda config: {})),
+    "shared of llama": ("llama4_text", renamed("feed_forward.shared_expert.gate_proj", SHARED_UP)),
     "groups of states": ("nemotron_h", lambda one: replace(one, shapes=gguf_orders.in_its_shape)),
     "decay of states": ("granitemoehybrid", lambda one: replace(one, changes={})),
     "keys": ("exaone_moe", renamed("self_attn.k_proj", "self_attn.v_proj")),

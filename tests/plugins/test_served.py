@@ -65,6 +65,7 @@ OWN: dict[str, dict[str, Any]] = {  # and what vLLM's models read from config.js
 RELEASED = {"phimoe": "PhiMoEForCausalLM"}  # what config.json calls a class that transformers calls otherwise
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 96,
           "head_dim": 64, "qk_head_dim": 96, "num_key_value_heads": 4, "topk_method": "noaux_tc"}  # fmt: skip
+OF_FLOAT32 = {"attention_config": {"backend": "CPU_MLA"}}  # where a CPU has AMX vLLM takes one of bf16 alone
 CLOSE = {TRAINED: 4e-5}  # of log-probabilities in float32; 2.1e-5 with AVX2, where sums have another order
 CLOSE_UNTRAINED = 1e-4  # their logits are larger
 CLOSE_EVERYTHING = 5e-4  # 1e-4 to 3e-4: all sums of a layer have another order
@@ -235,7 +236,7 @@ def test_packed_latent_attention_computes_what_its_values_do(tmp_path: Path) -> 
     AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(model)
     native, plain = export(tmp_path / "run", model, RECIPES[EVERYTHING]), tmp_path / "plain"
     moeq.convert(native, to="dequantized", out=plain)
-    packed, values = serve([native, plain], tmp_path)
+    packed, values = serve([native, plain], tmp_path, [OF_FLOAT32] * 2)
     assert packed.logprobs is not None, packed.error[-2000:]
     assert values.logprobs is not None, values.error[-2000:]
     assert (packed.logprobs - values.logprobs).abs().max() < CLOSE_EVERYTHING
