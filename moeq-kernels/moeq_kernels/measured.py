@@ -34,7 +34,7 @@ from moeq_kernels.widths import Encoding
 NAME = "kernels.json"
 ROWS, INPUTS, BITS, GROUP, WALKED_BITS = 768, 2048, 4, 128, 2
 STEPS = (16, 32, 64, 128, 256, 512, 1024)  # rows at which the form and unpacking are compared
-NEVER = 1 << 30  # rows from which on to unpack, where the form was faster at all of them
+NEVER = 1 << 30  # rows from which on to unpack, where the form is faster with all
 SLOWER = 2  # steps one after the other at which the form is slower than unpacking: from the first on it is unpacked
 REPEATS = 5, 25  # calls of each contender, at least and at most
 MOST_SECONDS, FEWEST = 0.2, 3  # after so long so many calls of each will do; where a first answer is asked again, twice
@@ -75,18 +75,28 @@ def measure(
     form = compared[0] if len(compared) == 1 else _fastest(make, compared, matrix, rows)
     ways, given = [make(form, NEVER), make(form, 1)], expert_of(state_bits) if layers else matrix
     slower: list[int] = []
+    taken: dict[int, tuple[float, float]] = {}  # what both took, by the number of rows
     for step in STEPS:
-        fused, unpacked = _seconds(ways, given, rows[:step])
+        taken[step] = fused, unpacked = _both(ways, given, rows[:step])
         slower = [*slower, step] if fused > unpacked else []
         if len(slower) == SLOWER:
             break
     first = STEPS.index(slower[0]) if slower else len(STEPS)
     while first:  # what one moment of a busy machine has said of the step before decides for good: ask again, longer
-        fused, unpacked = _seconds(ways, given, rows[: STEPS[first - 1]], 2)
+        taken[STEPS[first - 1]] = fused, unpacked = _both(ways, given, rows[: STEPS[first - 1]], 2)
         if fused <= unpacked:
             break
         first -= 1
-    return form, STEPS[first] if first < len(STEPS) else NEVER
+    return form, STEPS[first] if first < len(STEPS) else _beyond(*(taken[step] for step in STEPS[-2:]))
+
+
+def _beyond(before: tuple[float, float], last: tuple[float, float]) -> int:
+    """From how many rows on a form that was faster at all steps would be slower than unpacking, by what a further row
+    took both between the last two: unpacking, which is paid once, is paid off by a product that is faster a row."""
+    gained = (last[0] - before[0]) - (last[1] - before[1])
+    if gained <= 0:
+        return NEVER
+    return min(NEVER, STEPS[-1] + math.ceil((STEPS[-1] - STEPS[-2]) * (last[1] - last[0]) / gained))
 
 
 def _fastest(make: Callable[[str, int], Kernel], compared: Sequence[str], matrix: Matrix, rows: Tensor) -> str:
@@ -162,6 +172,14 @@ def _seconds(
                 one(rows)
                 times.append(time.perf_counter() - begin)
     return [min(times) for times in taken]
+
+
+def _both(
+    ways: Sequence[Kernel], given: Matrix | LayerOfExperts, rows: Tensor, times_as_many: int = 1
+) -> tuple[float, float]:
+    """`_seconds` of the form and of unpacking."""
+    fused, unpacked = _seconds(ways, given, rows, times_as_many)
+    return fused, unpacked
 
 
 def _agreed(times: Sequence[float]) -> bool:
