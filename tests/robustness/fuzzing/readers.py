@@ -241,6 +241,7 @@ ELSEWHERE: dict[str, str] = {  # {function: why it has no target}
     "moeq.benching.measure._processor": SYSTEM,
     "moeq.models.corpus.documents._check_room": SYSTEM,
     "moeq_kernels.measured.cpu_model": SYSTEM,
+    "moeq.verification.probe._flags": SYSTEM,
     "moeq_kernels.cpu.kept_code._Files.load": COMPILED,
     "moeq_kernels.cpu.kept_code._source": PACKAGE,
     "moeq_kernels.gpu.settings.tuned": PACKAGE,
