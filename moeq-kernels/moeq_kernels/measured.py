@@ -75,22 +75,22 @@ def measure(
     form = compared[0] if len(compared) == 1 else _fastest(make, compared, matrix, rows)
     ways, given = [make(form, NEVER), make(form, 1)], expert_of(state_bits) if layers else matrix
     slower: list[int] = []
-    taken: dict[int, tuple[float, float]] = {}  # what both took, by the number of rows
+    taken: dict[int, list[float]] = {}  # what both took, by the number of rows
     for step in STEPS:
-        taken[step] = fused, unpacked = _both(ways, given, rows[:step])
+        fused, unpacked = taken[step] = _seconds(ways, given, rows[:step])
         slower = [*slower, step] if fused > unpacked else []
         if len(slower) == SLOWER:
             break
     first = STEPS.index(slower[0]) if slower else len(STEPS)
     while first:  # what one moment of a busy machine has said of the step before decides for good: ask again, longer
-        taken[STEPS[first - 1]] = fused, unpacked = _both(ways, given, rows[: STEPS[first - 1]], 2)
+        fused, unpacked = taken[STEPS[first - 1]] = _seconds(ways, given, rows[: STEPS[first - 1]], 2)
         if fused <= unpacked:
             break
         first -= 1
     return form, STEPS[first] if first < len(STEPS) else _beyond(*(taken[step] for step in STEPS[-2:]))
 
 
-def _beyond(before: tuple[float, float], last: tuple[float, float]) -> int:
+def _beyond(before: Sequence[float], last: Sequence[float]) -> int:
     """From how many rows on a form that was faster at all steps would be slower than unpacking, by what a further row
     took both between the last two: unpacking, which is paid once, is paid off by a product that is faster a row."""
     gained = (last[0] - before[0]) - (last[1] - before[1])
@@ -172,14 +172,6 @@ def _seconds(
                 one(rows)
                 times.append(time.perf_counter() - begin)
     return [min(times) for times in taken]
-
-
-def _both(
-    ways: Sequence[Kernel], given: Matrix | LayerOfExperts, rows: Tensor, times_as_many: int = 1
-) -> tuple[float, float]:
-    """`_seconds` of the form and of unpacking."""
-    fused, unpacked = _seconds(ways, given, rows, times_as_many)
-    return fused, unpacked
 
 
 def _agreed(times: Sequence[float]) -> bool:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeq.exporters.gguf_parameters import Value, layers, near_rope, rope_of
+from moeq.exporters.gguf_parameters import FREQUENCIES, Value, is_near, layers, near_rope, rope_of
 
-FREQUENCIES = "rope_freqs.weight"
 NEVER = 1e30  # what the frequency of a pair is divided by that is not turned
 NAMES = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
@@ -25,11 +24,6 @@ NAMES = {
 }  # fmt: skip
 
 
-def _is_near(config: Any) -> list[bool]:
-    """Of every layer whether it has a window."""
-    return [kind == "sliding_attention" for kind in config.layer_types]
-
-
 def _far(config: Any) -> Any:
     """The configuration of a layer without a window; the last always is one."""
     return layers(config)[-1]
@@ -42,9 +36,7 @@ def _shared_from(config: Any) -> int:
 
 def gemma4(config: Any) -> dict[str, Value]:
     far = _far(config).head_dim
-    near = next(
-        (layer.head_dim for layer, is_near in zip(layers(config), _is_near(config), strict=True) if is_near), far
-    )
+    near = next((layer.head_dim for layer, near in zip(layers(config), is_near(config), strict=True) if near), far)
     dense = [config.intermediate_size] * config.num_hidden_layers
     if config.use_double_wide_mlp:
         dense[_shared_from(config) :] = [2 * size for size in dense[_shared_from(config) :]]
@@ -53,8 +45,6 @@ def gemma4(config: Any) -> dict[str, Value]:
         "expert_feed_forward_length": config.moe_intermediate_size,
         "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
         "attention.shared_kv_layers": config.num_kv_shared_layers,
-        "attention.sliding_window": config.sliding_window,
-        "attention.sliding_window_pattern": _is_near(config),
         "attention.key_length": far,
         "attention.value_length": far,
         "attention.key_length_swa": near,
@@ -75,7 +65,7 @@ def gemma4_reasons(config: Any) -> Iterator[str]:
         yield "attention to later tokens (use_bidirectional_attention)"
     if config.hidden_size_per_layer_input and config.vocab_size_per_layer_input != config.vocab_size:
         yield "embeddings of every layer for another number of tokens (vocab_size_per_layer_input)"
-    kinds, start = _is_near(config), _shared_from(config)
+    kinds, start = is_near(config), _shared_from(config)
     if config.num_kv_shared_layers and kinds[max(start - 2, 0) : start] != [True, False]:
         yield "keys and values of other layers than the last two before those that share them (num_kv_shared_layers)"
     if len({each.head_dim for each, near in zip(layers(config), kinds, strict=True) if near}) > 1:

@@ -13,6 +13,7 @@ from moeq.exporters.gguf_parameters import (
     dense_layers,
     dense_reasons,
     head_size,
+    is_near,
     near_rope,
     rope_of,
     weighed,
@@ -114,9 +115,8 @@ def nemotron_reasons(config: Any) -> Iterator[str]:
 
 def mimo(config: Any) -> dict[str, Value]:
     shared, scale = config.num_key_value_heads, config.attention_value_scale
-    near = [kind == "sliding_attention" for kind in config.layer_types]
     return {
-        "attention.head_count_kv": [2 * shared if one else shared for one in near],
+        "attention.head_count_kv": [2 * shared if one else shared for one in is_near(config)],
         "attention.value_length": config.v_head_dim,
         "attention.value_scale": 1.0 if scale is None else float(scale),
         "rope.freq_base_swa": float(near_rope(config)["rope_theta"]),

@@ -134,7 +134,7 @@ QWEN35 = Family(
     orders=ordered.tiled, remarks=of.sections_remarks, attention_bias=False, partial=True,
 )  # fmt: skip
 GEMMA4 = Family(
-    arch="gemma4", more=(gemma.gemma4,), reasons=(of.window_reasons, of.near_reasons, gemma.gemma4_reasons),
+    arch="gemma4", more=(of.windows, gemma.gemma4), reasons=(of.window_reasons, of.near_reasons, gemma.gemma4_reasons),
     names=gemma.NAMES, attention_bias=False, partial=True, windows=True, ropes=("proportional",),
     made=gemma.frequencies,
 )  # fmt: skip

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeq.exporters.gguf_gemma import FREQUENCIES
-from moeq.exporters.gguf_parameters import Value, head_size, rope_of
+from moeq.exporters.gguf_parameters import FREQUENCIES, Value, head_size, rope_of
 
 EVERY = 4  # layers, of which the last turns nothing and looks at the whole text
 CHUNK, SCALE = 8192, 0.1  # tokens of a chunk, and by what the logarithm of their number scales such a layer's queries

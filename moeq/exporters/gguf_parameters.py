@@ -12,6 +12,7 @@ Value = int | float | bool | str | list[str] | list[int] | list[float] | list[bo
 
 CASED = "gpt-4o"  # the pattern of words that llama.cpp has for the letters of English alone
 LITTLE = 0.25  # radians, by which a few pairs of a head may be turned otherwise at the end of the context
+FREQUENCIES = "rope_freqs.weight"  # a tensor that no checkpoint has: what those of a head's pairs are divided by
 SOFTMAX, SIGMOID = 1, 2  # of llama.cpp's numbers for what makes weights of a router's logits
 
 
@@ -170,12 +171,17 @@ def ernie_reasons(config: Any) -> Iterator[str]:
         yield f"routing weights divided by no less than {config.moe_norm_min} (moe_norm_min)"
 
 
+def is_near(config: Any) -> list[bool]:
+    """Of every layer whether it has a window."""
+    return [kind == "sliding_attention" for kind in config.layer_types]
+
+
 def windows(config: Any) -> dict[str, Value]:
     if "sliding_attention" not in config.layer_types:
         return {}
     return {
         "attention.sliding_window": config.sliding_window,
-        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
+        "attention.sliding_window_pattern": is_near(config),
     }
 
 

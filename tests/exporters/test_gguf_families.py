@@ -30,8 +30,8 @@ from moeq.errors import ArtifactError, FormatError
 from moeq.exporters import gguf, gguf_families, gguf_orders, write
 from moeq.exporters.foreign import WriteOptions
 from moeq.exporters.gguf_families import bias_name
-from moeq.exporters.gguf_gemma import FREQUENCIES
 from moeq.exporters.gguf_known import Family
+from moeq.exporters.gguf_parameters import FREQUENCIES
 from moeq.exporters.imatrix import matrix_of
 from moeq.exporters.readers import open_packed
 from moeq.models.non_experts import find_others
